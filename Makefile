@@ -1,0 +1,96 @@
+# `make` lists the targets. Each creates what it needs: a virtual environment in .venv (.venv-oldest for
+# test-oldest) and an editable install at the versions of the constraints file. A second run installs
+# nothing, unless pyproject.toml or the constraints changed.
+#
+# Variables:
+#   PYTHON       the interpreter that makes the environments, 3.11 or newer   make test PYTHON=python3.12
+#   WORKERS      test processes, `auto` for one a core (8 at most)            make test WORKERS=1
+#   PYTEST_ARGS  more arguments of pytest                                     make test PYTEST_ARGS="-k cache -x"
+# pip reads its own variables. On Linux the package index serves torch with CUDA; for the CPU build set
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
+
+PYTHON ?= python3
+WORKERS ?= auto
+PYTEST_ARGS ?=
+
+VENV := .venv
+VENV_OLDEST := .venv-oldest
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+# The tests are many small computations: one thread a process, one process a core.
+PYTEST := -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
+SINGLE_THREADED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+# What depends on the version of transformers: loading, the patched model, the cache.
+OLDEST_TESTS = $(wildcard tests/test_modeling*.py tests/test_kv_cache*.py tests/test_cache*.py \
+	tests/test_loading*.py tests/test_turbo_esm*.py tests/test_calibrat*.py tests/test_lean_import.py)
+NOTEBOOKS = $(wildcard notebooks/*.ipynb)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test test-oldest test-gpu test-mps lint format types notebooks clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.installed  ## install, then the whole job on shipped proteins and the embedded model
+	$(VENV)/bin/esm-turbo demo
+
+test: $(VENV)/.installed-dev  ## install, then the whole test suite
+	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the oldest supported dependencies
+	$(SINGLE_THREADED) $(VENV_OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
+
+test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
+	$(VENV)/bin/python -m pytest -m "not mps and not network" $(PYTEST_ARGS)
+
+test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
+	$(VENV)/bin/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
+
+lint: $(VENV)/.installed-dev  ## ruff, and the direction of imports
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/lint-imports
+
+format: $(VENV)/.installed-dev  ## let ruff correct what it can, and sort the imports
+	$(VENV)/bin/ruff check --fix .
+
+types: $(VENV)/.installed-dev  ## mypy, strict, on the package
+	$(VENV)/bin/mypy
+
+notebooks:  ## run every notebook from top to bottom
+ifneq ($(NOTEBOOKS),)
+notebooks: $(VENV)/.installed-notebooks
+	$(VENV)/bin/python -m pytest --nbmake --nbmake-timeout=600 --override-ini=testpaths= $(NOTEBOOKS)
+else
+	@echo "no notebooks yet"
+endif
+
+clean:  ## remove the environments, caches and builds
+	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info
+	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Makes the virtual environment $(1), unless it is there with a working pip.
+define create_venv
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "esm_turbo needs Python 3.11 or newer, this is " + sys.version.split()[0] + ": name another, as in make PYTHON=python3.12")'
+	@$(1)/bin/python -m pip --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(1)
+	@echo "installing into $(1) (minutes the first time)"
+endef
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(call create_venv,$(VENV))
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-notebooks: $(VENV)/.installed-dev
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,notebooks]'
+	@touch $@
+
+$(VENV_OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(call create_venv,$(VENV_OLDEST))
+	$(VENV_OLDEST)/bin/python $(PIP_INSTALL) -c constraints-oldest.txt -e '.[test]'
+	@touch $@

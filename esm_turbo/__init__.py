@@ -1,0 +1,53 @@
+"""Compressed key/value caches for the ESM-2 protein language model.
+
+The public names are loaded on first use, so that importing the package costs nothing and needs
+neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "TurboEsm": "turbo_esm",
+    "TurboEsmModel": "modeling_esm_turbo",
+    "TurboEsmForMaskedLM": "modeling_esm_turbo",
+    "TurboEsmSelfAttention": "modeling_esm_turbo",
+    "TurboConfig": "config",
+    "TurboKVCache": "kv_cache",
+    "KVCalibrator": "calibrate",
+    "Calibration": "calibration",
+}
+
+__all__ = [  # noqa: RUF022 - the order in which a reader meets them
+    "TurboEsm",
+    "TurboEsmModel",
+    "TurboEsmForMaskedLM",
+    "TurboEsmSelfAttention",
+    "TurboConfig",
+    "TurboKVCache",
+    "KVCalibrator",
+    "Calibration",
+    "__version__",
+]
+
+if TYPE_CHECKING:
+    from .calibrate import KVCalibrator
+    from .calibration import Calibration
+    from .config import TurboConfig
+    from .kv_cache import TurboKVCache
+    from .modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
+    from .turbo_esm import TurboEsm
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_PUBLIC[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,188 @@
+"""The calibration artifact: statistics of one model, and the codecs fitted to them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .artifacts import ArtifactError, read_artifact, write_artifact
+from .codecs import KVCodec, codec_class
+from .config import PRESETS, Geometry, TurboConfig
+from .fingerprint import model_fingerprint, same_model
+from .kv_statistics import KVStatistics, Moments, TokenMoments, TokenSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT_VERSION = 1
+_TOKEN_KINDS = ("residues", "specials")
+_STATES = ("keys", "queries", "values")
+
+
+class Calibration:
+    """Statistics of one model's queries, keys and values, and the codecs fitted to them.
+
+    Args:
+        statistics: what the codecs are fitted from.
+        fingerprint: of the model, see `model_fingerprint`.
+        provenance: model id, counts, source of the proteins, package versions; JSON values.
+        fitted: states of codecs by options; others are fitted when they are first asked for.
+    """
+
+    def __init__(
+        self,
+        statistics: KVStatistics,
+        fingerprint: npt.NDArray[np.float32],
+        provenance: Mapping[str, Any],
+        fitted: Mapping[TurboConfig, Mapping[str, Tensor]] | None = None,
+    ) -> None:
+        self.statistics = statistics
+        self.fingerprint = fingerprint
+        self.provenance = dict(provenance)
+        self._codecs: dict[TurboConfig, KVCodec] = {}
+        for config, state in (fitted or {}).items():
+            self._codecs[config] = codec_class(config)(config, self.geometry, state)
+
+    @property
+    def geometry(self) -> Geometry:
+        return self.statistics.geometry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the fitted codecs' parameters, which all caches share."""
+        return sum(t.numel() * t.element_size() for c in self._codecs.values() for t in c.state.values())
+
+    def codec(self, preset: str | TurboConfig) -> KVCodec:
+        """The codec of a preset, fitted on first use.
+
+        Raises:
+            ValueError: there is no such preset or codec.
+        """
+        config = TurboConfig.from_preset(preset)
+        if config not in self._codecs:
+            cls = codec_class(config)
+            self._codecs[config] = cls(config, self.geometry, cls.fit(config, self.statistics))
+        return self._codecs[config]
+
+    def fit(self, presets: Iterable[str | TurboConfig] = PRESETS) -> Self:
+        """Fits the codecs of these presets now."""
+        for preset in presets:
+            self.codec(preset)
+        return self
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Makes sure that this calibration belongs to a model.
+
+        Args:
+            model: an `EsmModel` or a model with one in `model.esm`.
+
+        Raises:
+            ValueError: it is another model's.
+        """
+        geometry = Geometry.of(model.config)
+        if geometry != self.geometry:
+            raise ValueError(f"the calibration is for {self.geometry}, the model has {geometry}; {_REMEDY}")
+        if not same_model(self.fingerprint, model_fingerprint(getattr(model, "esm", model))):
+            source = self.provenance.get("model", "another model")
+            raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        statistics = self.statistics
+        tensors = {"fingerprint": torch.from_numpy(self.fingerprint), "output_gram": _f32(statistics.output_gram)}
+        counts = {}
+        for kind in _TOKEN_KINDS:
+            for state in _STATES:
+                moments: Moments = getattr(getattr(statistics, kind), state)
+                tensors[f"moments.{kind}.{state}.mean"] = _f32(moments.mean)
+                tensors[f"moments.{kind}.{state}.covariance"] = _f32(moments.covariance)
+                counts[kind] = moments.count
+        tensors["sample.keys"] = torch.from_numpy(statistics.sample.keys).to(torch.bfloat16)
+        tensors["sample.values"] = torch.from_numpy(statistics.sample.values).to(torch.bfloat16)
+        tensors["sample.is_special"] = torch.from_numpy(statistics.sample.is_special)
+        presets = {}
+        for config, codec in self._codecs.items():
+            presets[config.name] = config.to_dict()
+            tensors |= {f"codec.{config.name}.{name}": tensor for name, tensor in codec.state.items()}
+        metadata = {
+            "geometry": asdict(self.geometry),
+            "counts": counts,
+            "presets": presets,
+            "provenance": self.provenance,
+        }
+        write_artifact(path, "calibration", FORMAT_VERSION, tensors, metadata)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> Self:
+        """Reads a calibration.
+
+        Args:
+            path: a file written by `save`, or a folder with a `calibration.safetensors` in it.
+            model: where given, the calibration must be this model's.
+
+        Raises:
+            ValueError: the file is missing, damaged, of another format version, or another model's.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / CALIBRATION_FILE
+        tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
+        try:
+            calibration = cls(
+                _statistics(tensors, metadata),
+                tensors["fingerprint"].numpy(),
+                metadata["provenance"],
+                _fitted(tensors, metadata["presets"]),
+            )
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
+        if model is not None:
+            calibration.check_model(model)
+        return calibration
+
+
+CALIBRATION_FILE = "calibration.safetensors"
+_REMEDY = "make one with `esm-turbo calibrate PROTEINS.fasta --model MODEL --out calibration.safetensors`"
+
+
+def _f32(array: npt.NDArray[np.float64]) -> Tensor:
+    return torch.from_numpy(array.astype(np.float32))
+
+
+def _statistics(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> KVStatistics:
+    def f64(name: str) -> npt.NDArray[np.float64]:
+        return tensors[name].numpy().astype(np.float64)
+
+    def moments(kind: str) -> TokenMoments:
+        count = metadata["counts"][kind]
+        return TokenMoments(
+            *(Moments(count, f64(f"moments.{kind}.{s}.mean"), f64(f"moments.{kind}.{s}.covariance")) for s in _STATES)
+        )
+
+    sample = TokenSample(
+        tensors["sample.keys"].float().numpy(),
+        tensors["sample.values"].float().numpy(),
+        tensors["sample.is_special"].numpy(),
+    )
+    return KVStatistics(
+        Geometry(**metadata["geometry"]), moments("residues"), moments("specials"), sample, f64("output_gram")
+    )
+
+
+def _fitted(
+    tensors: Mapping[str, Tensor], presets: Mapping[str, Mapping[str, Any]]
+) -> dict[TurboConfig, dict[str, Tensor]]:
+    fitted: dict[TurboConfig, dict[str, Tensor]] = {}
+    for name, options in presets.items():
+        prefix = f"codec.{name}."
+        state = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        fitted[TurboConfig.from_dict(dict(options))] = state
+    return fitted

@@ -1,0 +1,151 @@
+"""The interface of a codec, and the linear maps that every codec shares.
+
+A codec works in two steps. `transform` maps keys and values into the space in which they are stored,
+
+    k' = T_k (k - mu_k),    v' = T_v (v - mu_v),
+
+and `quantize` turns k' and v' into packed tensors. Attention over a cache never maps a stored key or
+value back: the query is mapped once and the result once (docs/math.md),
+
+    q . k = (T_k^-T q) . k' + q . mu_k,    sum_j p_j v_j = T_v^-1 (sum_j p_j v'_j) + mu_v.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..config import Geometry, TurboConfig
+from ..kv_statistics import KVStatistics
+
+Packed = dict[str, Tensor]
+"""What one layer stores: tensors [batch, heads, tokens, ...], the same bytes for every token."""
+
+
+@dataclass(frozen=True)
+class PackedContext:
+    """What one layer of a cache shows to an extension.
+
+    Shapes: C cached rows (the batch, or 1 shared by all), B batch of the extension, H heads, L columns, P slots.
+
+    Attributes:
+        packed: what the codec stores, tensors [C, H, L, ...].
+        mask: which columns a row of the extension sees, bool [B, L]; None where it sees all.
+        protected: transformed keys and values of protected tokens, [C, H, P, D]; empty for none.
+        protected_mask: which slots a row sees, bool [B, P].
+    """
+
+    packed: Packed
+    mask: Tensor | None
+    protected: Packed
+    protected_mask: Tensor | None
+
+
+class KVCodec(ABC):
+    """A way of storing keys and values, fitted to one model.
+
+    Shapes below: B batch, H heads, L tokens, D `head_dim`. Inputs may have any floating dtype; what comes
+    out of the maps and of `dequantize_*` is float32.
+
+    Args:
+        config: the options.
+        geometry: of the model.
+        state: what `fit` returned: float32 tensors stacked over layers. The maps have the names
+            `key_map`, `key_inverse`, `value_map`, `value_inverse` [layers, H, D, D] and
+            `key_mean`, `value_mean` [layers, H, D]; one that is absent is the identity, or zero.
+    """
+
+    def __init__(self, config: TurboConfig, geometry: Geometry, state: Mapping[str, Tensor]) -> None:
+        self.config = config
+        self.geometry = geometry
+        self.state = dict(state)
+        self._on_device: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+
+    @classmethod
+    @abstractmethod
+    def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
+        """The state of a codec for these statistics."""
+
+    @abstractmethod
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        """Packs transformed keys and values [B, H, L, D]."""
+
+    @abstractmethod
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        """Transformed keys as stored, [B, H, L, D]."""
+
+    @abstractmethod
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        """Transformed values as stored, [B, H, L, D]."""
+
+    def transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Maps keys (after RoPE) and values [B, H, L, D] into the space in which they are stored."""
+        state = self.layer_state(layer_idx, keys.device)
+        return (
+            _apply(state.get("key_map"), _shift(keys, state.get("key_mean"), -1)),
+            _apply(state.get("value_map"), _shift(values, state.get("value_mean"), -1)),
+        )
+
+    def map_query(self, layer_idx: int, query: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The query against stored keys, T_k^-T q, and what it adds to every score, q . mu_k.
+
+        Args:
+            query: after RoPE, [B, H, n, D].
+
+        Returns:
+            [B, H, n, D], and [B, H, n, 1] or None for zero.
+        """
+        state = self.layer_state(layer_idx, query.device)
+        query = query.float()
+        mean = state.get("key_mean")
+        offset = None if mean is None else query @ mean[:, :, None]
+        inverse = state.get("key_inverse")
+        return (query if inverse is None else query @ inverse), offset
+
+    def unmap_output(self, layer_idx: int, output: Tensor) -> Tensor:
+        """Maps a weighted mean of stored values [B, H, n, D] back: T_v^-1 v' + mu_v."""
+        state = self.layer_state(layer_idx, output.device)
+        return _shift(_apply(state.get("value_inverse"), output), state.get("value_mean"), 1)
+
+    def encode(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        """`transform`, then `quantize`."""
+        return self.quantize(layer_idx, *self.transform(layer_idx, keys, values))
+
+    def decode(self, layer_idx: int, packed: Packed) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, H, L, D] as a reader who maps everything back sees them (the slow way)."""
+        keys, values = self.dequantize_keys(layer_idx, packed), self.dequantize_values(layer_idx, packed)
+        return self.inverse_transform(layer_idx, keys, values)
+
+    def inverse_transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Inverse of `transform`."""
+        state = self.layer_state(layer_idx, keys.device)
+        keys = _shift(_apply(state.get("key_inverse"), keys), state.get("key_mean"), 1)
+        return keys, self.unmap_output(layer_idx, values)
+
+    def layer_state(self, layer_idx: int, device: torch.device) -> dict[str, Tensor]:
+        """The state of one layer on a device; made once."""
+        key = (layer_idx, device)
+        if key not in self._on_device:
+            tensors = {name: stack[layer_idx].to(device) for name, stack in self.state.items()}
+            self._on_device[key] = self.prepare(tensors)
+        return self._on_device[key]
+
+    def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Adds to one layer's state what decoding wants at hand, such as tables."""
+        return tensors
+
+
+def _apply(matrix: Tensor | None, x: Tensor) -> Tensor:
+    """matrix [H, D, D] times every vector of x [B, H, L, D]."""
+    x = x.float()
+    return x if matrix is None else x @ matrix.transpose(-1, -2)
+
+
+def _shift(x: Tensor, mean: Tensor | None, sign: int) -> Tensor:
+    """x [B, H, L, D] plus or minus mean [H, D]."""
+    x = x.float()
+    return x if mean is None else x + sign * mean[:, None, :]

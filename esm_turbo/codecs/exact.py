@@ -1,0 +1,29 @@
+"""Full precision: the frozen reference that quantisation is measured against."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..config import TurboConfig
+from ..kv_statistics import KVStatistics
+from .base import KVCodec, Packed
+
+
+class ExactCodec(KVCodec):
+    """Stores keys and values in the model's dtype, as they are."""
+
+    @classmethod
+    def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
+        return {}
+
+    def transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return keys, values
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        return {"keys": keys.contiguous(), "values": values.contiguous()}
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        return packed["keys"].float()
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return packed["values"].float()

@@ -1,0 +1,144 @@
+"""The TurboESM paper's codec: per-head look-up tables with sign correction (arXiv:2603.26110, sections 3.1 to 3.4).
+
+A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and, where sign
+correction is on, one bit s for the sign of the residual (section 3.4, eq. 6 and 7):
+
+    x_hat = level[index] + (2 s - 1) step,    step = mean |x - level[index]| over the calibration sample.
+
+Index and sign share a field of bits + 1 bits, the sign on top; eight fields are packed as docs/format.md says, so
+that with three bits and a sign they fill one 32-bit word. The keys are rotated by the right singular vectors of
+the post-RoPE keys (section 3.2), the values are not.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import transforms
+from ..config import TurboConfig
+from ..kv_statistics import Array, KVStatistics, Moments
+from ..lloyd_max import lloyd_max_rows
+from ..packing import pack_codes, quantize, unpack_codes
+from .base import KVCodec, Packed
+
+
+class LutCodec(KVCodec):
+    """Look-up tables per head for keys and for values, with sign correction."""
+
+    @classmethod
+    def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
+        moments, sample = statistics.select(config.protect_special_tokens)
+        key_map, key_inverse = _fit_transform(config.key_transform, moments.keys, config)
+        value_map, value_inverse = _fit_transform(config.value_transform, moments.values, config)
+        keys = np.einsum("lhij,lhtj->lhti", key_map, sample.keys, optimize=True)
+        values = np.einsum("lhij,lhtj->lhti", value_map, sample.values, optimize=True)
+        if config.shared_codebook:
+            both = np.concatenate([keys, values], axis=2)
+            key_levels = value_levels = _fit_levels(both, config.bits)
+        else:
+            key_levels, value_levels = _fit_levels(keys, config.bits), _fit_levels(values, config.bits)
+        state = {
+            "key_map": key_map,
+            "key_inverse": key_inverse,
+            "key_levels": key_levels,
+            "key_step": _mean_absolute_residual(keys, key_levels),
+            "value_levels": value_levels,
+            "value_step": _mean_absolute_residual(values, value_levels),
+        }
+        if config.value_transform != "identity" or config.standardize:
+            state |= {"value_map": value_map, "value_inverse": value_inverse}
+        return {name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()}
+
+    @property
+    def _key_signs(self) -> bool:
+        return self.config.sign_correction != "none"
+
+    @property
+    def _value_signs(self) -> bool:
+        return self.config.sign_correction == "keys_and_values"
+
+    def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        for kind, signs in (("key", self._key_signs), ("value", self._value_signs)):
+            levels = tensors[f"{kind}_levels"]
+            tensors[f"{kind}_boundaries"] = (levels[:, 1:] + levels[:, :-1]) / 2
+            step = tensors[f"{kind}_step"][:, None]
+            fields = torch.cat([levels - step, levels + step], dim=1) if signs else levels
+            tensors[f"{kind}_fields"] = fields
+            if fields.shape[1] == 16:
+                tensors[f"{kind}_pairs"] = _pair_table(fields)
+        return tensors
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        state = self.layer_state(layer_idx, keys.device)
+        return {
+            "keys": self._pack(state, "key", keys, self._key_signs),
+            "values": self._pack(state, "value", values, self._value_signs),
+        }
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._unpack(self.layer_state(layer_idx, packed["keys"].device), "key", packed["keys"])
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._unpack(self.layer_state(layer_idx, packed["values"].device), "value", packed["values"])
+
+    def _pack(self, state: dict[str, Tensor], kind: str, x: Tensor, signs: bool) -> Tensor:
+        codes = quantize(x, state[f"{kind}_boundaries"])
+        if not signs:
+            return pack_codes(codes, self.config.bits)
+        residual = x - _look_up(state[f"{kind}_levels"], codes)
+        return pack_codes(codes | (residual > 0).to(torch.uint8) << self.config.bits, self.config.bits + 1)
+
+    def _unpack(self, state: dict[str, Tensor], kind: str, packed: Tensor) -> Tensor:
+        pairs = state.get(f"{kind}_pairs")
+        if pairs is not None:
+            return _look_up(pairs, packed).view(torch.float32)
+        fields = state[f"{kind}_fields"]
+        return _look_up(fields, unpack_codes(packed, (fields.shape[1] - 1).bit_length()))
+
+
+def _look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table [H, entries] at codes [B, H, L, n]; one lookup for a whole head."""
+    batch_size, num_heads = codes.shape[:2]
+    table = table.expand(batch_size, -1, -1)
+    index = codes.reshape(batch_size, num_heads, -1).long()
+    return table.gather(2, index).view(codes.shape)
+
+
+def _pair_table(fields: Tensor) -> Tensor:
+    """What each byte of two 4-bit fields decodes to: two float32 seen as one int64, [H, 256].
+
+    One lookup then fetches two components, which halves the dear part of decoding on a CPU.
+    """
+    byte = torch.arange(256, device=fields.device)
+    pairs = torch.stack([fields[:, byte & 15], fields[:, byte >> 4]], dim=-1)
+    return pairs.view(torch.int64).squeeze(-1)
+
+
+def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Array, Array]:
+    stack, head_dim = moments.mean.shape[:-1], moments.mean.shape[-1]
+    if kind == "svd":
+        maps = transforms.svd_rotation(moments.second_moment)
+    elif kind == "hadamard":
+        maps = transforms.random_hadamard(head_dim, config.seed, stack)
+    else:
+        maps = transforms.identity((*stack, head_dim))
+    return transforms.standardized(maps, moments.second_moment) if config.standardize else maps
+
+
+def _fit_levels(samples: Array, bits: int) -> Array:
+    """Lloyd-Max levels of all components of a head together, [layers, heads, 2^bits]."""
+    layers, heads = samples.shape[:2]
+    levels, _, _ = lloyd_max_rows(samples.reshape(layers * heads, -1), 2**bits)
+    return levels.reshape(layers, heads, -1)
+
+
+def _mean_absolute_residual(samples: Array, levels: Array) -> Array:
+    """Mean |x - nearest level| of each head, [layers, heads]."""
+    step = np.empty(levels.shape[:2])
+    for layer, head in np.ndindex(*step.shape):
+        x, grid = samples[layer, head], levels[layer, head]
+        nearest = grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]
+        step[layer, head] = np.abs(x - nearest).mean()
+    return step

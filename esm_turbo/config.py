@@ -1,0 +1,144 @@
+"""What to store and how: the options of a cache, the presets made of them, and the backends."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+KeyTransform = Literal["svd", "hadamard", "identity"]
+ValueTransform = Literal["identity", "hadamard"]
+SignCorrection = Literal["keys_and_values", "keys", "none"]
+
+
+class Backend(str, enum.Enum):
+    """Which implementation runs the packed attention.
+
+    `auto` takes the fastest that can run and is the only one that falls back; the others raise
+    where they cannot run.
+    """
+
+    AUTO = "auto"
+    TRITON = "triton"
+    TORCH = "torch"
+    REFERENCE = "reference"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of a model's keys and values.
+
+    Attributes:
+        num_layers: number of transformer layers.
+        num_heads: attention heads per layer (ESM-2 has as many key/value heads as query heads).
+        head_dim: components per head.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> Geometry:
+        """Geometry of an `EsmConfig`."""
+        return cls(
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            head_dim=config.hidden_size // config.num_attention_heads,
+        )
+
+    @property
+    def elements_per_token(self) -> int:
+        """Key and value components that one token has over all layers and heads."""
+        return 2 * self.num_layers * self.num_heads * self.head_dim
+
+    def __str__(self) -> str:
+        return f"{self.num_layers} layers x {self.num_heads} heads x {self.head_dim}"
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class TurboConfig:
+    """Options of a compressed cache. A preset is a named instance; the fields are the ablation's switches.
+
+    The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
+
+    Raises:
+        ValueError: a field has a value that is not allowed.
+    """
+
+    codec: str = _option("lut", "codec that quantises: `exact` (full precision) or `lut` (look-up tables)")
+    bits: int = _option(3, "bits of an index into a look-up table, 1 to 7")
+    key_transform: KeyTransform = _option("svd", "per-head map of the keys after RoPE")
+    value_transform: ValueTransform = _option("identity", "per-head map of the values")
+    standardize: bool = _option(False, "divide every transformed component by its standard deviation")
+    sign_correction: SignCorrection = _option(
+        "keys_and_values", "which get one more bit: the sign of the quantisation residual"
+    )
+    shared_codebook: bool = _option(False, "one look-up table for a head's keys and values together")
+    protect_special_tokens: bool = _option(False, "keep keys and values of <cls> and <eos> in bfloat16")
+    seed: int = _option(0, "seed of the random transforms")
+
+    def __post_init__(self) -> None:
+        _check("bits", self.bits, range(1, 8))
+        _check("key_transform", self.key_transform, get_args(KeyTransform))
+        _check("value_transform", self.value_transform, get_args(ValueTransform))
+        _check("sign_correction", self.sign_correction, get_args(SignCorrection))
+
+    @classmethod
+    def from_preset(cls, preset: str | TurboConfig) -> TurboConfig:
+        """The options behind a preset's name; a `TurboConfig` is returned as it is.
+
+        Raises:
+            ValueError: there is no preset of that name.
+        """
+        if isinstance(preset, TurboConfig):
+            return preset
+        if preset not in PRESETS:
+            raise ValueError(f"`preset` must be one of {sorted(PRESETS)} or a TurboConfig, got {preset!r}")
+        return PRESETS[preset]
+
+    @property
+    def name(self) -> str:
+        """The preset's name, or `custom-` and a digest of the options."""
+        for name, config in PRESETS.items():
+            if config == self:
+                return name
+        return "custom-" + hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), sort_keys=True)
+
+    @classmethod
+    def from_dict(cls, options: dict[str, Any]) -> TurboConfig:
+        """Inverse of `to_dict`.
+
+        Raises:
+            ValueError: an option is unknown (written by a newer version) or has a value not allowed.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(options) - known)
+        if unknown:
+            raise ValueError(f"unknown option(s) {unknown}: written by a newer version of esm_turbo?")
+        return cls(**options)
+
+
+def _check(name: str, value: Any, allowed: Any) -> None:
+    if value not in allowed:
+        raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
+
+
+PRESETS: dict[str, TurboConfig] = {
+    "exact": TurboConfig(codec="exact"),
+    "paper": TurboConfig(),
+}
+DEFAULT_PRESET = "paper"

@@ -1,0 +1,477 @@
+"""The cache: packed keys and values of contexts, and what is done with them besides attention.
+
+A cache holds a batch of contexts of any lengths, padded on the right to a common number of columns. Per layer it
+keeps what the codec packs, and the protected tokens apart; for all layers together it keeps the lengths, one byte a
+token for its id (from which masks are counted for token dropout), and positions where they are not 0, 1, 2, ...
+Tensors are replaced, never written into, so that copies may share them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from .artifacts import ArtifactError, read_artifact, write_artifact
+from .codecs import KVCodec, Packed
+from .config import Geometry, TurboConfig
+from .fingerprint import same_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT_VERSION = 1
+
+
+class TurboCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+    """One layer's share of a cache.
+
+    Attributes:
+        packed: what the codec stores, tensors [batch, heads, columns, ...].
+        protected: transformed keys and values of protected tokens, bfloat16 [batch, heads, slots, head_dim].
+    """
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed: Packed = {}
+        self.protected: Packed = {}
+
+    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replaces every tensor by what `function` makes of it."""
+        self.packed = {name: function(tensor) for name, tensor in self.packed.items()}
+        self.protected = {name: function(tensor) for name, tensor in self.protected.items()}
+
+    @property
+    def columns(self) -> int:
+        return next(iter(self.packed.values())).shape[2] if self.packed else 0
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise NotImplementedError(_WRITTEN_BY)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError(_WRITTEN_BY)
+
+
+_WRITTEN_BY = "a TurboKVCache is written by a forward of a TurboEsm model with use_cache=True"
+
+
+@dataclass
+class Append:
+    """Tokens on their way into a cache: staged layer by layer, added all at once by `TurboKVCache.commit`.
+
+    Attributes:
+        order: for every row the new tokens that are kept, in order, then others as padding, [batch, n].
+        counts: how many of them are kept, [batch].
+        token_ids: of the new tokens as ordered, [batch, n].
+        positions: likewise, or None for the next ones.
+        protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
+        layers: per layer what the codec made of the tokens, and the protected ones.
+    """
+
+    order: Tensor
+    counts: Tensor
+    token_ids: Tensor
+    positions: Tensor | None
+    protected: Tensor
+    layers: list[tuple[Packed, Packed]] = field(default_factory=list)
+
+
+class TurboKVCache(Cache):  # type: ignore[misc]
+    """Keys and values of a batch of contexts, compressed.
+
+    Args:
+        config: the options under which the contents are stored.
+        geometry: of the model.
+        fingerprint: of the model, see `model_fingerprint`.
+        codec: reads and writes the contents; None until a model claims the cache.
+        device: where the cache lives.
+
+    Attributes:
+        lengths: tokens stored per row, int64 [batch].
+        token_ids: uint8 [batch, columns]; beyond a row's length undefined.
+        positions: int32 [batch, columns], or None while they are 0, 1, 2, ...
+        protected_columns: the columns of protected tokens, -1 for none, int32 [batch, slots].
+    """
+
+    def __init__(
+        self,
+        config: TurboConfig,
+        geometry: Geometry,
+        fingerprint: npt.NDArray[np.float32],
+        codec: KVCodec | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__(layers=[TurboCacheLayer() for _ in range(geometry.num_layers)])
+        self.config = config
+        self.geometry = geometry
+        self.fingerprint = fingerprint
+        self.codec = codec
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self.reset()
+
+    def __repr__(self) -> str:
+        return (
+            f"TurboKVCache({self.config.name}, {self.geometry}, batch_size={self.batch_size}, "
+            f"columns={self.columns}, device={self.device})"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Columns of storage: at least the longest row."""
+        return self.token_ids.shape[1]
+
+    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
+        """The longest row's length. On a device the first call after a change waits for it."""
+        if self._seq_length is None:
+            self._seq_length = int(self.lengths.max()) if self.batch_size else 0
+        return self._seq_length
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of what is stored for the tokens: codes, scales, signs, protected tokens and per-token flags.
+
+        Padding of short rows and the calibration, which all caches share, are not counted.
+        """
+        tokens = int(self.lengths.sum())
+        protected = int((self.protected_columns >= 0).sum())
+        per_token = self.token_ids.element_size()
+        if self.positions is not None:
+            per_token += self.positions.element_size()
+        total = tokens * per_token + self.lengths.nbytes + protected * self.protected_columns.element_size()
+        for layer in self.layers:
+            total += tokens * sum(_bytes_per_token(tensor) for tensor in layer.packed.values())
+            total += protected * sum(_bytes_per_token(tensor) for tensor in layer.protected.values())
+        return total
+
+    @property
+    def bits_per_element(self) -> float:
+        """8 nbytes over the number of key and value components stored; NaN for an empty cache."""
+        elements = self.geometry.elements_per_token * int(self.lengths.sum())
+        return 8 * self.nbytes / elements if elements else float("nan")
+
+    @property
+    def next_positions(self) -> Tensor:
+        """The position after each row's last, int64 [batch]."""
+        if self.positions is None:
+            return self.lengths
+        return torch.where(self.valid(), self.positions.long() + 1, 0).amax(dim=1)
+
+    def valid(self) -> Tensor:
+        """Which columns hold a token of the row, bool [batch, columns]."""
+        return torch.arange(self.columns, device=self.device) < self.lengths[:, None]
+
+    # ------------------------------------------------------------------ writing
+
+    def plan_append(
+        self, input_ids: Tensor, keep: Tensor, position_ids: Tensor | None, special_ids: Sequence[int]
+    ) -> Append:
+        """Begins to add tokens: says which, in which order, and which of them are protected.
+
+        Args:
+            input_ids: the new tokens, [batch, n].
+            keep: which of them are stored, bool [batch, n].
+            position_ids: their positions [batch, n]; None for each row's next ones.
+            special_ids: tokens that are protected where the options say so.
+        """
+        order = torch.argsort((~keep).to(torch.int32), dim=1, stable=True)
+        token_ids = input_ids.gather(1, order)
+        counts = keep.sum(1)
+        stored = torch.arange(order.shape[1], device=order.device) < counts[:, None]
+        protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
+        if self.config.protect_special_tokens:
+            special = stored & torch.isin(token_ids, torch.tensor(list(special_ids), device=order.device))
+            # A context has one <cls> and at most one <eos>; on a device that is taken for granted, to not wait for it.
+            slots = int(special.sum(1).max()) if special.device.type == "cpu" else min(2, special.shape[1])
+            found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
+            protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
+        positions = None if position_ids is None else position_ids.expand_as(order).gather(1, order).to(torch.int32)
+        return Append(order, counts, token_ids.to(torch.uint8), positions, protected)
+
+    def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        """Encodes one layer's keys (after RoPE) and values [batch, heads, n, head_dim] of the new tokens."""
+        assert self.codec is not None
+        keys, values = _take(keys, append.order), _take(values, append.order)
+        keys, values = self.codec.transform(layer_idx, keys, values)
+        protected: Packed = {}
+        if self.config.protect_special_tokens:
+            slots = append.protected.clamp_min(0)
+            protected = {
+                "keys": _take(keys, slots).to(torch.bfloat16),
+                "values": _take(values, slots).to(torch.bfloat16),
+            }
+        append.layers.append((self.codec.quantize(layer_idx, keys, values), protected))
+
+    def commit(self, append: Append) -> None:
+        """Adds the staged tokens to every row."""
+        if self.batch_size == 0:
+            batch_size, device = append.counts.shape[0], append.counts.device
+            self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
+            self.token_ids = torch.zeros(batch_size, 0, dtype=torch.uint8, device=device)
+            self.protected_columns = torch.zeros(batch_size, 0, dtype=torch.int32, device=device)
+        if append.positions is not None and self.positions is None:
+            self.positions = torch.arange(self.columns, dtype=torch.int32, device=self.device).repeat(self.batch_size, 1)
+        if self.positions is not None:
+            new = append.positions
+            if new is None:
+                steps = torch.arange(append.order.shape[1], device=self.device)
+                new = (self.next_positions[:, None] + steps).to(torch.int32)
+            self.positions = self._put(self.positions[:, None], new[:, None])[:, 0]
+        for layer, (packed, protected) in zip(self.layers, append.layers, strict=True):
+            layer.packed = {
+                name: self._put(layer.packed.get(name), tensor) for name, tensor in packed.items()
+            }
+            layer.protected = {
+                name: torch.cat([layer.protected[name], tensor], dim=2) if layer.protected else tensor
+                for name, tensor in protected.items()
+            }
+        columns = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
+        self.protected_columns = torch.cat([self.protected_columns, columns.to(torch.int32)], dim=1)
+        self.token_ids = self._put(self.token_ids[:, None], append.token_ids[:, None])[:, 0]
+        self.lengths = self.lengths + append.counts
+        self._changed()
+
+    def _put(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """Writes new [batch, heads, n, ...] after each row's tokens of old [batch, heads, columns, ...]."""
+        if old is None or old.shape[2] == 0:
+            return new
+        grown = torch.cat([old, torch.zeros_like(new)], dim=2)
+        column = self.lengths[:, None] + torch.arange(new.shape[2], device=new.device)
+        index = column.view(column.shape[0], 1, -1, *[1] * (new.dim() - 3)).expand_as(new)
+        return grown.scatter_(2, index, new)
+
+    def _changed(self) -> None:
+        """To be called when lengths have changed: drops columns that no row uses."""
+        self._seq_length: int | None = None
+        # On a device this would wait for the lengths; columns in excess do no harm.
+        if self.device.type == "cpu" and self.get_seq_length() < self.columns:
+            self._trim(self.get_seq_length())
+
+    def _trim(self, columns: int) -> None:
+        for layer in self.layers:
+            layer.packed = {name: tensor[:, :, :columns].contiguous() for name, tensor in layer.packed.items()}
+        self.token_ids = self.token_ids[:, :columns]
+        if self.positions is not None:
+            self.positions = self.positions[:, :columns]
+
+    # ------------------------------------------------------------------ reshaping
+
+    def crop(self, tokens: int) -> None:
+        """Shortens every row.
+
+        Args:
+            tokens: n >= 0 keeps the first min(n, length) tokens of each row, n < 0 removes the last -n. The same on
+                every version of transformers, whose own meaning has changed.
+        """
+        lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
+        self.lengths = lengths
+        self.protected_columns = torch.where(
+            self.protected_columns < lengths[:, None], self.protected_columns, -1
+        ).to(torch.int32)
+        self._changed()
+
+    def reset(self) -> None:
+        """Forgets all rows."""
+        device = self.lengths.device
+        for layer in self.layers:
+            layer.packed, layer.protected = {}, {}
+        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self.token_ids = torch.zeros(0, 0, dtype=torch.uint8, device=device)
+        self.positions: Tensor | None = None
+        self.protected_columns = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._changed()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps the rows `indices`, in their order.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        indices = torch.as_tensor(indices).to(self.device)
+        self._apply_to_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every row `repeats` times, copies side by side. One row serves any batch without this.
+
+        Raises:
+            ValueError: `repeats` is not positive.
+        """
+        if repeats < 1:
+            raise ValueError(f"`repeats` must be at least 1, got {repeats}")
+        self._apply_to_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def to(self, device: torch.device | str) -> Self:
+        """Moves the cache to a device, in place, and returns it."""
+        self._apply_to_rows(lambda tensor: tensor.to(device))
+        return self
+
+    def _apply_to_rows(self, function: Callable[[Tensor], Tensor]) -> None:
+        for layer in self.layers:
+            layer.apply(function)
+        self.lengths = function(self.lengths)
+        self.token_ids = function(self.token_ids)
+        self.protected_columns = function(self.protected_columns)
+        if self.positions is not None:
+            self.positions = function(self.positions)
+        self._changed()
+
+    @classmethod
+    def cat(cls, caches: Sequence[TurboKVCache]) -> Self:
+        """The rows of several caches in one.
+
+        Raises:
+            ValueError: there is none, or they differ in options, geometry or model.
+        """
+        if not caches:
+            raise ValueError("cat needs at least one cache")
+        first = caches[0]
+        for other in caches[1:]:
+            if other.config != first.config:
+                raise ValueError(f"cannot join caches of presets {first.config.name} and {other.config.name}")
+            if other.geometry != first.geometry or not same_model(other.fingerprint, first.fingerprint):
+                raise ValueError("cannot join caches of different models")
+        caches = [cache for cache in caches if cache.batch_size]
+        joined = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
+        if not caches:
+            return joined
+        columns = max(cache.columns for cache in caches)
+        slots = max(cache.protected_columns.shape[1] for cache in caches)
+        for layer, parts in zip(joined.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
+            layer.packed = _cat_padded([part.packed for part in parts], columns)
+            layer.protected = _cat_padded([part.protected for part in parts], slots)
+        joined.lengths = torch.cat([cache.lengths for cache in caches])
+        joined.token_ids = torch.cat([_pad(cache.token_ids, 1, columns) for cache in caches])
+        joined.protected_columns = torch.cat([_pad(cache.protected_columns, 1, slots, -1) for cache in caches])
+        if any(cache.positions is not None for cache in caches):
+            default = torch.arange(columns, dtype=torch.int32, device=joined.device)
+            joined.positions = torch.cat(
+                [
+                    default.expand(cache.batch_size, -1)
+                    if cache.positions is None
+                    else _pad(cache.positions, 1, columns)
+                    for cache in caches
+                ]
+            )
+        joined._changed()
+        return joined
+
+    # ------------------------------------------------------------------ files
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a safetensors file, whole or not at all."""
+        tensors = {
+            "fingerprint": torch.from_numpy(self.fingerprint),
+            "lengths": self.lengths,
+            "token_ids": self.token_ids,
+            "protected_columns": self.protected_columns,
+        }
+        if self.positions is not None:
+            tensors["positions"] = self.positions
+        for index, layer in enumerate(self.layers):
+            tensors |= {f"layers.{index}.packed.{name}": tensor for name, tensor in layer.packed.items()}
+            tensors |= {f"layers.{index}.protected.{name}": tensor for name, tensor in layer.protected.items()}
+        metadata = {"geometry": asdict(self.geometry), "config": self.config.to_dict()}
+        write_artifact(path, "cache", FORMAT_VERSION, tensors, metadata)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        model: PreTrainedModel | None = None,
+    ) -> Self:
+        """Reads a cache.
+
+        Args:
+            path: a file written by `save`.
+            device: where the cache shall live; None is the model's device, or the CPU.
+            model: a `TurboEsmModel` or `TurboEsmForMaskedLM` that the cache must belong to. Without one, that is
+                checked when the cache is first used.
+
+        Raises:
+            ValueError: the file is missing, damaged, of another format version, or another model's.
+        """
+        tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION)
+        try:
+            geometry = Geometry(**metadata["geometry"])
+            cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, tensors["fingerprint"].numpy())
+            for index, layer in enumerate(cache.layers):
+                layer.packed = _with_prefix(tensors, f"layers.{index}.packed.")
+                layer.protected = _with_prefix(tensors, f"layers.{index}.protected.")
+            cache.lengths = tensors["lengths"]
+            cache.token_ids = tensors["token_ids"]
+            cache.protected_columns = tensors["protected_columns"]
+            cache.positions = tensors.get("positions")
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
+        cache._check_shapes(path)
+        cache._changed()
+        if model is not None:
+            model.claim_cache(cache)
+            device = model.device if device is None else device
+        return cache.to(device or "cpu")
+
+    def _check_shapes(self, path: str | os.PathLike[str]) -> None:
+        batch_size, columns, heads = self.batch_size, self.columns, self.geometry.num_heads
+        good = bool(((self.lengths >= 0) & (self.lengths <= columns)).all())
+        for layer in self.layers:
+            good &= all(tensor.shape[:3] == (batch_size, heads, columns) for tensor in layer.packed.values())
+        if not good or (batch_size and not all(layer.packed for layer in self.layers)):
+            raise ArtifactError(f"{path}: its tensors do not fit together")
+
+
+def _bytes_per_token(tensor: Tensor) -> int:
+    """Bytes of one token over all heads in a tensor [batch, heads, tokens, ...]."""
+    return tensor.shape[1] * tensor[0, 0, 0].numel() * tensor.element_size() if tensor.numel() else 0
+
+
+def _take(x: Tensor, tokens: Tensor) -> Tensor:
+    """x [batch, heads, n, d] at tokens [batch, m], giving [batch, heads, m, d]."""
+    index = tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return x.gather(2, index)
+
+
+def _pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = size - shape[dim]
+    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+
+
+def _cat_padded(parts: Sequence[Packed], size: int) -> Packed:
+    return {name: torch.cat([_pad(part[name], 2, size) for part in parts]) for name in parts[0]}
+
+
+def _with_prefix(tensors: Packed, prefix: str) -> Packed:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

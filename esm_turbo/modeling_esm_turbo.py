@@ -1,0 +1,649 @@
+"""ESM-2 as Hugging Face has it, with a key/value cache.
+
+Without a cache every computation is Hugging Face's own code. With one, the self-attention hands its keys and values
+to a session (sessions.py), which encodes them (prefill) or attends to a cache (extension).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, MaskedLMOutput
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.esm.modeling_esm import (
+    EsmLMHead,
+    EsmRotaryEmbedding,
+    EsmSelfAttention,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from .backends import resolve_backend
+from .calibration import CALIBRATION_FILE, Calibration
+from .codecs import KVCodec, codec_class
+from .config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
+from .fingerprint import model_fingerprint, same_model
+from .kv_cache import TurboKVCache
+from .sessions import Extension, KVSession, Prefill
+
+# The share of residues that ESM-2 saw masked in training (Lin et al. 2023), undone by token dropout.
+_TRAINED_MASK_RATIO = 0.15 * 0.8
+_INV_FREQ = "rotary_embeddings.inv_freq"
+_PUBLISHED_INV_FREQ = r"encoder\.layer\.\d+\.attention\.self\.rotary_embeddings\.inv_freq"
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+@dataclass
+class TurboMaskedLMOutput(MaskedLMOutput):  # type: ignore[misc]
+    """Hugging Face's output, and the cache where one was asked for."""
+
+    past_key_values: TurboKVCache | None = None
+
+
+class TurboEsmSelfAttention(EsmSelfAttention):  # type: ignore[misc]
+    """Self-attention that hands queries, keys and values to a session where there is one."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        encoder_hidden_states: Tensor | None = None,
+        encoder_attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        kv_session: KVSession | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if kv_session is None:
+            return super().forward(
+                hidden_states,
+                attention_mask,
+                encoder_hidden_states,
+                encoder_attention_mask,
+                position_embeddings,
+                **kwargs,
+            )
+        assert position_embeddings is not None
+        shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
+        query = self.query(hidden_states).view(shape).transpose(1, 2) * self.attention_head_size**-0.5
+        keys = self.key(hidden_states).view(shape).transpose(1, 2)
+        values = self.value(hidden_states).view(shape).transpose(1, 2)
+        query, keys = apply_rotary_pos_emb(query, keys, *position_embeddings)
+        weights = None
+        output = kv_session.attend(self.layer_idx, query, keys, values)
+        if output is not None:
+            output = output.transpose(1, 2)
+        else:
+            attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            output, weights = attend(
+                self,
+                query,
+                keys,
+                values,
+                attention_mask,
+                dropout=self.dropout if self.training else 0.0,
+                scaling=self.scaling,
+                **kwargs,
+            )
+        return output.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
+
+
+class TurboEsmRotaryEmbedding(EsmRotaryEmbedding):  # type: ignore[misc]
+    """Rotary frequencies that stay in float32 whatever the model is cast to."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        before = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype != before.dtype:
+            self.inv_freq = before.to(self.inv_freq.device)
+        return self
+
+
+class _AttentionWeights(KVSession):
+    """Records the attention weights of every layer, whatever implementation the model runs with."""
+
+    def __init__(self, attention_mask: Tensor) -> None:
+        self.hidden = attention_mask[:, None, None, :] == 0
+        self.weights: list[Tensor] = []
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        scores = query @ keys.transpose(2, 3)
+        scores = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min)
+        self.weights.append(scores.softmax(dim=-1))
+
+
+class _TurboMixin:
+    """Loading and saving, the same for both classes."""
+
+    config: EsmConfig
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        calibration: str | os.PathLike[str] | Calibration | None = None,
+        preset: str | TurboConfig = DEFAULT_PRESET,
+        backend: str | Backend = Backend.AUTO,
+        **kwargs: Any,
+    ) -> Self:
+        """Loads any ESM-2 checkpoint as Hugging Face's class does.
+
+        Args:
+            pretrained_model_name_or_path: a hub id or a folder.
+            calibration: a `Calibration` or its path; by default the one in the folder, if there is one.
+            preset: what caches are stored as.
+            backend: what runs the packed attention.
+            *args: as of `PreTrainedModel.from_pretrained`.
+            **kwargs: as of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is another model's,
+                or an option is wrong.
+            OSError: there is no such checkpoint, or the hub cannot be reached.
+        """
+        check_is_esm2(pretrained_model_name_or_path, kwargs)
+        # Hugging Face renames these keys for its own classes only.
+        kwargs.setdefault("key_mapping", {_PUBLISHED_INV_FREQ: _INV_FREQ})
+        model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
+        if calibration is None and os.path.isfile(in_folder):
+            calibration = in_folder
+        loaded = model[0] if isinstance(model, tuple) else model
+        check_weights(loaded)
+        loaded.set_turbo(calibration=calibration, preset=preset, backend=backend)
+        return model  # type: ignore[no-any-return]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Saves as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
+        state = kwargs.pop("state_dict", None) or self.state_dict()  # type: ignore[attr-defined]
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(  # type: ignore[misc]
+            save_directory, state_dict=_published_keys(state, self.config.num_hidden_layers), **kwargs
+        )
+
+
+class TurboEsmModel(_TurboMixin, EsmModel):  # type: ignore[misc]
+    """`EsmModel` with a key/value cache.
+
+    A forward with `use_cache=True` returns a `TurboKVCache` in `past_key_values`; one with `past_key_values` extends
+    it. See `set_turbo` for what the cache stores.
+    """
+
+    _keep_in_fp32_modules_strict = ("rotary_embeddings",)
+
+    def __init__(self, config: EsmConfig, add_pooling_layer: bool = True) -> None:
+        _check_config(config)
+        super().__init__(config, add_pooling_layer)
+        for index, layer in enumerate(self.encoder.layer):
+            # Only the class changes: the parameters and their initialisation stay Hugging Face's.
+            layer.attention.self.__class__ = TurboEsmSelfAttention
+            layer.attention.self.layer_idx = index
+        self.rotary_embeddings.__class__ = TurboEsmRotaryEmbedding
+        self.calibration: Calibration | None = None
+        self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
+        self.backend: str | Backend = Backend.AUTO
+
+    @classmethod
+    def from_esm(cls, model: EsmModel, **turbo: Any) -> Self:
+        """A model that shares the weights of an `EsmModel`, which stays as it is.
+
+        Args:
+            model: Hugging Face's model.
+            **turbo: as of `set_turbo`.
+        """
+        converted = _share_weights(model, cls, add_pooling_layer=model.pooler is not None)
+        converted.set_turbo(**turbo)
+        return converted
+
+    def set_turbo(
+        self,
+        *,
+        calibration: str | os.PathLike[str] | Calibration | None = None,
+        preset: str | TurboConfig = DEFAULT_PRESET,
+        backend: str | Backend = Backend.AUTO,
+    ) -> None:
+        """Sets what new caches store, and how caches are read.
+
+        Args:
+            calibration: a `Calibration` of this model or its path.
+            preset: a preset's name or options.
+            backend: see `Backend`.
+
+        Raises:
+            ValueError: the calibration is unreadable or another model's, or an option is wrong.
+        """
+        config = TurboConfig.from_preset(preset)
+        codec_class(config)
+        resolve_backend(backend, self.device)
+        if calibration is not None and not isinstance(calibration, Calibration):
+            calibration = Calibration.load(calibration)
+        if calibration is not None:
+            calibration.check_model(self)
+        self.calibration, self.turbo_config, self.backend = calibration, config, backend
+
+    def codec(self, config: TurboConfig) -> KVCodec:
+        """The codec for these options.
+
+        Raises:
+            ValueError: the options need a calibration and the model has none, or another model's.
+        """
+        if self.calibration is not None:
+            return self.calibration.codec(config)
+        if config.codec == "exact":
+            return codec_class(config)(config, Geometry.of(self.config), {})
+        raise ValueError(
+            f"preset {config.name!r} needs a calibration of this model: make one with `esm-turbo calibrate"
+            " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=,"
+            " or use preset='exact'"
+        )
+
+    def new_cache(self) -> TurboKVCache:
+        """An empty cache of this model."""
+        return TurboKVCache(
+            self.turbo_config,
+            Geometry.of(self.config),
+            model_fingerprint(self),
+            self.codec(self.turbo_config),
+            self.device,
+        )
+
+    def claim_cache(self, cache: TurboKVCache) -> None:
+        """Makes sure that a cache is this model's, and gives it the codec that reads it.
+
+        Raises:
+            ValueError: it is another model's, or the model lacks the calibration to read it.
+        """
+        geometry = Geometry.of(self.config)
+        if cache.geometry != geometry:
+            raise ValueError(f"the cache is for {cache.geometry}, the model has {geometry}")
+        if not same_model(cache.fingerprint, model_fingerprint(self)):
+            raise ValueError("the cache belongs to another model: the weights differ")
+        cache.codec = self.codec(cache.config)
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        use_cache: bool | None = None,
+        token_counts: tuple[Tensor, Tensor] | None = None,
+        append_mask: Tensor | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions | tuple[Any, ...]:
+        """As of `EsmModel`, and with a cache.
+
+        Args:
+            input_ids: [batch, n].
+            attention_mask: without a past [batch, n], padded on the right where a cache is written; with a past of P
+                columns (`past_key_values.get_seq_length()`) [batch, n] or [batch, P + n], where a zero in the past
+                hides that token from that row.
+            position_ids: [batch, n]; by default each row's next ones.
+            inputs_embeds: instead of `input_ids`, without a cache only.
+            past_key_values: the context. One of a single row serves every row of the batch.
+            use_cache: write a cache (False by default, whatever the configuration says): the context's where there is
+                no past, else the past with the new tokens appended.
+            token_counts: int64 [batch] each, the tokens and the masks of the whole input that this is a part of, for
+                token dropout; by default counted from this input, or from past and input together.
+            append_mask: which of the new tokens are appended, bool [batch, n]; by default those that
+                `attention_mask` shows.
+            return_dict: as of `EsmModel`.
+            **kwargs: as of `EsmModel`.
+
+        Returns:
+            Hugging Face's output, its `past_key_values` set where a cache was written.
+
+        Raises:
+            ValueError: the inputs contradict each other or the cache, or gradients are on where a cache is used.
+        """
+        past = past_key_values
+        if past is not None and not isinstance(past, TurboKVCache):
+            raise ValueError(f"`past_key_values` must be a TurboKVCache, got {type(past).__name__}")
+        extends = past is not None and past.batch_size > 0
+        if (extends or use_cache) and torch.is_grad_enabled():
+            raise ValueError("a cache cannot be used while gradients are recorded: use torch.no_grad()")
+        kwargs["return_dict"] = True
+        if extends or use_cache:
+            if input_ids is None or inputs_embeds is not None:
+                raise ValueError("a forward with a cache needs `input_ids`")
+            _check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size)
+        if extends:
+            assert past is not None and input_ids is not None
+            output = self._extend(
+                past, input_ids, attention_mask, position_ids, bool(use_cache), append_mask, token_counts, kwargs
+            )
+            written = past if use_cache else None
+        elif use_cache:
+            assert input_ids is not None
+            written = self.new_cache() if past is None else past
+            output = self._prefill(written, input_ids, attention_mask, position_ids, token_counts, kwargs)
+        else:
+            written = None
+            kwargs["use_cache"] = False
+            output = super().forward(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+        output.past_key_values = written
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _prefill(
+        self,
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        token_counts: tuple[Tensor, Tensor] | None,
+        kwargs: dict[str, Any],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        if cache.codec is None:
+            self.claim_cache(cache)
+        mask = _token_mask(input_ids, attention_mask)
+        append = cache.plan_append(input_ids, mask, position_ids, self.special_ids)
+        session = Prefill(cache, append)
+        if token_counts is None:
+            _check_not_all_masked(_counts(input_ids, mask, self.config.mask_token_id))
+            output = super().forward(input_ids, attention_mask, position_ids, kv_session=session, **kwargs)
+        else:
+            embeddings = self._embed(input_ids, mask, token_counts)
+            output = super().forward(
+                None, attention_mask, position_ids, inputs_embeds=embeddings, kv_session=session, **kwargs
+            )
+        cache.commit(append)
+        return output
+
+    def _extend(
+        self,
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        appends: bool,
+        append_mask: Tensor | None,
+        token_counts: tuple[Tensor, Tensor] | None,
+        kwargs: dict[str, Any],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        if kwargs.get("output_attentions"):
+            raise ValueError("`output_attentions` is not available at an extension: the scores are never held at once")
+        if cache.codec is None or cache.codec is not self._known_codec(cache.config):
+            self.claim_cache(cache)
+        batch_size, n = input_ids.shape
+        if cache.batch_size not in (1, batch_size):
+            raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 is shared")
+        if appends and cache.batch_size != batch_size:
+            raise ValueError(
+                f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
+            )
+        past_mask, new_mask = _split_mask(cache, input_ids, attention_mask)
+        if token_counts is None:
+            token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask)
+        embeddings = self._embed(input_ids, new_mask, token_counts)
+        append = None
+        if appends:
+            keep = new_mask if append_mask is None else append_mask
+            append = cache.plan_append(input_ids, keep, position_ids, self.special_ids)
+        if position_ids is None:
+            position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
+        session = Extension(
+            cache,
+            resolve_backend(self.backend, self.device),
+            past_mask,
+            None if attention_mask is None else new_mask,
+            append,
+        )
+        output = super().forward(
+            None, None, position_ids.expand(batch_size, n), inputs_embeds=embeddings, kv_session=session, **kwargs
+        )
+        if append is not None:
+            cache.commit(append)
+        return output
+
+    def _known_codec(self, config: TurboConfig) -> KVCodec | None:
+        return None if self.calibration is None else self.calibration.codec(config)
+
+    @property
+    def special_ids(self) -> tuple[int, ...]:
+        """`<cls>` and `<eos>` (ESM-2's vocabulary starts with `<cls>`, which its configurations do not name)."""
+        return (0, 2 if self.config.eos_token_id is None else self.config.eos_token_id)
+
+    def _counts_with_past(
+        self, cache: TurboKVCache, past_mask: Tensor | None, input_ids: Tensor, new_mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and masks that each row sees, past and new together."""
+        seen = cache.valid() if past_mask is None else past_mask
+        tokens, masks = _counts(input_ids, new_mask, self.config.mask_token_id)
+        masked = seen & (cache.token_ids == self.config.mask_token_id)
+        return tokens + seen.sum(1), masks + masked.sum(1)
+
+    def _embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor]) -> Tensor:
+        """Embeddings as Hugging Face's, with token dropout for a larger input than this one."""
+        embeddings: Tensor = self.embeddings.word_embeddings(input_ids)
+        if self.embeddings.token_dropout:
+            _check_not_all_masked(counts)
+            tokens, masks = (count.to(input_ids.device) for count in counts)
+            scale = (1 - _TRAINED_MASK_RATIO) / (1 - masks.float() / tokens)
+            embeddings = embeddings.masked_fill((input_ids == self.config.mask_token_id)[..., None], 0.0)
+            embeddings = (embeddings * scale[:, None, None]).to(embeddings.dtype)
+        if self.embeddings.layer_norm is not None:
+            embeddings = self.embeddings.layer_norm(embeddings)
+        return embeddings * mask[..., None].to(embeddings.dtype)
+
+    def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+        """As of `EsmModel`, with any attention implementation."""
+        session = _AttentionWeights(attention_mask)
+        super().forward(tokens, attention_mask, return_dict=True, kv_session=session)
+        attentions = torch.stack(session.weights, dim=1)
+        attentions = attentions * attention_mask[:, None, None, None, :] * attention_mask[:, None, None, :, None]
+        contacts: Tensor = self.contact_head(tokens, attentions)
+        return contacts
+
+
+class TurboEsmForMaskedLM(_TurboMixin, EsmForMaskedLM):  # type: ignore[misc]
+    """`EsmForMaskedLM` with a key/value cache; see `TurboEsmModel`."""
+
+    _keep_in_fp32_modules_strict = ("rotary_embeddings",)
+
+    def __init__(self, config: EsmConfig) -> None:
+        _check_config(config)
+        # Skips EsmForMaskedLM's own, which would build an EsmModel.
+        super(EsmForMaskedLM, self).__init__(config)
+        self.esm = TurboEsmModel(config, add_pooling_layer=False)
+        self.lm_head = EsmLMHead(config)
+        self.post_init()
+
+    @classmethod
+    def from_esm(cls, model: EsmForMaskedLM, **turbo: Any) -> Self:
+        """A model that shares the weights of an `EsmForMaskedLM`, which stays as it is.
+
+        Args:
+            model: Hugging Face's model.
+            **turbo: as of `TurboEsmModel.set_turbo`.
+        """
+        converted = _share_weights(model, cls)
+        converted.set_turbo(**turbo)
+        return converted
+
+    def set_turbo(self, **turbo: Any) -> None:
+        """See `TurboEsmModel.set_turbo`."""
+        self.esm.set_turbo(**turbo)
+
+    def claim_cache(self, cache: TurboKVCache) -> None:
+        """See `TurboEsmModel.claim_cache`."""
+        self.esm.claim_cache(cache)
+
+    def new_cache(self) -> TurboKVCache:
+        """See `TurboEsmModel.new_cache`."""
+        return self.esm.new_cache()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> TurboMaskedLMOutput | tuple[Any, ...]:
+        """As of `EsmForMaskedLM`, and with a cache: see `TurboEsmModel.forward`."""
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        output = super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            inputs_embeds,
+            labels=labels,
+            past_key_values=past_key_values,
+            use_cache=bool(use_cache),
+            return_dict=True,
+            **kwargs,
+        )
+        result = TurboMaskedLMOutput(**output, past_key_values=past_key_values if use_cache else None)
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if wants_dict else result.to_tuple()
+
+
+def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
+    """Makes sure that a checkpoint is ESM-2 before anything is loaded.
+
+    Raises:
+        ValueError: it is another architecture.
+        OSError: there is no such checkpoint, or the hub cannot be reached.
+    """
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    config, _ = PreTrainedConfig.get_config_dict(
+        name_or_path, **{name: options[name] for name in names if name in options}
+    )
+    kind = config.get("model_type")
+    if kind != "esm":
+        raise ValueError(f"{name_or_path}: not ESM-2 but model type {kind!r}")
+    positions = config.get("position_embedding_type", "absolute")
+    if positions != "rotary":
+        raise ValueError(f"{name_or_path}: not ESM-2 but an ESM model with {positions} positions (ESM-1?)")
+
+
+def _check_config(config: EsmConfig) -> None:
+    if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
+        raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
+
+
+def check_weights(model: nn.Module) -> None:
+    """Makes sure that all weights are finite.
+
+    Raises:
+        ValueError: naming the first parameter that holds NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
+
+
+def _share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model:
+    """A `cls` with the very parameters and buffers of `model`."""
+    with torch.device("meta"):
+        converted = cls(model.config, **options)
+    for name, module in converted.named_modules():
+        source = model.get_submodule(name)
+        module._parameters.update(source._parameters)
+        module._buffers.update(source._buffers)
+        module.training = source.training
+    return converted
+
+
+def _published_keys(state: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Renames the model's rotary frequencies to those of the published checkpoints, one copy per layer."""
+    published = {}
+    for name, tensor in state.items():
+        if name.endswith(_INV_FREQ):
+            prefix = name.removesuffix(_INV_FREQ)
+            for index in range(num_layers):
+                published[f"{prefix}encoder.layer.{index}.attention.self.{_INV_FREQ}"] = tensor.clone()
+        else:
+            published[name] = tensor
+    return published
+
+
+def _token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return attention_mask != 0
+
+
+def _counts(input_ids: Tensor, mask: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    return mask.sum(1), (mask & (input_ids == mask_token_id)).sum(1)
+
+
+def _split_mask(
+    cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """What each row sees of the past, bool [batch, columns] or None for all, and which new tokens are real."""
+    batch_size, n = input_ids.shape
+    past = cache.get_seq_length() if attention_mask is not None and attention_mask.shape[1] != n else 0
+    if attention_mask is not None and attention_mask.shape != (batch_size, past + n):
+        raise ValueError(
+            f"`attention_mask` must be [batch, n] = [{batch_size}, {n}] or [batch, past + n] ="
+            f" [{batch_size}, {cache.get_seq_length() + n}], got {list(attention_mask.shape)}"
+        )
+    valid = cache.valid()
+    ragged = valid.device.type != "cpu" or not bool(valid.all())
+    past_mask = valid.expand(batch_size, -1) if ragged else None
+    if past:
+        assert attention_mask is not None
+        given = attention_mask[:, :past] != 0
+        if given.device.type == "cpu" and bool((given & ~valid[:, :past]).any()):
+            row = int((given & ~valid[:, :past]).any(1).nonzero()[0])
+            length = int(cache.lengths[row % cache.batch_size])
+            raise ValueError(f"`attention_mask` shows past tokens that row {row} does not hold: it has {length}")
+        past_mask = given & valid[:, :past]
+        spare = cache.columns - past
+        if spare:
+            past_mask = torch.cat([past_mask, past_mask.new_zeros(batch_size, spare)], dim=1)
+        attention_mask = attention_mask[:, past:]
+    new_mask = _token_mask(input_ids, attention_mask)
+    _check_right_padded(new_mask)
+    return past_mask, new_mask
+
+
+def _check_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int
+) -> None:
+    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+        raise ValueError(f"`input_ids` must be [batch, n] with n >= 1, got {list(input_ids.shape)}")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"`attention_mask` must have two dimensions, got {list(attention_mask.shape)}")
+    if position_ids is not None and position_ids.shape[-1] != input_ids.shape[1]:
+        raise ValueError(f"`position_ids` must be [batch, {input_ids.shape[1]}], got {list(position_ids.shape)}")
+    # Values are checked on the CPU only: elsewhere it would wait for the device.
+    if input_ids.device.type == "cpu":
+        if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
+            raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
+        if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError("`attention_mask` must hold zeros and ones")
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:
+            _check_right_padded(attention_mask != 0)
+
+
+def _check_right_padded(mask: Tensor) -> None:
+    if mask.device.type == "cpu" and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        row = int((mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero()[0])
+        raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")
+
+
+def _check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
+    tokens, masks = counts
+    if tokens.device.type == "cpu" and bool((masks >= tokens).any()):
+        row = int((masks >= tokens).nonzero()[0])
+        raise ValueError(f"row {row} has no token but <mask> or padding: token dropout has no scale for it")

@@ -1,0 +1,411 @@
+"""Linear maps into which keys and values are taken before they are quantised, in float64 on the CPU.
+
+Every function takes or makes stacks [..., head_dim, head_dim], one matrix a head, and returns a `Transform`:
+T, which acts on column vectors (k' = T k), and its inverse. A query goes through the inverse transposed, q' =
+T^-T q, so that q'.k' = q.k; the weighted sum of transformed values goes back through the inverse once.
+
+==================  =======================================  =============================================
+map                 T                                        what it is for
+==================  =======================================  =============================================
+`identity`          1                                        no rotation
+`svd_rotation`      V^T of the SVD of the stacked vectors    the paper's: concentrates the variance
+`random_hadamard`   H diag(signs) / sqrt(head_dim)           needs no data: spreads the variance
+`standardized`      diag(1 / standard deviations) T          one codebook fits all components
+`query_aware`       E^T S_q^(1/2)                            equal errors cost equally in the scores
+==================  =======================================  =============================================
+
+Second moments are means of x x^T: about zero (*second moment*) or about the mean (*covariance*).
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import hadamard
+
+__all__ = [
+    "GAUSSIAN_DISTORTIONS",
+    "Transform",
+    "component_variances",
+    "identity",
+    "query_aware",
+    "random_hadamard",
+    "reverse_water_filling",
+    "standardized",
+    "svd_rotation",
+]
+
+FloatArray = NDArray[np.float64]
+
+GAUSSIAN_DISTORTIONS = (
+    1.0,
+    0.3633802276324186,
+    0.11748184782932913,
+    0.03454776078850341,
+    0.009501008008191647,
+    0.002504668355674422,
+    0.0006442396653170146,
+    0.0001634782299799742,
+    4.1185082866990186e-05,
+)
+"""Distortion of a unit Gaussian variable coded with 0 to 8 bits: `gaussian_lloyd_max(2**bits).distortion`."""
+
+_MIN_RELATIVE_STD = 1e-6
+"""Components below this part of the head's largest standard deviation are scaled as if they had it."""
+_MIN_RELATIVE_EIGENVALUE = 1e-10
+"""The same for eigenvalues of the queries' second moment, whose square root is inverted."""
+_SYMMETRY_TOLERANCE = 1e-4
+_ROUNDING = 1e-9
+
+
+class Transform(NamedTuple):
+    """An invertible map.
+
+    Attributes:
+        forward: T, float64 [..., head_dim, head_dim].
+        inverse: T^-1, the same shape.
+    """
+
+    forward: FloatArray
+    inverse: FloatArray
+
+
+def identity(shape: Sequence[int]) -> Transform:
+    """The map that changes nothing.
+
+    Args:
+        shape: (*stack, head_dim).
+
+    Returns:
+        T = T^-1 = 1, [*stack, head_dim, head_dim].
+
+    Raises:
+        ValueError: no head_dim, or one below 1.
+    """
+    if not shape or shape[-1] < 1:
+        raise ValueError(f"`shape` must end in a head_dim of at least 1, got {tuple(shape)}")
+    eye = np.broadcast_to(np.eye(shape[-1]), (*shape, shape[-1]))
+    return Transform(eye.copy(), eye.copy())
+
+
+def svd_rotation(second_moment: ArrayLike) -> Transform:
+    """The rotation to principal directions (TurboESM section 3.2).
+
+    With X [tokens, head_dim] the stacked vectors, X = U S V^T, T is V^T. The right singular vectors are the
+    eigenvectors of the uncentred second moment X^T X / tokens, which is all that has to be kept of X. Rows
+    are in order of falling variance; the entry of largest magnitude of each row is positive.
+
+    Args:
+        second_moment: [..., head_dim, head_dim], symmetric and positive semi-definite, of post-RoPE keys.
+
+    Returns:
+        An orthogonal T; its inverse is its transpose.
+
+    Raises:
+        ValueError: not square, not symmetric, NaN or infinity.
+    """
+    _, vectors = _falling_eigh(_checked_moment(second_moment, "second_moment"))
+    rows = _with_fixed_signs(_transposed(vectors))
+    return Transform(rows, _transposed(rows).copy())
+
+
+def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Transform:
+    """Random signs, then a Hadamard matrix: every component becomes a mean of all, without looking at data.
+
+    The Hadamard matrix is Sylvester's for powers of two and otherwise Sylvester's times Paley's first
+    construction where one exists (12, 20, 24, 28, 44, 48 and so on, among them the head size 24 of ESM-2
+    35M): all entries have magnitude head_dim^(-1/2). For other sizes 2^a m, m odd, it is the Kronecker
+    product of Sylvester's matrix and a random rotation of m components drawn from the Haar measure, whose
+    entries differ in magnitude.
+
+    Args:
+        head_dim: number of components.
+        seed: of the signs (and of the rotation), not negative.
+        stack: leading dimensions; each matrix has signs of its own.
+
+    Returns:
+        An orthogonal T [*stack, head_dim, head_dim]; its inverse is its transpose.
+
+    Raises:
+        ValueError: ``head_dim`` below 1 or ``seed`` below 0.
+    """
+    if head_dim < 1:
+        raise ValueError(f"`head_dim` must be at least 1, got {head_dim}")
+    if seed < 0:
+        raise ValueError(f"`seed` must not be negative, got {seed}")
+    rng = np.random.default_rng(seed)
+    signs = rng.choice((-1.0, 1.0), size=(*stack, 1, head_dim))
+    rows = _hadamard_like(head_dim, rng) * signs
+    return Transform(rows, _transposed(rows).copy())
+
+
+def standardized(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> Transform:
+    """Follow a map by a division of each component by its root mean square, so that one codebook fits all.
+
+    A component whose root mean square is below 1e-6 of the largest of its head is divided by that floor
+    instead: it stays near zero and costs nothing. A head that is zero throughout is left as it is.
+
+    Args:
+        transform: the map (T, T^-1), [..., head_dim, head_dim].
+        second_moment: of what the map is applied to, [..., head_dim, head_dim]; about zero or about the mean.
+
+    Returns:
+        diag(1 / s) T and T^-1 diag(s), with s_i^2 = (T second_moment T^T)_ii.
+
+    Raises:
+        ValueError: shapes that differ, or a ``second_moment`` that is no second moment.
+    """
+    forward, inverse = (np.asarray(part, dtype=np.float64) for part in transform)
+    std = np.sqrt(component_variances((forward, inverse), second_moment))
+    largest = std.max(axis=-1, keepdims=True)
+    std = np.where(largest > 0, np.maximum(std, _MIN_RELATIVE_STD * largest), 1.0)
+    return Transform(forward / std[..., :, None], inverse * std[..., None, :])
+
+
+def component_variances(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> FloatArray:
+    """Mean square of each component after a map: the diagonal of T second_moment T^T.
+
+    Args:
+        transform: the map (T, T^-1), [..., head_dim, head_dim].
+        second_moment: of what the map is applied to, the same shape; about zero or about the mean.
+
+    Returns:
+        Non-negative float64 [..., head_dim].
+
+    Raises:
+        ValueError: shapes that differ, or a ``second_moment`` that is no second moment.
+    """
+    forward = np.asarray(transform[0], dtype=np.float64)
+    moment = _checked_moment(second_moment, "second_moment")
+    if forward.shape != moment.shape:
+        raise ValueError(f"`transform` is {forward.shape} but `second_moment` is {moment.shape}")
+    # Rounding may leave a little less than zero.
+    return np.asarray(np.maximum(np.sum((forward @ moment) * forward, axis=-1), 0.0))
+
+
+def query_aware(
+    key_covariance: ArrayLike,
+    query_second_moment: ArrayLike,
+    shrinkage: float = 0.0,
+    *,
+    rotary_pairs: bool = True,
+) -> Transform:
+    """The map after which equal squared errors of components cost equally in the scores.
+
+    The expected squared error of q.k is tr(S_q S_e), S_e the second moment of the error of k. T = E^T
+    S_q^(1/2) makes it the plain sum of squared errors, and with E the eigenvectors of S_q^(1/2) S_k S_q^(1/2)
+    components are uncorrelated, in order of falling variance. Any other square root of S_q gives the same T.
+    For values, S_q is W^T W with W the head's columns of the output projection.
+
+    Both moments are shrunk first, S <- (1 - shrinkage) S + shrinkage D, with D the diagonal of S in which the
+    two channels of each RoPE pair (i, i + head_dim / 2, as in `rotate_half`) share their mean. D changes with
+    the scale of a pair as S does, so that keys scaled by a and queries by 1/a, pair by pair, leave T k as it
+    was.
+
+    Args:
+        key_covariance: S_k, [..., head_dim, head_dim], about the mean that is subtracted from keys.
+        query_second_moment: S_q, the same shape, about zero. Directions without queries are kept invertible.
+        shrinkage: 0 to 1, the weight of D.
+        rotary_pairs: False where channels are no RoPE pairs (values): D is then the plain diagonal.
+
+    Returns:
+        T and T^-1; of each row of T, the entry that moves its component most is positive.
+
+    Raises:
+        ValueError: shapes that differ or are not square, NaN or infinity, ``shrinkage`` outside 0 to 1, or an
+            odd head_dim with ``rotary_pairs``.
+    """
+    keys = _checked_moment(key_covariance, "key_covariance")
+    queries = _checked_moment(query_second_moment, "query_second_moment")
+    if keys.shape != queries.shape:
+        raise ValueError(f"`key_covariance` is {keys.shape} but `query_second_moment` is {queries.shape}")
+    if not 0.0 <= shrinkage <= 1.0:
+        raise ValueError(f"`shrinkage` must be from 0 to 1, got {shrinkage}")
+    if rotary_pairs and keys.shape[-1] % 2:
+        raise ValueError(f"RoPE pairs need an even head_dim, got {keys.shape[-1]}")
+    # In units of the queries' own scale a planted outlier is gone before anything is rounded.
+    scale = np.sqrt(_diagonal(queries, rotary_pairs))
+    scale = _with_zeros_replaced(scale)
+    outer = scale[..., :, None] * scale[..., None, :]
+    keys = _shrunk(keys * outer, shrinkage, rotary_pairs)
+    queries = _shrunk(queries / outer, shrinkage, rotary_pairs)
+    root, inverse_root = _square_roots(queries)
+    _, vectors = _falling_eigh(_symmetric(root @ keys @ root))
+    rows = _transposed(vectors) @ root
+    spread = np.sqrt(_diagonal(keys, rotary_pairs))
+    flip = _row_signs(rows * np.where(spread.any(axis=-1, keepdims=True), spread, 1.0)[..., None, :])
+    forward = flip * rows * scale[..., None, :]
+    inverse = (inverse_root @ vectors) * _transposed(flip) / scale[..., :, None]
+    return Transform(forward, inverse)
+
+
+def reverse_water_filling(
+    variances: ArrayLike,
+    mean_bits: float,
+    max_bits: int,
+    distortions: ArrayLike = GAUSSIAN_DISTORTIONS,
+) -> NDArray[np.int64]:
+    """Whole numbers of bits for components, so that the summed distortion is the least.
+
+    Bits are dealt one at a time to the component whose distortion falls most. The distortion of one component
+    falls by less with each bit, so no other allocation of the same budget does better. Components whose
+    variance is small get none, and in the limit of many bits each gets half the base-2 logarithm of its
+    variance over a common level. Of two components of equal variance the first is served first.
+
+    Args:
+        variances: non-negative [..., head_dim]; each row is a problem of its own.
+        mean_bits: budget over head_dim; head_dim * mean_bits must be a whole number.
+        max_bits: the most for one component.
+        distortions: distortion at unit variance with 0, 1, 2, ... bits, at least ``max_bits + 1`` numbers;
+            falling by less and less.
+
+    Returns:
+        int64 [..., head_dim]; each row sums to head_dim * mean_bits, a larger variance never has fewer bits.
+
+    Raises:
+        ValueError: a budget that is not a whole number or does not fit, variances that are negative or not
+            finite, or distortions that are too few or do not fall by less and less.
+    """
+    var = np.asarray(variances, dtype=np.float64)
+    if var.ndim == 0 or var.shape[-1] == 0:
+        raise ValueError(f"`variances` must be [..., head_dim], got shape {var.shape}")
+    if not np.isfinite(var).all() or (var < 0).any():
+        raise ValueError("`variances` must be finite and non-negative")
+    head_dim = var.shape[-1]
+    table = np.asarray(distortions, dtype=np.float64)
+    if not 0 <= max_bits < len(table):
+        raise ValueError(f"`max_bits` must be 0 to {len(table) - 1}, as `distortions` has it, got {max_bits}")
+    gains = -np.diff(table[: max_bits + 1])
+    if (gains <= 0).any() or (np.diff(gains) > 0).any():
+        raise ValueError("`distortions` must fall with each bit, by less and less")
+    if not 0 <= mean_bits <= max_bits:
+        raise ValueError(f"`mean_bits` must be from 0 to `max_bits` = {max_bits}, got {mean_bits}")
+    budget = round(mean_bits * head_dim)
+    if abs(budget - mean_bits * head_dim) > 1e-6:
+        raise ValueError(
+            f"`mean_bits` times {head_dim} components must be a whole number, got {mean_bits * head_dim}"
+        )
+    rank = np.argsort(-var, axis=-1, kind="stable")
+    # [..., max_bits, head_dim]: a stable sort of equal gains serves first bits before second ones.
+    offers = gains[:, None] * np.take_along_axis(var, rank, axis=-1)[..., None, :]
+    best = np.argsort(-offers.reshape(*var.shape[:-1], max_bits * head_dim), axis=-1, kind="stable")[
+        ..., :budget
+    ]
+    taken = np.zeros((*var.shape[:-1], max_bits * head_dim), dtype=np.int64)
+    np.put_along_axis(taken, best, 1, axis=-1)
+    bits = np.empty(var.shape, dtype=np.int64)
+    np.put_along_axis(bits, rank, taken.reshape(offers.shape).sum(axis=-2), axis=-1)
+    return bits
+
+
+def _checked_moment(moment: ArrayLike, name: str) -> FloatArray:
+    matrix = np.asarray(moment, dtype=np.float64)
+    if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
+        raise ValueError(f"`{name}` must be [..., head_dim, head_dim], got shape {matrix.shape}")
+    if not np.isfinite(matrix).all():
+        raise ValueError(f"`{name}` holds NaN or infinity")
+    diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
+    # A covariance that is a difference of two sums may end a little below zero.
+    rounding = _ROUNDING * np.abs(diagonal).max(axis=-1)
+    if (diagonal < -rounding[..., None]).any():
+        raise ValueError(f"`{name}` has a negative diagonal")
+    # In correlation units, so that an outlier channel does not hide asymmetry elsewhere.
+    std = np.sqrt(np.maximum(diagonal, 0.0))
+    bound = _SYMMETRY_TOLERANCE * std[..., :, None] * std[..., None, :] + rounding[..., None, None]
+    if (np.abs(matrix - _transposed(matrix)) > bound).any():
+        raise ValueError(f"`{name}` is not symmetric")
+    return _symmetric(matrix)
+
+
+def _transposed(matrix: FloatArray) -> FloatArray:
+    return np.swapaxes(matrix, -1, -2)
+
+
+def _symmetric(matrix: FloatArray) -> FloatArray:
+    return 0.5 * (matrix + _transposed(matrix))
+
+
+def _falling_eigh(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Eigenvalues [..., n] in falling order and eigenvectors as columns [..., n, n]."""
+    values, vectors = np.linalg.eigh(matrix)
+    return values[..., ::-1], vectors[..., ::-1]
+
+
+def _row_signs(rows: FloatArray) -> FloatArray:
+    """Sign [..., n, 1] of the entry of largest magnitude of each row."""
+    index = np.abs(rows).argmax(axis=-1)[..., None]
+    return np.where(np.take_along_axis(rows, index, axis=-1) < 0, -1.0, 1.0)
+
+
+def _with_fixed_signs(rows: FloatArray) -> FloatArray:
+    return rows * _row_signs(rows)
+
+
+def _diagonal(matrix: FloatArray, rotary_pairs: bool) -> FloatArray:
+    """Diagonal [..., n], never negative, with the two channels of each RoPE pair at their mean."""
+    diagonal = np.maximum(np.diagonal(matrix, axis1=-2, axis2=-1), 0.0)
+    if not rotary_pairs:
+        return np.asarray(diagonal)
+    first, second = np.split(diagonal, 2, axis=-1)
+    mean = 0.5 * (first + second)
+    return np.concatenate((mean, mean), axis=-1)
+
+
+def _with_zeros_replaced(scale: FloatArray) -> FloatArray:
+    """Zeros at the smallest other value of the row, or at 1 where there is none."""
+    positive = np.where(scale > 0, scale, np.inf)
+    smallest = positive.min(axis=-1, keepdims=True)
+    return np.where(scale > 0, scale, np.where(np.isfinite(smallest), smallest, 1.0))
+
+
+def _shrunk(matrix: FloatArray, shrinkage: float, rotary_pairs: bool) -> FloatArray:
+    target = _diagonal(matrix, rotary_pairs)[..., None, :] * np.eye(matrix.shape[-1])
+    return (1.0 - shrinkage) * matrix + shrinkage * target
+
+
+def _square_roots(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Symmetric square root and its inverse, [..., n, n], with small eigenvalues raised to a floor."""
+    values, vectors = np.linalg.eigh(matrix)
+    largest = values[..., -1:]
+    floor = np.where(largest > 0, _MIN_RELATIVE_EIGENVALUE * largest, 1.0)
+    root = np.sqrt(np.maximum(values, floor))[..., None, :]
+    return (vectors * root) @ _transposed(vectors), (vectors / root) @ _transposed(vectors)
+
+
+def _hadamard_like(size: int, rng: np.random.Generator) -> FloatArray:
+    """An orthogonal matrix: Sylvester's, alone or times Paley's or a random rotation."""
+    if size & (size - 1) == 0:
+        return _sylvester(size)
+    factor, rest = 1, size
+    while (core := _paley(rest)) is None:
+        if rest % 2:
+            core = _random_rotation(rest, rng)
+            break
+        factor, rest = 2 * factor, rest // 2
+    return np.asarray(np.kron(_sylvester(factor), core), dtype=np.float64)
+
+
+def _sylvester(size: int) -> FloatArray:
+    return np.asarray(hadamard(size) / np.sqrt(size))
+
+
+def _paley(size: int) -> FloatArray | None:
+    """Paley's Hadamard matrix (construction I) over sqrt(size), if size - 1 is a prime q with q % 4 == 3."""
+    q = size - 1
+    if q % 4 != 3 or any(q % divisor == 0 for divisor in range(2, int(q**0.5) + 1)):
+        return None
+    residue = -np.ones(q)
+    residue[np.arange(1, q) ** 2 % q] = 1.0
+    residue[0] = 0.0
+    skew = np.ones((size, size))
+    skew[0, 0] = 0.0
+    skew[1:, 0] = -1.0
+    skew[1:, 1:] = residue[np.subtract.outer(np.arange(q), np.arange(q)) % q]
+    return np.asarray((skew + np.eye(size)) / np.sqrt(size))
+
+
+def _random_rotation(size: int, rng: np.random.Generator) -> FloatArray:
+    q, r = np.linalg.qr(rng.standard_normal((size, size)))
+    # The signs of R's diagonal make the distribution uniform over all orthogonal matrices.
+    return np.asarray(q * np.where(np.diagonal(r) < 0, -1.0, 1.0))

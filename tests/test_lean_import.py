@@ -1,0 +1,89 @@
+"""Importing the package and asking the command line for help load nothing heavy.
+
+Everything runs in a fresh interpreter, and only its `sys.modules` is looked at.
+"""
+
+import json
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import esm_turbo
+
+HEAVY = ("torch", "transformers", "triton")
+
+# Put before the code of interest: its last line on standard error lists the modules loaded in the end.
+REPORT = """
+import atexit, json, sys
+atexit.register(lambda: print("\\n" + json.dumps(list(sys.modules)), file=sys.stderr))
+"""
+
+
+def run(code: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a new interpreter with `argv` behind `sys.argv[0]`."""
+    return subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=120)
+
+
+def loaded_modules(code: str, *argv: str) -> tuple[set[str], str]:
+    """Modules loaded when `code` ended, and its standard output."""
+    result = run(REPORT + code, *argv)
+    assert result.returncode == 0, result.stderr
+    return set(json.loads(result.stderr.splitlines()[-1])), result.stdout
+
+
+def package_modules() -> list[str]:
+    """Every module of the package but the Triton kernels, which alone may need triton."""
+    names = [m.name for m in pkgutil.walk_packages(esm_turbo.__path__, "esm_turbo.")]
+    left_out = ("esm_turbo.triton_kernels", "esm_turbo.__main__")
+    return [name for name in names if not name.startswith(left_out)]
+
+
+def test_report_sees_a_heavy_import() -> None:
+    modules, _ = loaded_modules("import torch")
+    assert "torch" in modules
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_import_of_the_package_is_free(heavy: str) -> None:
+    modules, _ = loaded_modules("import esm_turbo; dir(esm_turbo); esm_turbo.__version__")
+    assert "esm_turbo" in modules
+    assert heavy not in modules
+
+
+@pytest.mark.parametrize("heavy", HEAVY)
+def test_help_does_not_load_the_model_libraries(heavy: str) -> None:
+    code = "import runpy; runpy.run_module('esm_turbo.cli', run_name='__main__', alter_sys=True)"
+    modules, stdout = loaded_modules(code, "--help")
+    assert "calibrate" in stdout
+    assert heavy not in modules
+
+
+def test_help_runs_as_a_module() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "esm_turbo.cli", "--help"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    for command in ("demo", "calibrate", "embed", "evaluate", "info"):
+        assert command in result.stdout
+
+
+def test_every_module_imports_without_triton() -> None:
+    code = """
+import importlib, sys
+sys.modules["triton"] = None
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+"""
+    names = package_modules()
+    assert "esm_turbo.config" in names
+    result = run(code, *names)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_public_name_is_found() -> None:
+    for name in esm_turbo.__all__:
+        assert getattr(esm_turbo, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'TurboESM'"):
+        esm_turbo.TurboESM  # noqa: B018 - the access is the test
