@@ -26,7 +26,7 @@ from .modeling_esm_turbo import TurboEsmModel, check_weights
 from .sessions import KVSession
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from transformers import EsmForMaskedLM, EsmModel
 
@@ -176,8 +176,8 @@ class _Collector(KVSession):
         count = len(self.indices[kind])
         stacks = []
         for layers in self.moments[kind]:
-            mean, covariance = (torch.stack(parts).cpu().numpy().astype(np.float64) for parts in zip(*layers, strict=True))
-            stacks.append(Moments(count, mean, covariance))
+            means, covariances = zip(*layers, strict=True)
+            stacks.append(Moments(count, _stacked(means), _stacked(covariances)))
         return TokenMoments(*stacks)
 
     def sample(self) -> tuple[Tensor, Tensor]:
@@ -231,6 +231,10 @@ def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]
     # Centred first: a large mean would otherwise cancel the digits of a small variance.
     x = x - mean[:, None]
     return mean, x.transpose(1, 2) @ x / max(1, len(index))
+
+
+def _stacked(layers: Sequence[Tensor]) -> Array:
+    return torch.stack(tuple(layers)).cpu().numpy().astype(np.float64)
 
 
 def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:

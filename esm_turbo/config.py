@@ -6,7 +6,7 @@ import dataclasses
 import enum
 import hashlib
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 KeyTransform = Literal["svd", "hadamard", "identity"]
@@ -14,7 +14,7 @@ ValueTransform = Literal["identity", "hadamard"]
 SignCorrection = Literal["keys_and_values", "keys", "none"]
 
 
-class Backend(str, enum.Enum):
+class Backend(enum.StrEnum):
     """Which implementation runs the packed attention.
 
     `auto` takes the fastest that can run and is the only one that falls back; the others raise
@@ -59,31 +59,36 @@ class Geometry:
         return f"{self.num_layers} layers x {self.num_heads} heads x {self.head_dim}"
 
 
-def _option(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class TurboConfig:
     """Options of a compressed cache. A preset is a named instance; the fields are the ablation's switches.
 
     The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
 
+    Attributes:
+        codec: what quantises: `exact` (full precision) or `lut` (look-up tables).
+        bits: of an index into a look-up table, 1 to 7.
+        key_transform: per-head map of the keys after RoPE.
+        value_transform: per-head map of the values.
+        standardize: divide every transformed component by its root mean square.
+        sign_correction: which get one more bit, the sign of the quantisation residual.
+        shared_codebook: one look-up table for a head's keys and values together.
+        protect_special_tokens: keep keys and values of `<cls>` and `<eos>` in bfloat16.
+        seed: of the random transforms.
+
     Raises:
         ValueError: a field has a value that is not allowed.
     """
 
-    codec: str = _option("lut", "codec that quantises: `exact` (full precision) or `lut` (look-up tables)")
-    bits: int = _option(3, "bits of an index into a look-up table, 1 to 7")
-    key_transform: KeyTransform = _option("svd", "per-head map of the keys after RoPE")
-    value_transform: ValueTransform = _option("identity", "per-head map of the values")
-    standardize: bool = _option(False, "divide every transformed component by its standard deviation")
-    sign_correction: SignCorrection = _option(
-        "keys_and_values", "which get one more bit: the sign of the quantisation residual"
-    )
-    shared_codebook: bool = _option(False, "one look-up table for a head's keys and values together")
-    protect_special_tokens: bool = _option(False, "keep keys and values of <cls> and <eos> in bfloat16")
-    seed: int = _option(0, "seed of the random transforms")
+    codec: str = "lut"
+    bits: int = 3
+    key_transform: KeyTransform = "svd"
+    value_transform: ValueTransform = "identity"
+    standardize: bool = False
+    sign_correction: SignCorrection = "keys_and_values"
+    shared_codebook: bool = False
+    protect_special_tokens: bool = False
+    seed: int = 0
 
     def __post_init__(self) -> None:
         _check("bits", self.bits, range(1, 8))

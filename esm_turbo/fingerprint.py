@@ -7,28 +7,30 @@ the same model in bfloat16, and one of another model is refused.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 RTOL = 1e-2
 _NUM_PROJECTIONS = 4
 
 
-def model_fingerprint(model: nn.Module) -> npt.NDArray[np.float32]:
+def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
     """Fingerprint of an `EsmModel`, [layers, 4, 1 + projections]: norm, then projections divided by their scale.
 
     It is kept on the model and made anew when a weight has changed.
     """
-    weights = [_attention_weights(layer) for layer in model.encoder.layer]  # type: ignore[union-attr]
+    weights = [_attention_weights(layer) for layer in model.encoder.layer]
     versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for layer in weights for w in layer)
     cached = getattr(model, "_turbo_fingerprint", None)
     if cached is None or cached[0] != versions:
         with torch.no_grad():
             rows = [torch.stack([_describe(w) for w in layer]) for layer in weights]
         cached = (versions, torch.stack([row.cpu() for row in rows]).numpy())
-        model._turbo_fingerprint = cached  # type: ignore[assignment]
+        model._turbo_fingerprint = cached
     fingerprint: npt.NDArray[np.float32] = cached[1]
     return fingerprint
 
@@ -41,7 +43,7 @@ def same_model(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
     return norms and bool(np.abs(a[..., 1:] - b[..., 1:]).max() <= RTOL)
 
 
-def _attention_weights(layer: nn.Module) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_weights(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     attention = layer.attention
     own = attention.self
     return own.query.weight, own.key.weight, own.value.weight, attention.output.dense.weight

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 
-class TurboCacheLayer(CacheLayerMixin):  # type: ignore[misc]
+class TurboCacheLayer(CacheLayerMixin):
     """One layer's share of a cache.
 
     Attributes:
@@ -97,7 +97,7 @@ class Append:
     layers: list[tuple[Packed, Packed]] = field(default_factory=list)
 
 
-class TurboKVCache(Cache):  # type: ignore[misc]
+class TurboKVCache(Cache):
     """Keys and values of a batch of contexts, compressed.
 
     Args:
@@ -128,6 +128,8 @@ class TurboKVCache(Cache):  # type: ignore[misc]
         self.fingerprint = fingerprint
         self.codec = codec
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
+        self.positions: Tensor | None = None
+        self._seq_length: int | None = None
         self.reset()
 
     def __repr__(self) -> str:
@@ -238,7 +240,8 @@ class TurboKVCache(Cache):  # type: ignore[misc]
             self.token_ids = torch.zeros(batch_size, 0, dtype=torch.uint8, device=device)
             self.protected_columns = torch.zeros(batch_size, 0, dtype=torch.int32, device=device)
         if append.positions is not None and self.positions is None:
-            self.positions = torch.arange(self.columns, dtype=torch.int32, device=self.device).repeat(self.batch_size, 1)
+            default = torch.arange(self.columns, dtype=torch.int32, device=self.device)
+            self.positions = default.repeat(self.batch_size, 1)
         if self.positions is not None:
             new = append.positions
             if new is None:
@@ -270,7 +273,7 @@ class TurboKVCache(Cache):  # type: ignore[misc]
 
     def _changed(self) -> None:
         """To be called when lengths have changed: drops columns that no row uses."""
-        self._seq_length: int | None = None
+        self._seq_length = None
         # On a device this would wait for the lengths; columns in excess do no harm.
         if self.device.type == "cpu" and self.get_seq_length() < self.columns:
             self._trim(self.get_seq_length())
@@ -305,7 +308,7 @@ class TurboKVCache(Cache):  # type: ignore[misc]
             layer.packed, layer.protected = {}, {}
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self.token_ids = torch.zeros(0, 0, dtype=torch.uint8, device=device)
-        self.positions: Tensor | None = None
+        self.positions = None
         self.protected_columns = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self._changed()
 
@@ -433,7 +436,7 @@ class TurboKVCache(Cache):  # type: ignore[misc]
             cache.lengths = tensors["lengths"]
             cache.token_ids = tensors["token_ids"]
             cache.protected_columns = tensors["protected_columns"]
-            cache.positions = tensors.get("positions")
+            cache.positions = tensors.get("positions", None)
         except (KeyError, TypeError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
         cache._check_shapes(path)

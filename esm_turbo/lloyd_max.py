@@ -34,7 +34,7 @@ MAX_LEVELS = 256
 
 _MAX_NEWTON_STEPS = 100
 _MAX_LLOYD_STEPS = 1000
-_LLOYD_TOLERANCE = 1e-7
+_LLOYD_TOLERANCE = 1e-8
 """An iteration that lowers the distortion by a smaller part than this is the last."""
 _MIN_BINS = 128
 _BINS_PER_LEVEL = 4

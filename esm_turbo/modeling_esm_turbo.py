@@ -40,13 +40,13 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 
 @dataclass
-class TurboMaskedLMOutput(MaskedLMOutput):  # type: ignore[misc]
+class TurboMaskedLMOutput(MaskedLMOutput):
     """Hugging Face's output, and the cache where one was asked for."""
 
     past_key_values: TurboKVCache | None = None
 
 
-class TurboEsmSelfAttention(EsmSelfAttention):  # type: ignore[misc]
+class TurboEsmSelfAttention(EsmSelfAttention):
     """Self-attention that hands queries, keys and values to a session where there is one."""
 
     def forward(
@@ -60,7 +60,7 @@ class TurboEsmSelfAttention(EsmSelfAttention):  # type: ignore[misc]
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if kv_session is None:
-            return super().forward(
+            plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
                 attention_mask,
                 encoder_hidden_states,
@@ -68,6 +68,7 @@ class TurboEsmSelfAttention(EsmSelfAttention):  # type: ignore[misc]
                 position_embeddings,
                 **kwargs,
             )
+            return plain
         assert position_embeddings is not None
         shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
         query = self.query(hidden_states).view(shape).transpose(1, 2) * self.attention_head_size**-0.5
@@ -95,8 +96,10 @@ class TurboEsmSelfAttention(EsmSelfAttention):  # type: ignore[misc]
         return output.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
 
 
-class TurboEsmRotaryEmbedding(EsmRotaryEmbedding):  # type: ignore[misc]
+class TurboEsmRotaryEmbedding(EsmRotaryEmbedding):
     """Rotary frequencies that stay in float32 whatever the model is cast to."""
+
+    inv_freq: Tensor
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.inv_freq
@@ -170,7 +173,7 @@ class _TurboMixin:
         )
 
 
-class TurboEsmModel(_TurboMixin, EsmModel):  # type: ignore[misc]
+class TurboEsmModel(_TurboMixin, EsmModel):
     """`EsmModel` with a key/value cache.
 
     A forward with `use_cache=True` returns a `TurboKVCache` in `past_key_values`; one with `past_key_values` extends
@@ -447,7 +450,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):  # type: ignore[misc]
         return contacts
 
 
-class TurboEsmForMaskedLM(_TurboMixin, EsmForMaskedLM):  # type: ignore[misc]
+class TurboEsmForMaskedLM(_TurboMixin, EsmForMaskedLM):
     """`EsmForMaskedLM` with a key/value cache; see `TurboEsmModel`."""
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)

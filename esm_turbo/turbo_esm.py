@@ -117,7 +117,9 @@ class TurboEsm:
 
     @property
     def calibration(self) -> Calibration | None:
-        return self.model.esm.calibration
+        """The model's calibration, if it has one."""
+        calibration: Calibration | None = self.model.esm.calibration
+        return calibration
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Writes model, tokenizer and calibration to a folder that `from_pretrained` restores all from."""
@@ -202,8 +204,8 @@ class TurboEsm:
             raise ValueError("the cache has an empty row: prefill a context first")
         tails = _tails(cache, refresh, len(sequences), self.codes.cls)
         rows, kept = [], []
-        for index, (sequence, tail) in enumerate(zip(sequences, tails, strict=True)):
-            new = self.codes.encode(sequence, f"sequence {index + 1}")
+        for number, (sequence, tail) in enumerate(zip(sequences, tails, strict=True), start=1):
+            new = self.codes.encode(sequence, f"sequence {number}")
             rows.append([*tail.token_ids, *new, *([self.codes.eos] if eos else [])])
             kept.append((len(tail.token_ids), len(tail.token_ids) + len(new)))
         input_ids, mask = self.codes.batch(rows)
@@ -223,9 +225,9 @@ class TurboEsm:
         )
         # Row b's new tokens start after its refreshed ones.
         width = int((mask.sum(1, keepdim=True) - begin).max())
-        index = (begin + torch.arange(width)).clamp_max(len(steps) - 1)
-        new_mask = mask.gather(1, index) * (begin + torch.arange(width) < len(steps))
-        index = index[..., None].to(device)
+        column = begin + torch.arange(width)
+        new_mask = (column < mask.sum(1, keepdim=True)).long()
+        index = column.clamp_max(len(steps) - 1)[..., None].to(device)
         hidden = output.hidden_states[-1]
         return ExtendOutput(
             hidden.gather(1, index.expand(-1, -1, hidden.shape[2])),
