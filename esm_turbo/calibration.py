@@ -17,7 +17,7 @@ from .artifacts import ArtifactError, read_artifact, write_artifact
 from .codecs import KVCodec, codec_class
 from .config import PRESETS, Geometry, TurboConfig
 from .fingerprint import model_fingerprint, same_model
-from .kv_statistics import KVStatistics, Moments, TokenMoments, TokenSample
+from .kv_statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -105,9 +105,23 @@ class Calibration:
                 tensors[f"moments.{kind}.{state}.mean"] = _f32(moments.mean)
                 tensors[f"moments.{kind}.{state}.covariance"] = _f32(moments.covariance)
                 counts[kind] = moments.count
-        tensors["sample.keys"] = torch.from_numpy(statistics.sample.keys).to(torch.bfloat16)
-        tensors["sample.values"] = torch.from_numpy(statistics.sample.values).to(torch.bfloat16)
-        tensors["sample.is_special"] = torch.from_numpy(statistics.sample.is_special)
+        sensitivity = statistics.sensitivity
+        counts["sensitivity"] = sensitivity.count
+        for name in ("key_mean", "queries", "attention"):
+            tensors[f"sensitivity.{name}"] = _f32(getattr(sensitivity, name))
+        for name in ("keys", "values"):
+            moments = getattr(sensitivity, name)
+            tensors[f"sensitivity.{name}.count"] = _f32(np.asarray(moments.count))
+            tensors[f"sensitivity.{name}.mean"] = _f32(moments.mean)
+            tensors[f"sensitivity.{name}.covariance"] = _f32(moments.covariance)
+        sample = statistics.sample
+        tensors["sample.keys"] = torch.from_numpy(sample.keys).to(torch.bfloat16)
+        tensors["sample.values"] = torch.from_numpy(sample.values).to(torch.bfloat16)
+        tensors["sample.is_special"] = torch.from_numpy(sample.is_special)
+        tensors["sample.positions"] = torch.from_numpy(sample.positions)
+        tensors["sample.key_weights"] = torch.from_numpy(sample.key_weights)
+        tensors["sample.value_weights"] = torch.from_numpy(sample.value_weights)
+        tensors["inv_freq"] = _f32(statistics.inv_freq)
         presets = {}
         for config, codec in self._codecs.items():
             presets[config.name] = config.to_dict()
@@ -134,16 +148,20 @@ class Calibration:
         path = Path(path)
         if path.is_dir():
             path = path / CALIBRATION_FILE
-        tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
         try:
+            tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
             calibration = cls(
                 _statistics(tensors, metadata),
                 tensors["fingerprint"].numpy(),
                 metadata["provenance"],
                 _fitted(tensors, metadata["presets"]),
             )
-        except (KeyError, TypeError) as error:
-            raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
+            for codec in calibration._codecs.values():
+                codec.layer_state(0, torch.device("cpu"))
+        except ArtifactError as error:
+            raise ArtifactError(f"{error}; {_REMEDY}") from error
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            raise ArtifactError(f"{path}: an entry is missing or wrong: {error}; {_REMEDY}") from error
         if model is not None:
             calibration.check_model(model)
         return calibration
@@ -167,13 +185,33 @@ def _statistics(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> K
             *(Moments(count, f64(f"moments.{kind}.{s}.mean"), f64(f"moments.{kind}.{s}.covariance")) for s in _STATES)
         )
 
+    def weighted(name: str) -> Moments:
+        return Moments(*(f64(f"sensitivity.{name}.{part}") for part in ("count", "mean", "covariance")))
+
+    sensitivity = Sensitivity(
+        metadata["counts"]["sensitivity"],
+        f64("sensitivity.key_mean"),
+        weighted("keys"),
+        weighted("values"),
+        f64("sensitivity.queries"),
+        f64("sensitivity.attention"),
+    )
     sample = TokenSample(
         tensors["sample.keys"].float().numpy(),
         tensors["sample.values"].float().numpy(),
         tensors["sample.is_special"].numpy(),
+        tensors["sample.positions"].numpy(),
+        tensors["sample.key_weights"].numpy(),
+        tensors["sample.value_weights"].numpy(),
     )
     return KVStatistics(
-        Geometry(**metadata["geometry"]), moments("residues"), moments("specials"), sample, f64("output_gram")
+        Geometry(**metadata["geometry"]),
+        moments("residues"),
+        moments("specials"),
+        sensitivity,
+        sample,
+        f64("inv_freq"),
+        f64("output_gram"),
     )
 
 

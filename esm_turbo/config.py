@@ -66,7 +66,8 @@ class TurboConfig:
     The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
 
     Attributes:
-        codec: what quantises: `exact` (full precision) or `lut` (look-up tables).
+        codec: what quantises: `exact` (full precision), `lut` (look-up tables) or `turbo` (bits shared out).
+        mean_bits: of `turbo`: bits of an element on average over keys and values, 1 to 4.
         bits: of an index into a look-up table, 1 to 7.
         key_transform: per-head map of the keys after RoPE.
         value_transform: per-head map of the values.
@@ -81,6 +82,7 @@ class TurboConfig:
     """
 
     codec: str = "lut"
+    mean_bits: int = 3
     bits: int = 3
     key_transform: KeyTransform = "svd"
     value_transform: ValueTransform = "identity"
@@ -91,10 +93,18 @@ class TurboConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.codec, str):
+            raise ValueError(f"`codec` must be the name of a codec, got {self.codec!r}")
+        _check("mean_bits", self.mean_bits, range(1, 5))
         _check("bits", self.bits, range(1, 8))
         _check("key_transform", self.key_transform, get_args(KeyTransform))
         _check("value_transform", self.value_transform, get_args(ValueTransform))
+        _check("standardize", self.standardize, (False, True))
         _check("sign_correction", self.sign_correction, get_args(SignCorrection))
+        _check("shared_codebook", self.shared_codebook, (False, True))
+        _check("protect_special_tokens", self.protect_special_tokens, (False, True))
+        if type(self.seed) is not int or self.seed < 0:
+            raise ValueError(f"`seed` must be an integer of at least 0, got {self.seed!r}")
 
     @classmethod
     def from_preset(cls, preset: str | TurboConfig) -> TurboConfig:
@@ -105,7 +115,7 @@ class TurboConfig:
         """
         if isinstance(preset, TurboConfig):
             return preset
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(f"`preset` must be one of {sorted(PRESETS)} or a TurboConfig, got {preset!r}")
         return PRESETS[preset]
 
@@ -138,12 +148,17 @@ class TurboConfig:
 
 
 def _check(name: str, value: Any, allowed: Any) -> None:
-    if value not in allowed:
+    # 3.0 equals 3 and 1 equals True, but the options are written to files as they are.
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
 
 
 PRESETS: dict[str, TurboConfig] = {
     "exact": TurboConfig(codec="exact"),
     "paper": TurboConfig(),
+    **{
+        f"turbo{bits}": TurboConfig(codec="turbo", mean_bits=bits, protect_special_tokens=True)
+        for bits in (4, 3, 2, 1)
+    },
 }
-DEFAULT_PRESET = "paper"
+DEFAULT_PRESET = "turbo3"

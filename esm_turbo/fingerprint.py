@@ -7,6 +7,7 @@ the same model in bfloat16, and one of another model is refused.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 RTOL = 1e-2
+CODEC_RTOL = 1e-4
 _NUM_PROJECTIONS = 4
 
 
@@ -33,6 +35,17 @@ def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
         model._turbo_fingerprint = cached
     fingerprint: npt.NDArray[np.float32] = cached[1]
     return fingerprint
+
+
+def codec_fingerprint(state: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
+    """Fingerprint of a codec's fitted tensors, [tensors, 1 + projections]: what codes mean depends on all of them."""
+    rows = [_describe(tensor.reshape(tensor.shape[0], -1)) for _, tensor in sorted(state.items())]
+    return torch.stack(rows).cpu().numpy() if rows else np.zeros((0, 1 + _NUM_PROJECTIONS), np.float32)
+
+
+def same_codec(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
+    """Whether codes written with one can be read with the other: equal up to the rounding of a fit made again."""
+    return a.shape == b.shape and np.allclose(a, b, rtol=CODEC_RTOL, atol=CODEC_RTOL)
 
 
 def same_model(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:

@@ -22,7 +22,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .artifacts import ArtifactError, read_artifact, write_artifact
 from .codecs import KVCodec, Packed
 from .config import Geometry, TurboConfig
-from .fingerprint import same_model
+from .fingerprint import codec_fingerprint, same_codec, same_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +36,7 @@ class TurboCacheLayer(CacheLayerMixin):
     Attributes:
         packed: what the codec stores, tensors [batch, heads, columns, ...].
         protected: transformed keys and values of protected tokens, bfloat16 [batch, heads, slots, head_dim].
+        rows: what the codec stores once a row, tensors [batch, heads, 1, ...].
     """
 
     is_compileable = False
@@ -45,11 +46,13 @@ class TurboCacheLayer(CacheLayerMixin):
         super().__init__()
         self.packed: Packed = {}
         self.protected: Packed = {}
+        self.rows: Packed = {}
 
     def apply(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by what `function` makes of it."""
         self.packed = {name: function(tensor) for name, tensor in self.packed.items()}
         self.protected = {name: function(tensor) for name, tensor in self.protected.items()}
+        self.rows = {name: function(tensor) for name, tensor in self.rows.items()}
 
     @property
     def columns(self) -> int:
@@ -86,7 +89,7 @@ class Append:
         token_ids: of the new tokens as ordered, [batch, n].
         positions: likewise, or None for the next ones.
         protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
-        layers: per layer what the codec made of the tokens, and the protected ones.
+        layers: per layer what the codec made of the tokens, the protected ones, and what is stored once a row.
     """
 
     order: Tensor
@@ -94,7 +97,7 @@ class Append:
     token_ids: Tensor
     positions: Tensor | None
     protected: Tensor
-    layers: list[tuple[Packed, Packed]] = field(default_factory=list)
+    layers: list[tuple[Packed, Packed, Packed]] = field(default_factory=list)
 
 
 class TurboKVCache(Cache):
@@ -104,7 +107,7 @@ class TurboKVCache(Cache):
         config: the options under which the contents are stored.
         geometry: of the model.
         fingerprint: of the model, see `model_fingerprint`.
-        codec: reads and writes the contents; None until a model claims the cache.
+        codec: reads and writes the contents; None until a model claims the cache, which checks that it is the one.
         device: where the cache lives.
 
     Attributes:
@@ -127,6 +130,7 @@ class TurboKVCache(Cache):
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.codec = codec
+        self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self.positions: Tensor | None = None
         self._seq_length: int | None = None
@@ -172,6 +176,7 @@ class TurboKVCache(Cache):
         for layer in self.layers:
             total += tokens * sum(_bytes_per_token(tensor) for tensor in layer.packed.values())
             total += protected * sum(_bytes_per_token(tensor) for tensor in layer.protected.values())
+            total += sum(tensor.nbytes for tensor in layer.rows.values())
         return total
 
     @property
@@ -185,7 +190,8 @@ class TurboKVCache(Cache):
         """The position after each row's last, int64 [batch]."""
         if self.positions is None:
             return self.lengths
-        return torch.where(self.valid(), self.positions.long() + 1, 0).amax(dim=1)
+        after = torch.where(self.valid(), self.positions.long() + 1, 0)
+        return after.amax(dim=1) if self.columns else self.lengths
 
     def valid(self) -> Tensor:
         """Which columns hold a token of the row, bool [batch, columns]."""
@@ -216,25 +222,39 @@ class TurboKVCache(Cache):
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
         positions = None if position_ids is None else position_ids.expand_as(order).gather(1, order).to(torch.int32)
+        if positions is not None and self.positions is None and positions.device.type == "cpu":
+            # Positions that are the next ones anyway need no storage.
+            start = self.lengths[:, None] if self.batch_size else 0
+            if bool((~stored | (positions == start + torch.arange(order.shape[1]))).all()):
+                positions = None
         return Append(order, counts, token_ids.to(torch.uint8), positions, protected)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> None:
         """Encodes one layer's keys (after RoPE) and values [batch, heads, n, head_dim] of the new tokens."""
         assert self.codec is not None
         keys, values = _take(keys, append.order), _take(values, append.order)
-        keys, values = self.codec.transform(layer_idx, keys, values)
         protected: Packed = {}
         if self.config.protect_special_tokens:
             slots = append.protected.clamp_min(0)
-            protected = {
-                "keys": _take(keys, slots).to(torch.bfloat16),
-                "values": _take(values, slots).to(torch.bfloat16),
-            }
-        append.layers.append((self.codec.quantize(layer_idx, keys, values), protected))
+            # Relative to the first block, wherever they stand, so that one mapped query serves all of them.
+            special = self.codec.transform(
+                layer_idx, _take(keys, slots), _take(values, slots), torch.zeros_like(slots)
+            )
+            protected = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), special, strict=True)}
+        steps = torch.arange(append.order.shape[1], device=keys.device)
+        start = self.lengths.to(keys.device)[:, None] if self.batch_size else 0
+        keys, values = self.codec.transform(layer_idx, keys, values, (start + steps).expand(len(keys), -1))
+        packed = self.codec.quantize(layer_idx, keys, values)
+        rows = self.layers[layer_idx].rows
+        if not self.columns:
+            read = (steps < append.counts.to(keys.device)[:, None]) & ~_among(steps, append.protected.to(keys.device))
+            rows = self.codec.summarize(layer_idx, keys, values, packed, read)
+        append.layers.append((packed, protected, rows))
 
     def commit(self, append: Append) -> None:
         """Adds the staged tokens to every row."""
         if self.batch_size == 0:
+            self.reset()
             batch_size, device = append.counts.shape[0], append.counts.device
             self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
             self.token_ids = torch.zeros(batch_size, 0, dtype=torch.uint8, device=device)
@@ -248,7 +268,7 @@ class TurboKVCache(Cache):
                 steps = torch.arange(append.order.shape[1], device=self.device)
                 new = (self.next_positions[:, None] + steps).to(torch.int32)
             self.positions = self._put(self.positions[:, None], new[:, None])[:, 0]
-        for layer, (packed, protected) in zip(self.layers, append.layers, strict=True):
+        for layer, (packed, protected, rows) in zip(self.layers, append.layers, strict=True):
             layer.packed = {
                 name: self._put(layer.packed.get(name), tensor) for name, tensor in packed.items()
             }
@@ -256,6 +276,7 @@ class TurboKVCache(Cache):
                 name: torch.cat([layer.protected[name], tensor], dim=2) if layer.protected else tensor
                 for name, tensor in protected.items()
             }
+            layer.rows = rows
         columns = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
         self.protected_columns = torch.cat([self.protected_columns, columns.to(torch.int32)], dim=1)
         self.token_ids = self._put(self.token_ids[:, None], append.token_ids[:, None])[:, 0]
@@ -272,11 +293,18 @@ class TurboKVCache(Cache):
         return grown.scatter_(2, index, new)
 
     def _changed(self) -> None:
-        """To be called when lengths have changed: drops columns that no row uses."""
+        """To be called when lengths have changed: drops columns and slots that no row uses."""
         self._seq_length = None
-        # On a device this would wait for the lengths; columns in excess do no harm.
-        if self.device.type == "cpu" and self.get_seq_length() < self.columns:
+        # On a device this would wait for the lengths; columns and slots in excess do no harm.
+        if self.device.type != "cpu":
+            return
+        if self.get_seq_length() < self.columns:
             self._trim(self.get_seq_length())
+        used = (self.protected_columns >= 0).any(dim=0)
+        if not bool(used.all()):
+            self.protected_columns = self.protected_columns[:, used]
+            for layer in self.layers:
+                layer.protected = {name: tensor[:, :, used] for name, tensor in layer.protected.items()}
 
     def _trim(self, columns: int) -> None:
         for layer in self.layers:
@@ -305,7 +333,7 @@ class TurboKVCache(Cache):
         """Forgets all rows."""
         device = self.lengths.device
         for layer in self.layers:
-            layer.packed, layer.protected = {}, {}
+            layer.packed, layer.protected, layer.rows = {}, {}, {}
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self.token_ids = torch.zeros(0, 0, dtype=torch.uint8, device=device)
         self.positions = None
@@ -324,6 +352,23 @@ class TurboKVCache(Cache):
         """
         indices = torch.as_tensor(indices).to(self.device)
         self._apply_to_rows(lambda tensor: tensor[indices.to(tensor.device)])
+
+    def select(self, rows: int | Sequence[int] | Tensor) -> Self:
+        """Some rows as a cache of their own, without columns that none of them uses; this one stays as it is.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+        rows = torch.as_tensor(rows, dtype=torch.int64).reshape(-1)
+        selected = type(self)(self.config, self.geometry, self.fingerprint, self.codec, self.device)
+        selected.codec_fingerprint = self.codec_fingerprint
+        for mine, theirs in zip(selected.layers, self.layers, strict=True):
+            mine.packed, mine.protected, mine.rows = theirs.packed, theirs.protected, theirs.rows
+        selected.lengths, selected.token_ids = self.lengths, self.token_ids
+        selected.positions, selected.protected_columns = self.positions, self.protected_columns
+        selected.batch_select_indices(rows)
+        selected._trim(selected.get_seq_length())
+        return selected
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times, copies side by side. One row serves any batch without this.
@@ -365,8 +410,11 @@ class TurboKVCache(Cache):
                 raise ValueError(f"cannot join caches of presets {first.config.name} and {other.config.name}")
             if other.geometry != first.geometry or not same_model(other.fingerprint, first.fingerprint):
                 raise ValueError("cannot join caches of different models")
+            if not same_codec(other.codec_fingerprint, first.codec_fingerprint):
+                raise ValueError("cannot join caches written with different calibrations")
         caches = [cache for cache in caches if cache.batch_size]
         joined = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
+        joined.codec_fingerprint = first.codec_fingerprint
         if not caches:
             return joined
         columns = max(cache.columns for cache in caches)
@@ -374,6 +422,7 @@ class TurboKVCache(Cache):
         for layer, parts in zip(joined.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
             layer.packed = _cat_padded([part.packed for part in parts], columns)
             layer.protected = _cat_padded([part.protected for part in parts], slots)
+            layer.rows = _cat_padded([part.rows for part in parts], 1)
         joined.lengths = torch.cat([cache.lengths for cache in caches])
         joined.token_ids = torch.cat([_pad(cache.token_ids, 1, columns) for cache in caches])
         joined.protected_columns = torch.cat([_pad(cache.protected_columns, 1, slots, -1) for cache in caches])
@@ -396,6 +445,7 @@ class TurboKVCache(Cache):
         """Writes a safetensors file, whole or not at all."""
         tensors = {
             "fingerprint": torch.from_numpy(self.fingerprint),
+            "codec_fingerprint": torch.from_numpy(self.codec_fingerprint),
             "lengths": self.lengths,
             "token_ids": self.token_ids,
             "protected_columns": self.protected_columns,
@@ -405,6 +455,7 @@ class TurboKVCache(Cache):
         for index, layer in enumerate(self.layers):
             tensors |= {f"layers.{index}.packed.{name}": tensor for name, tensor in layer.packed.items()}
             tensors |= {f"layers.{index}.protected.{name}": tensor for name, tensor in layer.protected.items()}
+            tensors |= {f"layers.{index}.rows.{name}": tensor for name, tensor in layer.rows.items()}
         metadata = {"geometry": asdict(self.geometry), "config": self.config.to_dict()}
         write_artifact(path, "cache", FORMAT_VERSION, tensors, metadata)
 
@@ -430,9 +481,11 @@ class TurboKVCache(Cache):
         try:
             geometry = Geometry(**metadata["geometry"])
             cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, tensors["fingerprint"].numpy())
+            cache.codec_fingerprint = tensors["codec_fingerprint"].numpy()
             for index, layer in enumerate(cache.layers):
                 layer.packed = _with_prefix(tensors, f"layers.{index}.packed.")
                 layer.protected = _with_prefix(tensors, f"layers.{index}.protected.")
+                layer.rows = _with_prefix(tensors, f"layers.{index}.rows.")
             cache.lengths = tensors["lengths"]
             cache.token_ids = tensors["token_ids"]
             cache.protected_columns = tensors["protected_columns"]
@@ -448,10 +501,17 @@ class TurboKVCache(Cache):
 
     def _check_shapes(self, path: str | os.PathLike[str]) -> None:
         batch_size, columns, heads = self.batch_size, self.columns, self.geometry.num_heads
+        slots = self.protected_columns.shape[-1]
         good = bool(((self.lengths >= 0) & (self.lengths <= columns)).all())
+        good &= self.token_ids.shape == (batch_size, columns)
+        good &= self.positions is None or self.positions.shape == (batch_size, columns)
+        good &= self.protected_columns.shape == (batch_size, slots) and bool((self.protected_columns < columns).all())
+        first = self.layers[0]
         for layer in self.layers:
+            good &= layer.packed.keys() == first.packed.keys() and layer.protected.keys() == first.protected.keys()
             good &= all(tensor.shape[:3] == (batch_size, heads, columns) for tensor in layer.packed.values())
-        if not good or (batch_size and not all(layer.packed for layer in self.layers)):
+            good &= all(tensor.shape[:3] == (batch_size, heads, slots) for tensor in layer.protected.values())
+        if not good or (batch_size and not first.packed) or (slots and not first.protected):
             raise ArtifactError(f"{path}: its tensors do not fit together")
 
 
@@ -464,6 +524,11 @@ def _take(x: Tensor, tokens: Tensor) -> Tensor:
     """x [batch, heads, n, d] at tokens [batch, m], giving [batch, heads, m, d]."""
     index = tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     return x.gather(2, index)
+
+
+def _among(steps: Tensor, protected: Tensor) -> Tensor:
+    """Which of the tokens steps [n] are in protected [batch, slots], bool [batch, n]."""
+    return (steps[None, :, None] == protected[:, None, :]).any(dim=2)
 
 
 def _pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:

@@ -180,9 +180,7 @@ def _check_samples(x: NDArray[Any]) -> None:
     if x.dtype.kind not in "iuf":
         raise ValueError(f"`samples` must be real numbers, got {x.dtype}")
     if not np.isfinite(x).all():
-        raise ValueError(
-            f"`samples` holds {np.count_nonzero(~np.isfinite(x))} values that are NaN or infinite"
-        )
+        raise ValueError(f"`samples` holds {np.count_nonzero(~np.isfinite(x))} values that are NaN or infinite")
 
 
 def _midpoints(levels: FloatArray) -> FloatArray:
@@ -260,9 +258,7 @@ def _run_starts(x: FloatArray) -> IntArray:
     return np.concatenate(([0], np.flatnonzero(x[1:] != x[:-1]) + 1))
 
 
-def _distortion(
-    x: FloatArray, weights: FloatArray | None, levels: FloatArray, boundaries: FloatArray
-) -> float:
+def _distortion(x: FloatArray, weights: FloatArray | None, levels: FloatArray, boundaries: FloatArray) -> float:
     counts = np.diff(np.searchsorted(x, boundaries, side="right"), prepend=0, append=len(x))
     residuals = x - np.repeat(levels, counts)
     scale = float(np.abs(residuals).max())

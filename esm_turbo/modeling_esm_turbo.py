@@ -6,12 +6,15 @@ to a session (sessions.py), which encodes them (prefill) or attends to a cache (
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, MaskedLMOutput
@@ -28,7 +31,7 @@ from .backends import resolve_backend
 from .calibration import CALIBRATION_FILE, Calibration
 from .codecs import KVCodec, codec_class
 from .config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from .fingerprint import model_fingerprint, same_model
+from .fingerprint import model_fingerprint, same_codec, same_model
 from .kv_cache import TurboKVCache
 from .sessions import Extension, KVSession, Prefill
 
@@ -36,6 +39,11 @@ from .sessions import Extension, KVSession, Prefill
 _TRAINED_MASK_RATIO = 0.15 * 0.8
 _INV_FREQ = "rotary_embeddings.inv_freq"
 _PUBLISHED_INV_FREQ = r"encoder\.layer\.\d+\.attention\.self\.rotary_embeddings\.inv_freq"
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file;'
+    " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
+    " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
+)
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -132,7 +140,7 @@ class _TurboMixin:
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
-        calibration: str | os.PathLike[str] | Calibration | None = None,
+        calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
         preset: str | TurboConfig = DEFAULT_PRESET,
         backend: str | Backend = Backend.AUTO,
         **kwargs: Any,
@@ -141,7 +149,7 @@ class _TurboMixin:
 
         Args:
             pretrained_model_name_or_path: a hub id or a folder.
-            calibration: a `Calibration` or its path; by default the one in the folder, if there is one.
+            calibration: a `Calibration` or its path; by default the one in the folder, if there is one; False for none.
             preset: what caches are stored as.
             backend: what runs the packed attention.
             *args: as of `PreTrainedModel.from_pretrained`.
@@ -155,13 +163,21 @@ class _TurboMixin:
         check_is_esm2(pretrained_model_name_or_path, kwargs)
         # Hugging Face renames these keys for its own classes only.
         kwargs.setdefault("key_mapping", {_PUBLISHED_INV_FREQ: _INV_FREQ})
-        model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        try:
+            model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or holds more than tensors and is not"
+                f" run; if you trust where it is from, convert it: {_CONVERT}"
+            ) from error
+        except (SafetensorError, EOFError) as error:
+            raise ValueError(f"{pretrained_model_name_or_path}: the weights are damaged ({error})") from error
         in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
         if calibration is None and os.path.isfile(in_folder):
             calibration = in_folder
         loaded = model[0] if isinstance(model, tuple) else model
         check_weights(loaded)
-        loaded.set_turbo(calibration=calibration, preset=preset, backend=backend)
+        loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return model  # type: ignore[no-any-return]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -269,7 +285,10 @@ class TurboEsmModel(_TurboMixin, EsmModel):
             raise ValueError(f"the cache is for {cache.geometry}, the model has {geometry}")
         if not same_model(cache.fingerprint, model_fingerprint(self)):
             raise ValueError("the cache belongs to another model: the weights differ")
-        cache.codec = self.codec(cache.config)
+        codec = self.codec(cache.config)
+        if not same_codec(cache.codec_fingerprint, codec.fingerprint):
+            raise ValueError("the cache was written with another calibration: this one cannot read its codes")
+        cache.codec = codec
 
     def forward(
         self,
@@ -348,8 +367,11 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         token_counts: tuple[Tensor, Tensor] | None,
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        if cache.codec is None:
-            self.claim_cache(cache)
+        self.claim_cache(cache)
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            raise ValueError(
+                f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
+            )
         mask = _token_mask(input_ids, attention_mask)
         append = cache.plan_append(input_ids, mask, position_ids, self.special_ids)
         session = Prefill(cache, append)
@@ -393,6 +415,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask
+            _check_append_mask(keep, new_mask)
             append = cache.plan_append(input_ids, keep, position_ids, self.special_ids)
         if position_ids is None:
             position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
@@ -557,7 +580,7 @@ def check_weights(model: nn.Module) -> None:
 def _share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model:
     """A `cls` with the very parameters and buffers of `model`."""
     with torch.device("meta"):
-        converted = cls(model.config, **options)
+        converted = cls(copy.deepcopy(model.config), **options)
     for name, module in converted.named_modules():
         source = model.get_submodule(name)
         module._parameters.update(source._parameters)
@@ -623,20 +646,30 @@ def _split_mask(
 def _check_inputs(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int
 ) -> None:
-    if input_ids.dim() != 2 or input_ids.shape[1] == 0:
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"`input_ids` must be [batch, n] with n >= 1, got {list(input_ids.shape)}")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"`attention_mask` must have two dimensions, got {list(attention_mask.shape)}")
-    if position_ids is not None and position_ids.shape[-1] != input_ids.shape[1]:
-        raise ValueError(f"`position_ids` must be [batch, {input_ids.shape[1]}], got {list(position_ids.shape)}")
+    n = input_ids.shape[1]
+    if position_ids is not None and position_ids.shape not in (input_ids.shape, (1, n)):
+        raise ValueError(f"`position_ids` must be [batch, {n}] or [1, {n}], got {list(position_ids.shape)}")
     # Values are checked on the CPU only: elsewhere it would wait for the device.
     if input_ids.device.type == "cpu":
         if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
             raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
+        if position_ids is not None and bool((position_ids < 0).any()):
+            raise ValueError("`position_ids` must not be negative")
         if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
             raise ValueError("`attention_mask` must hold zeros and ones")
         if attention_mask is not None and attention_mask.shape == input_ids.shape:
             _check_right_padded(attention_mask != 0)
+
+
+def _check_append_mask(keep: Tensor, mask: Tensor) -> None:
+    if keep.shape != mask.shape or keep.dtype != torch.bool:
+        raise ValueError(f"`append_mask` must be bool {list(mask.shape)}, got {keep.dtype} {list(keep.shape)}")
+    if keep.device.type == "cpu" and bool((keep & ~mask).any()):
+        raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
 
 
 def _check_right_padded(mask: Tensor) -> None:

@@ -62,9 +62,7 @@ def check_packed(packed: Tensor, bits: int) -> None:
     if packed.dtype != torch.uint8:
         raise ValueError(f"`packed` must be uint8, got {packed.dtype}")
     if packed.ndim == 0 or packed.shape[-1] % bits:
-        raise ValueError(
-            f"`packed` must be [..., a multiple of `bits` = {bits}], got shape {tuple(packed.shape)}"
-        )
+        raise ValueError(f"`packed` must be [..., a multiple of `bits` = {bits}], got shape {tuple(packed.shape)}")
 
 
 def check_bits(bits: int) -> None:
@@ -76,9 +74,7 @@ def check_bits(bits: int) -> None:
 def check_boundaries(x: Tensor, boundaries: Tensor) -> None:
     """Raise ValueError unless ``x`` and ``boundaries`` are what `quantize` accepts."""
     if x.ndim == 0 or not x.is_floating_point():
-        raise ValueError(
-            f"`x` must be floating point [..., head_dim], got {x.dtype} of shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"`x` must be floating point [..., head_dim], got {x.dtype} of shape {tuple(x.shape)}")
     if boundaries.ndim not in (1, 2, 3):
         raise ValueError(
             "`boundaries` must be [levels - 1], [heads, levels - 1] or [heads, head_dim, levels - 1], "
@@ -94,9 +90,7 @@ def check_boundaries(x: Tensor, boundaries: Tensor) -> None:
             "[..., heads, length, head_dim] is expected"
         )
     if boundaries.ndim == 3 and boundaries.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"`boundaries` of {boundaries.shape[1]} components do not fit `x` of shape {tuple(x.shape)}"
-        )
+        raise ValueError(f"`boundaries` of {boundaries.shape[1]} components do not fit `x` of shape {tuple(x.shape)}")
 
 
 def _unit(bits: int) -> tuple[int, int]:

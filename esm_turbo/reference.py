@@ -67,13 +67,14 @@ def extend_attention(
     See `torch_ops.extend_attention`, whose slow twin this is: cached keys and values are decoded into the model's
     own space, joined with the new ones and attended to with one softmax.
     """
-    past_keys, past_values = codec.decode(layer_idx, context.packed)
+    past_keys, past_values = codec.decode(layer_idx, context.packed | context.rows)
     batch_size, columns = query.shape[0], past_keys.shape[2]
     visible = torch.ones(batch_size, columns, dtype=torch.bool) if context.mask is None else context.mask
     parts = [(past_keys, past_values, visible)]
     if context.protected:
         assert context.protected_mask is not None
-        protected = codec.inverse_transform(layer_idx, context.protected["keys"], context.protected["values"])
+        zero = torch.zeros(context.protected["keys"].shape[::2], dtype=torch.int64)
+        protected = codec.inverse_transform(layer_idx, context.protected["keys"], context.protected["values"], zero)
         parts.append((*protected, context.protected_mask))
     new = torch.ones(batch_size, keys.shape[2], dtype=torch.bool) if mask is None else mask
     parts.append((keys.float(), values.float(), new))

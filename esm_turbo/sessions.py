@@ -69,6 +69,7 @@ class Extension(KVSession):
             _on(self.past_mask, query),
             layer.protected,
             _on(self.protected_mask, query),
+            layer.rows,
         )
         output: Tensor = self.backend.extend_attention(
             query, keys, values, _on(self.mask, query), context, self.cache.codec, layer_idx
@@ -90,6 +91,6 @@ def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Ten
     return past_mask & (covered == 0), protected_mask
 
 
-def _on(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """The mask on a layer's device: layers of one model may be spread over several."""
-    return None if mask is None else mask.to(like.device)
+def _on(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask for every row, on a layer's device: layers of one model may be spread over several."""
+    return None if mask is None else mask.to(query.device).expand(query.shape[0], -1)

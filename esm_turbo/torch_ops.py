@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -9,9 +11,9 @@ from .codecs import KVCodec, Packed, PackedContext
 
 __all__ = ["extend_attention"]
 
-# Elements of a decoded block. Half a megabyte in float32 stays in a processor's second-level cache.
-_BLOCK_ELEMENTS = 2**17
-_MIN_BLOCK_TOKENS = 16
+# Elements of a decoded slice: a megabyte in float32, which stays in the caches of one or two cores.
+_SLICE_ELEMENTS = 2**18
+_MIN_SLICE_TOKENS = 16
 _LOWEST = -1e30
 
 
@@ -41,23 +43,29 @@ def extend_attention(
     Returns:
         [B, H, n, D], in the query's dtype. A row that sees nothing at all gets zeros.
     """
-    mapped, offset = codec.map_query(layer_idx, query)
     rows = next(iter(context.packed.values())).shape[0]
-    past = _PartialAttention(_fold(mapped, rows))
-    if context.protected:
-        past.add(context.protected["keys"].float(), context.protected["values"].float(), context.protected_mask)
-    for block in _blocks(context.packed, max(mapped.shape[3], past.query.shape[2])):
-        tokens = {name: tensor[:, :, block] for name, tensor in context.packed.items()}
-        visible = None if context.mask is None else context.mask[:, block]
-        past.add(codec.dequantize_keys(layer_idx, tokens), codec.dequantize_values(layer_idx, tokens), visible)
-    past_output, past_lse = past.finish(mapped.shape)
-    past_output = codec.unmap_output(layer_idx, past_output)
-    if offset is not None:
-        past_lse = past_lse + offset
-
-    new = _PartialAttention(query.float())
-    new.add(keys.float(), values.float(), mask)
+    folded = _fold(query.float(), rows)
+    mapped, offset = codec.map_query(layer_idx, folded)
+    past = _PartialAttention(folded)
+    if context.protected and context.protected["keys"].shape[2]:
+        protected = context.protected["keys"].float(), context.protected["values"].float()
+        past.add(mapped, offset, *protected, context.protected_mask)
+    block = 0
+    for columns in _slices(context.packed, max(folded.shape[2:]), codec.block_size):
+        if codec.block_size is not None and columns.start // codec.block_size != block:
+            block = columns.start // codec.block_size
+            mapped, offset = codec.map_query(layer_idx, folded, block)
+        tokens = {name: tensor[:, :, columns] for name, tensor in context.packed.items()} | context.rows
+        visible = None if context.mask is None else context.mask[:, columns]
+        keys_read, values_read = codec.dequantize_keys(layer_idx, tokens), codec.dequantize_values(layer_idx, tokens)
+        past.add(mapped, offset, keys_read, values_read, visible)
+    new = _PartialAttention(query)
+    new.add(query.float(), None, keys.float(), values.float(), mask)
     new_output, new_lse = new.finish(query.shape)
+    if past.sum is None:
+        return new_output.to(query.dtype)
+    past_output, past_lse = past.finish(query.shape)
+    past_output = codec.unmap_output(layer_idx, past_output)
 
     highest = torch.maximum(past_lse, new_lse).clamp_min(_LOWEST)
     past_weight, new_weight = torch.exp(past_lse - highest), torch.exp(new_lse - highest)
@@ -74,14 +82,15 @@ class _PartialAttention:
     """
 
     def __init__(self, query: Tensor) -> None:
-        self.query = query
-        self.highest = query.new_full((*query.shape[:3], 1), _LOWEST)
+        self.highest = torch.full((*query.shape[:3], 1), _LOWEST, device=query.device)
         self.total = torch.zeros_like(self.highest)
         self.sum: Tensor | None = None
 
-    def add(self, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """keys [C, H, l, D], values [C, H, l, D'], mask bool [B, l]."""
-        scores = self.query @ keys.transpose(2, 3)
+    def add(self, query: Tensor, offset: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
+        """query [C, H, N, D], offset of its scores [C, H, N, 1], keys [C, H, l, D], values [C, H, l, D'], mask [B, l]."""
+        scores = query @ keys.transpose(2, 3)
+        if offset is not None:
+            scores += offset
         if mask is not None:
             scores = scores.masked_fill_(~self._spread(mask), float("-inf"))
         highest = torch.maximum(self.highest, scores.amax(dim=3, keepdim=True))
@@ -100,16 +109,28 @@ class _PartialAttention:
 
     def _spread(self, mask: Tensor) -> Tensor:
         """mask [B, l] as [C, 1, N, l], or [C, 1, 1, l] where all queries of a row share it."""
-        rows, queries = self.query.shape[0], self.query.shape[2]
+        rows, queries = self.highest.shape[0], self.highest.shape[2]
         if mask.shape[0] == rows:
             return mask[:, None, None, :]
         return mask.repeat_interleave(queries // mask.shape[0], dim=0)[None, None]
 
 
-def _blocks(packed: Packed, width: int) -> list[slice]:
-    """Slices of the columns, such that a decoded block of `width` elements a token and head stays in the cache."""
+def _slices(packed: Packed, width: int, block_size: int | None) -> list[slice]:
+    """Slices of the columns, none across a block of the codec's, such that a slice decoded stays in the cache.
+
+    Args:
+        packed: tensors [C, H, L, ...].
+        width: elements that a token and head makes, of keys or of scores.
+        block_size: of the codec, a power of two, or None.
+    """
     rows, heads, columns = next(iter(packed.values())).shape[:3]
-    step = max(_MIN_BLOCK_TOKENS, _BLOCK_ELEMENTS // (rows * heads * width))
+    step = max(_MIN_SLICE_TOKENS, _SLICE_ELEMENTS // (rows * heads * width))
+    if block_size is not None:
+        step = min(block_size, 1 << step.bit_length() - 1)
+    else:
+        # Evenly, or the last slice might be a few tokens that cost as much as a whole one.
+        count = math.ceil(columns / step) or 1
+        step = math.ceil(columns / count) or 1
     return [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
 
 

@@ -283,15 +283,11 @@ def reverse_water_filling(
         raise ValueError(f"`mean_bits` must be from 0 to `max_bits` = {max_bits}, got {mean_bits}")
     budget = round(mean_bits * head_dim)
     if abs(budget - mean_bits * head_dim) > 1e-6:
-        raise ValueError(
-            f"`mean_bits` times {head_dim} components must be a whole number, got {mean_bits * head_dim}"
-        )
+        raise ValueError(f"`mean_bits` times {head_dim} components must be a whole number, got {mean_bits * head_dim}")
     rank = np.argsort(-var, axis=-1, kind="stable")
     # [..., max_bits, head_dim]: a stable sort of equal gains serves first bits before second ones.
     offers = gains[:, None] * np.take_along_axis(var, rank, axis=-1)[..., None, :]
-    best = np.argsort(-offers.reshape(*var.shape[:-1], max_bits * head_dim), axis=-1, kind="stable")[
-        ..., :budget
-    ]
+    best = np.argsort(-offers.reshape(*var.shape[:-1], max_bits * head_dim), axis=-1, kind="stable")[..., :budget]
     taken = np.zeros((*var.shape[:-1], max_bits * head_dim), dtype=np.int64)
     np.put_along_axis(taken, best, 1, axis=-1)
     bits = np.empty(var.shape, dtype=np.int64)

@@ -9,13 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from .assets import EMBEDDED_MODEL
 from .config import DEFAULT_PRESET, Backend, TurboConfig
+from .hub import ModelNotFoundError, local_files_only, not_found
 from .tokens import TokenCodes
 
 if TYPE_CHECKING:
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
     from .kv_cache import TurboKVCache
     from .modeling_esm_turbo import TurboEsmForMaskedLM
 
-
-class ModelNotFoundError(OSError, ValueError):
-    """There is no such model here, and the hub does not give it."""
+__all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class TurboEsm:
         cls,
         model: str | os.PathLike[str] | None = None,
         *,
-        calibration: str | os.PathLike[str] | Calibration | None = None,
+        calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
         preset: str | TurboConfig = DEFAULT_PRESET,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
@@ -78,7 +77,8 @@ class TurboEsm:
             model: a hub id or a folder of any ESM-2 checkpoint; None is the embedded esm2-mini, which needs no network
                 and brings its own calibration.
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
-                result in the user's cache folder. Without one, only the preset `exact` can write caches.
+                result in the user's cache folder. None takes the one in the model's folder, if there is one, False
+                none at all; then only the preset `exact` can write caches.
             preset: what caches are stored as.
             device: None is CUDA where there is one, else MPS, else the CPU.
             dtype: None is float32 on CPU and MPS and the checkpoint's dtype on CUDA.
@@ -100,13 +100,18 @@ class TurboEsm:
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options["device_map"] = device_map
+        offline = local_files_only(source)
         try:
             loaded = TurboEsmForMaskedLM.from_pretrained(
-                source, preset=preset, calibration=None if calibration == "auto" else calibration, **options
+                source,
+                preset=preset,
+                calibration=False if calibration == "auto" else calibration,
+                local_files_only=offline,
+                **options,
             )
-            tokenizer = EsmTokenizer.from_pretrained(source)
+            tokenizer = EsmTokenizer.from_pretrained(source, local_files_only=offline)
         except OSError as error:
-            raise _not_found(source) from error
+            raise not_found(source) from error
         if device_map is None:
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)
@@ -313,12 +318,3 @@ def _best_device() -> str:
     if torch.cuda.is_available():
         return "cuda"
     return "mps" if torch.backends.mps.is_available() else "cpu"
-
-
-def _not_found(source: str) -> ModelNotFoundError:
-    if os.path.isdir(source):
-        return ModelNotFoundError(f"{source}: the folder is no complete checkpoint (config.json, weights, vocab.txt)")
-    return ModelNotFoundError(
-        f"cannot load {source!r}: there is no such folder, and the Hugging Face hub cannot be reached or has no such"
-        " model; check the name and the network, or give a local folder"
-    )

@@ -15,6 +15,9 @@ from sklearn.exceptions import ConvergenceWarning
 
 from esm_turbo.lloyd_max import (
     LloydMax,
+    _lloyd,
+    _PrefixSums,
+    _run_starts,
     gaussian_lloyd_max,
     lloyd_max,
     lloyd_max_rows,
@@ -63,9 +66,7 @@ def assert_is_quantiser(quantiser, levels):
 # --- the Gaussian one
 
 
-@pytest.mark.parametrize(
-    ("bits", "published"), [(0, 1.0), (1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.00950)]
-)
+@pytest.mark.parametrize(("bits", "published"), [(0, 1.0), (1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.00950)])
 def test_gaussian_distortion_is_the_published_one(bits, published):
     # Max's figures have three or four digits (1 bit is 1 - 2 / pi = 0.36338); ours to nine stand below.
     assert gaussian_lloyd_max(2**bits).distortion == pytest.approx(published, abs=2e-5)
@@ -105,9 +106,7 @@ def test_gaussian_conditions_by_quadrature(levels):
         first = quad(lambda x, c=level: (x - c) * norm.pdf(x), lower, level, epsabs=0, epsrel=1e-11)[0]
         first += quad(lambda x, c=level: (x - c) * norm.pdf(x), level, upper, epsabs=0, epsrel=1e-11)[0]
         assert abs(first) < 1e-9 * mass
-        distortion += quad(
-            lambda x, c=level: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-11
-        )[0]
+        distortion += quad(lambda x, c=level: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-11)[0]
     assert quantiser.distortion == pytest.approx(distortion, rel=1e-8)
 
 
@@ -256,6 +255,14 @@ def test_more_levels_are_never_worse():
     assert distortions[0] == pytest.approx(x.var(), rel=1e-12)
 
 
+def test_a_level_that_loses_its_samples_is_used_elsewhere():
+    # The middle cell of the start holds 0 and 10, which are nearer to -1 and 11 than to their mean.
+    x = np.array([-1.0, -1.0, 0.0, 10.0, 11.0, 11.0, 12.0])
+    levels = _lloyd(_PrefixSums(x, None), _run_starts(x), np.array([0, 2, 4, 7]))
+    assert (np.diff(levels) > 0).all()
+    assert mean_squared_error(x, levels) == pytest.approx(mean_squared_error(x, lloyd_max(x, 3).levels))
+
+
 # --- weights
 
 
@@ -283,14 +290,16 @@ def test_only_the_ratios_of_weights_count(scale):
     )
 
 
-def test_weights_of_very_different_size():
-    x = np.arange(50.0)
-    weights = np.where(x < 25, 1.0, 1e-30)
-    quantiser = lloyd_max(x, 30, weights=weights)
-    assert_is_quantiser(quantiser, 30)
-    # The heavy samples have a level each.
+@pytest.mark.parametrize("small", [1e-30, 1e-14, 3e-15])
+def test_weights_lost_in_rounding(small):
+    x = np.arange(60.0)
+    weights = np.where(x < 25, 1.0, small * (1 + np.arange(60) % 7))
+    quantiser = lloyd_max(x, 40, weights=weights)
+    assert_is_quantiser(quantiser, 40)
+    # The heavy samples have a level each, the others at least one among them.
     assert np.abs(quantiser.levels[:, None] - x[:25]).min(axis=0).max() < 1e-12
-    assert quantiser.distortion < 1e-25
+    assert 25 - 1e-12 <= quantiser.levels[-1] <= 59 + 1e-12
+    assert quantiser.distortion < 1e4 * small
 
 
 # --- rows

@@ -127,8 +127,9 @@ def test_any_strides(bits):
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)
-def test_results_own_exactly_their_memory(bits):
-    codes = random_codes((5, 16), bits)
+@pytest.mark.parametrize("shape", [(5, 8), (5, 16)], ids=str)
+def test_results_own_exactly_their_memory(bits, shape):
+    codes = random_codes(shape, bits)
     kept = codes.clone()
     packed = packing.pack_codes(codes, bits)
     unpacked = packing.unpack_codes(packed, bits)

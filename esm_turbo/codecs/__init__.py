@@ -6,10 +6,11 @@ from ..config import TurboConfig
 from .base import KVCodec, Packed, PackedContext
 from .exact import ExactCodec
 from .lut import LutCodec
+from .turbo import TurboCodec
 
-CODECS: dict[str, type[KVCodec]] = {"exact": ExactCodec, "lut": LutCodec}
+CODECS: dict[str, type[KVCodec]] = {"exact": ExactCodec, "lut": LutCodec, "turbo": TurboCodec}
 
-__all__ = ["CODECS", "ExactCodec", "KVCodec", "LutCodec", "Packed", "PackedContext", "codec_class"]
+__all__ = ["CODECS", "ExactCodec", "KVCodec", "LutCodec", "Packed", "PackedContext", "TurboCodec", "codec_class"]
 
 
 def codec_class(config: TurboConfig) -> type[KVCodec]:

@@ -8,18 +8,26 @@ and `quantize` turns k' and v' into packed tensors. Attention over a cache never
 value back: the query is mapped once and the result once (docs/math.md),
 
     q . k = (T_k^-T q) . k' + q . mu_k,    sum_j p_j v_j = T_v^-1 (sum_j p_j v'_j) + mu_v.
+
+A codec may store keys relative to the block of columns that they stand in: with R(p) the rotation of RoPE, k above is
+then R(-b) k, b the block's first column, and q is R(-b) q, one mapped query a block. The statistics of such keys do not
+depend on where in a protein they stand, and scores are what they were, since R is orthogonal.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from ..config import Geometry, TurboConfig
+from ..fingerprint import codec_fingerprint
 from ..kv_statistics import KVStatistics
 
 Packed = dict[str, Tensor]
@@ -37,12 +45,14 @@ class PackedContext:
         mask: which columns a row of the extension sees, bool [B, L]; None where it sees all.
         protected: transformed keys and values of protected tokens, [C, H, P, D]; empty for none.
         protected_mask: which slots a row sees, bool [B, P].
+        rows: what the codec stores once a row, tensors [C, H, 1, ...]; empty for nothing.
     """
 
     packed: Packed
     mask: Tensor | None
     protected: Packed
     protected_mask: Tensor | None
+    rows: Packed = field(default_factory=dict)
 
 
 class KVCodec(ABC):
@@ -56,14 +66,25 @@ class KVCodec(ABC):
         geometry: of the model.
         state: what `fit` returned: float32 tensors stacked over layers. The maps have the names
             `key_map`, `key_inverse`, `value_map`, `value_inverse` [layers, H, D, D] and
-            `key_mean`, `value_mean` [layers, H, D]; one that is absent is the identity, or zero.
+            `key_mean`, `value_mean` [layers, H, D]; one that is absent is the identity, or zero. A codec with blocks
+            also has `inv_freq` [layers, D / 2], the model's rotary frequencies.
+
+    Attributes:
+        block_size: columns of a block that keys are relative to; None for keys as they are.
     """
+
+    block_size: int | None = None
 
     def __init__(self, config: TurboConfig, geometry: Geometry, state: Mapping[str, Tensor]) -> None:
         self.config = config
         self.geometry = geometry
         self.state = dict(state)
         self._on_device: dict[tuple[int, torch.device], dict[str, Tensor]] = {}
+
+    @cached_property
+    def fingerprint(self) -> npt.NDArray[np.float32]:
+        """What a cache remembers of the codec that wrote it."""
+        return codec_fingerprint(self.state)
 
     @classmethod
     @abstractmethod
@@ -76,31 +97,57 @@ class KVCodec(ABC):
 
     @abstractmethod
     def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        """Transformed keys as stored, [B, H, L, D]."""
+        """Transformed keys as stored, [B, H, L, D]. `packed` holds the tensors of `summarize` too."""
 
     @abstractmethod
     def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
         """Transformed values as stored, [B, H, L, D]."""
 
-    def transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Maps keys (after RoPE) and values [B, H, L, D] into the space in which they are stored."""
+    def summarize(self, layer_idx: int, keys: Tensor, values: Tensor, packed: Packed, mask: Tensor) -> Packed:
+        """What is stored once a row for a context that has just been quantised, tensors [B, H, 1, ...].
+
+        Args:
+            layer_idx: which layer.
+            keys: transformed, [B, H, L, D].
+            values: transformed, [B, H, L, D].
+            packed: what `quantize` made of them.
+            mask: which of them are read from `packed`, bool [B, L].
+        """
+        return {}
+
+    def transform(
+        self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Maps keys (after RoPE) and values [B, H, L, D] into the space in which they are stored.
+
+        Args:
+            layer_idx: which layer.
+            keys: after RoPE.
+            values: of the same tokens.
+            columns: where each token will stand, [B, L]; None for 0, 1, 2, ...
+        """
         state = self.layer_state(layer_idx, keys.device)
+        keys = self._rotate_to_blocks(state, keys.float(), columns, -1)
         return (
             _apply(state.get("key_map"), _shift(keys, state.get("key_mean"), -1)),
             _apply(state.get("value_map"), _shift(values, state.get("value_mean"), -1)),
         )
 
-    def map_query(self, layer_idx: int, query: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The query against stored keys, T_k^-T q, and what it adds to every score, q . mu_k.
+    def map_query(self, layer_idx: int, query: Tensor, block: int = 0) -> tuple[Tensor, Tensor | None]:
+        """The query against stored keys of one block, T_k^-T q, and what it adds to every score, q . mu_k.
 
         Args:
+            layer_idx: which layer.
             query: after RoPE, [B, H, n, D].
+            block: which block of columns; without effect for a codec that has none.
 
         Returns:
             [B, H, n, D], and [B, H, n, 1] or None for zero.
         """
         state = self.layer_state(layer_idx, query.device)
         query = query.float()
+        if self.block_size is not None and block:
+            query = rotate(query, state["inv_freq"] * (-block * self.block_size))
         mean = state.get("key_mean")
         offset = None if mean is None else query @ mean[:, :, None]
         inverse = state.get("key_inverse")
@@ -120,11 +167,22 @@ class KVCodec(ABC):
         keys, values = self.dequantize_keys(layer_idx, packed), self.dequantize_values(layer_idx, packed)
         return self.inverse_transform(layer_idx, keys, values)
 
-    def inverse_transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def inverse_transform(
+        self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Inverse of `transform`."""
         state = self.layer_state(layer_idx, keys.device)
         keys = _shift(_apply(state.get("key_inverse"), keys), state.get("key_mean"), 1)
-        return keys, self.unmap_output(layer_idx, values)
+        return self._rotate_to_blocks(state, keys, columns, 1), self.unmap_output(layer_idx, values)
+
+    def _rotate_to_blocks(self, state: dict[str, Tensor], keys: Tensor, columns: Tensor | None, sign: int) -> Tensor:
+        """Rotates every key back (sign -1) by its block's first column, or forth (sign 1)."""
+        if self.block_size is None:
+            return keys
+        if columns is None:
+            columns = torch.arange(keys.shape[2], device=keys.device)[None]
+        start = sign * (columns // self.block_size * self.block_size)
+        return rotate(keys, start[:, None, :, None] * state["inv_freq"])
 
     def layer_state(self, layer_idx: int, device: torch.device) -> dict[str, Tensor]:
         """The state of one layer on a device; made once."""
@@ -143,6 +201,13 @@ def _apply(matrix: Tensor | None, x: Tensor) -> Tensor:
     """matrix [H, D, D] times every vector of x [B, H, L, D]."""
     x = x.float()
     return x if matrix is None else x @ matrix.transpose(-1, -2)
+
+
+def rotate(x: Tensor, angle: Tensor) -> Tensor:
+    """RoPE of x [B, H, L, D] by angles broadcastable to [B, H, L, D / 2]; pairs are (i, i + D / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 def _shift(x: Tensor, mean: Tensor | None, sign: int) -> Tensor:

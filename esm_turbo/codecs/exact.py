@@ -16,7 +16,9 @@ class ExactCodec(KVCodec):
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
         return {}
 
-    def transform(self, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def transform(
+        self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         return keys, values
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:

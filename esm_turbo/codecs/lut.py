@@ -20,7 +20,7 @@ from .. import transforms
 from ..config import TurboConfig
 from ..kv_statistics import Array, KVStatistics, Moments
 from ..lloyd_max import lloyd_max_rows
-from ..packing import pack_codes, quantize, unpack_codes
+from ..packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from .base import KVCodec, Packed
 
 
@@ -29,6 +29,14 @@ class LutCodec(KVCodec):
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
+        """See `KVCodec.fit`.
+
+        Raises:
+            ValueError: `head_dim` is no multiple of 8, or the sample holds no token that is quantised.
+        """
+        head_dim = statistics.geometry.head_dim
+        if head_dim % GROUP_SIZE:
+            raise ValueError(f"codes are packed by {GROUP_SIZE}: `head_dim` must be a multiple of it, got {head_dim}")
         moments, sample = statistics.select(config.protect_special_tokens)
         key_map, key_inverse = _fit_transform(config.key_transform, moments.keys, config)
         value_map, value_inverse = _fit_transform(config.value_transform, moments.values, config)
@@ -102,7 +110,8 @@ def _look_up(table: Tensor, codes: Tensor) -> Tensor:
     """table [H, entries] at codes [B, H, L, n]; one lookup for a whole head."""
     batch_size, num_heads = codes.shape[:2]
     table = table.expand(batch_size, -1, -1)
-    index = codes.reshape(batch_size, num_heads, -1).long()
+    # Widened first: a slice of a cache is then copied once, not twice.
+    index = codes.long().reshape(batch_size, num_heads, -1)
     return table.gather(2, index).view(codes.shape)
 
 

@@ -1,0 +1,163 @@
+"""What every benchmark is made of: a check that comes first, arms timed in turn, and peaks of memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """What makes a row's figures worth reading.
+
+    Attributes:
+        what: what was compared, and in which norm.
+        error: how far apart it was.
+        tolerance: the most that is allowed.
+    """
+
+    what: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        # Not `error > tolerance` turned round: NaN has to fail.
+        return self.error <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Target:
+    """A bound on one figure.
+
+    Attributes:
+        figure: keys of the figure, from the outside in.
+        at_most: upper bound, or None.
+        at_least: lower bound, or None.
+    """
+
+    figure: tuple[str, ...]
+    at_most: float | None = None
+    at_least: float | None = None
+
+    def judge(self, figures: Figures) -> Figures:
+        """The bound beside what was found."""
+        found: Any = figures
+        for key in self.figure:
+            found = found[key]
+        met = (self.at_most is None or found <= self.at_most) and (self.at_least is None or found >= self.at_least)
+        bound = {"at_most": self.at_most, "at_least": self.at_least}
+        return {
+            "figure": " ".join(self.figure),
+            **{name: value for name, value in bound.items() if value is not None},
+            "found": found,
+            "met": met,
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: measured only where its check passes.
+
+    Attributes:
+        name: which case of its benchmark.
+        model: what was measured.
+        shape: sizes and dtypes.
+        check: computes what is timed once, and compares it.
+        measure: the figures, for a number of repeats.
+        targets: bounds on them.
+    """
+
+    name: str
+    model: str
+    shape: Mapping[str, Any]
+    check: Callable[[], Check]
+    measure: Callable[[int], Figures]
+    targets: Sequence[Target] = field(default=())
+
+
+def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, list[float]]:
+    """Times arms in turn, so that a machine whose speed drifts slows all of them.
+
+    Args:
+        arms: by name the parts of an arm, as many in each; the arms take turns part by part.
+        repeats: how often, after one round that is not counted. Every other round goes backwards through the arms.
+
+    Returns:
+        Seconds of each repeat, summed over the parts.
+    """
+    names = list(arms)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for repeat in range(-1, repeats):
+        order = names if repeat % 2 else names[::-1]
+        sums = dict.fromkeys(names, 0.0)
+        for parts in zip(*(arms[name] for name in order), strict=True):
+            for name, part in zip(order, parts, strict=True):
+                begin = time.perf_counter()
+                part()
+                sums[name] += time.perf_counter() - begin
+        if repeat >= 0:
+            for name in names:
+                times[name].append(sums[name])
+    return times
+
+
+def spread(times: Mapping[str, Sequence[float]]) -> Figures:
+    """p20, p50 and p80 of each arm's seconds."""
+    figures = {}
+    for name, seconds in times.items():
+        fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 4
+        figures[name] = {"p20": fifths[0], "p50": statistics.median(seconds), "p80": fifths[3]}
+    return figures
+
+
+def ratio(seconds: Figures, numerator: str, denominator: str) -> float:
+    """Ratio of two arms' medians."""
+    return float(seconds[numerator]["p50"] / seconds[denominator]["p50"])
+
+
+def peak_allocation(call: Callable[[], object]) -> int:
+    """Most bytes that PyTorch's CPU allocator held at once for a call, over what it held before.
+
+    The profiler reports every allocation and release, those inside an operator included; what the linear algebra
+    library takes from the system by itself is not seen.
+    """
+    call()
+    gc.collect()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        result = call()
+    del result
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
+    changes = [(event["ts"], event["args"]["Bytes"]) for event in events if event.get("name") == "[memory]"]
+    held = peak = 0
+    for _, size in sorted(changes, key=lambda change: change[0]):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+def peak_resident() -> int:
+    """The most bytes of physical memory that this process has held.
+
+    Raises:
+        OSError: the system does not say (it is not Linux).
+    """
+    # Not ru_maxrss: a process inherits that from the one that started it.
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/self/status has no VmHWM")

@@ -1,0 +1,72 @@
+"""What writing a cache adds to a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from transformers import EsmModel
+
+from benchmarks.measure import Case, Check, Figures, interleave, ratio, spread
+from benchmarks.models import Architecture, random_calibration, random_model, random_tokens, with_presets
+from esm_turbo import Calibration
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.config import PRESETS, Geometry
+
+_TOLERANCE = 1e-5
+_WHAT = "hidden states of the prefill against the plain forward, largest difference"
+
+
+def embedded_cases(tokens: Sequence[int]) -> Iterator[Case]:
+    """The model that ships with the package."""
+    model = EsmModel.from_pretrained(EMBEDDED_MODEL, add_pooling_layer=False, dtype=torch.float32).eval()
+    yield from _cases(EMBEDDED_MODEL.name, model, Calibration.load(EMBEDDED_MODEL), tokens)
+
+
+def random_cases(architecture: Architecture, tokens: Sequence[int]) -> Iterator[Case]:
+    """Random weights in the geometry of a larger model."""
+    model = random_model(architecture)
+    yield from _cases(architecture.name, model, random_calibration(model), tokens)
+
+
+def _cases(name: str, model: EsmModel, calibration: Calibration, tokens: Sequence[int]) -> Iterator[Case]:
+    turbo = with_presets(model, calibration)
+    geometry = Geometry.of(model.config)
+    for n in tokens:
+        ids = random_tokens(1, n - 1)
+
+        @torch.no_grad()
+        def check(ids: torch.Tensor = ids) -> Check:
+            expected = model(ids).last_hidden_state
+            error = 0.0
+            for preset in PRESETS:
+                output = turbo[preset](ids, use_cache=True)
+                stored = output.past_key_values.get_seq_length() == ids.shape[1]
+                difference = float((output.last_hidden_state - expected).abs().max())
+                error = max(error, difference if stored else float("inf"))
+            return Check(_WHAT, error, _TOLERANCE)
+
+        @torch.no_grad()
+        def measure(repeats: int, ids: torch.Tensor = ids) -> Figures:
+            arms = {"forward": [partial(model, ids)]}
+            for preset in PRESETS:
+                arms[f"prefill {preset}"] = [partial(turbo[preset], ids, use_cache=True)]
+            seconds = spread(interleave(arms, repeats))
+            ratios = {f"prefill {p} / forward": ratio(seconds, f"prefill {p}", "forward") for p in PRESETS}
+            return {"seconds": seconds, "ratios": ratios}
+
+        yield Case(
+            name=f"{name}, {n} tokens",
+            model=name,
+            shape={
+                "layers": geometry.num_layers,
+                "heads": geometry.num_heads,
+                "head_dim": geometry.head_dim,
+                "batch_size": 1,
+                "tokens": n,
+                "dtype": "float32",
+            },
+            check=check,
+            measure=measure,
+        )

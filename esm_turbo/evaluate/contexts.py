@@ -1,0 +1,81 @@
+"""Exact forwards that fill caches of several presets at once, and what a model gives as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..config import Geometry, TurboConfig
+from ..fingerprint import model_fingerprint
+from ..kv_cache import TurboKVCache
+from ..sessions import KVSession, Prefill
+from .metrics import Array, Outputs
+
+if TYPE_CHECKING:
+    from ..modeling_esm_turbo import TurboEsmForMaskedLM, TurboMaskedLMOutput
+
+
+class _PrefillEach(KVSession):
+    """Hands the keys and values of one forward to several prefills."""
+
+    def __init__(self, prefills: Sequence[Prefill]) -> None:
+        self.prefills = prefills
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        for prefill in self.prefills:
+            prefill.attend(layer_idx, query, keys, values)
+
+
+def prefill(
+    model: TurboEsmForMaskedLM, configs: Sequence[TurboConfig], input_ids: Tensor, attention_mask: Tensor
+) -> tuple[TurboMaskedLMOutput, dict[TurboConfig, TurboKVCache]]:
+    """One exact forward, and a cache of each preset written from it.
+
+    Args:
+        model: the model; what it writes caches as by itself does not matter.
+        configs: the presets.
+        input_ids: [batch, n], on the CPU.
+        attention_mask: [batch, n], padded on the right.
+
+    Returns:
+        The forward's output, with all hidden states, and a cache for each of `configs`.
+
+    Raises:
+        ValueError: a preset needs a calibration that the model lacks.
+    """
+    esm, device = model.esm, model.device
+    geometry, fingerprint = Geometry.of(model.config), model_fingerprint(esm)
+    input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+    prefills = []
+    for config in dict.fromkeys(configs):
+        cache = TurboKVCache(config, geometry, fingerprint, esm.codec(config), device)
+        append = cache.plan_append(input_ids, attention_mask != 0, None, esm.special_ids)
+        prefills.append(Prefill(cache, append))
+    output = model(input_ids, attention_mask, kv_session=_PrefillEach(prefills), output_hidden_states=True)
+    for one in prefills:
+        one.cache.commit(one.append)
+    return output, {one.cache.config: one.cache for one in prefills}
+
+
+def as_outputs(output: TurboMaskedLMOutput, row: int | slice, tokens: int | slice, layers: bool = False) -> Outputs:
+    """Part of a forward's output: tokens of a row, or a token of every row."""
+    return Outputs(
+        to_float64(output.hidden_states[-1][row, tokens]),
+        to_float64(output.logits[row, tokens]),
+        np.stack([_to_float32(states[row, tokens]) for states in output.hidden_states[1:]]) if layers else None,
+    )
+
+
+def to_float64(x: Tensor) -> Array:
+    """A tensor of any device and floating dtype as a NumPy array."""
+    return _to_float32(x).astype(np.float64)
+
+
+def _to_float32(x: Tensor) -> npt.NDArray[np.float32]:
+    array: npt.NDArray[np.float32] = x.detach().to("cpu", torch.float32).numpy()
+    return array

@@ -1,0 +1,238 @@
+"""`evaluate`: all figures of several presets on proteins."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..artifacts import package_versions
+from ..assets import calibration_proteins as shipped_proteins
+from ..backends import resolve_backend
+from ..calibration_run import calibrate_records, model_name
+from ..config import Geometry, TurboConfig
+from ..fasta import normalize_sequence, read_fasta_strict
+from ..limits import warn_if_long
+from .contexts import as_outputs, prefill
+from .environment import device_name, source_revision
+from .memory import measure_memory
+from .outliers import with_outliers
+from .protocols import FROZEN, Comparison, ExtendArms, Protein, extend_at_end, leave_one_out
+from .results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
+from .summary import frozen_figures, preset_figures, token_accuracy
+
+if TYPE_CHECKING:
+    from ..turbo_esm import TurboEsm
+
+Progress = Callable[[str, int, int], None]
+
+
+def evaluate(
+    turbo: TurboEsm,
+    sequences: Sequence[str],
+    presets: Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | None = None,
+    max_proteins: int | None = None,
+    *,
+    names: Sequence[str] | None = None,
+    classes: Sequence[str | None] | None = None,
+    extend_ks: Sequence[int] = (1, 8, 32),
+    refresh_ws: Sequence[int] = (0, 8, 32),
+    outlier_scales: Sequence[float] = (1, 10, 60, 200),
+    outlier_proteins: int = 8,
+    outlier_calibration_proteins: int = 60,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measures what freezing and quantisation cost, and what caches take (docs/math.md).
+
+    The proteins should not be among those that the model was calibrated on.
+
+    Args:
+        turbo: the model with its calibration; what it writes caches as by itself does not matter.
+        sequences: residues, without masks.
+        presets: what to evaluate, with names of one's own as a mapping; None for full precision and the model's own.
+        max_proteins: only the first so many.
+        names: of the sequences, for messages.
+        classes: the structural class of each sequence, None where it is unknown; figures are then also given by class.
+        extend_ks: numbers of new residues of figure 2; empty switches it off.
+        refresh_ws: numbers of refreshed residues of figure 2.
+        outlier_scales: of figure 5; empty switches it off. For every scale a copy of the model is calibrated.
+        outlier_proteins: of figure 5, the first ones.
+        outlier_calibration_proteins: how many of the shipped proteins each copy is calibrated on.
+        progress: called with a stage's name, proteins done, and proteins in all.
+
+    Returns:
+        The figures, see `Evaluation`.
+
+    Raises:
+        ValueError: a preset needs a calibration that the model lacks, a sequence is no protein, an option is wrong, or
+            a preset's outputs hold NaN or infinity.
+    """
+    configs = _resolve(turbo, presets)
+    _check_options(max_proteins, extend_ks, refresh_ws, outlier_scales, outlier_proteins, outlier_calibration_proteins)
+    proteins = _proteins(sequences, names, classes)[:max_proteins]
+    for config in configs.values():
+        # Fails here, before anything is computed, where a calibration is missing.
+        turbo.model.esm.codec(config)
+    warn_if_long(map(len, proteins))
+    labels, options = list(configs), list(configs.values())
+
+    def advance(stage: str, total: int) -> Callable[[int], None]:
+        done = 0
+
+        def report(more: int) -> None:
+            nonlocal done
+            done += more
+            if progress is not None:
+                progress(stage, done, total)
+
+        report(0)
+        return report
+
+    memory = measure_memory(turbo, proteins, options)
+    loo = leave_one_out(turbo, proteins, options, labels, advance("leave-one-out", len(proteins)))
+    extend: list[ExtendArms] = []
+    if extend_ks and refresh_ws:
+        extend = extend_at_end(
+            turbo, proteins, options, labels, extend_ks, refresh_ws, advance("extend", len(proteins))
+        )
+    compressed = {name: config for name, config in configs.items() if config.codec != FROZEN.codec}
+    setup: OutlierSetup | None = None
+    outliers: dict[str, list[OutlierAccuracy]] = {}
+    if compressed and outlier_scales:
+        setup, outliers = _outliers(
+            turbo,
+            proteins[:outlier_proteins],
+            compressed,
+            outlier_scales,
+            outlier_calibration_proteins,
+            advance("outliers", len(outlier_scales) * len(proteins[:outlier_proteins])),
+        )
+    return Evaluation(
+        _provenance(turbo, proteins),
+        frozen_figures(loo, extend),
+        tuple(
+            preset_figures(index, name, config, memory[index], proteins, loo, extend, outliers.get(name, ()))
+            for index, (name, config) in enumerate(configs.items())
+        ),
+        setup,
+    )
+
+
+def _resolve(
+    turbo: TurboEsm, presets: Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | None
+) -> dict[str, TurboConfig]:
+    """Options by name, in the order given."""
+    if presets is None:
+        presets = [FROZEN, turbo.model.esm.turbo_config]
+    if isinstance(presets, str | TurboConfig):
+        presets = [presets]
+    if isinstance(presets, Mapping):
+        configs = {name: TurboConfig.from_preset(preset) for name, preset in presets.items()}
+    else:
+        configs = {config.name: config for config in map(TurboConfig.from_preset, presets)}
+    if not configs:
+        raise ValueError("`presets` must name at least one preset")
+    return configs
+
+
+def _check_options(
+    max_proteins: int | None,
+    extend_ks: Sequence[int],
+    refresh_ws: Sequence[int],
+    outlier_scales: Sequence[float],
+    outlier_proteins: int,
+    outlier_calibration_proteins: int,
+) -> None:
+    if max_proteins is not None and max_proteins < 1:
+        raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
+    for name, numbers, least in (("extend_ks", extend_ks, 1), ("refresh_ws", refresh_ws, 0)):
+        if any(number < least for number in numbers):
+            raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
+    if any(not (math.isfinite(scale) and scale > 0) for scale in outlier_scales):
+        raise ValueError(f"`outlier_scales` must be positive numbers, got {list(outlier_scales)}")
+    if outlier_scales and (outlier_proteins < 1 or outlier_calibration_proteins < 1):
+        raise ValueError(
+            "`outlier_proteins` and `outlier_calibration_proteins` must be at least 1, got"
+            f" {outlier_proteins} and {outlier_calibration_proteins}"
+        )
+
+
+def _proteins(
+    sequences: Sequence[str], names: Sequence[str] | None, classes: Sequence[str | None] | None
+) -> list[Protein]:
+    if isinstance(sequences, str):
+        sequences = [sequences]
+    if not sequences:
+        raise ValueError("`sequences` must hold at least one sequence")
+    for option, given in (("names", names), ("classes", classes)):
+        if given is not None and len(given) != len(sequences):
+            raise ValueError(f"`{option}` must be one per sequence, got {len(given)} for {len(sequences)} sequences")
+    names = [f"sequence {number}" for number in range(1, len(sequences) + 1)] if names is None else names
+    classes = [None] * len(sequences) if classes is None else classes
+    return [
+        Protein(index, name, normalize_sequence(sequence, name=name), structural_class)
+        for index, (name, sequence, structural_class) in enumerate(zip(names, sequences, classes, strict=True))
+    ]
+
+
+@torch.no_grad()
+def _outliers(
+    turbo: TurboEsm,
+    proteins: Sequence[Protein],
+    configs: Mapping[str, TurboConfig],
+    scales: Sequence[float],
+    calibration_proteins: int,
+    advance: Callable[[int], None],
+) -> tuple[OutlierSetup, dict[str, list[OutlierAccuracy]]]:
+    """Figure 5: per preset one result for every scale."""
+    models: list[PlantedModel] = []
+    results: dict[str, list[OutlierAccuracy]] = {name: [] for name in configs}
+    records = read_fasta_strict(shipped_proteins())[:calibration_proteins]
+    for scale in scales:
+        planted = type(turbo)(with_outliers(turbo.model, scale), turbo.tokenizer)
+        planted.model.set_turbo(
+            calibration=calibrate_records(planted, records, presets=configs.values()),
+            preset=turbo.model.esm.turbo_config,
+            backend=turbo.model.esm.backend,
+        )
+        drift = Comparison(f"outliers x{scale:g}")
+        for protein in proteins:
+            input_ids = torch.tensor([protein.token_ids(turbo.codes)])
+            before, after = (
+                as_outputs(prefill(model, [], input_ids, torch.ones_like(input_ids))[0], 0, slice(None))
+                for model in (turbo.model, planted.model)
+            )
+            drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.esm.special_ids))
+        models.append(PlantedModel(scale, token_accuracy(drift)))
+        arms = leave_one_out(planted, proteins, list(configs.values()), list(configs), advance)
+        for name, comparison in zip(configs, arms.turbo_frozen, strict=True):
+            results[name].append(OutlierAccuracy(scale, token_accuracy(comparison)))
+    return OutlierSetup(len(proteins), calibration_proteins, tuple(models)), results
+
+
+def _provenance(turbo: TurboEsm, proteins: Sequence[Protein]) -> Provenance:
+    model = turbo.model
+    revision = source_revision()
+    calibration = turbo.calibration
+    backend = resolve_backend(model.esm.backend, model.device)
+    return Provenance(
+        model=model_name(turbo),
+        geometry=asdict(Geometry.of(model.config)),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        device_name=device_name(model.device),
+        backend=backend.__name__.rpartition(".")[2],
+        versions={**package_versions(), "esm_turbo": __version__},
+        commit=None if revision is None else revision.commit,
+        dirty=None if revision is None else revision.dirty,
+        calibration=None if calibration is None else calibration.provenance,
+        proteins=len(proteins),
+        residues=sum(map(len, proteins)),
+        sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
+    )

@@ -1,0 +1,111 @@
+"""From the errors of single tokens to the figures of an evaluation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from ..calibration_run import length_bin
+from ..config import TurboConfig
+from .metrics import Accuracy
+from .protocols import Arms, Comparison, ExtendArms, Protein
+from .results import (
+    Extend,
+    Frozen,
+    FrozenExtend,
+    LayerAccuracy,
+    LeaveOneOut,
+    Memory,
+    OutlierAccuracy,
+    PresetEvaluation,
+    TokenAccuracy,
+)
+
+_POSITIONS = (300, 600)
+
+
+def frozen_figures(loo: Arms, extend: Sequence[ExtendArms]) -> Frozen:
+    """Frozen against full."""
+    return Frozen(
+        token_accuracy(loo.frozen_full),
+        tuple(FrozenExtend(e.new_residues, e.refreshed, _optional(e.arms.frozen_full)) for e in extend),
+    )
+
+
+def preset_figures(
+    index: int,
+    name: str,
+    config: TurboConfig,
+    memory: Memory,
+    proteins: Sequence[Protein],
+    loo: Arms,
+    extend: Sequence[ExtendArms],
+    outliers: Sequence[OutlierAccuracy],
+) -> PresetEvaluation:
+    """Everything about the preset that has this index in the arms."""
+    against_frozen = loo.turbo_frozen[index]
+    of_residue = against_frozen.proteins
+    classes = [proteins[i].structural_class for i in of_residue]
+    lengths = [length_bin(len(proteins[i])) for i in of_residue]
+    positions = [_position_range(int(position)) for position in against_frozen.positions]
+    return PresetEvaluation(
+        name,
+        config.to_dict(),
+        memory,
+        LeaveOneOut(
+            token_accuracy(against_frozen),
+            token_accuracy(loo.turbo_full[index]),
+            _by(classes, against_frozen),
+            _by(lengths, against_frozen),
+            _by(positions, against_frozen),
+            tuple(
+                LayerAccuracy(layer, cosine, error)
+                for layer, (cosine, error) in enumerate(against_frozen.layers.figures(), start=1)
+            ),
+        ),
+        tuple(
+            Extend(
+                e.new_residues,
+                e.refreshed,
+                len(proteins) - e.skipped,
+                e.skipped,
+                _optional(e.arms.turbo_frozen[index]),
+                _optional(e.arms.turbo_full[index]),
+            )
+            for e in extend
+        ),
+        tuple(outliers),
+    )
+
+
+def token_accuracy(comparison: Comparison) -> TokenAccuracy:
+    """Figures of residues and of special tokens."""
+    return TokenAccuracy(comparison.residues.accuracy(), comparison.special_tokens.accuracy())
+
+
+def _optional(comparison: Comparison) -> TokenAccuracy | None:
+    return token_accuracy(comparison) if len(comparison) else None
+
+
+def _by(labels: Sequence[str | None], comparison: Comparison) -> dict[str, Accuracy]:
+    """Figures of the residues of each label, in the labels' order; None is no label."""
+    errors, array = comparison.residues, np.array(labels, dtype=object)
+    return {label: errors[array == label].accuracy() for label in sorted({x for x in labels if x}, key=_sort_key)}
+
+
+def _sort_key(label: str) -> tuple[int, Hashable]:
+    """Ranges by their first number, everything else by name."""
+    number = re.search(r"\d+", label)
+    return (int(number[0]) if number else 0, label)
+
+
+def _position_range(position: int) -> str:
+    """The range of positions that a residue belongs to, such as `301-600`."""
+    lower = 1
+    for upper in _POSITIONS:
+        if position <= upper:
+            return f"{lower}-{upper}"
+        lower = upper + 1
+    return f"over {_POSITIONS[-1]}"

@@ -1,0 +1,169 @@
+"""An evaluation as a few compact tables of text."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from .metrics import Accuracy
+from .results import Evaluation, Extend, PresetEvaluation, TokenAccuracy
+
+_UNLIMITED = 10_000
+_FIGURES = ("cosine", "1 %", "lowest", "KL, nats", "99 %", "top-1", "rel. RMS")
+
+
+def render(evaluation: Evaluation, width: int | None) -> str:
+    """All tables, wrapped to `width` columns as far as no figure is cut; None is as wide as they like."""
+    out = io.StringIO()
+    console = Console(file=out, width=_UNLIMITED, color_system=None, highlight=False, markup=False)
+    console.print(_headline(evaluation))
+    tables = [_memory(evaluation), _leave_one_out(evaluation), _extend(evaluation)]
+    tables += [_groups(evaluation, kind) for kind in ("class", "length", "position")]
+    for table in (*tables, _outliers(evaluation)):
+        if table is not None:
+            for column in table.columns:
+                words = " ".join(map(str, [column.header, *column.cells])).split()
+                column.min_width = max(map(len, words), default=0)
+            # A table's own title would be wrapped to the table's width.
+            title, table.title = table.title, None
+            console.print(title)
+            console.print(table, width=width)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _headline(evaluation: Evaluation) -> str:
+    about = evaluation.provenance
+    return (
+        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {about.proteins} proteins,"
+        f" {about.residues} residues\n"
+        "full: the whole sequence recomputed; frozen: a stored context at full precision; turbo: as the preset"
+        " stores it\n"
+    )
+
+
+def _memory(evaluation: Evaluation) -> Table:
+    tokens = evaluation.presets[0].memory.tokens
+    table = _table(f"Memory of {tokens:,} tokens, everything counted")
+    _columns(table, "preset", "bits/element", "kB", "x FP32", "x fp16", "calibration, kB (shared)")
+    for preset in evaluation.presets:
+        memory = preset.memory
+        table.add_row(
+            preset.name,
+            f"{memory.bits_per_element:.3f}",
+            f"{memory.nbytes / 1000:,.0f}",
+            f"{memory.ratio_to_fp32:.2f}",
+            f"{memory.ratio_to_fp16:.2f}",
+            f"{memory.calibration_nbytes / 1000:,.0f}",
+        )
+    return table
+
+
+def _leave_one_out(evaluation: Evaluation) -> Table:
+    table = _table("Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>")
+    _columns(table, "arm", *_FIGURES, "<cls>, <eos>")
+    _arm(table, "frozen - full", evaluation.frozen.leave_one_out)
+    for preset in _compressed(evaluation):
+        _arm(table, f"{preset.name} - frozen", preset.leave_one_out.against_frozen)
+        _arm(table, f"{preset.name} - full", preset.leave_one_out.against_full)
+    return table
+
+
+def _arm(table: Table, name: str, accuracy: TokenAccuracy) -> None:
+    table.add_row(name, *_figures(accuracy.residues), f"{accuracy.special_tokens.cosine_mean:.5f}")
+
+
+def _extend(evaluation: Evaluation) -> Table | None:
+    frozen = evaluation.frozen.extend
+    if not frozen:
+        return None
+    table = _table("Extension by the last k residues, w of the context refreshed; cosine mean (1 %), KL mean; residues")
+    ws = list(dict.fromkeys(result.refreshed for result in frozen))
+    _columns(table, "arm", *(f"w = {w}" for w in ws))
+    for k in dict.fromkeys(result.new_residues for result in frozen):
+        at = [index for index, result in enumerate(frozen) if result.new_residues == k]
+        table.add_row(f"k = {k}, {_proteins(evaluation.presets[0].extend[at[0]])}")
+        table.add_row("  frozen - full", *(_brief(frozen[i].against_full) for i in at))
+        for preset in _compressed(evaluation):
+            table.add_row(f"  {preset.name} - frozen", *(_brief(preset.extend[i].against_frozen) for i in at))
+            table.add_row(f"  {preset.name} - full", *(_brief(preset.extend[i].against_full) for i in at))
+        table.add_section()
+    return table
+
+
+def _groups(evaluation: Evaluation, kind: str) -> Table | None:
+    """Leave-one-out by class, length or position, where there is more than one of them."""
+    presets = _compressed(evaluation)
+    groups: list[Mapping[str, Accuracy]] = [getattr(preset.leave_one_out, f"by_{kind}") for preset in presets]
+    if not groups or len(groups[0]) < 2:
+        return None
+    table = _table(f"Leave-one-out by {kind}: cosine mean (1 %); turbo - frozen, residues")
+    _columns(table, kind, *groups[0])
+    table.add_row("residues", *(f"{accuracy.tokens:,}" for accuracy in groups[0].values()))
+    for preset, group in zip(presets, groups, strict=True):
+        table.add_row(preset.name, *(_cosines(accuracy) for accuracy in group.values()))
+    return table
+
+
+def _outliers(evaluation: Evaluation) -> Table | None:
+    setup = evaluation.outliers
+    if setup is None:
+        return None
+    table = _table(
+        f"Outliers planted, each model calibrated on {setup.calibration_proteins} proteins:\nleave-one-out on the"
+        f" first {setup.proteins}, cosine mean (1 %), KL mean; turbo - frozen, residues"
+    )
+    _columns(table, "preset", *(f"x{model.scale:g}" for model in setup.models))
+    for preset in evaluation.presets:
+        if preset.outliers:
+            table.add_row(preset.name, *(_brief(outlier.against_frozen) for outlier in preset.outliers))
+    drifts = (f"{_small(model.drift.residues.relative_rms_error)}" for model in setup.models)
+    table.add_row("the model itself, rel. RMS", *drifts)
+    return table
+
+
+def _compressed(evaluation: Evaluation) -> list[PresetEvaluation]:
+    return [preset for preset in evaluation.presets if preset.options["codec"] != "exact"]
+
+
+def _table(title: str) -> Table:
+    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+
+
+def _columns(table: Table, first: str, *others: str) -> None:
+    table.add_column(first, no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right")
+
+
+def _figures(accuracy: Accuracy) -> Sequence[str]:
+    return (
+        f"{accuracy.cosine_mean:.5f}",
+        f"{accuracy.cosine_q01:.4f}",
+        f"{accuracy.cosine_min:.4f}",
+        _small(accuracy.kl_mean),
+        _small(accuracy.kl_q99),
+        f"{accuracy.top1_agreement:.4f}",
+        _small(accuracy.relative_rms_error),
+    )
+
+
+def _brief(accuracy: TokenAccuracy | None) -> str:
+    return "-" if accuracy is None else f"{_cosines(accuracy.residues)} {_small(accuracy.residues.kl_mean)}"
+
+
+def _cosines(accuracy: Accuracy) -> str:
+    return f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
+
+
+def _proteins(extend: Extend) -> str:
+    skipped = f" ({extend.skipped} too short)" if extend.skipped else ""
+    return f"{extend.proteins} protein{'' if extend.proteins == 1 else 's'}{skipped}"
+
+
+def _small(x: float) -> str:
+    """Four decimals, or a power of ten where that would show nothing but zeros."""
+    return f"{x:.4f}" if x >= 0.00095 or x == 0 else f"{x:.0e}"

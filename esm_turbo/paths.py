@@ -1,0 +1,31 @@
+"""Whether a file can be written, asked before any work is done for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+
+class NotWritableError(OSError, ValueError):
+    """A file cannot be written where it was asked for; found out before any work was done."""
+
+
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Makes sure that a file can be written, its folders made if need be. Leaves nothing behind.
+
+    Raises:
+        NotWritableError: it cannot be written, or is a folder.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise NotWritableError(f"{path}: is a folder; name a file")
+    folder = path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        reason = f"{folder} is not a folder" if not folder.is_dir() else error.strerror or str(error)
+        raise NotWritableError(f"{path}: cannot be written ({reason}); choose another place") from error

@@ -1,0 +1,640 @@
+"""Calibration: moments and sample against Hugging Face's model, whatever the order and the batches; bad input."""
+
+import copy
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare, kstest
+from torch import nn
+from transformers import BertConfig, BertModel, EsmModel
+
+from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
+from esm_turbo.config import PRESETS, Geometry
+
+CLS, PAD, EOS, MASK = 0, 1, 2, 32
+STATES = ("keys", "queries", "values")
+KINDS = ("residues", "specials")
+
+
+@pytest.fixture(scope="module")
+def model(tiny_esm):
+    return tiny_esm(head_dim=16, heads=2, layers=2)
+
+
+@pytest.fixture(scope="module")
+def proteins(random_proteins):
+    """Token ids of thirteen proteins, `<cls>` and `<eos>` included; the last is the third again."""
+    lengths = [14, 31, 8, 50, 22, 40, 9, 17, 61, 25, 12, 35]
+    ids, mask = random_proteins(lengths, seed=3, eos=True)
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    return [*rows, rows[2]]
+
+
+def batch(rows):
+    """Rows of ids as `input_ids` and `attention_mask`, padded on the right."""
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids, mask
+
+
+def fitted(model, batches, **options):
+    calibrator = KVCalibrator(model, **options)
+    for rows in batches:
+        calibrator.partial_fit(*batch(rows))
+    return calibrator
+
+
+def statistics_of(model, batches, **options):
+    return fitted(model, batches, **options).finalize(presets=()).statistics
+
+
+def positions_given_to(calibrator, run):
+    """What the calibrator's encoder was told of positions while `run` ran, one array [batch, n] a forward."""
+    seen = []
+
+    def record(module, args, kwargs):
+        seen.append(next(a for a in [*args, *kwargs.values()] if torch.is_tensor(a) and not a.is_floating_point()))
+
+    handle = calibrator._encoder.rotary_embeddings.register_forward_pre_hook(record, with_kwargs=True)
+    run()
+    handle.remove()
+    return [positions.numpy() for positions in seen]
+
+
+def offset_of(calibrator, row):
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(row[None]))
+    np.testing.assert_array_equal(positions[0], positions[0, 0] + np.arange(len(row)))
+    return int(positions[0, 0])
+
+
+def assert_same_moments(actual, expected, rtol):
+    """Means within rtol of a component's root mean square, second moments within rtol of two components'."""
+    for kind in KINDS:
+        for state in STATES:
+            a, b = getattr(getattr(actual, kind), state), getattr(getattr(expected, kind), state)
+            assert a.count == b.count
+            rms = np.sqrt(np.einsum("lhii->lhi", b.second_moment))
+            bound = rms[..., :, None] * rms[..., None, :]
+            assert (np.abs(a.mean - b.mean) <= rtol * rms).all(), (kind, state)
+            assert (np.abs(a.covariance - b.covariance) <= rtol * bound).all(), (kind, state)
+
+
+def assert_same_sample(actual, expected):
+    """The same tokens in the same order; values may differ by one unit in bfloat16's last place."""
+    np.testing.assert_array_equal(actual.is_special, expected.is_special)
+    for state in ("keys", "values"):
+        np.testing.assert_allclose(getattr(actual, state), getattr(expected, state), rtol=2**-7, atol=1e-4)
+
+
+# --- an independent computation, in float64 from what Hugging Face's own layers put out
+
+
+def linear_outputs(model, ids, mask):
+    """What every query, key and value projection of Hugging Face's model puts out, [3][layers, batch, n, H, D]."""
+    esm = getattr(model, "esm", model)
+    attentions = [layer.attention.self for layer in esm.encoder.layer]
+    outputs = [[], [], []]
+    handles = []
+    for attention in attentions:
+        for state, name in enumerate(("key", "query", "value")):
+            keep = outputs[state].append
+            handles.append(
+                getattr(attention, name).register_forward_hook(
+                    lambda m, args, out, keep=keep: keep(out.double().numpy())
+                )
+            )
+    with torch.no_grad():
+        esm(ids, mask)
+    for handle in handles:
+        handle.remove()
+    heads, head_dim = attentions[0].num_attention_heads, attentions[0].attention_head_size
+    return [np.stack(layers).reshape(len(attentions), *ids.shape, heads, head_dim) for layers in outputs]
+
+
+def rope(x, positions):
+    """Rotary embedding (Su et al. 2021) of x [layers, batch, n, H, D] at positions [batch, n]."""
+    half = x.shape[-1] // 2
+    angles = positions[..., None] * 10000.0 ** (-np.arange(half) / half)
+    cos, sin = (f(angles)[None, :, :, None, :] for f in (np.cos, np.sin))
+    first, second = x[..., :half], x[..., half:]
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def direct_tokens(model, ids, mask, positions):
+    """Keys, queries and values, [layers, H, tokens, D], and which of the tokens are special."""
+    keys, queries, values = linear_outputs(model, ids, mask)
+    queries = queries * queries.shape[-1] ** -0.5
+    keep = mask.numpy().astype(bool)
+    states = (rope(keys, positions), rope(queries, positions), values)
+    special = np.isin(ids.numpy(), (CLS, EOS))[keep]
+    return [x[:, keep].transpose(0, 2, 1, 3) for x in states], special
+
+
+def assert_moments_are(moments, tokens, rtol):
+    count = tokens.shape[2]
+    mean = tokens.mean(axis=2)
+    centred = tokens - mean[:, :, None]
+    covariance = np.einsum("lhti,lhtj->lhij", centred, centred) / count
+    rms = np.sqrt(np.square(tokens).mean(axis=2))
+    assert moments.count == count
+    assert (np.abs(moments.mean - mean) <= rtol * rms).all()
+    assert (np.abs(moments.covariance - covariance) <= rtol * rms[..., :, None] * rms[..., None, :]).all()
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("head_dim", [16, 24])
+@pytest.mark.parametrize("max_positions", [1, 300, 1024])
+def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head_dim, implementation, max_positions):
+    model = tiny_esm(head_dim=head_dim, heads=3, layers=2, attn_implementation=implementation)
+    ids, mask = batch(proteins)
+    calibrator = KVCalibrator(model, max_positions=max_positions, sample_size=10_000)
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    statistics = calibrator.finalize(presets=()).statistics
+    states, special = direct_tokens(model, ids, mask, positions)
+    # Angles near 1,000 rad are known to 6e-5 in float32.
+    for state, tokens in zip(STATES, states, strict=True):
+        assert_moments_are(getattr(statistics.residues, state), tokens[:, :, ~special], rtol=3e-4)
+        assert_moments_are(getattr(statistics.specials, state), tokens[:, :, special], rtol=3e-4)
+    # A sample that is large enough is all tokens, in an order of its own.
+    sample = statistics.sample
+    assert sample.is_special.sum() == special.sum() == 2 * len(proteins)
+    for mine, direct in ((sample.keys, states[0]), (sample.values, states[2])):
+        assert mine.shape == direct.shape
+        np.testing.assert_allclose(
+            np.sort(mine, axis=2), np.sort(direct, axis=2), rtol=2**-8, atol=1e-3 * np.abs(direct).max()
+        )
+    for layer, module in enumerate(model.esm.encoder.layer):
+        weight = module.attention.output.dense.weight.detach().double().numpy()
+        for head in range(3):
+            columns = weight[:, head * head_dim : (head + 1) * head_dim]
+            np.testing.assert_allclose(statistics.output_gram[layer, head], columns.T @ columns, rtol=1e-5, atol=1e-6)
+
+
+def test_without_offsets_positions_are_hugging_faces(model, proteins):
+    calibrator = KVCalibrator(model, max_positions=1)
+    assert [offset_of(calibrator, row) for row in proteins] == [0] * len(proteins)
+
+
+# --- order and batches
+
+
+def test_order_of_batches_changes_nothing(model, proteins):
+    batches = [proteins[:4], proteins[4:5], proteins[5:9], proteins[9:]]
+    one = statistics_of(model, batches, sample_size=64)
+    other = statistics_of(model, [batches[i] for i in (3, 1, 0, 2)], sample_size=64)
+    for name in ("keys", "values", "is_special"):
+        np.testing.assert_array_equal(getattr(one.sample, name), getattr(other.sample, name))
+    assert_same_moments(other, one, rtol=1e-6)
+
+
+def test_batch_size_changes_nothing_but_rounding(model, proteins):
+    singles = statistics_of(model, [[row] for row in proteins], sample_size=64)
+    whole = statistics_of(model, [proteins], sample_size=64)
+    assert_same_moments(whole, singles, rtol=1e-5)
+    assert_same_sample(whole.sample, singles.sample)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_order_and_any_batches_give_the_same(model, proteins, data):
+    order = data.draw(st.permutations(range(len(proteins))))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(proteins) - 1))))
+    size = data.draw(st.sampled_from([1, 33, 200, 1000]))
+    pieces = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
+    shuffled = statistics_of(model, [[proteins[i] for i in piece] for piece in pieces], sample_size=size)
+    straight = statistics_of(model, [proteins], sample_size=size)
+    assert_same_moments(shuffled, straight, rtol=1e-5)
+    assert_same_sample(shuffled.sample, straight.sample)
+
+
+def test_padding_is_not_seen(model, proteins):
+    ids, mask = batch(proteins[:3])
+    wider = torch.cat([ids, torch.full((3, 20), PAD)], dim=1)
+    longer_mask = torch.cat([mask, torch.zeros(3, 20, dtype=mask.dtype)], dim=1)
+    tight = KVCalibrator(model).partial_fit(ids, mask)
+    loose = KVCalibrator(model).partial_fit(wider, longer_mask.float())
+    # What stands under the padding must not matter either.
+    other = KVCalibrator(model).partial_fit(torch.where(longer_mask == 1, wider, 7), longer_mask.bool())
+    assert tight.n_residues_seen_ == loose.n_residues_seen_ == int(mask.sum()) - 6
+    expected = tight.finalize(presets=()).statistics
+    for calibrator in (loose, other):
+        statistics = calibrator.finalize(presets=()).statistics
+        assert_same_moments(statistics, expected, rtol=1e-5)
+        assert_same_sample(statistics.sample, expected.sample)
+
+
+def test_no_mask_means_all_ones(model, proteins):
+    ids = torch.stack([proteins[0], proteins[0].flip(0)])
+    one = KVCalibrator(model).partial_fit(ids).finalize(presets=()).statistics
+    other = KVCalibrator(model).partial_fit(ids, torch.ones_like(ids)).finalize(presets=()).statistics
+    assert_same_moments(one, other, rtol=1e-7)
+
+
+def test_ids_of_a_smaller_dtype_are_the_same_protein(model, proteins):
+    one = statistics_of(model, [proteins[:3]], sample_size=20)
+    other = statistics_of(model, [[row.int() for row in proteins[:3]]], sample_size=20)
+    assert_same_sample(one.sample, other.sample)
+
+
+def test_duplicates_count_as_often_as_they_come(model, proteins):
+    row = proteins[3]
+    once = statistics_of(model, [[row]])
+    thrice = statistics_of(model, [[row, row], [row]])
+    assert thrice.residues.keys.count == 3 * once.residues.keys.count
+    np.testing.assert_allclose(thrice.residues.keys.covariance, once.residues.keys.covariance, atol=1e-5)
+    assert len(thrice.sample.is_special) == 3 * len(row)
+    keys = np.repeat(once.sample.keys, 3, axis=2)
+    np.testing.assert_allclose(thrice.sample.keys, keys, rtol=2**-7, atol=1e-4)
+
+
+def test_one_protein_is_enough(model, proteins):
+    calibration = fitted(model, [[proteins[3]]]).finalize()
+    keys = torch.randn(1, 2, 5, 16)
+    for preset in PRESETS:
+        codec = calibration.codec(preset)
+        decoded, _ = codec.decode(1, codec.encode(1, keys, keys))
+        assert decoded.shape == keys.shape
+        assert bool(torch.isfinite(decoded).all())
+
+
+# --- positions
+
+
+def test_offset_belongs_to_the_sequence(tiny_esm, model, proteins):
+    calibrator = KVCalibrator(model)
+    alone = [offset_of(calibrator, row) for row in proteins]
+    ids, mask = batch(proteins[::-1])
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    assert positions[:, 0].tolist() == alone[::-1]
+    # Nor does it belong to the model.
+    other = KVCalibrator(tiny_esm(head_dim=24, heads=2, layers=1, seed=5))
+    assert [offset_of(other, row) for row in proteins] == alone
+    assert len(set(alone[:-1])) > 1
+    assert alone[-1] == alone[2]
+
+
+def test_offsets_are_uniform_over_all_that_fit(tiny_esm):
+    calibrator = KVCalibrator(tiny_esm(head_dim=8, heads=1, layers=1), max_positions=100)
+    rng = np.random.default_rng(0)
+    n = 20
+    ids = torch.from_numpy(rng.integers(4, 24, (2000, n)))
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids))
+    offsets = positions[:, 0]
+    assert (offsets.min(), offsets.max()) == (0, 100 - n)
+    counts = np.bincount(offsets, minlength=100 - n + 1)
+    assert chisquare(counts).pvalue > 1e-3
+    assert kstest((offsets + 0.5) / (100 - n + 1), "uniform").pvalue > 1e-3
+
+
+@pytest.mark.parametrize(("n", "highest"), [(99, 1), (100, 0), (101, 0), (130, 0)])
+def test_long_proteins_start_where_they_still_fit(model, n, highest):
+    calibrator = KVCalibrator(model, max_positions=100)
+    rng = np.random.default_rng(n)
+    ids = torch.from_numpy(rng.integers(4, 24, (12, n)))
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids))
+    assert set(positions[:, 0].tolist()) == set(range(highest + 1))
+
+
+def test_offsets_leave_hidden_states_alone(model, proteins):
+    calibrator = KVCalibrator(model)
+    ids, mask = batch(proteins)
+    outputs = []
+    handle = calibrator._encoder.register_forward_hook(lambda m, args, out: outputs.append(out.last_hidden_state))
+    calibrator.partial_fit(ids, mask)
+    handle.remove()
+    with torch.no_grad():
+        expected = model.esm(ids, mask).last_hidden_state
+    keep = mask.bool()
+    assert offset_of(calibrator, proteins[1]) > 100
+    # Angles near 1,000 rad are known to 6e-5 in float32.
+    torch.testing.assert_close(outputs[0][keep], expected[keep], rtol=0, atol=1e-3)
+
+
+def test_keys_cover_positions_that_no_protein_has(tiny_esm):
+    # The slowest RoPE pair of head_dim 8 turns by position / 1000: its angle tells the position.
+    model = tiny_esm(head_dim=8, heads=1, layers=1)
+    rng = np.random.default_rng(1)
+    rows = torch.from_numpy(rng.integers(4, 24, (400, 12)))
+    shifted = KVCalibrator(model, sample_size=10_000).partial_fit(rows).finalize(presets=()).statistics.sample
+    fixed = KVCalibrator(model, sample_size=10_000, max_positions=1).partial_fit(rows).finalize(presets=())
+    pair = [3, 7]
+    turned = np.arctan2(*shifted.keys[0, 0][:, pair[::-1]].T)
+    still = np.arctan2(*fixed.statistics.sample.keys[0, 0][:, pair[::-1]].T)
+    # Both samples have one order, that of priorities: the difference is the offset / 1000.
+    angle = np.mod(turned - still, 2 * np.pi)
+    angle = np.where(angle > 5, angle - 2 * np.pi, angle)
+    assert angle.min() > -0.02
+    assert angle.max() == pytest.approx(1.01, abs=0.03)
+    assert np.histogram(angle, bins=4, range=(0, 1.01))[0].min() > 0.15 * angle.size
+
+
+# --- the sample
+
+
+def test_sample_is_bounded_and_shared_by_all_tokens(tiny_esm):
+    # Twenty proteins of one letter each, of 30 to 315 tokens: the letter of a sampled token tells its protein.
+    model = tiny_esm(head_dim=16, heads=2, layers=1)
+    lengths = np.arange(30, 330, 15)
+    rows = [torch.tensor([CLS, *[4 + i] * (n - 2), EOS]) for i, n in enumerate(lengths)]
+    size = 1200
+    statistics = statistics_of(model, [[row] for row in rows], sample_size=size)
+    assert statistics.sample.keys.shape == (1, 2, size, 16)
+    # Values of the first layer depend on the token alone.
+    tokens = torch.tensor([[CLS, *range(4, 24), EOS]])
+    direct = linear_outputs(model, tokens, torch.ones_like(tokens))[2][0, 0].reshape(22, -1)
+    sampled = statistics.sample.values[0].transpose(1, 0, 2).reshape(size, -1)
+    nearest = np.square(sampled[:, None] - direct).sum(-1).argmin(1)
+    np.testing.assert_array_equal(np.isin(nearest, (0, 21)), statistics.sample.is_special)
+    counts = np.bincount(nearest, minlength=22)
+    expected = np.array([len(rows), *(lengths - 2), len(rows)]) * size / lengths.sum()
+    assert chisquare(counts, expected).pvalue > 1e-3
+
+
+def test_sample_is_all_there_is_until_it_is_full(model, proteins):
+    tokens = sum(len(row) for row in proteins[:3])
+    assert len(statistics_of(model, [proteins[:3]], sample_size=tokens + 1).sample.is_special) == tokens
+    assert len(statistics_of(model, [proteins[:3]], sample_size=tokens).sample.is_special) == tokens
+    assert len(statistics_of(model, [proteins[:3]], sample_size=tokens - 1).sample.is_special) == tokens - 1
+
+
+def test_smaller_sample_is_the_beginning_of_a_larger_one(model, proteins):
+    small = statistics_of(model, [proteins[:4], proteins[4:]], sample_size=50).sample
+    large = statistics_of(model, [proteins], sample_size=90).sample
+    cut = dataclasses.replace(
+        large, keys=large.keys[:, :, :50], values=large.values[:, :, :50], is_special=large.is_special[:50]
+    )
+    assert_same_sample(small, cut)
+
+
+def test_sample_is_rounded_as_it_is_saved(model, proteins):
+    sample = statistics_of(model, [proteins]).sample
+    for x in (sample.keys, sample.values):
+        np.testing.assert_array_equal(torch.from_numpy(x).bfloat16().float().numpy(), x)
+
+
+def test_special_tokens_are_counted_apart(model, proteins):
+    rows = [*proteins[:4], proteins[4][1:-1]]
+    calibrator = fitted(model, [rows])
+    statistics = calibrator.finalize(presets=()).statistics
+    residues = sum(len(row) for row in rows) - 8
+    assert calibrator.n_residues_seen_ == statistics.residues.keys.count == residues
+    assert statistics.specials.values.count == statistics.sample.is_special.sum() == 8
+    assert calibrator.n_sequences_seen_ == 5
+
+
+def test_mask_tokens_are_residues(model, proteins):
+    row = proteins[3].clone()
+    row[5:9] = MASK
+    assert fitted(model, [[row]]).n_residues_seen_ == len(row) - 2
+
+
+def test_proteins_without_special_tokens(model, proteins):
+    calibrator = fitted(model, [[row[1:-1] for row in proteins]])
+    statistics = calibrator.finalize().statistics
+    assert statistics.specials.keys.count == 0
+    assert not statistics.sample.is_special.any()
+    assert np.isfinite(statistics.select(False)[0].keys.second_moment).all()
+
+
+# --- memory, and the estimator's life
+
+
+def held_bytes(thing, seen):
+    """Bytes of all arrays and tensors that an object holds, models aside."""
+    if id(thing) in seen or isinstance(thing, nn.Module):
+        return 0
+    seen.add(id(thing))
+    if torch.is_tensor(thing):
+        return thing.untyped_storage().nbytes()
+    if isinstance(thing, np.ndarray):
+        return thing.nbytes
+    if isinstance(thing, dict):
+        return sum(held_bytes(v, seen) for v in thing.values())
+    if isinstance(thing, list | tuple):
+        return sum(held_bytes(v, seen) for v in thing)
+    return held_bytes(vars(thing), seen) if hasattr(thing, "__dict__") else 0
+
+
+def test_state_does_not_grow_with_the_number_of_proteins(model):
+    rng = np.random.default_rng(2)
+    calibrator = KVCalibrator(model, sample_size=100)
+    sizes = []
+    for _ in range(30):
+        calibrator.partial_fit(torch.from_numpy(rng.integers(4, 24, (8, 40))))
+        sizes.append(held_bytes(calibrator, set()))
+    assert calibrator.n_sequences_seen_ == 240
+    assert len(set(sizes)) == 1
+    # 2 layers x 2 heads: six sets of moments in float64, 100 tokens of keys and values in bfloat16.
+    assert sizes[0] < 6 * 4 * (16 + 16 * 16) * 8 + 100 * 4 * 16 * 2 * 2 + 2000
+
+
+def test_finalize_can_be_followed_by_more(model, proteins):
+    calibrator = fitted(model, [proteins[:5]], sample_size=64)
+    first = calibrator.finalize()
+    before = copy.deepcopy(first.statistics)
+    again = calibrator.finalize()
+    for name, tensor in first.codec("paper").state.items():
+        assert torch.equal(again.codec("paper").state[name], tensor)
+    calibrator.partial_fit(*batch(proteins[5:]))
+    later = calibrator.finalize(presets=()).statistics
+    straight = statistics_of(model, [proteins[:5], proteins[5:]], sample_size=64)
+    assert_same_moments(later, straight, rtol=1e-7)
+    np.testing.assert_array_equal(later.sample.keys, straight.sample.keys)
+    # The calibration given out earlier has not moved.
+    np.testing.assert_array_equal(first.statistics.sample.keys, before.sample.keys)
+    np.testing.assert_array_equal(first.statistics.residues.keys.covariance, before.residues.keys.covariance)
+    assert first.provenance["residues"] < calibrator.n_residues_seen_
+
+
+def test_partial_fit_returns_the_estimator(model, proteins):
+    calibrator = KVCalibrator(model)
+    assert calibrator.partial_fit(proteins[0][None]) is calibrator
+
+
+def test_finalize_fits_the_presets_asked_for(model, proteins):
+    calibrator = fitted(model, [proteins])
+    every = calibrator.finalize()
+    assert every.nbytes == sum(
+        t.numel() * t.element_size() for name in PRESETS for t in every.codec(name).state.values()
+    )
+    none = calibrator.finalize(presets=())
+    assert none.nbytes == 0
+    custom = TurboConfig(key_transform="hadamard")
+    one = calibrator.finalize(presets=[custom])
+    assert one.nbytes == sum(t.numel() * t.element_size() for t in one.codec(custom).state.values())
+
+
+def test_provenance_says_where_it_comes_from(model, proteins):
+    calibration = fitted(model, [proteins], sample_size=77).finalize((), {"fasta": "x.fasta", "model": "mine"})
+    record = calibration.provenance
+    assert record["sequences"] == len(proteins)
+    assert record["residues"] == sum(len(row) - 2 for row in proteins)
+    assert (record["sample_size"], record["max_positions"]) == (77, 1024)
+    assert (record["fasta"], record["model"]) == ("x.fasta", "mine")
+    assert {"python", "torch", "transformers", "numpy"} <= set(record["versions"])
+    assert calibration.geometry == Geometry(2, 2, 16)
+
+
+# --- models
+
+
+def test_model_is_left_as_it_was(tiny_esm, proteins):
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    model.train()
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = model.config.to_dict()
+    attributes = {name: set(vars(module)) for name, module in model.named_modules()}
+    classes = [type(module) for module in model.modules()]
+    ids, mask = batch(proteins)
+    with torch.no_grad():
+        before = model(ids, mask).logits
+    calibration = fitted(model, [proteins]).finalize()
+    assert all(module.training for module in model.modules())
+    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    assert model.config.to_dict() == config
+    assert [type(module) for module in model.modules()] == classes
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == attributes
+    assert torch.is_grad_enabled()
+    with torch.no_grad():
+        assert torch.equal(model(ids, mask).logits, before)
+    calibration.check_model(model)
+
+
+def test_training_mode_and_dropout_do_not_matter(tiny_esm, proteins):
+    options = {"head_dim": 16, "heads": 2, "layers": 2}
+    noisy = tiny_esm(**options, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.5)
+    noisy.train()
+    expected = statistics_of(tiny_esm(**options), [proteins])
+    assert_same_moments(statistics_of(noisy, [proteins]), expected, rtol=1e-6)
+    assert noisy.training
+
+
+def test_both_classes_give_the_same(model, proteins):
+    body = EsmModel(model.config, add_pooling_layer=False)
+    body.load_state_dict(model.esm.state_dict())
+    one, other = (fitted(m, [proteins]).finalize() for m in (model, body))
+    assert_same_moments(one.statistics, other.statistics, rtol=1e-7)
+    np.testing.assert_array_equal(one.fingerprint, other.fingerprint)
+
+
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float16, 0.01), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("turbo", [False, True], ids=["transformers", "esm_turbo"])
+def test_half_precision_models(tiny_esm, model, proteins, dtype, rtol, turbo):
+    half = tiny_esm(head_dim=16, heads=2, layers=2)
+    half = (TurboEsmForMaskedLM.from_esm(half) if turbo else half).to(dtype)
+    calibration = fitted(half, [proteins]).finalize()
+    assert {parameter.dtype for parameter in half.parameters()} == {dtype}
+    assert {tensor.dtype for tensor in calibration.codec("paper").state.values()} == {torch.float32}
+    # Hugging Face's class rounds the rotary frequencies too.
+    rtol = rtol if turbo else 4 * rtol
+    assert_same_moments(calibration.statistics, statistics_of(model, [proteins]), rtol=rtol)
+    calibration.check_model(model)
+
+
+def test_weights_changed_after_the_beginning_are_used(tiny_esm, proteins):
+    model = tiny_esm(head_dim=16, heads=2, layers=1)
+    calibrator = KVCalibrator(model)
+    with torch.no_grad():
+        model.esm.encoder.layer[0].attention.self.value.weight.mul_(3)
+        model.esm.encoder.layer[0].attention.self.value.bias.mul_(3)
+    scaled = calibrator.partial_fit(*batch(proteins)).finalize(presets=())
+    plain = statistics_of(tiny_esm(head_dim=16, heads=2, layers=1), [proteins])
+    np.testing.assert_allclose(
+        scaled.statistics.residues.values.covariance, 9 * plain.residues.values.covariance, rtol=1e-3, atol=1e-4
+    )
+    scaled.check_model(model)
+
+
+# --- bad input
+
+
+def refuses(message, function, *args, **options):
+    with pytest.raises(ValueError, match=message):
+        function(*args, **options)
+
+
+HOLE = torch.tensor([[1, 1, 0, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "message"),
+    [
+        ([[0, 5, 6, 7, 8, 2]], HOLE, "holes; pad on the right"),
+        ([[1, 1, 0, 5, 6, 2]], [[0, 0, 1, 1, 1, 1]], "padded on the left"),
+        ([[0, 5, 6, 7, 8, 2]], [[1, 1, 1, 1, 1]], "attention_mask.*shape"),
+        ([[0, 5, 6, 7, 8, 2]], [1, 1, 1, 1, 1, 1], "attention_mask.*shape"),
+        ([[0, 5, 6], [0, 5, 6]], [[1, 1, 1]], "attention_mask.*shape"),
+        ([0, 5, 6, 7, 8, 2], None, r"input_ids.*\[batch, n\].*\[6\]"),
+        ([[], []], None, r"input_ids.*\[2, 0\]"),
+        ([[0.0, 5.0, 6.0]], None, "input_ids.*integers.*float32"),
+        ([[0, 5, 33]], None, "input_ids.*0 to 32"),
+        ([[0, 5, -1]], None, "input_ids.*0 to 32"),
+        ([[0, 5, 6], [0, 5, 6]], [[1, 1, 1], [0, 0, 0]], "row 1.*nothing but"),
+        ([[0, 5, 6], [32, 32, 1]], [[1, 1, 1], [1, 1, 0]], "row 1.*<mask>"),
+    ],
+)
+def test_bad_batches_are_refused_and_leave_no_trace(model, proteins, ids, mask, message):
+    calibrator = fitted(model, [proteins[:3]])
+    expected = calibrator.finalize(presets=()).statistics
+    mask = mask if mask is None or torch.is_tensor(mask) else torch.tensor(mask)
+    refuses(message, calibrator.partial_fit, torch.tensor(ids), mask)
+    assert calibrator.n_sequences_seen_ == 3
+    unchanged = calibrator.finalize(presets=()).statistics
+    assert_same_moments(unchanged, expected, rtol=0)
+    np.testing.assert_array_equal(unchanged.sample.keys, expected.sample.keys)
+
+
+@pytest.mark.parametrize("rows", [[], [[CLS, 5, 6, 7, 8, 9, 10, 11, EOS]]])
+def test_too_few_residues(model, rows):
+    calibrator = fitted(model, [[torch.tensor(row)] for row in rows])
+    refuses(rf"{7 * len(rows)} residues.*\(16\).*more proteins", calibrator.finalize)
+
+
+def test_as_many_residues_as_components_are_enough(model, random_proteins):
+    ids, mask = random_proteins([18], eos=True)
+    calibration = KVCalibrator(model).partial_fit(ids, mask).finalize()
+    assert calibration.provenance["residues"] == 16
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_damaged_weights_are_refused_by_name(tiny_esm, proteins, value):
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    sound = KVCalibrator(model).partial_fit(proteins[1][None])
+    with torch.no_grad():
+        model.esm.encoder.layer[1].attention.self.key.weight[3, 4] = value
+    refuses(r"damaged: .*layer\.1\.attention\.self\.key\.weight", KVCalibrator, model)
+    refuses("layer 1 are not finite", sound.partial_fit, proteins[0][None])
+    assert (sound.n_sequences_seen_, sound.n_residues_seen_) == (1, len(proteins[1]) - 2)
+
+
+def test_other_models_are_refused(tiny_esm):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    refuses("EsmModel.*BertModel", KVCalibrator, BertModel(BertConfig(**sizes)))
+    refuses("EsmModel.*Linear", KVCalibrator, nn.Linear(2, 2))
+    refuses("EsmModel.*NoneType", KVCalibrator, None)
+    config = tiny_esm(head_dim=8, heads=2, layers=1).config
+    config.position_embedding_type = "absolute"
+    refuses("ESM-2.*rotary", KVCalibrator, EsmModel(config))
+
+
+@pytest.mark.parametrize("options", [{"sample_size": 0}, {"sample_size": -1}, {"max_positions": 0}])
+def test_options_must_be_positive(model, options):
+    refuses("must be positive", KVCalibrator, model, **options)
+
+
+def test_unknown_presets_are_refused(model, proteins):
+    calibrator = fitted(model, [proteins])
+    refuses("`preset` must be one of .*'paper'.*'turbo99'", calibrator.finalize, presets=["turbo99"])
+    refuses("`codec` must be one of", calibrator.finalize, presets=[TurboConfig(codec="gzip")])
+
+
+def test_heads_that_cannot_be_packed_are_refused_when_codecs_are_fitted(tiny_esm, proteins):
+    calibrator = fitted(tiny_esm(head_dim=12, heads=2, layers=1), [proteins])
+    refuses("`head_dim` must be a multiple of it, got 12", calibrator.finalize, presets=["paper"])
+    assert calibrator.finalize(presets=["exact"]).nbytes == 0

@@ -1,0 +1,373 @@
+"""The calibration artifact: what is saved is what is loaded, it belongs to one model, and damage is refused."""
+
+import copy
+import json
+
+import numpy as np
+import pytest
+import torch
+from transformers import EsmModel
+
+from esm_turbo import Calibration, KVCalibrator, TurboConfig, TurboEsmForMaskedLM, TurboEsmModel, artifacts
+from esm_turbo.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.calibration import CALIBRATION_FILE, FORMAT_VERSION
+from esm_turbo.config import PRESETS, Geometry
+
+SIZES = {"head_dim": 16, "heads": 2, "layers": 2}
+PROVENANCE = {"fasta": {"name": "µ.fasta", "sha256": "0" * 64}, "model": "tiny-esm2"}
+ABLATIONS = {
+    "no rotation": TurboConfig(key_transform="identity"),
+    "hadamard": TurboConfig(key_transform="hadamard", value_transform="hadamard", seed=3),
+    "no sign": TurboConfig(sign_correction="none"),
+    "signs on keys": TurboConfig(sign_correction="keys"),
+    "shared": TurboConfig(shared_codebook=True),
+    "standardised": TurboConfig(standardize=True),
+    "protected": TurboConfig(protect_special_tokens=True),
+    "five bits": TurboConfig(bits=5),
+    "everything": TurboConfig(
+        bits=2, key_transform="hadamard", standardize=True, shared_codebook=True, protect_special_tokens=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tiny_esm):
+    return tiny_esm(**SIZES)
+
+
+@pytest.fixture(scope="module")
+def calibration(model, random_proteins):
+    calibrator = KVCalibrator(model, sample_size=200)
+    calibrator.partial_fit(*random_proteins([40, 90, 65, 120], seed=1, eos=True))
+    return calibrator.finalize(provenance=PROVENANCE)
+
+
+@pytest.fixture
+def file(calibration, tmp_path):
+    path = tmp_path / "calib.safetensors"
+    calibration.save(path)
+    return path
+
+
+def refused(path, match, **options):
+    """Loading raises one line that names the file and says what to do."""
+    with pytest.raises(ArtifactError, match=match) as caught:
+        Calibration.load(path, **options)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "esm-turbo calibrate" in message
+    assert "\n" not in message
+
+
+def rewritten(path, change, version=FORMAT_VERSION):
+    """The file with tensors and metadata changed by `change`, and a checksum that fits."""
+    tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
+    change(tensors, metadata)
+    write_artifact(path, "calibration", version, tensors, metadata)
+    return path
+
+
+def assert_same_states(one, other):
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def assert_same_statistics(one, other):
+    assert one.geometry == other.geometry
+    for kind in ("residues", "specials"):
+        for state in ("keys", "queries", "values"):
+            a, b = getattr(getattr(one, kind), state), getattr(getattr(other, kind), state)
+            assert a.count == b.count
+            np.testing.assert_array_equal(a.mean, b.mean)
+            np.testing.assert_array_equal(a.covariance, b.covariance)
+    for name in ("keys", "values", "is_special"):
+        a, b = getattr(one.sample, name), getattr(other.sample, name)
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(one.output_gram, other.output_gram)
+
+
+# --- round trips
+
+
+def test_what_is_saved_is_loaded_bit_for_bit(calibration, file, model):
+    loaded = Calibration.load(file, model=model)
+    assert_same_statistics(loaded.statistics, calibration.statistics)
+    np.testing.assert_array_equal(loaded.fingerprint, calibration.fingerprint)
+    assert loaded.provenance == calibration.provenance
+    assert loaded.provenance["fasta"] == PROVENANCE["fasta"]
+    assert loaded.geometry == Geometry(2, 2, 16)
+    assert loaded.nbytes == calibration.nbytes > 0
+    for preset in PRESETS:
+        assert_same_states(loaded.codec(preset).state, calibration.codec(preset).state)
+
+
+def test_loaded_presets_need_no_fitting(calibration, file, monkeypatch):
+    loaded = Calibration.load(file)
+    for codec in {type(loaded.codec(preset)) for preset in PRESETS}:
+        monkeypatch.setattr(codec, "fit", lambda *_: pytest.fail("fitted again"))
+    for preset in PRESETS:
+        assert loaded.codec(preset).config == PRESETS[preset]
+        assert loaded.codec(preset) is loaded.codec(PRESETS[preset])
+
+
+@pytest.mark.parametrize("config", ABLATIONS.values(), ids=ABLATIONS)
+def test_codecs_fitted_later_are_the_same_from_memory_and_from_the_file(calibration, file, config):
+    from_memory = Calibration(calibration.statistics, calibration.fingerprint, {}).codec(config)
+    from_file = Calibration.load(file).codec(config)
+    assert_same_states(from_memory.state, from_file.state)
+    assert from_file.config == config
+
+
+@pytest.mark.parametrize("config", [ABLATIONS["shared"], ABLATIONS["everything"]], ids=["shared", "everything"])
+def test_codecs_fitted_before_saving_are_saved(calibration, tmp_path, config, monkeypatch):
+    mine = Calibration(calibration.statistics, calibration.fingerprint, {})
+    expected = mine.codec(config)
+    mine.save(tmp_path / "x")
+    loaded = Calibration.load(tmp_path / "x")
+    monkeypatch.setattr(type(expected), "fit", lambda *_: pytest.fail("fitted again"))
+    assert_same_states(loaded.codec(config).state, expected.state)
+
+
+def test_saving_what_was_loaded_changes_nothing(file, tmp_path):
+    Calibration.load(file).save(tmp_path / "again")
+    first, second = (read_artifact(path, "calibration", FORMAT_VERSION) for path in (file, tmp_path / "again"))
+    assert first[1] == second[1]
+    assert_same_states(first[0], second[0])
+
+
+def test_a_folder_stands_for_the_file_in_it(calibration, tmp_path):
+    calibration.save(tmp_path / "new" / CALIBRATION_FILE)
+    assert_same_statistics(Calibration.load(tmp_path / "new").statistics, calibration.statistics)
+    assert_same_statistics(Calibration.load(str(tmp_path / "new")).statistics, calibration.statistics)
+
+
+def test_presets_that_have_lost_their_name_still_load(calibration, file):
+    def rename(tensors, metadata):
+        metadata["presets"] = {"of old": metadata["presets"].pop("paper")}
+        for name in [name for name in tensors if name.startswith("codec.paper.")]:
+            tensors[name.replace("codec.paper.", "codec.of old.")] = tensors.pop(name)
+
+    loaded = Calibration.load(rewritten(file, rename))
+    assert_same_states(loaded.codec("paper").state, calibration.codec("paper").state)
+
+
+def test_metadata_is_readable_without_the_package(file):
+    with artifacts.safe_open(file, framework="np") as opened:
+        strings = opened.metadata()
+    assert strings["kind"] == "calibration"
+    assert json.loads(strings["geometry"]) == {"num_layers": 2, "num_heads": 2, "head_dim": 16}
+    assert set(json.loads(strings["presets"])) == set(PRESETS)
+
+
+def test_codec_refuses_unknown_presets(calibration):
+    with pytest.raises(ValueError, match="`preset` must be one of"):
+        calibration.codec("turbo99")
+    with pytest.raises(ValueError, match="`codec` must be one of"):
+        calibration.codec(TurboConfig(codec="gzip"))
+
+
+def test_fit_returns_the_calibration(calibration):
+    mine = Calibration(calibration.statistics, calibration.fingerprint, {})
+    assert mine.nbytes == 0
+    assert mine.fit() is mine
+    assert mine.nbytes == calibration.nbytes
+
+
+# --- whose it is
+
+
+def other_classes(model):
+    body = EsmModel(model.config, add_pooling_layer=False)
+    body.load_state_dict(model.esm.state_dict())
+    return {
+        "EsmForMaskedLM": model,
+        "EsmModel": body,
+        "TurboEsmForMaskedLM": TurboEsmForMaskedLM.from_esm(model),
+        "TurboEsmModel": TurboEsmModel.from_esm(model.esm),
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["EsmForMaskedLM", "EsmModel", "TurboEsmForMaskedLM", "TurboEsmModel"])
+def test_serves_its_model_in_any_class_and_dtype(calibration, file, model, name, dtype):
+    mine = copy.deepcopy(other_classes(model)[name]).to(dtype)
+    calibration.check_model(mine)
+    assert Calibration.load(file, model=mine).geometry == calibration.geometry
+
+
+def test_calibration_of_a_cast_serves_the_original(tiny_esm, model, random_proteins):
+    cast = KVCalibrator(tiny_esm(**SIZES).bfloat16()).partial_fit(*random_proteins([60])).finalize(presets=())
+    cast.check_model(model)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"layers": 3}, {"heads": 4}, {"head_dim": 24}, {"heads": 1, "head_dim": 32}],
+    ids=lambda sizes: ", ".join(sizes),
+)
+def test_other_geometries_are_refused(calibration, file, tiny_esm, sizes):
+    sizes = SIZES | sizes
+    other = tiny_esm(**sizes)
+    geometry = f"{sizes['layers']} layers x {sizes['heads']} heads x {sizes['head_dim']}"
+    match = f"for 2 layers x 2 heads x 16, the model has {geometry}.*esm-turbo calibrate"
+    with pytest.raises(ValueError, match=match):
+        calibration.check_model(other)
+    with pytest.raises(ValueError, match=match):
+        Calibration.load(file, model=other)
+
+
+def test_other_weights_are_refused(calibration, file, tiny_esm):
+    other = tiny_esm(**SIZES, seed=1)
+    match = "made for tiny-esm2: the weights are not this model's.*esm-turbo calibrate"
+    with pytest.raises(ValueError, match=match):
+        calibration.check_model(other)
+    with pytest.raises(ValueError, match=match):
+        Calibration.load(file, model=other)
+    with pytest.raises(ValueError, match=match):
+        TurboEsmForMaskedLM.from_esm(other, calibration=file)
+
+
+def test_planted_outliers_make_another_model(calibration, tiny_esm):
+    # The function of the model is the same, its keys are not.
+    other = tiny_esm(**SIZES)
+    attention = other.esm.encoder.layer[1].attention.self
+    with torch.no_grad():
+        for linear, factor in ((attention.key, 60.0), (attention.query, 1 / 60.0)):
+            for parameter in linear.parameters():
+                parameter[[3, 11]] *= factor
+    with pytest.raises(ValueError, match="the weights are not this model's"):
+        calibration.check_model(other)
+
+
+def test_shipped_calibration_is_the_embedded_models(turbo):
+    shipped = Calibration.load(EMBEDDED_MODEL, model=turbo.model)
+    assert shipped.provenance["max_positions"] >= 1022
+    assert shipped.provenance["residues"] >= 20_000
+    _, metadata = read_artifact(EMBEDDED_MODEL / CALIBRATION_FILE, "calibration", FORMAT_VERSION)
+    options = [TurboConfig.from_dict(options) for options in metadata["presets"].values()]
+    assert set(PRESETS.values()) <= set(options)
+
+
+# --- damage
+
+
+def test_other_format_versions(file):
+    refused(rewritten(file, lambda *_: None, FORMAT_VERSION + 1), f"format version {FORMAT_VERSION + 1}")
+
+
+def test_other_kinds(tmp_path):
+    write_artifact(tmp_path / "cache", "cache", FORMAT_VERSION, {"x": torch.zeros(1)}, {})
+    refused(tmp_path / "cache", "not an esm_turbo calibration.*'cache'")
+
+
+def test_missing_files(tmp_path):
+    refused(tmp_path / "nowhere.safetensors", "no such calibration file")
+    with pytest.raises(ArtifactError, match=r"calibration\.safetensors: no such calibration file"):
+        Calibration.load(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.999])
+def test_truncated_files(file, share):
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    refused(file, "damaged or not a safetensors file")
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9, 0.9999])
+def test_flipped_bits(file, share):
+    content = bytearray(file.read_bytes())
+    content[int(share * len(content))] ^= 16
+    file.write_bytes(content)
+    refused(file, "altered")
+
+
+def test_model_files_and_pickles(tmp_path):
+    refused(EMBEDDED_MODEL / "model.safetensors", "not an esm_turbo calibration")
+    torch.save({}, tmp_path / "calib.pt")
+    refused(tmp_path / "calib.pt", "damaged or not a safetensors file")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fingerprint",
+        "output_gram",
+        "moments.residues.keys.mean",
+        "moments.specials.queries.covariance",
+        "sample.values",
+        "sample.is_special",
+        "codec.paper.key_levels",
+        "codec.paper.value_step",
+    ],
+)
+def test_missing_tensors_are_named(file, name):
+    refused(rewritten(file, lambda tensors, _: tensors.pop(name)), f"missing or wrong.*{name.split('.')[-1]}")
+
+
+@pytest.mark.parametrize("name", ["geometry", "counts", "presets", "provenance"])
+def test_missing_metadata_is_named(file, name):
+    refused(rewritten(file, lambda _, metadata: metadata.pop(name)), f"missing or wrong.*{name}")
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"entropy_coding": True}, "entropy_coding.*newer version"),
+        ({"codec": "gzip"}, "`codec` must be one of.*gzip"),
+        ({"bits": 12}, "`bits` must be one of.*12"),
+    ],
+)
+def test_options_of_a_newer_version(file, options, match):
+    refused(rewritten(file, lambda _, metadata: metadata["presets"]["paper"].update(options)), match)
+
+
+@pytest.mark.parametrize("presets", [[], "paper", {"paper": None}])
+def test_metadata_of_another_shape(file, presets):
+    refused(rewritten(file, lambda _, metadata: metadata.update(presets=presets)), "missing or wrong")
+
+
+def test_geometry_of_another_shape(file):
+    refused(rewritten(file, lambda _, metadata: metadata["geometry"].update(groups=2)), "missing or wrong.*groups")
+
+
+# --- saving, whole or not at all
+
+
+@pytest.mark.parametrize("existing", [True, False])
+def test_killed_save_leaves_the_old_file_or_none(calibration, tmp_path, monkeypatch, existing):
+    path = tmp_path / "calib.safetensors"
+    if existing:
+        calibration.save(path)
+    before = path.read_bytes() if existing else None
+
+    def killed(tensors, filename, metadata):
+        filename.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(artifacts, "save_file", killed)
+    with pytest.raises(KeyboardInterrupt):
+        calibration.save(path)
+    assert [p.name for p in tmp_path.iterdir()] == (["calib.safetensors"] if existing else [])
+    if existing:
+        assert path.read_bytes() == before
+        assert Calibration.load(path).provenance == calibration.provenance
+
+
+def test_save_replaces_another_models_file(calibration, tmp_path, tiny_esm, random_proteins):
+    path = tmp_path / "calib.safetensors"
+    other = KVCalibrator(tiny_esm(head_dim=8, heads=1, layers=1)).partial_fit(*random_proteins([60])).finalize()
+    other.save(path)
+    calibration.save(path)
+    assert Calibration.load(path).geometry == calibration.geometry
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_provenance_is_a_copy(calibration):
+    given = {"model": "a"}
+    mine = Calibration(calibration.statistics, calibration.fingerprint, given)
+    given["model"] = "b"
+    assert mine.provenance == {"model": "a"}

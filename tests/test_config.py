@@ -1,0 +1,146 @@
+"""Options: what is allowed, names, and the way to a file and back."""
+
+import dataclasses
+import json
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import EsmConfig
+
+from esm_turbo.config import DEFAULT_PRESET, PRESETS, Backend, Geometry, TurboConfig
+
+ALLOWED = {
+    "bits": [1, 2, 3, 4, 5, 6, 7],
+    "key_transform": ["svd", "hadamard", "identity"],
+    "value_transform": ["identity", "hadamard"],
+    "standardize": [False, True],
+    "sign_correction": ["keys_and_values", "keys", "none"],
+    "shared_codebook": [False, True],
+    "protect_special_tokens": [False, True],
+    "seed": [0, 1, 2**40],
+}
+CONFIGS = st.fixed_dictionaries({}, optional={name: st.sampled_from(values) for name, values in ALLOWED.items()})
+
+
+@settings(deadline=None)
+@given(CONFIGS)
+def test_round_trip_through_json(options):
+    config = TurboConfig(**options)
+    text = config.to_json()
+    again = TurboConfig.from_dict(json.loads(text))
+    assert again == config
+    assert hash(again) == hash(config)
+    assert again.to_json() == text
+    assert again.name == config.name
+
+
+@settings(deadline=None)
+@given(CONFIGS, CONFIGS)
+def test_names_are_equal_exactly_where_options_are(a, b):
+    a, b = TurboConfig(**a), TurboConfig(**b)
+    assert (a.name == b.name) == (a == b) == (a.to_json() == b.to_json())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_have_their_names(name):
+    config = TurboConfig.from_preset(name)
+    assert config.name == name
+    assert config is PRESETS[name]
+    assert TurboConfig.from_preset(config) is config
+    assert TurboConfig.from_dict(config.to_dict()) == config
+
+
+def test_presets_that_must_be_there():
+    assert {"exact", "paper"} <= set(PRESETS)
+    assert DEFAULT_PRESET in PRESETS
+    assert len(set(PRESETS.values())) == len(PRESETS)
+
+
+def test_paper_preset_is_the_papers_method():
+    assert PRESETS["paper"].to_dict() == {
+        **PRESETS["paper"].to_dict(),
+        "codec": "lut",
+        "bits": 3,
+        "key_transform": "svd",
+        "value_transform": "identity",
+        "standardize": False,
+        "sign_correction": "keys_and_values",
+        "shared_codebook": False,
+        "protect_special_tokens": False,
+    }
+
+
+def test_other_options_are_named_by_their_digest():
+    config = TurboConfig(bits=2)
+    prefix, digest = config.name.split("-")
+    assert prefix == "custom"
+    assert len(digest) == 12
+    assert int(digest, 16) >= 0
+
+
+def test_every_option_is_described():
+    for option in dataclasses.fields(TurboConfig):
+        assert re.search(rf"^ +{option.name}: ", TurboConfig.__doc__, re.MULTILINE), option.name
+
+
+def test_options_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TurboConfig().bits = 4
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("bits", value) for value in (0, 8, -3, 3.0, True, "3", None)),
+        *(("key_transform", value) for value in ("SVD", "", None, ["svd"], "query_aware ")),
+        *(("value_transform", value) for value in ("svd", None, 0)),
+        *(("sign_correction", value) for value in ("values", True, None)),
+        *(("standardize", value) for value in (1, "yes", None)),
+        *(("shared_codebook", value) for value in (0, "false")),
+        *(("protect_special_tokens", value) for value in (1.0, None)),
+        *(("seed", value) for value in (-1, 0.5, "0", True, None)),
+        *(("codec", value) for value in (None, 3, ["lut"])),
+    ],
+)
+def test_values_that_are_not_allowed(name, value):
+    with pytest.raises(ValueError, match=f"`{name}` must be .*got "):
+        TurboConfig(**{name: value})
+    with pytest.raises(ValueError, match=f"`{name}` must be .*got "):
+        TurboConfig.from_dict({name: value})
+
+
+@pytest.mark.parametrize(("name", "values"), ALLOWED.items())
+def test_values_that_are_allowed(name, values):
+    for value in values:
+        assert getattr(TurboConfig(**{name: value}), name) == value
+
+
+def test_options_of_a_newer_version_are_named():
+    with pytest.raises(ValueError, match=r"\['entropy_coding', 'x'\].*newer version"):
+        TurboConfig.from_dict({"bits": 3, "x": 1, "entropy_coding": True})
+
+
+@pytest.mark.parametrize("preset", ["turbo99", "Paper", "", None, 3, ["paper"]])
+def test_unknown_presets(preset):
+    with pytest.raises(ValueError, match=r"`preset` must be one of .*'exact'.*'paper'.*TurboConfig, got"):
+        TurboConfig.from_preset(preset)
+
+
+@pytest.mark.parametrize(
+    ("layers", "heads", "head_dim", "elements"),
+    [(6, 20, 16, 3840), (12, 20, 24, 11520), (33, 20, 64, 84480), (48, 40, 128, 491520)],
+)
+def test_geometry_of_published_models(layers, heads, head_dim, elements):
+    config = EsmConfig(hidden_size=heads * head_dim, num_hidden_layers=layers, num_attention_heads=heads, vocab_size=33)
+    geometry = Geometry.of(config)
+    assert geometry == Geometry(num_layers=layers, num_heads=heads, head_dim=head_dim)
+    assert geometry.elements_per_token == elements
+    assert str(geometry) == f"{layers} layers x {heads} heads x {head_dim}"
+
+
+def test_backends_have_names():
+    assert {backend.value for backend in Backend} == {"auto", "triton", "torch", "reference"}
+    assert Backend("torch") is Backend.TORCH
+    assert Backend.TORCH == "torch"

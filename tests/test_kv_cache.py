@@ -1,0 +1,743 @@
+"""The cache by itself: what it counts, how it is reshaped, and its files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import CACHE_CONFIGS, CLS, EOS, MASK, random_ids
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache, artifacts
+from esm_turbo.codecs import ExactCodec, KVCodec
+from esm_turbo.config import Geometry
+from esm_turbo.kv_cache import FORMAT_VERSION
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
+GEOMETRY = Geometry(num_layers=2, num_heads=4, head_dim=16)
+PAPER = TurboConfig()
+
+
+@pytest.fixture
+def model(tiny_model: MakeModel, cache_config: TurboConfig) -> TurboEsmForMaskedLM:
+    return tiny_model(preset=cache_config, calibrated=True)
+
+
+@torch.no_grad()
+def prefill(model: TurboEsmForMaskedLM, lengths: list[int], seed: int = 0, **options: object) -> TurboKVCache:
+    return model(*random_ids(lengths, seed=seed, **options), use_cache=True).past_key_values
+
+
+@torch.no_grad()
+def append(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[int], seed: int = 1, **options: object) -> None:
+    ids, mask = random_ids(lengths, seed=seed, **({"cls": False} | options))
+    model(ids, mask, past_key_values=cache, use_cache=True)
+
+
+@torch.no_grad()
+def probe(model: TurboEsmForMaskedLM, cache: TurboKVCache) -> Tensor:
+    """What three tokens after each row come to: depends on all that the cache holds. Leaves it as it is."""
+    ids = torch.tensor([[5, MASK, 9]]).expand(cache.batch_size, -1)
+    return model(ids, past_key_values=cache, output_hidden_states=True).logits
+
+
+def row_bytes(cache: TurboKVCache, row: int) -> dict[str, Tensor]:
+    """All that is stored for the tokens of one row, by name; nothing of padding."""
+    length = int(cache.lengths[row])
+    slots = (cache.protected_columns[row] >= 0).nonzero()[:, 0]
+    positions = torch.arange(cache.columns, dtype=torch.int32) if cache.positions is None else cache.positions[row]
+    stored = {
+        "token_ids": cache.token_ids[row, :length],
+        "positions": positions[:length],
+        "protected_columns": cache.protected_columns[row, slots],
+    }
+    for index, layer in enumerate(cache.layers):
+        stored |= {f"{index}.packed.{name}": tensor[row, :, :length] for name, tensor in layer.packed.items()}
+        stored |= {f"{index}.protected.{name}": tensor[row][:, slots] for name, tensor in layer.protected.items()}
+    return stored
+
+
+def assert_rows_equal(a: TurboKVCache, rows_a: list[int], b: TurboKVCache, rows_b: list[int]) -> None:
+    for row_a, row_b in zip(rows_a, rows_b, strict=True):
+        stored_a, stored_b = row_bytes(a, row_a), row_bytes(b, row_b)
+        assert stored_a.keys() == stored_b.keys()
+        for name, tensor in stored_a.items():
+            assert torch.equal(tensor, stored_b[name]), f"{name} of rows {row_a} and {row_b}"
+
+
+def assert_caches_equal(a: TurboKVCache, b: TurboKVCache) -> None:
+    assert torch.equal(a.lengths, b.lengths)
+    assert a.nbytes == b.nbytes
+    assert_rows_equal(a, list(range(a.batch_size)), b, list(range(b.batch_size)))
+
+
+# ---------------------------------------------------------------- what is counted
+
+
+def test_lengths(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4, 13])
+    assert isinstance(cache, transformers.Cache)
+    assert cache.lengths.dtype == torch.int64
+    assert cache.lengths.tolist() == [9, 4, 13]
+    assert type(cache.get_seq_length()) is int
+    assert [cache.get_seq_length(), cache.get_seq_length(1), cache.columns, cache.batch_size] == [13, 13, 13, 3]
+    assert cache.next_positions.tolist() == [9, 4, 13]
+    assert len(cache) == 2
+    append(model, cache, [1, 5, 2])
+    assert cache.lengths.tolist() == [10, 9, 15]
+    assert cache.get_seq_length() == 15
+
+
+def test_empty_cache(model: TurboEsmForMaskedLM) -> None:
+    cache = model.new_cache()
+    assert (cache.get_seq_length(), cache.batch_size, cache.nbytes) == (0, 0, 0)
+    assert cache.bits_per_element != cache.bits_per_element
+    assert cache.lengths.tolist() == []
+
+
+def test_an_empty_cache_is_filled_by_a_prefill(model: TurboEsmForMaskedLM) -> None:
+    given_cache = model.new_cache()
+    ids, mask = random_ids([9, 4])
+    with torch.no_grad():
+        output = model(ids, mask, past_key_values=given_cache, use_cache=True)
+        untouched = model(ids, mask, past_key_values=model.new_cache())
+    assert output.past_key_values is given_cache
+    assert_caches_equal(given_cache, prefill(model, [9, 4]))
+    assert untouched.past_key_values is None
+
+
+def test_bytes_of_the_exact_preset(tiny_model: MakeModel) -> None:
+    """17 tokens x 2 layers x 4 heads x 16 components x (key and value) x 4 bytes, a flag each, 8 bytes a row's length."""
+    cache = prefill(tiny_model(preset="exact"), [12, 5])
+    assert cache.nbytes == 17 * 2 * 4 * 16 * 2 * 4 + 17 + 2 * 8 == 17441
+    assert cache.bits_per_element == 8 * 17441 / (2 * 2 * 4 * 16 * 17)
+
+
+def test_bytes_of_the_exact_preset_in_bfloat16(tiny_model: MakeModel) -> None:
+    cache = prefill(tiny_model(preset="exact").to(torch.bfloat16), [12, 5])
+    assert cache.nbytes == 17 * 2 * 4 * 16 * 2 * 2 + 17 + 2 * 8
+
+
+def test_bytes_of_the_paper(tiny_model: MakeModel) -> None:
+    """Three bits and a sign: half a byte a component; the flags are two bits of every 64 here."""
+    cache = prefill(tiny_model(preset=PAPER), [12, 5])
+    assert cache.nbytes == 17 * 2 * 4 * 16 * 2 // 2 + 17 + 2 * 8 == 2209
+    assert cache.bits_per_element == 8 * 2209 / (2 * 2 * 4 * 16 * 17)
+
+
+@pytest.mark.parametrize(
+    ("options", "bits"),
+    [({"sign_correction": "none"}, 3), ({"sign_correction": "keys"}, 3.5), ({"bits": 1, "sign_correction": "none"}, 1)],
+)
+def test_bytes_of_the_paper_without_some_of_it(tiny_model: MakeModel, options: dict[str, object], bits: float) -> None:
+    cache = prefill(tiny_model(preset=replace(PAPER, **options)), [12, 5])
+    assert cache.nbytes == 17 * 2 * 4 * 16 * 2 * bits / 8 + 17 + 2 * 8
+
+
+def test_bytes_of_protected_tokens(tiny_model: MakeModel) -> None:
+    """A protected token costs its bfloat16 key and value and a column number besides its codes."""
+    model = tiny_model(preset=replace(PAPER, protect_special_tokens=True))
+    assert prefill(model, [12, 5], eos=True).nbytes == 2209 + 4 * (2 * 4 * 16 * 2 * 2 + 4)
+    assert prefill(model, [12, 5], cls=False).nbytes == 2209
+
+
+def test_bytes_of_positions(tiny_model: MakeModel) -> None:
+    """Positions are stored where they are not the next ones, four bytes a token."""
+    model = tiny_model(preset=PAPER)
+    ids, mask = random_ids([12, 5])
+    with torch.no_grad():
+        plain = model(ids, mask, torch.arange(12)[None], use_cache=True).past_key_values
+        apart = model(ids, mask, torch.arange(12)[None] + torch.tensor([[0], [3]]), use_cache=True).past_key_values
+    assert plain.positions is None
+    assert plain.nbytes == 2209
+    assert apart.nbytes == 2209 + 17 * 4
+    assert apart.next_positions.tolist() == [12, 8]
+
+
+def test_padding_costs_nothing(model: TurboEsmForMaskedLM) -> None:
+    """`nbytes` of a ragged batch is that of its rows, whatever the padding."""
+    together = prefill(model, [40, 3, 17])
+    assert together.nbytes == sum(together.select(row).nbytes for row in range(3))
+
+
+# ---------------------------------------------------------------- writing
+
+
+def test_batch_and_single_prefill_store_the_same_bytes(cache_config: TurboConfig, turbo: object) -> None:
+    """Given the same keys and values a row's codes depend neither on its neighbours nor on padding."""
+    codec = turbo.model.esm.codec(cache_config)
+    lengths = [11, 30, 1, 7]
+    batch = random_cache(codec, lengths, seed=3)
+    for row, length in enumerate(lengths):
+        alone = random_cache(codec, lengths, seed=3, only=row)
+        assert alone.lengths.tolist() == [length]
+        assert_rows_equal(batch, [row], alone, [0])
+
+
+def test_prefill_in_one_step_or_by_appending_stores_the_same_bytes(cache_config: TurboConfig, turbo: object) -> None:
+    codec = turbo.model.esm.codec(cache_config)
+    ids, keys, values = random_kv(codec.geometry, [24, 24], seed=5)
+    whole, pieces = new_cache(codec), new_cache(codec)
+    write(whole, ids, torch.ones_like(ids).bool(), keys, values)
+    for part in (slice(0, 10), slice(10, 11), slice(11, 24)):
+        write(pieces, ids[:, part], torch.ones_like(ids[:, part]).bool(), keys[..., part, :], values[..., part, :])
+    assert_caches_equal(whole, pieces)
+
+
+def test_codes_beyond_a_row_are_never_read(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [3, 20, 9])
+    before = probe(model, cache)
+    for layer in cache.layers:
+        for tensor in layer.packed.values():
+            for row, length in enumerate(cache.lengths.tolist()):
+                tensor[row, :, length:] = 1e30 if tensor.is_floating_point() else 255
+    cache.token_ids[0, 3:] = MASK
+    assert torch.equal(probe(model, cache), before)
+
+
+def test_a_copy_is_independent(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [6, 9])
+    other = copy.deepcopy(cache)
+    append(model, other, [3, 3])
+    other.crop(2)
+    assert cache.lengths.tolist() == [6, 9]
+    assert_caches_equal(cache, prefill(model, [6, 9]))
+
+
+def test_select_leaves_the_whole_as_it_is(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [6, 9, 4])
+    part = cache.select([2, 0])
+    assert_rows_equal(part, [0, 1], cache, [2, 0])
+    assert part.columns == 6
+    append(model, part, [2, 2])
+    assert_caches_equal(cache, prefill(model, [6, 9, 4]))
+
+
+def test_writing_layer_by_layer_is_refused(model: TurboEsmForMaskedLM) -> None:
+    cache = model.new_cache()
+    with pytest.raises(NotImplementedError, match="use_cache=True"):
+        cache.update(torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1, 16), 0)
+
+
+# ---------------------------------------------------------------- reshaping
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [(7, [7, 4, 7]), (4, [4, 4, 4]), (13, [9, 4, 13]), (100, [9, 4, 13]), (0, [0, 0, 0]),
+     (-1, [8, 3, 12]), (-4, [5, 0, 9]), (-5, [4, 0, 8]), (-100, [0, 0, 0])],
+)  # fmt: skip
+def test_crop(model: TurboEsmForMaskedLM, n: int, expected: list[int]) -> None:
+    cache, whole = prefill(model, [9, 4, 13]), prefill(model, [9, 4, 13])
+    cache.crop(n)
+    assert cache.lengths.tolist() == expected
+    assert cache.get_seq_length() == cache.columns == max(expected)
+    for row, length in enumerate(expected):
+        for name, tensor in row_bytes(cache, row).items():
+            kept = row_bytes(whole, row)[name]
+            if "protected" not in name:
+                kept = kept[:, :length] if "packed" in name else kept[:length]
+                assert torch.equal(tensor, kept)
+    if model.esm.turbo_config.protect_special_tokens:
+        assert (cache.protected_columns >= 0).sum() == sum(length > 0 for length in expected)
+
+
+def test_a_cropped_cache_extends_and_grows(model: TurboEsmForMaskedLM) -> None:
+    """Cropping equals hiding: the columns that are left, at their positions, with the counts that are left."""
+    cache, whole = prefill(model, [9, 5], masks=1), prefill(model, [9, 5], masks=1)
+    cache.crop(4)
+    ids = torch.tensor([[7, 8], [9, MASK]])
+    mask = torch.ones(2, 9 + 2, dtype=torch.int64)
+    mask[:, 4:9] = 0
+    with torch.no_grad():
+        hidden = model(ids, mask, torch.tensor([[4, 5]]), past_key_values=whole).logits
+        cropped = model(ids, past_key_values=cache, use_cache=True).logits
+    assert (hidden - cropped).abs().max() <= 2e-5
+    assert cache.lengths.tolist() == [6, 6]
+
+
+def test_crop_to_nothing_and_start_again(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    cache.crop(0)
+    assert cache.batch_size == 2
+    ids, mask = random_ids([6, 3])
+    with torch.no_grad():
+        output = model(ids, mask, past_key_values=cache, use_cache=True)
+        plain = model(ids, mask)
+    real = mask.bool()
+    assert (output.logits - plain.logits)[real].abs().max() <= 2e-5
+    assert cache.lengths.tolist() == [6, 3]
+
+
+def test_append_and_crop_leave_nothing_behind(model: TurboEsmForMaskedLM) -> None:
+    """Storage does not grow with steps that are taken back, special tokens among them."""
+    cache, fresh = prefill(model, [9, 4]), prefill(model, [9, 4])
+    for step in range(5):
+        append(model, cache, [3, 3], seed=step, eos=True)
+        cache.crop(-3)
+    assert_caches_equal(cache, fresh)
+    assert cache.columns == fresh.columns
+    assert cache.protected_columns.shape == fresh.protected_columns.shape
+    for layer, other in zip(cache.layers, fresh.layers, strict=True):
+        assert {name: t.shape for name, t in layer.packed.items()} == {name: t.shape for name, t in other.packed.items()}
+        assert all(layer.protected[name].shape == t.shape for name, t in other.protected.items())
+
+
+@pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
+def test_rows_are_chosen(model: TurboEsmForMaskedLM, method: str) -> None:
+    cache, whole = prefill(model, [9, 4, 13], eos=True), prefill(model, [9, 4, 13], eos=True)
+    expected = probe(model, whole)[[1, 1, 0]]
+    getattr(cache, method)(torch.tensor([1, 1, 0]))
+    assert cache.lengths.tolist() == [4, 4, 9]
+    assert cache.columns == 9
+    assert_rows_equal(cache, [0, 1, 2], whole, [1, 1, 0])
+    assert (probe(model, cache) - expected).abs().max() <= 2e-5
+
+
+def test_choosing_no_row_empties_the_cache(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
+    assert (cache.batch_size, cache.get_seq_length(), cache.nbytes) == (0, 0, 0)
+    with torch.no_grad():
+        model(*random_ids([5], seed=2), past_key_values=cache, use_cache=True)
+    assert_caches_equal(cache, prefill(model, [5], seed=2))
+
+
+def test_choosing_a_row_that_is_not_there(model: TurboEsmForMaskedLM) -> None:
+    with pytest.raises(IndexError):
+        prefill(model, [9, 4]).batch_select_indices(torch.tensor([2]))
+
+
+def test_rows_are_repeated(model: TurboEsmForMaskedLM) -> None:
+    cache, whole = prefill(model, [9, 4]), prefill(model, [9, 4])
+    cache.batch_repeat_interleave(3)
+    assert cache.lengths.tolist() == [9, 9, 9, 4, 4, 4]
+    assert_rows_equal(cache, list(range(6)), whole, [0, 0, 0, 1, 1, 1])
+    append(model, cache, [1, 2, 3, 1, 2, 3])
+    assert cache.lengths.tolist() == [10, 11, 12, 5, 6, 7]
+    with pytest.raises(ValueError, match="`repeats` must be at least 1, got 0"):
+        cache.batch_repeat_interleave(0)
+
+
+def test_cat(model: TurboEsmForMaskedLM) -> None:
+    """Caches of different widths, numbers of protected tokens, and with and without positions."""
+    parts = [prefill(model, [9, 4], seed=1), prefill(model, [13], seed=2, eos=True), prefill(model, [2], seed=3, cls=False)]
+    with torch.no_grad():
+        model(torch.tensor([[7, 8]]), None, torch.tensor([[40, 44]]), past_key_values=parts[2], use_cache=True)
+    joined = TurboKVCache.cat(parts)
+    assert joined.lengths.tolist() == [9, 4, 13, 4]
+    assert joined.next_positions.tolist() == [9, 4, 13, 45]
+    assert_rows_equal(joined, [0, 1], parts[0], [0, 1])
+    assert_rows_equal(joined, [2], parts[1], [0])
+    assert_rows_equal(joined, [3], parts[2], [0])
+    alone = torch.cat([probe(model, part) for part in parts])
+    assert (probe(model, joined) - alone).abs().max() <= 2e-5
+    append(model, joined, [1, 1, 1, 1])
+    assert [part.lengths.tolist() for part in parts] == [[9, 4], [13], [4]]
+
+
+def test_cat_of_one_and_of_empty_ones(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    assert_caches_equal(TurboKVCache.cat([model.new_cache(), cache]), cache)
+    assert TurboKVCache.cat([model.new_cache()]).batch_size == 0
+    with pytest.raises(ValueError, match="at least one"):
+        TurboKVCache.cat([])
+
+
+def test_cat_refuses_what_does_not_fit(tiny_model: MakeModel) -> None:
+    exact, paper = tiny_model(preset="exact"), tiny_model(preset=PAPER)
+    with pytest.raises(ValueError, match="presets exact and paper"):
+        TurboKVCache.cat([prefill(exact, [3]), prefill(paper, [3])])
+    other = tiny_model(preset="exact", seed=1)
+    with pytest.raises(ValueError, match="different models"):
+        TurboKVCache.cat([prefill(exact, [3]), prefill(other, [3])])
+
+
+def test_to(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    assert cache.to("cpu") is cache
+    assert_caches_equal(cache, prefill(model, [9, 4]))
+    meta = copy.deepcopy(cache).to("meta")
+    tensors = [t for layer in meta.layers for t in (*layer.packed.values(), *layer.protected.values())]
+    assert {t.device.type for t in [*tensors, meta.lengths, meta.token_ids, meta.protected_columns]} == {"meta"}
+
+
+def test_reset(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    cache.reset()
+    assert (cache.batch_size, cache.get_seq_length(), cache.nbytes) == (0, 0, 0)
+    with torch.no_grad():
+        model(*random_ids([7], seed=3), past_key_values=cache, use_cache=True)
+    assert_caches_equal(cache, prefill(model, [7], seed=3))
+
+
+# ---------------------------------------------------------------- invariants
+
+
+def random_kv(geometry: Geometry, lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, and keys and values [layers, batch, heads, n, head_dim]; row by row, so that a row is the same in any batch."""
+    ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
+    shape = (geometry.num_layers, len(lengths), geometry.num_heads, max(lengths), geometry.head_dim)
+    keys, values = torch.randn(shape) * 1e3, torch.randn(shape) * 1e3
+    for row, length in enumerate(lengths):
+        generator = torch.Generator().manual_seed(1000 * seed + row)
+        ids[row, :length] = torch.randint(0, 33, (length,), generator=generator)
+        for x in (keys, values):
+            x[:, row, :, :length] = torch.randn(shape[0], shape[2], length, shape[4], generator=generator)
+    return ids, keys, values
+
+
+def new_cache(codec: KVCodec) -> TurboKVCache:
+    fingerprint = torch.zeros(codec.geometry.num_layers, 4, 5).numpy()
+    return TurboKVCache(codec.config, codec.geometry, fingerprint, codec)
+
+
+def write(
+    cache: TurboKVCache, ids: Tensor, keep: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None = None
+) -> None:
+    """Adds tokens to a cache without a model."""
+    plan = cache.plan_append(ids, keep, positions, (CLS, EOS))
+    for layer in range(cache.geometry.num_layers):
+        cache.stage(plan, layer, keys[layer], values[layer])
+    cache.commit(plan)
+
+
+def random_cache(codec: KVCodec, lengths: list[int], seed: int, only: int | None = None) -> TurboKVCache:
+    ids, keys, values = random_kv(codec.geometry, lengths, seed)
+    keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    if only is not None:
+        part = slice(only, only + 1), slice(0, lengths[only])
+        ids, keep = ids[part], keep[part]
+        keys, values = keys[:, part[0], :, part[1]], values[:, part[0], :, part[1]]
+    cache = new_cache(codec)
+    write(cache, ids, keep, keys, values)
+    return cache
+
+
+
+
+SMALL = ExactCodec(TurboConfig.from_preset("exact"), Geometry(1, 1, 4), {})
+PROTECTING = ExactCodec(replace(CACHE_CONFIGS["protected"], codec="exact"), Geometry(1, 1, 4), {})
+
+
+def check_against(cache: TurboKVCache, rows: list[list[tuple[int, int, float]]]) -> None:
+    assert cache.lengths.tolist() == [len(row) for row in rows]
+    assert cache.get_seq_length() == max(map(len, rows), default=0)
+    if rows:
+        assert cache.columns == cache.get_seq_length()
+    for index, row in enumerate(rows):
+        stored = row_bytes(cache, index)
+        assert stored["token_ids"].tolist() == [token for token, _, _ in row]
+        assert stored["positions"].tolist() == [position for _, position, _ in row]
+        marks = torch.tensor([mark for _, _, mark in row])
+        assert torch.equal(stored["0.packed.keys"][0, :, 0], marks)
+        assert torch.equal(stored["0.packed.values"][0, :, 3], -marks)
+        if cache.config.protect_special_tokens:
+            columns = stored["protected_columns"].long()
+            assert sorted(columns.tolist()) == [c for c, (token, _, _) in enumerate(row) if token in (CLS, EOS)]
+            assert torch.equal(stored["0.protected.keys"][0, :, 0].float(), marks[columns])
+    assert cache.next_positions.tolist() == [max((p + 1 for _, p, _ in row), default=0) for row in rows]
+
+
+@st.composite
+def operations(draw: st.DrawFn) -> list[tuple[str, object]]:
+    steps = st.one_of(
+        st.tuples(st.just("append"), st.tuples(st.integers(1, 5), st.integers(0, 2**31), st.booleans())),
+        st.tuples(st.just("crop"), st.integers(-6, 12)),
+        st.tuples(st.just("select"), st.lists(st.integers(0, 10), min_size=1, max_size=4)),
+        st.tuples(st.just("repeat"), st.integers(1, 2)),
+        st.tuples(st.just("double"), st.none()),
+        st.tuples(st.just("save"), st.none()),
+    )
+    return draw(st.lists(steps, min_size=1, max_size=8))
+
+
+@settings(max_examples=150, deadline=None)
+@given(batch=st.integers(1, 3), steps=operations(), codec=st.sampled_from([SMALL, PROTECTING]), data=st.data())
+def test_any_sequence_of_operations(
+    tmp_path_factory: pytest.TempPathFactory,
+    batch: int,
+    steps: list[tuple[str, object]],
+    codec: KVCodec,
+    data: st.DataObject,
+) -> None:
+    """The cache does what lists of tokens would do. Marks are small integers, exact in bfloat16."""
+    cache = new_cache(codec)
+    rows: list[list[tuple[int, int, float]]] = [[] for _ in range(batch)]
+    for name, argument in [("append", (3, 0, False)), *steps]:
+        if name == "append":
+            n, seed, moved = argument
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.randint(0, 6, (len(rows), n), generator=generator)
+            keep = torch.rand(len(rows), n, generator=generator) < 0.7
+            marks = torch.randint(1, 200, (len(rows), n), generator=generator).float()
+            keys = torch.zeros(1, len(rows), 1, n, 4)
+            keys[0, :, 0, :, 0] = marks
+            values = torch.zeros(1, len(rows), 1, n, 4)
+            values[0, :, 0, :, 3] = -marks
+            positions = torch.randint(0, 60, (len(rows), n), generator=generator) if moved else None
+            for index, row in enumerate(rows):
+                following = max((p + 1 for _, p, _ in row), default=0)
+                kept = [i for i in range(n) if keep[index, i]]
+                row += [
+                    (
+                        int(ids[index, i]),
+                        following + order if positions is None else int(positions[index, i]),
+                        float(marks[index, i]),
+                    )
+                    for order, i in enumerate(kept)
+                ]
+            write(cache, ids, keep, keys, values, positions)
+        elif name == "crop":
+            cache.crop(argument)
+            rows = [row[:argument] if argument >= 0 else row[: max(0, len(row) + argument)] for row in rows]
+        elif name == "select":
+            chosen = [index % len(rows) for index in argument]
+            cache.batch_select_indices(torch.tensor(chosen))
+            rows = [list(rows[index]) for index in chosen]
+        elif name == "repeat":
+            cache.batch_repeat_interleave(argument)
+            rows = [list(row) for row in rows for _ in range(argument)]
+        elif name == "double" and len(rows) <= 4:
+            cache = TurboKVCache.cat([cache, cache.select([0])])
+            rows = [*rows, list(rows[0])]
+        elif name == "save":
+            path = tmp_path_factory.mktemp("cache") / "cache.safetensors"
+            cache.save(path)
+            cache = TurboKVCache.load(path)
+            cache.codec = codec
+        check_against(cache, rows)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    extra=st.integers(1, 6),
+    seed=st.integers(0, 1000),
+    name=st.sampled_from(sorted(CACHE_CONFIGS)),
+)
+def test_append_then_crop_is_nothing(turbo: object, lengths: list[int], extra: int, seed: int, name: str) -> None:
+    """The bytes of ragged rows come back whatever was appended and cut off again."""
+    codec = turbo.model.esm.codec(CACHE_CONFIGS[name])
+    cache, before = random_cache(codec, lengths, seed), random_cache(codec, lengths, seed)
+    ids, keys, values = random_kv(codec.geometry, [extra] * len(lengths), seed + 1)
+    write(cache, ids, torch.ones_like(ids).bool(), keys, values)
+    cache.crop(-extra)
+    assert_caches_equal(cache, before)
+    assert cache.columns == before.columns
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("lengths", [[9, 4, 13], [1], [5, 5]], ids=str)
+def test_save_and_load(model: TurboEsmForMaskedLM, tmp_path: Path, lengths: list[int]) -> None:
+    cache = prefill(model, lengths, eos=max(lengths) > 1)
+    cache.save(tmp_path / "cache.safetensors")
+    for loaded in (
+        TurboKVCache.load(tmp_path / "cache.safetensors"),
+        TurboKVCache.load(str(tmp_path / "cache.safetensors"), device="cpu", model=model),
+    ):
+        assert_caches_equal(loaded, cache)
+        assert loaded.config == cache.config
+        assert loaded.geometry == cache.geometry
+        assert torch.equal(probe(model, loaded), probe(model, cache))
+    assert os.listdir(tmp_path) == ["cache.safetensors"]
+
+
+def test_save_and_load_with_positions(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    cache = prefill(model, [9, 4])
+    with torch.no_grad():
+        model(torch.tensor([[7], [8]]), None, torch.tensor([[30], [31]]), past_key_values=cache, use_cache=True)
+    cache.save(tmp_path / "cache.safetensors")
+    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=model.esm)
+    assert_caches_equal(loaded, cache)
+    assert loaded.next_positions.tolist() == [31, 32]
+
+
+def test_an_empty_cache_is_saved(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    model.new_cache().save(tmp_path / "cache.safetensors")
+    assert TurboKVCache.load(tmp_path / "cache.safetensors", model=model).batch_size == 0
+    cropped = prefill(model, [9, 4])
+    cropped.crop(0)
+    cropped.save(tmp_path / "cache.safetensors")
+    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=model)
+    assert loaded.lengths.tolist() == [0, 0]
+    append(model, loaded, [2, 3])
+    assert loaded.lengths.tolist() == [2, 3]
+
+
+def test_a_cache_of_half_precision(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(preset="exact").to(torch.bfloat16)
+    cache = prefill(model, [9, 4])
+    cache.save(tmp_path / "cache.safetensors")
+    assert_caches_equal(TurboKVCache.load(tmp_path / "cache.safetensors", model=model), cache)
+
+
+def test_a_cache_made_in_float32_serves_bfloat16(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    prefill(model, [9, 4]).save(tmp_path / "cache.safetensors")
+    half = copy.deepcopy(model).to(torch.bfloat16)
+    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=half)
+    assert torch.isfinite(probe(half, loaded)).all()
+
+
+def test_files_are_plain(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    """What a file holds: tensors and JSON, its format version, and no more bytes than the cache and a header."""
+    cache = prefill(model, [33, 33])
+    cache.save(tmp_path / "cache.safetensors")
+    with safe_open(tmp_path / "cache.safetensors", "pt") as file:
+        metadata = file.metadata()
+    assert metadata["kind"] == "cache"
+    assert metadata["format_version"] == str(FORMAT_VERSION)
+    assert json.loads(metadata["config"]) == cache.config.to_dict()
+    assert (tmp_path / "cache.safetensors").stat().st_size < cache.nbytes + 8000
+
+
+def test_another_model_refuses_a_cache(tiny_model: MakeModel, tmp_path: Path) -> None:
+    mine, other = tiny_model(preset="exact"), tiny_model(preset="exact", seed=1)
+    wider = tiny_model(preset="exact", layers=3)
+    cache = prefill(mine, [9, 4])
+    cache.save(tmp_path / "cache.safetensors")
+    for model, message in ((other, "weights differ"), (wider, "3 layers")):
+        with pytest.raises(ValueError, match=message):
+            TurboKVCache.load(tmp_path / "cache.safetensors", model=model)
+        with pytest.raises(ValueError, match=message):
+            probe(model, cache)
+        with pytest.raises(ValueError, match=message):
+            probe(model, TurboKVCache.load(tmp_path / "cache.safetensors"))
+
+
+def test_a_model_without_calibration_refuses_a_compressed_cache(tiny_model: MakeModel, tmp_path: Path) -> None:
+    prefill(tiny_model(preset=PAPER), [9, 4]).save(tmp_path / "cache.safetensors")
+    bare = tiny_model(preset="exact")
+    with pytest.raises(ValueError, match="esm-turbo calibrate"):
+        TurboKVCache.load(tmp_path / "cache.safetensors", model=bare)
+
+
+def test_a_model_reads_caches_of_any_of_its_presets(tiny_model: MakeModel) -> None:
+    """The options travel with the cache: the model's own preset says only what new ones are."""
+    paper = tiny_model(preset=PAPER)
+    exact = tiny_model(preset="exact", calibrated=True)
+    cache = prefill(paper, [9, 4])
+    expected = probe(paper, cache)
+    assert torch.equal(probe(exact, cache), expected)
+
+
+@pytest.fixture
+def saved(tiny_model: MakeModel, tmp_path: Path) -> Path:
+    path = tmp_path / "cache.safetensors"
+    prefill(tiny_model(preset=PAPER), [9, 4]).save(path)
+    return path
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere.safetensors: no such cache file"):
+        TurboKVCache.load(tmp_path / "nowhere.safetensors")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_a_truncated_file(saved: Path, keep: float) -> None:
+    content = saved.read_bytes()
+    saved.write_bytes(content[: int(keep * len(content)) if isinstance(keep, float) else keep])
+    with pytest.raises(ValueError, match=r"cache.safetensors: damaged"):
+        TurboKVCache.load(saved)
+
+
+@pytest.mark.parametrize("where", [-1, -300, -1500])
+def test_an_altered_file(saved: Path, where: int) -> None:
+    content = bytearray(saved.read_bytes())
+    content[where] ^= 1
+    saved.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="altered"):
+        TurboKVCache.load(saved)
+
+
+def rewrite(
+    path: Path, *, strings: dict[str, str] | None = None, drop: str | None = None, **tensors: Tensor
+) -> None:
+    """Changes a file and makes its checksum right again."""
+    with safe_open(path, "pt") as file:
+        metadata = dict(file.metadata()) | (strings or {})
+        content = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
+    if drop:
+        content.pop(drop)
+    metadata.pop("sha256")
+    metadata["sha256"] = artifacts._digest(content, metadata)
+    save_file(content, path, metadata=metadata)
+
+
+def test_another_version(saved: Path) -> None:
+    rewrite(saved, strings={"format_version": str(FORMAT_VERSION + 1)})
+    with pytest.raises(ValueError, match=f"cache format version {FORMAT_VERSION + 1}, this release reads"):
+        TurboKVCache.load(saved)
+
+
+def test_another_kind(saved: Path, turbo: object, tmp_path: Path) -> None:
+    turbo.calibration.save(tmp_path / "calibration.safetensors")
+    with pytest.raises(ValueError, match="not an esm_turbo cache"):
+        TurboKVCache.load(tmp_path / "calibration.safetensors")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drop": "lengths"},
+        {"drop": "token_ids"},
+        {"drop": "protected_columns"},
+        {"drop": "fingerprint"},
+        {"drop": "layers.1.packed.keys"},
+        {"strings": {"geometry": "{}"}},
+        {"strings": {"geometry": '{"num_layers": 3, "num_heads": 4, "head_dim": 16}'}},
+        {"strings": {"geometry": '{"num_layers": 2, "num_heads": 8, "head_dim": 16}'}},
+        {"strings": {"config": "not JSON"}},
+        {"strings": {"config": '{"codec": "lut", "bits": 99}'}},
+        {"strings": {"config": '{"of_the_future": 1}'}},
+        {"lengths": torch.tensor([9, 99])},
+        {"lengths": torch.tensor([9, -1])},
+        {"lengths": torch.tensor([9, 4, 4])},
+        {"token_ids": torch.zeros(2, 4, dtype=torch.uint8)},
+        {"protected_columns": torch.zeros(5, 1, dtype=torch.int32)},
+        {"protected_columns": torch.full((2, 1), 70, dtype=torch.int32)},
+        {"positions": torch.zeros(2, 3, dtype=torch.int32)},
+    ],
+    ids=lambda change: next(iter(change.items()))[0] + "=" + str(next(iter(change.values())))[:40],
+)
+def test_a_file_whose_entries_contradict_each_other(saved: Path, change: dict[str, object]) -> None:
+    """Right checksum, wrong content: an error when it is read, not a wrong result later."""
+    rewrite(saved, **change)
+    with pytest.raises(ValueError):
+        TurboKVCache.load(saved)
+
+
+def test_saving_is_atomic(saved: Path, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where writing fails, the old file stays as it was and nothing else is left behind."""
+    before = saved.read_bytes()
+
+    def fail(_tensors: object, path: Path, **_options: object) -> None:
+        Path(path).write_bytes(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(artifacts, "save_file", fail)
+    with pytest.raises(OSError, match="no space"):
+        prefill(tiny_model(preset="exact"), [5]).save(saved)
+    assert saved.read_bytes() == before
+    assert os.listdir(saved.parent) == [saved.name]
+
+
+def test_a_file_replaces_an_older_one_that_is_open(saved: Path, tiny_model: MakeModel) -> None:
+    """A loaded cache does not change when its file is written anew."""
+    loaded = TurboKVCache.load(saved)
+    before = loaded.layers[0].packed["keys"].clone()
+    prefill(tiny_model(preset=PAPER), [9, 4], seed=9).save(saved)
+    assert torch.equal(loaded.layers[0].packed["keys"], before)
