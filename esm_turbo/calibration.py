@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 import numpy.typing as npt
 import torch
+from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from .artifacts import ArtifactError, read_artifact, write_artifact
@@ -69,7 +71,10 @@ class Calibration:
         config = TurboConfig.from_preset(preset)
         if config not in self._codecs:
             cls = codec_class(config)
-            self._codecs[config] = cls(config, self.geometry, cls.fit(config, self.statistics))
+            # Many small factorisations: threads would only wait for each other.
+            with threadpool_limits(1, user_api="blas"):
+                state = cls.fit(config, self.statistics)
+            self._codecs[config] = cls(config, self.geometry, state)
         return self._codecs[config]
 
     def fit(self, presets: Iterable[str | TurboConfig] = PRESETS) -> Self:
@@ -126,7 +131,9 @@ class Calibration:
         for config, codec in self._codecs.items():
             presets[config.name] = config.to_dict()
             tensors |= {f"codec.{config.name}.{name}": tensor for name, tensor in codec.state.items()}
+        tensors, copies = _without_copies(tensors)
         metadata = {
+            "copies": copies,
             "geometry": asdict(self.geometry),
             "counts": counts,
             "presets": presets,
@@ -150,6 +157,7 @@ class Calibration:
             path = path / CALIBRATION_FILE
         try:
             tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
+            tensors |= {name: tensors[original] for name, original in metadata["copies"].items()}
             calibration = cls(
                 _statistics(tensors, metadata),
                 tensors["fingerprint"].numpy(),
@@ -169,6 +177,21 @@ class Calibration:
 
 CALIBRATION_FILE = "calibration.safetensors"
 _REMEDY = "make one with `esm-turbo calibrate PROTEINS.fasta --model MODEL --out calibration.safetensors`"
+
+
+def _without_copies(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The tensors, each content once, and for every copy the name of its original: presets share their maps."""
+    kept: dict[str, Tensor] = {}
+    copies: dict[str, str] = {}
+    seen: dict[tuple[Any, ...], str] = {}
+    for name, tensor in tensors.items():
+        content = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+        original = seen.setdefault((tensor.dtype, tuple(tensor.shape), content), name)
+        if original == name:
+            kept[name] = tensor
+        else:
+            copies[name] = original
+    return kept, copies
 
 
 def _f32(array: npt.NDArray[np.float64]) -> Tensor:

@@ -14,6 +14,9 @@ from .codecs.base import rotate
 from .kv_statistics import KEY_BLOCK, Array, Moments, Sensitivity, TokenMoments, TokenSample
 from .sessions import KVSession
 
+# One query in three stands for all: it settles which keys matter at a third of the cost.
+_QUERY_STRIDE = 3
+
 
 class Observers(KVSession):
     """Shows every layer's queries, keys and values to several sessions; the model attends as it would."""
@@ -65,6 +68,8 @@ class MomentsCollector(KVSession):
 class SensitivityCollector(KVSession):
     """How much errors of keys and values matter, see `Sensitivity`: needs the attention itself, protein by protein.
 
+    Sums over queries are over every third one, chosen by its position.
+
     Args:
         mask: bool [batch, n], padded on the right.
         special: which tokens are no residues, bool [batch, n].
@@ -79,55 +84,57 @@ class SensitivityCollector(KVSession):
     def __init__(self, mask: Tensor, special: Tensor, positions: Tensor, output_gram: Array, inv_freq: Array) -> None:
         self.lengths = mask.sum(1).tolist()
         self.residues = (mask & ~special).float()
-        self.starts = positions // KEY_BLOCK * KEY_BLOCK
+        self.positions = positions
         self.output_gram = torch.from_numpy(output_gram.astype(np.float32))
         self.inv_freq = torch.from_numpy(inv_freq.astype(np.float32))
         self.weights: list[tuple[Tensor, Tensor]] = []
         self._layers: list[list[dict[str, Tensor]]] = []
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        gram = self.output_gram[layer_idx].to(query.device)
-        shape = (*query.shape[:1], query.shape[2], query.shape[1])
-        key_weights, value_weights = query.new_zeros(shape, dtype=torch.float32), query.new_zeros(shape, dtype=torch.float32)
+        device = query.device
+        gram = self.output_gram[layer_idx].to(device)
+        batch_size, heads, width = query.shape[:3]
+        weights = torch.zeros(2, batch_size, width, heads, device=device)
         sums = []
         for row, n in enumerate(self.lengths):
             q, k, v = (x[row, :, :n].float() for x in (query, keys, values))
-            found = self._protein(q, k, v, gram, self.residues[row, :n].to(q.device), self.starts[row, :n].to(q.device))
-            key_weights[row, :n] = found["key_weights"].T
-            value_weights[row, :n] = found["value_weights"].T
+            found = self._protein(q, k, v, gram, self.residues[row, :n].to(device), self.positions[row, :n].to(device))
+            weights[0, row, :n] = found["key_weights"].T
+            weights[1, row, :n] = found["value_weights"].T
             sums.append(found)
-        self.weights.append((key_weights, value_weights))
+        self.weights.append((weights[0], weights[1]))
         self._layers.append(sums)
 
     def _protein(
-        self, q: Tensor, k: Tensor, v: Tensor, gram: Tensor, residues: Tensor, starts: Tensor
+        self, q: Tensor, k: Tensor, v: Tensor, gram: Tensor, residues: Tensor, positions: Tensor
     ) -> dict[str, Tensor]:
-        """Sums over one protein; q, k, v [heads, n, head_dim], residues and starts [n]."""
+        """Sums over one protein; q, k, v [heads, n, head_dim], residues and positions [n]."""
+        asks = (positions % _QUERY_STRIDE == 0).nonzero()[:, 0]
+        q = q[:, asks]
         attention = torch.softmax(q @ k.transpose(1, 2), dim=-1)
         output = attention @ v
-        squared = attention.square_() * residues * residues[:, None]
-        squared.diagonal(dim1=1, dim2=2).zero_()
-        value_weights = squared.sum(1)
+        squared = attention.square_() * (residues[asks, None] * residues)
+        squared[:, torch.arange(len(asks), device=q.device), asks] = 0
         # |W (v_j - o_i)|^2, expanded; rounding may take it below zero.
         mapped = v @ gram
         distance = torch.baddbmm((mapped * v).sum(-1)[:, None, :], output, mapped.transpose(1, 2), alpha=-2)
         distance += ((output @ gram) * output).sum(-1)[:, :, None]
+        value_weights = squared.sum(1)
         gain = squared.mul_(distance.clamp_min_(0))
         key_weights = gain.sum(1)
         inv_freq = self.inv_freq.to(q.device)
-        queries = torch.zeros_like(gram)
-        for start in starts.unique():
-            rotated = rotate(q, -start * inv_freq)
-            queries += (rotated * gain[:, :, starts == start].sum(2)[..., None]).transpose(1, 2) @ rotated
-        turned = rotate(k, -starts[:, None] * inv_freq)
+        starts, block = torch.unique_consecutive(positions // KEY_BLOCK * KEY_BLOCK, return_inverse=True)
+        by_block = gain @ torch.nn.functional.one_hot(block).float()
+        turned_queries = rotate(q[:, :, None], -starts[:, None] * inv_freq)
+        turned_keys = rotate(k, -starts[block][:, None] * inv_freq)
         key_roots, value_roots = key_weights.sqrt(), value_weights.sqrt()
         return {
             "key_weights": key_roots,
             "value_weights": value_roots,
             "attention": value_weights.sum(1),
-            "queries": queries,
-            "key_sum": (turned * residues[:, None]).sum(1),
-            **_weighted("keys", turned, key_roots),
+            "queries": torch.einsum("hqbi,hqb,hqbj->hij", turned_queries, by_block, turned_queries),
+            "key_sum": (turned_keys * residues[:, None]).sum(1),
+            **_weighted("keys", turned_keys, key_roots),
             **_weighted("values", v, value_roots),
         }
 
@@ -142,7 +149,8 @@ class SensitivityCollector(KVSession):
 
     def _of_protein(self, row: int) -> Sensitivity:
         def stack(name: str) -> Array:
-            return _stacked([layer[row][name] for layer in self._layers])
+            stacked: Array = _stacked([layer[row][name] for layer in self._layers])
+            return stacked
 
         count = int(self.residues[row].sum())
         per_residue = 1 / max(1, count)

@@ -170,8 +170,13 @@ class _TurboMixin:
                 f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or holds more than tensors and is not"
                 f" run; if you trust where it is from, convert it: {_CONVERT}"
             ) from error
-        except (SafetensorError, EOFError) as error:
-            raise ValueError(f"{pretrained_model_name_or_path}: the weights are damaged ({error})") from error
+        except torch.OutOfMemoryError:
+            raise
+        except (SafetensorError, EOFError, RuntimeError) as error:
+            reason = str(error).partition(". ")[0]
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: the weights are damaged or do not fit config.json ({reason})"
+            ) from error
         in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
         if calibration is None and os.path.isfile(in_folder):
             calibration = in_folder

@@ -87,7 +87,10 @@ class _PartialAttention:
         self.sum: Tensor | None = None
 
     def add(self, query: Tensor, offset: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """query [C, H, N, D], offset of its scores [C, H, N, 1], keys [C, H, l, D], values [C, H, l, D'], mask [B, l]."""
+        """Adds keys [C, H, l, D] and values [C, H, l, D'] to what query [C, H, N, D] has seen.
+
+        `offset` [C, H, N, 1] is added to its scores; mask is bool [B, l].
+        """
         scores = query @ keys.transpose(2, 3)
         if offset is not None:
             scores += offset

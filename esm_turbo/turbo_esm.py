@@ -308,7 +308,10 @@ def _as_list(sequences: str | Sequence[str]) -> list[str]:
 def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor:
     if given is None:
         return own
-    totals = torch.as_tensor(given, dtype=torch.int64).expand(len(own))
+    totals = torch.as_tensor(given, dtype=torch.int64)
+    if totals.shape not in ((), own.shape):
+        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {given}")
+    totals = totals.expand(len(own))
     if bool((totals < own).any()):
         raise ValueError(f"`{name}` must be at least the context's own {own.tolist()}, got {totals.tolist()}")
     return totals

@@ -9,7 +9,6 @@ import json
 import logging
 import math
 import os
-import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -292,7 +291,7 @@ def test_from_esm_leaves_the_original_as_it_is() -> None:
     ours = TurboEsmForMaskedLM.from_esm(hf, preset="exact")
     ours.set_attn_implementation("sdpa")
     ours.eval()
-    ours.config.return_dict = False
+    ours.config.use_cache = False
     ours(ids, mask, use_cache=True)
     ours.predict_contacts(ids, mask)
     assert {name: type(module) for name, module in hf.named_modules()} == types
@@ -556,18 +555,27 @@ def test_a_pickle_with_code_is_refused(tmp_path: Path, legacy: bool) -> None:
     folder, trap = tmp_path / "model", tmp_path / "trap"
     shutil.copytree(PUBLISHED / "esm2_t6_8M_UR50D", folder)
     torch.save({"x": _Bomb(trap)}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
-    if legacy:
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"x": _Bomb(trap)}))
     with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
         TurboEsmForMaskedLM.from_pretrained(folder)
     assert not trap.exists()
 
 
-def test_a_truncated_checkpoint(tiny_model: MakeModel, tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path)
-    content = (tmp_path / "model.safetensors").read_bytes()
-    (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_a_truncated_checkpoint(tmp_path: Path, binary: bool, share: float) -> None:
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path, binary=binary)
+    path = tmp_path / ("pytorch_model.bin" if binary else "model.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
     with pytest.raises(ValueError, match="damaged"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_weights_that_do_not_fit_the_configuration(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(ValueError, match="do not fit"):
         TurboEsmForMaskedLM.from_pretrained(tmp_path)
 
 

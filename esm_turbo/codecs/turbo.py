@@ -22,12 +22,13 @@ Once a context and head, the mean of what quantisation left over is stored in bf
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from .. import transforms
 from ..config import Geometry, TurboConfig
-from ..kv_statistics import KEY_BLOCK, Array, KVStatistics
+from ..kv_statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
 from ..lloyd_max import lloyd_max
 from ..packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from .base import KVCodec, Packed, rotate
@@ -80,7 +81,7 @@ class TurboCodec(KVCodec):
             for keys, values in zip(key_variances, value_costs, strict=True)
         ]
         key_widths, value_widths = (np.stack(kind) for kind in zip(*widths, strict=True))
-        turned = _relative_to_blocks(sample.keys, sample.positions, statistics.inv_freq)
+        turned = _relative_to_blocks(sample, statistics.inv_freq)
         keys = np.einsum("lhij,lhtj->lhti", key_map.forward, turned - key_mean[:, :, None], optimize=True)
         values = np.einsum("lhij,lhtj->lhti", value_map.forward, sample.values - value_mean[:, :, None], optimize=True)
         layers = statistics.geometry.num_layers
@@ -191,10 +192,11 @@ def _about(mean: Array, covariance: Array, centre: Array) -> Array:
     return covariance + shift[..., :, None] * shift[..., None, :]
 
 
-def _relative_to_blocks(keys: Array, positions: Array, inv_freq: Array) -> Array:
-    """Keys [layers, heads, tokens, head_dim] rotated back by their blocks' first positions."""
-    angle = -(positions // KEY_BLOCK * KEY_BLOCK)[:, None] * inv_freq
-    turned: Array = rotate(torch.from_numpy(keys).double(), torch.from_numpy(angle)).numpy()
+def _relative_to_blocks(sample: TokenSample, inv_freq: Array) -> npt.NDArray[np.float32]:
+    """The sample's keys, rotated back by the first positions of their blocks."""
+    starts = torch.from_numpy(sample.positions // KEY_BLOCK * KEY_BLOCK)
+    angle = -starts[:, None] * torch.from_numpy(inv_freq).float()
+    turned: npt.NDArray[np.float32] = rotate(torch.from_numpy(sample.keys), angle).numpy()
     return turned
 
 
@@ -224,25 +226,28 @@ def _best_widths(costs: Array, max_bytes: int) -> list[tuple[float, list[int]]]:
     """
     best: list[tuple[float, list[int]]] = [(0.0, [])] * (max_bytes + 1)
     for cost in costs:
-        best = [
-            min(
-                (best[total - width][0] + cost * transforms.GAUSSIAN_DISTORTIONS[width], [*best[total - width][1], width])
-                for width in FIELD_AND_PLANES
-                if width <= total
-            )
-            for total in range(max_bytes + 1)
-        ]
+        best = [_with_run(best, cost, total) for total in range(max_bytes + 1)]
     return best
 
 
-def _fit_levels(kind: str, samples: Array, weights: Array, widths: Array) -> dict[str, Array]:
+def _with_run(best: list[tuple[float, list[int]]], cost: float, total: int) -> tuple[float, list[int]]:
+    """The best of `total` bytes when one more run of this cost joins the runs that `best` is for."""
+    choices = []
+    for width in FIELD_AND_PLANES:
+        if width <= total:
+            error, widths = best[total - width]
+            choices.append((error + cost * transforms.GAUSSIAN_DISTORTIONS[width], [*widths, width]))
+    return min(choices)
+
+
+def _fit_levels(kind: str, samples: Array, weights: npt.NDArray[np.float32], widths: Array) -> dict[str, Array]:
     """Lloyd-Max levels of every width in use, symmetric, the same for all layers: [layers, 2^width]."""
     tables = {}
     layers = len(widths)
     by_component = np.repeat(widths, GROUP_SIZE, axis=1)
     # Only the relative weights of one head's tokens mean something.
     weights = weights / np.maximum(weights.mean(axis=2, keepdims=True), np.finfo(np.float32).tiny)
-    for width in sorted(set(widths.reshape(-1).tolist()) - {0}):
+    for width in sorted({int(width) for width in widths.flat} - {0}):
         parts, part_weights = [], []
         for layer in range(layers):
             chosen = samples[layer][:, :, by_component[layer] == width]

@@ -26,12 +26,13 @@ def render(evaluation: Evaluation, width: int | None) -> str:
     for table in (*tables, _outliers(evaluation)):
         if table is not None:
             for column in table.columns:
-                words = " ".join(map(str, [column.header, *column.cells])).split()
-                column.min_width = max(map(len, words), default=0)
+                texts = [str(text) for text in (column.header, *column.cells)]
+                words = texts if column.no_wrap else " ".join(texts).split()
+                column.min_width = max(map(len, words))
             # A table's own title would be wrapped to the table's width.
             title, table.title = table.title, None
             console.print(title)
-            console.print(table, width=width)
+            console.print(table, width=None if width is None else max(width, console.measure(table).minimum))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
