@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import EsmConfig, EsmModel
 
 from esm_turbo import Calibration, KVCalibrator, TurboEsmModel
-from esm_turbo.config import PRESETS
+from esm_turbo.config import PRODUCT_PRESETS
 
 _CLS, _FIRST_RESIDUE, _LAST_RESIDUE, _EOS = 0, 4, 23, 2
 
@@ -84,5 +84,5 @@ def random_calibration(model: EsmModel) -> Calibration:
 def with_presets(model: EsmModel, calibration: Calibration, **turbo: Any) -> dict[str, TurboEsmModel]:
     """One model per preset, all with the weights of `model`."""
     return {
-        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, **turbo) for preset in PRESETS
+        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, **turbo) for preset in PRODUCT_PRESETS
     }

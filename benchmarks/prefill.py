@@ -12,7 +12,7 @@ from benchmarks.measure import Case, Check, Figures, interleave, ratio, spread
 from benchmarks.models import Architecture, random_calibration, random_model, random_tokens, with_presets
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import PRESETS, Geometry
+from esm_turbo.config import PRODUCT_PRESETS, Geometry
 
 _TOLERANCE = 1e-5
 _WHAT = "hidden states of the prefill against the plain forward, largest difference"
@@ -40,7 +40,7 @@ def _cases(name: str, model: EsmModel, calibration: Calibration, tokens: Sequenc
         def check(ids: torch.Tensor = ids) -> Check:
             expected = model(ids).last_hidden_state
             error = 0.0
-            for preset in PRESETS:
+            for preset in PRODUCT_PRESETS:
                 output = turbo[preset](ids, use_cache=True)
                 stored = output.past_key_values.get_seq_length() == ids.shape[1]
                 difference = float((output.last_hidden_state - expected).abs().max())
@@ -50,10 +50,10 @@ def _cases(name: str, model: EsmModel, calibration: Calibration, tokens: Sequenc
         @torch.no_grad()
         def measure(repeats: int, ids: torch.Tensor = ids) -> Figures:
             arms = {"forward": [partial(model, ids)]}
-            for preset in PRESETS:
+            for preset in PRODUCT_PRESETS:
                 arms[f"prefill {preset}"] = [partial(turbo[preset], ids, use_cache=True)]
             seconds = spread(interleave(arms, repeats))
-            ratios = {f"prefill {p} / forward": ratio(seconds, f"prefill {p}", "forward") for p in PRESETS}
+            ratios = {f"prefill {p} / forward": ratio(seconds, f"prefill {p}", "forward") for p in PRODUCT_PRESETS}
             return {"seconds": seconds, "ratios": ratios}
 
         yield Case(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers import EsmModel
 from .artifacts import package_versions
 from .calibration import Calibration
 from .collectors import MomentsCollector, Observers, SampleBuffer, SampleCollector, SensitivityCollector
-from .config import PRESETS, Geometry, TurboConfig
+from .config import PRODUCT_PRESETS, Geometry, TurboConfig
 from .fingerprint import model_fingerprint
 from .kv_statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
 from .modeling_esm_turbo import TurboEsmModel, check_weights
@@ -118,7 +119,7 @@ class KVCalibrator:
 
     def finalize(
         self,
-        presets: Iterable[str | TurboConfig] = PRESETS,
+        presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
         provenance: dict[str, Any] | None = None,
     ) -> Calibration:
         """Fits the codecs.
@@ -145,7 +146,7 @@ class KVCalibrator:
             self._output_gram,
         )
         record = {
-            "model": self.model.config._name_or_path or "a model without a name",
+            "model": _model_name(self.model.config._name_or_path),
             "sequences": self.n_sequences_seen_,
             "residues": self.n_residues_seen_,
             "sample_size": self.sample_size,
@@ -185,6 +186,11 @@ class KVCalibrator:
         indices, ranks = np.concatenate(flat), np.concatenate(priorities)
         best = self._sample.candidates(ranks)
         return torch.from_numpy(indices[best]), ranks[best]
+
+
+def _model_name(name_or_path: str) -> str:
+    """A hub id as it is, a folder by its own name: where it lies is nobody's business."""
+    return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
 
 
 def _hash_tokens(ids: Tensor) -> int:

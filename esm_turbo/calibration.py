@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .artifacts import ArtifactError, read_artifact, write_artifact
 from .codecs import KVCodec, codec_class
-from .config import PRESETS, Geometry, TurboConfig
+from .config import PRODUCT_PRESETS, Geometry, TurboConfig
 from .fingerprint import model_fingerprint, same_model
 from .kv_statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
 
@@ -77,7 +77,7 @@ class Calibration:
             self._codecs[config] = cls(config, self.geometry, state)
         return self._codecs[config]
 
-    def fit(self, presets: Iterable[str | TurboConfig] = PRESETS) -> Self:
+    def fit(self, presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS) -> Self:
         """Fits the codecs of these presets now."""
         for preset in presets:
             self.codec(preset)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .calibrate import KVCalibrator
-from .config import PRESETS, TurboConfig
+from .config import PRODUCT_PRESETS, TurboConfig
 from .fasta import ProteinRecord, sha256_file, token_batches
 from .limits import warn_if_long
 
@@ -29,7 +29,7 @@ def calibrate_records(
     records: Sequence[ProteinRecord],
     *,
     source: str | os.PathLike[str] | None = None,
-    presets: Iterable[str | TurboConfig] = PRESETS,
+    presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
     toks_per_batch: int = TOKS_PER_BATCH,
     max_residues: int | None = None,
     progress: Callable[[int, int], None] | None = None,

@@ -227,9 +227,9 @@ def embed(
         raise ValueError(f"{proteins}: no usable record; correct those above")
     turbo = _load(model, calibration=calibration, preset=preset, device=device, dtype=dtype)
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
+    failed = _embed(turbo, good, out, repr_layers, include, toks_per_batch, truncation_seq_length, format)
     if cut:
         say(f"warning: {len(cut)} protein{'s' if len(cut) > 1 else ''} cut after {truncation_seq_length} residues")
-    failed = _embed(turbo, good, out, repr_layers, include, toks_per_batch, truncation_seq_length, format)
     bad = [*bad, *failed]
     _list_bad(proteins, bad)
     written, total = len(good) - len(failed), len(good) + len(bad) - len(failed)

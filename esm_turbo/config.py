@@ -66,9 +66,10 @@ class TurboConfig:
     The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
 
     Attributes:
-        codec: what quantises: `exact` (full precision), `lut` (look-up tables) or `turbo` (bits shared out).
+        codec: what quantises: `exact` (full precision), `lut` (look-up tables), `turbo` (bits shared out), or one of
+            the codecs to compare with, see `codecs.CODECS`.
         mean_bits: of `turbo`: bits of an element on average over keys and values, 1 to 4.
-        bits: of an index into a look-up table, 1 to 7.
+        bits: of an index into a look-up table, 1 to 7; of a component, where a codec to compare with says so.
         key_transform: per-head map of the keys after RoPE.
         value_transform: per-head map of the values.
         standardize: divide every transformed component by its root mean square.
@@ -115,14 +116,14 @@ class TurboConfig:
         """
         if isinstance(preset, TurboConfig):
             return preset
-        if not isinstance(preset, str) or preset not in PRESETS:
-            raise ValueError(f"`preset` must be one of {sorted(PRESETS)} or a TurboConfig, got {preset!r}")
-        return PRESETS[preset]
+        if not isinstance(preset, str) or preset not in _NAMED:
+            raise ValueError(f"`preset` must be one of {sorted(_NAMED)} or a TurboConfig, got {preset!r}")
+        return _NAMED[preset]
 
     @property
     def name(self) -> str:
         """The preset's name, or `custom-` and a digest of the options."""
-        for name, config in PRESETS.items():
+        for name, config in _NAMED.items():
             if config == self:
                 return name
         return "custom-" + hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
@@ -153,7 +154,7 @@ def _check(name: str, value: Any, allowed: Any) -> None:
         raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
 
 
-PRESETS: dict[str, TurboConfig] = {
+PRODUCT_PRESETS: dict[str, TurboConfig] = {
     "exact": TurboConfig(codec="exact"),
     "paper": TurboConfig(),
     **{
@@ -161,4 +162,28 @@ PRESETS: dict[str, TurboConfig] = {
         for bits in (4, 3, 2, 1)
     },
 }
+COMPARISON_PRESETS: dict[str, TurboConfig] = {
+    **{f"turboquant{bits}": TurboConfig(codec="turboquant", bits=bits) for bits in (4, 3, 2)},
+    **{f"turboquant_prod{bits}": TurboConfig(codec="turboquant_prod", bits=bits) for bits in (4, 3)},
+    "tq35": TurboConfig(codec="hybrid", bits=4),
+    "tq25": TurboConfig(codec="hybrid", bits=3),
+    **{f"polarquant{bits}": TurboConfig(codec="polarquant", bits=bits) for bits in (4, 3)},
+    "qjl": TurboConfig(codec="qjl", bits=2),
+    "spectral": TurboConfig(codec="spectral", bits=4),
+    "fp8": TurboConfig(codec="fp8"),
+    "int8": TurboConfig(codec="int8"),
+    "int4": TurboConfig(codec="int4"),
+    **{f"kivi{bits}": TurboConfig(codec="kivi", bits=bits) for bits in (4, 2)},
+}
+"""Other methods, to compare with; calibrating does not fit them before they are asked for."""
+
+PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
+
+OPTIONAL_PRESETS: dict[str, TurboConfig] = {
+    f"{codec}{bits}": TurboConfig(codec=codec, bits=bits) for codec in ("quanto", "hqq") for bits in (4, 2)
+}
+"""More to compare with, which need the packages of the extra `compare`."""
+
+_NAMED = PRESETS | OPTIONAL_PRESETS
+
 DEFAULT_PRESET = "turbo3"

@@ -11,7 +11,7 @@ import torch
 
 from .assets import calibration_proteins, evaluation_proteins
 from .calibration_run import calibrate_records
-from .config import DEFAULT_PRESET, PRESETS
+from .config import DEFAULT_PRESET, PRODUCT_PRESETS
 from .fasta import ProteinRecord, read_fasta_strict
 from .turbo_esm import TurboEsm
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from .evaluate import Evaluation
 
 CALIBRATION_PROTEINS = 60
-EVALUATION_PROTEINS = 12
+EVALUATION_PROTEINS = 6
 NEW_RESIDUES = 8
 REFRESH = 8
-_EVALUATION_LENGTHS = range(60, 201)
+_EVALUATION_LENGTHS = range(60, 161)
 
 Progress = Callable[[str, int, int], None]
 
@@ -92,7 +92,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
     fasta = calibration_proteins()
     records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]
     calibration = calibrate_records(
-        turbo, records, source=fasta, progress=lambda done, total: report("calibrate", done, total)
+        turbo, records, source=fasta, presets=PRODUCT_PRESETS, progress=lambda done, total: report("calibrate", done, total)
     )
     turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
     clock.lap("calibrate")
@@ -102,7 +102,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
     chosen = unseen[:: max(1, len(unseen) // EVALUATION_PROTEINS)][:EVALUATION_PROTEINS]
     evaluation = turbo.evaluate(
         [r.sequence for r in chosen],
-        list(PRESETS),
+        list(PRODUCT_PRESETS),
         names=[r.id for r in chosen],
         extend_ks=(NEW_RESIDUES,),
         refresh_ws=(0, REFRESH),

@@ -18,13 +18,14 @@ from .artifacts import ArtifactError, read_artifact
 from .calibrate import KVCalibrator
 from .calibration import CALIBRATION_FILE, Calibration
 from .codecs import KVCodec
-from .config import PRESETS, Geometry, TurboConfig
+from .config import PRODUCT_PRESETS, Geometry, TurboConfig
 from .hub import local_files_only, not_found
 from .kv_cache import TurboKVCache
 from .modeling_esm_turbo import TurboEsmModel, check_is_esm2
 
 _CLS, _RESIDUE = 0, 5
-_MEASURED = (64, 128)
+# A multiple of every codec's group of tokens.
+_BLOCK = 64
 _FLOAT_BYTES = {"fp32": 4, "fp16": 2}
 
 
@@ -114,7 +115,7 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
 def cache_sizes(
     geometry: Geometry, calibration: Calibration | None, length: int, batch_size: int
 ) -> dict[str, Any]:
-    """Bytes of a cache under every preset, beside those of plain arrays.
+    """Bytes of a cache under the presets of everyday use, beside those of plain arrays.
 
     Args:
         geometry: of the model.
@@ -129,7 +130,7 @@ def cache_sizes(
         raise ValueError(f"`length` and `batch` must be at least 1, got {length} and {batch_size}")
     elements = geometry.elements_per_token * length * batch_size
     sizes = {name: float(size * elements) for name, size in _FLOAT_BYTES.items()}
-    for name, config in PRESETS.items():
+    for name, config in PRODUCT_PRESETS.items():
         if calibration is not None:
             sizes[name] = stored_bytes(calibration.codec(config), length) * batch_size
         else:
@@ -147,12 +148,14 @@ def cache_sizes(
 def stored_bytes(codec: KVCodec, length: int) -> float:
     """Bytes of one protein of `length` tokens in a cache of this codec.
 
-    A long one is extrapolated from two short ones: every token takes the same bytes.
+    A long one is extrapolated from two short ones that leave the same remainder of a block: a block takes the same
+    bytes wherever it stands.
     """
-    if length <= _MEASURED[1]:
+    if length < 2 * _BLOCK:
         return _bytes_of(codec, length)
-    short, long = (_bytes_of(codec, tokens) for tokens in _MEASURED)
-    return short + (length - _MEASURED[0]) * (long - short) / (_MEASURED[1] - _MEASURED[0])
+    short = _BLOCK + length % _BLOCK
+    first, second = (_bytes_of(codec, tokens) for tokens in (short, short + _BLOCK))
+    return first + (length - short) // _BLOCK * (second - first)
 
 
 def _bytes_of(codec: KVCodec, tokens: int) -> int:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 
+_DEVICE_SLOTS = 2
+
 
 class TurboCacheLayer(CacheLayerMixin):
     """One layer's share of a cache.
@@ -134,6 +136,7 @@ class TurboKVCache(Cache):
         self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
         self.positions: Tensor | None = None
         self._seq_length: int | None = None
+        self._longest = 0
         self.reset()
 
     def __repr__(self) -> str:
@@ -145,6 +148,11 @@ class TurboKVCache(Cache):
     @property
     def device(self) -> torch.device:
         return self.lengths.device
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether numbers can be looked at without waiting for a device."""
+        return self.device.type == "cpu"
 
     @property
     def batch_size(self) -> int:
@@ -218,11 +226,11 @@ class TurboKVCache(Cache):
         if self.config.protect_special_tokens:
             special = stored & torch.isin(token_ids, torch.tensor(list(special_ids), device=order.device))
             # A context has one <cls> and at most one <eos>; on a device that is taken for granted, to not wait for it.
-            slots = int(special.sum(1).max()) if special.device.type == "cpu" else min(2, special.shape[1])
+            slots = int(special.sum(1).max()) if self._on_cpu else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
         positions = None if position_ids is None else position_ids.expand_as(order).gather(1, order).to(torch.int32)
-        if positions is not None and self.positions is None and positions.device.type == "cpu":
+        if positions is not None and self.positions is None and self._on_cpu:
             # Positions that are the next ones anyway need no storage.
             start = self.lengths[:, None] if self.batch_size else 0
             if bool((~stored | (positions == start + torch.arange(order.shape[1]))).all()):
@@ -281,6 +289,7 @@ class TurboKVCache(Cache):
         self.protected_columns = torch.cat([self.protected_columns, columns.to(torch.int32)], dim=1)
         self.token_ids = self._put(self.token_ids[:, None], append.token_ids[:, None])[:, 0]
         self.lengths = self.lengths + append.counts
+        self._longest += append.order.shape[1]
         self._changed()
 
     def _put(self, old: Tensor | None, new: Tensor) -> Tensor:
@@ -288,23 +297,33 @@ class TurboKVCache(Cache):
         if old is None or old.shape[2] == 0:
             return new
         grown = torch.cat([old, torch.zeros_like(new)], dim=2)
-        column = self.lengths[:, None] + torch.arange(new.shape[2], device=new.device)
+        column = self.lengths.to(new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
         index = column.view(column.shape[0], 1, -1, *[1] * (new.dim() - 3)).expand_as(new)
         return grown.scatter_(2, index, new)
 
     def _changed(self) -> None:
-        """To be called when lengths have changed: drops columns and slots that no row uses."""
+        """To be called when lengths have changed: drops columns and slots that no row uses.
+
+        On a device, where to know these numbers would be to wait, their upper bounds do: `_longest`, which is kept
+        without looking at the lengths, and two slots, since a protein has one `<cls>` and at most one `<eos>`.
+        """
         self._seq_length = None
-        # On a device this would wait for the lengths; columns and slots in excess do no harm.
-        if self.device.type != "cpu":
-            return
-        if self.get_seq_length() < self.columns:
-            self._trim(self.get_seq_length())
-        used = (self.protected_columns >= 0).any(dim=0)
-        if not bool(used.all()):
-            self.protected_columns = self.protected_columns[:, used]
-            for layer in self.layers:
-                layer.protected = {name: tensor[:, :, used] for name, tensor in layer.protected.items()}
+        slots = _DEVICE_SLOTS
+        if self._on_cpu:
+            self._longest = self.get_seq_length()
+            slots = int((self.protected_columns >= 0).sum(1).max()) if self.batch_size else 0
+        if self._longest < self.columns:
+            self._trim(self._longest)
+        if slots < self.protected_columns.shape[1]:
+            self._keep_slots(slots)
+
+    def _keep_slots(self, slots: int) -> None:
+        """Keeps each row's first slots in use, that many of them. Tokens beyond are read from their codes."""
+        empty = (self.protected_columns < 0).to(torch.int32)
+        chosen = torch.argsort(empty, dim=1, stable=True)[:, :slots]
+        self.protected_columns = self.protected_columns.gather(1, chosen)
+        for layer in self.layers:
+            layer.protected = {name: _take(tensor, chosen) for name, tensor in layer.protected.items()}
 
     def _trim(self, columns: int) -> None:
         for layer in self.layers:
@@ -324,6 +343,7 @@ class TurboKVCache(Cache):
         """
         lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
         self.lengths = lengths
+        self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
         self.protected_columns = torch.where(
             self.protected_columns < lengths[:, None], self.protected_columns, -1
         ).to(torch.int32)
@@ -338,6 +358,7 @@ class TurboKVCache(Cache):
         self.token_ids = torch.zeros(0, 0, dtype=torch.uint8, device=device)
         self.positions = None
         self.protected_columns = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._longest = 0
         self._changed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -366,6 +387,7 @@ class TurboKVCache(Cache):
             mine.packed, mine.protected, mine.rows = theirs.packed, theirs.protected, theirs.rows
         selected.lengths, selected.token_ids = self.lengths, self.token_ids
         selected.positions, selected.protected_columns = self.positions, self.protected_columns
+        selected._longest = self._longest
         selected.batch_select_indices(rows)
         selected._trim(selected.get_seq_length())
         return selected
@@ -436,6 +458,7 @@ class TurboKVCache(Cache):
                     for cache in caches
                 ]
             )
+        joined._longest = max(cache._longest for cache in caches)
         joined._changed()
         return joined
 
@@ -493,6 +516,7 @@ class TurboKVCache(Cache):
         except (KeyError, TypeError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
         cache._check_shapes(path)
+        cache._longest = cache.columns
         cache._changed()
         if model is not None:
             model.claim_cache(cache)
@@ -509,8 +533,10 @@ class TurboKVCache(Cache):
         first = self.layers[0]
         for layer in self.layers:
             good &= layer.packed.keys() == first.packed.keys() and layer.protected.keys() == first.protected.keys()
+            good &= layer.rows.keys() == first.rows.keys()
             good &= all(tensor.shape[:3] == (batch_size, heads, columns) for tensor in layer.packed.values())
             good &= all(tensor.shape[:3] == (batch_size, heads, slots) for tensor in layer.protected.values())
+            good &= all(tensor.shape[:3] == (batch_size, heads, 1) for tensor in layer.rows.values())
         if not good or (batch_size and not first.packed) or (slots and not first.protected):
             raise ArtifactError(f"{path}: its tensors do not fit together")
 
@@ -522,7 +548,7 @@ def _bytes_per_token(tensor: Tensor) -> int:
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
     """x [batch, heads, n, d] at tokens [batch, m], giving [batch, heads, m, d]."""
-    index = tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    index = tokens.to(x.device)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     return x.gather(2, index)
 
 
@@ -538,7 +564,15 @@ def _pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
 
 
 def _cat_padded(parts: Sequence[Packed], size: int) -> Packed:
-    return {name: torch.cat([_pad(part[name], 2, size) for part in parts]) for name in parts[0]}
+    return {name: _cat_rows([_pad(part[name], 2, size) for part in parts]) for name in parts[0]}
+
+
+def _cat_rows(tensors: list[Tensor]) -> Tensor:
+    # What is stored once a row may be longer for a longer row.
+    for dim in range(3, tensors[0].dim()):
+        size = max(tensor.shape[dim] for tensor in tensors)
+        tensors = [_pad(tensor, dim, size) for tensor in tensors]
+    return torch.cat(tensors)
 
 
 def _with_prefix(tensors: Packed, prefix: str) -> Packed:

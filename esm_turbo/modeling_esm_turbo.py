@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -29,7 +29,7 @@ from transformers.models.esm.modeling_esm import (
 
 from .backends import resolve_backend
 from .calibration import CALIBRATION_FILE, Calibration
-from .codecs import KVCodec, codec_class
+from .codecs import KVCodec, codec_class, codec_without_calibration
 from .config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from .fingerprint import model_fingerprint, same_codec, same_model
 from .kv_cache import TurboKVCache
@@ -38,7 +38,8 @@ from .sessions import Extension, KVSession, Prefill
 # The share of residues that ESM-2 saw masked in training (Lin et al. 2023), undone by token dropout.
 _TRAINED_MASK_RATIO = 0.15 * 0.8
 _INV_FREQ = "rotary_embeddings.inv_freq"
-_PUBLISHED_INV_FREQ = r"encoder\.layer\.\d+\.attention\.self\.rotary_embeddings\.inv_freq"
+# transformers 5 saves one key for all layers, with an asterisk for the layer's number.
+_PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embeddings\.inv_freq"
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file;'
     " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
@@ -163,8 +164,11 @@ class _TurboMixin:
         check_is_esm2(pretrained_model_name_or_path, kwargs)
         # Hugging Face renames these keys for its own classes only.
         kwargs.setdefault("key_mapping", {_PUBLISHED_INV_FREQ: _INV_FREQ})
+        wants_report = kwargs.pop("output_loading_info", False)
         try:
-            model = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)  # type: ignore[misc]
+            loaded, report = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
         except pickle.UnpicklingError as error:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or holds more than tensors and is not"
@@ -180,10 +184,10 @@ class _TurboMixin:
         in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
         if calibration is None and os.path.isfile(in_folder):
             calibration = in_folder
-        loaded = model[0] if isinstance(model, tuple) else model
+        _check_complete(pretrained_model_name_or_path, report["missing_keys"])
         check_weights(loaded)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
-        return model  # type: ignore[no-any-return]
+        return (loaded, report) if wants_report else loaded  # type: ignore[no-any-return]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
@@ -261,8 +265,9 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         """
         if self.calibration is not None:
             return self.calibration.codec(config)
-        if config.codec == "exact":
-            return codec_class(config)(config, Geometry.of(self.config), {})
+        codec = codec_without_calibration(config, Geometry.of(self.config))
+        if codec is not None:
+            return codec
         raise ValueError(
             f"preset {config.name!r} needs a calibration of this model: make one with `esm-turbo calibrate"
             " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=,"
@@ -558,6 +563,8 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
     config, _ = PreTrainedConfig.get_config_dict(
         name_or_path, **{name: options[name] for name in names if name in options}
     )
+    if not config:
+        raise OSError(f"{name_or_path}: there is no config.json")
     kind = config.get("model_type")
     if kind != "esm":
         raise ValueError(f"{name_or_path}: not ESM-2 but model type {kind!r}")
@@ -580,6 +587,22 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
+
+
+def _check_complete(name_or_path: str | os.PathLike[str], missing: Iterable[str]) -> None:
+    """Makes sure that a checkpoint held the encoder; Hugging Face would go on with random weights.
+
+    Raises:
+        ValueError: naming the first weight that is missing. Heads and the pooler may be.
+    """
+    # Rotary frequencies follow from the configuration.
+    needed = (name for name in missing if not name.endswith(_INV_FREQ))
+    lacking = sorted(name for name in needed if "encoder.layer." in name or "embeddings." in name)
+    if lacking:
+        raise ValueError(
+            f"{name_or_path}: the checkpoint lacks {len(lacking)} weights of the encoder, such as {lacking[0]};"
+            " is it ESM-2, and complete?"
+        )
 
 
 def _share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -11,9 +12,11 @@ from .codecs import KVCodec, Packed, PackedContext
 
 __all__ = ["extend_attention"]
 
-# Elements of a decoded slice: a megabyte in float32, which stays in the caches of one or two cores.
-_SLICE_ELEMENTS = 2**18
-_MIN_SLICE_TOKENS = 16
+# Elements of a decoded slice: two megabytes in float32, few enough for the caches of a processor, many enough that
+# starting operations is not what takes the time.
+_SLICE_ELEMENTS = 2**19
+# The upper bound keeps small models from decoding whole contexts at once.
+_SLICE_TOKENS = (16, 512)
 _LOWEST = -1e30
 
 
@@ -45,22 +48,23 @@ def extend_attention(
     """
     rows = next(iter(context.packed.values())).shape[0]
     folded = _fold(query.float(), rows)
-    mapped, offset = codec.map_query(layer_idx, folded)
     past = _PartialAttention(folded)
     if context.protected and context.protected["keys"].shape[2]:
-        protected = context.protected["keys"].float(), context.protected["values"].float()
-        past.add(mapped, offset, *protected, context.protected_mask)
-    block = 0
-    for columns in _slices(context.packed, max(folded.shape[2:]), codec.block_size):
-        if codec.block_size is not None and columns.start // codec.block_size != block:
-            block = columns.start // codec.block_size
-            mapped, offset = codec.map_query(layer_idx, folded, block)
+        mapped = codec.map_query(layer_idx, folded)
+        past.weigh(*mapped, context.protected["keys"].float(), context.protected_mask)
+        past.add(context.protected["values"].float())
+    mapped_blocks = None
+    for columns, blocks in _slices(context.packed, max(folded.shape[2:]), codec.block_size):
+        if blocks != mapped_blocks:
+            mapped, mapped_blocks = codec.map_query(layer_idx, folded, *blocks), blocks
         tokens = {name: tensor[:, :, columns] for name, tensor in context.packed.items()} | context.rows
         visible = None if context.mask is None else context.mask[:, columns]
-        keys_read, values_read = codec.dequantize_keys(layer_idx, tokens), codec.dequantize_values(layer_idx, tokens)
-        past.add(mapped, offset, keys_read, values_read, visible)
+        # The decoded keys are let go before the values are decoded.
+        past.weigh(*mapped, codec.dequantize_keys(layer_idx, tokens), visible)
+        past.add(codec.dequantize_values(layer_idx, tokens))
     new = _PartialAttention(query)
-    new.add(query.float(), None, keys.float(), values.float(), mask)
+    new.weigh(query.float()[:, :, None], None, keys.float(), mask)
+    new.add(values.float())
     new_output, new_lse = new.finish(query.shape)
     if past.sum is None:
         return new_output.to(query.dtype)
@@ -86,23 +90,31 @@ class _PartialAttention:
         self.total = torch.zeros_like(self.highest)
         self.sum: Tensor | None = None
 
-    def add(self, query: Tensor, offset: Tensor | None, keys: Tensor, values: Tensor, mask: Tensor | None) -> None:
-        """Adds keys [C, H, l, D] and values [C, H, l, D'] to what query [C, H, N, D] has seen.
+    def weigh(self, query: Tensor, offset: Tensor | None, keys: Tensor, mask: Tensor | None) -> None:
+        """Begins to add columns: their weights.
 
-        `offset` [C, H, N, 1] is added to its scores; mask is bool [B, l].
+        Args:
+            query: one for each of b blocks of the columns, [C, H, b, N, D].
+            offset: of their scores, [C, H, b, N, 1] or None.
+            keys: [C, H, l, D], b blocks of equal length.
+            mask: bool [B, l]; None for all.
         """
-        scores = query @ keys.transpose(2, 3)
+        scores = query @ keys.unflatten(2, (query.shape[2], -1)).transpose(3, 4)
         if offset is not None:
             scores += offset
+        scores = scores.transpose(2, 3).flatten(3)
         if mask is not None:
             scores = scores.masked_fill_(~self._spread(mask), float("-inf"))
         highest = torch.maximum(self.highest, scores.amax(dim=3, keepdim=True))
-        weights = scores.sub_(highest).exp_()
-        keep = torch.exp(self.highest - highest)
+        self.weights = scores.sub_(highest).exp_()
+        self.keep = torch.exp(self.highest - highest)
         self.highest = highest
-        self.total = self.total * keep + weights.sum(dim=3, keepdim=True)
-        new = weights @ values
-        self.sum = new if self.sum is None else torch.addcmul(new, self.sum, keep)
+        self.total = self.total * self.keep + self.weights.sum(dim=3, keepdim=True)
+
+    def add(self, values: Tensor) -> None:
+        """Adds the values [C, H, l, D'] of the columns that were weighed last."""
+        new = self.weights @ values
+        self.sum = new if self.sum is None else torch.addcmul(new, self.sum, self.keep)
 
     def finish(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """The weighted mean [B, H, n, D'] and the log of the sum of exponentials [B, H, n, 1]."""
@@ -118,23 +130,41 @@ class _PartialAttention:
         return mask.repeat_interleave(queries // mask.shape[0], dim=0)[None, None]
 
 
-def _slices(packed: Packed, width: int, block_size: int | None) -> list[slice]:
-    """Slices of the columns, none across a block of the codec's, such that a slice decoded stays in the cache.
+def _slices(packed: Packed, width: int, block_size: int | None) -> list[tuple[slice, tuple[int, int]]]:
+    """Slices of the columns, such that a slice decoded stays in the cache, each of whole blocks or inside of one.
 
     Args:
         packed: tensors [C, H, L, ...].
         width: elements that a token and head makes, of keys or of scores.
         block_size: of the codec, a power of two, or None.
+
+    Returns:
+        Columns, and their first block and number of blocks.
     """
     rows, heads, columns = next(iter(packed.values())).shape[:3]
-    step = max(_MIN_SLICE_TOKENS, _SLICE_ELEMENTS // (rows * heads * width))
-    if block_size is not None:
-        step = min(block_size, 1 << step.bit_length() - 1)
-    else:
-        # Evenly, or the last slice might be a few tokens that cost as much as a whole one.
-        count = math.ceil(columns / step) or 1
-        step = math.ceil(columns / count) or 1
-    return [slice(start, min(start + step, columns)) for start in range(0, columns, step)]
+    fewest, most = _SLICE_TOKENS
+    step = min(most, max(fewest, _SLICE_ELEMENTS // (rows * heads * width)))
+    if block_size is None:
+        return [(part, (0, 1)) for part in _even_slices(columns, step)]
+    if step < block_size:
+        step = 1 << step.bit_length() - 1
+        starts = range(0, columns, step)
+        return [(slice(start, min(start + step, columns)), (start // block_size, 1)) for start in starts]
+    whole = columns // block_size
+    parts = [
+        (slice(part.start * block_size, part.stop * block_size), (part.start, part.stop - part.start))
+        for part in _even_slices(whole, step // block_size)
+    ]
+    if columns % block_size:
+        parts.append((slice(whole * block_size, columns), (whole, 1)))
+    return parts
+
+
+def _even_slices(total: int, step: int) -> list[slice]:
+    """As few slices as `step` allows, all of about one length: a short last one would cost as much as the others."""
+    count = math.ceil(total / step)
+    bounds = [index * total // count for index in range(count + 1)] if count else []
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def _fold(query: Tensor, rows: int) -> Tensor:

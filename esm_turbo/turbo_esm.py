@@ -110,7 +110,8 @@ class TurboEsm:
                 **options,
             )
             tokenizer = EsmTokenizer.from_pretrained(source, local_files_only=offline)
-        except OSError as error:
+        # Without its vocabulary's file the tokenizer raises a TypeError.
+        except (OSError, TypeError) as error:
             raise not_found(source) from error
         if device_map is None:
             loaded = loaded.to(device)

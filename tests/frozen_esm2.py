@@ -74,9 +74,8 @@ class FrozenEsm2:
         for layer in range(self.num_layers):
             prefix = f"esm.encoder.layer.{layer}"
             normed = self._norm(f"{prefix}.attention.LayerNorm", x)
-            query, keys, values = (
-                self._heads(self._linear(f"{prefix}.attention.self.{name}", normed)) for name in ("query", "key", "value")
-            )
+            projected = (self._linear(f"{prefix}.attention.self.{name}", normed) for name in ("query", "key", "value"))
+            query, keys, values = (self._heads(x) for x in projected)
             query, keys = self._rotate(layer, query, positions), self._rotate(layer, keys, positions)
             kv.append((keys, values))
             if past is not None:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import BertConfig, BertModel, EsmModel
 
 from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
-from esm_turbo.config import PRESETS, Geometry
+from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
 
 CLS, PAD, EOS, MASK = 0, 1, 2, 32
 STATES = ("keys", "queries", "values")
@@ -459,7 +459,7 @@ def test_finalize_fits_the_presets_asked_for(model, proteins):
     calibrator = fitted(model, [proteins])
     every = calibrator.finalize()
     assert every.nbytes == sum(
-        t.numel() * t.element_size() for name in PRESETS for t in every.codec(name).state.values()
+        t.numel() * t.element_size() for name in PRODUCT_PRESETS for t in every.codec(name).state.values()
     )
     none = calibrator.finalize(presets=())
     assert none.nbytes == 0

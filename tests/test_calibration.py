@@ -12,7 +12,7 @@ from esm_turbo import Calibration, KVCalibrator, TurboConfig, TurboEsmForMaskedL
 from esm_turbo.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.calibration import CALIBRATION_FILE, FORMAT_VERSION
-from esm_turbo.config import PRESETS, Geometry
+from esm_turbo.config import PRODUCT_PRESETS, Geometry
 
 SIZES = {"head_dim": 16, "heads": 2, "layers": 2}
 PROVENANCE = {"fasta": {"name": "µ.fasta", "sha256": "0" * 64}, "model": "tiny-esm2"}
@@ -101,17 +101,17 @@ def test_what_is_saved_is_loaded_bit_for_bit(calibration, file, model):
     assert loaded.provenance["fasta"] == PROVENANCE["fasta"]
     assert loaded.geometry == Geometry(2, 2, 16)
     assert loaded.nbytes == calibration.nbytes > 0
-    for preset in PRESETS:
+    for preset in PRODUCT_PRESETS:
         assert_same_states(loaded.codec(preset).state, calibration.codec(preset).state)
 
 
 def test_loaded_presets_need_no_fitting(calibration, file, monkeypatch):
     loaded = Calibration.load(file)
-    for codec in {type(loaded.codec(preset)) for preset in PRESETS}:
+    for codec in {type(loaded.codec(preset)) for preset in PRODUCT_PRESETS}:
         monkeypatch.setattr(codec, "fit", lambda *_: pytest.fail("fitted again"))
-    for preset in PRESETS:
-        assert loaded.codec(preset).config == PRESETS[preset]
-        assert loaded.codec(preset) is loaded.codec(PRESETS[preset])
+    for preset in PRODUCT_PRESETS:
+        assert loaded.codec(preset).config == PRODUCT_PRESETS[preset]
+        assert loaded.codec(preset) is loaded.codec(PRODUCT_PRESETS[preset])
 
 
 @pytest.mark.parametrize("config", ABLATIONS.values(), ids=ABLATIONS)
@@ -160,7 +160,7 @@ def test_metadata_is_readable_without_the_package(file):
         strings = opened.metadata()
     assert strings["kind"] == "calibration"
     assert json.loads(strings["geometry"]) == {"num_layers": 2, "num_heads": 2, "head_dim": 16}
-    assert set(json.loads(strings["presets"])) == set(PRESETS)
+    assert set(json.loads(strings["presets"])) == set(PRODUCT_PRESETS)
 
 
 def test_codec_refuses_unknown_presets(calibration):
@@ -249,7 +249,7 @@ def test_shipped_calibration_is_the_embedded_models(turbo):
     assert shipped.provenance["residues"] >= 20_000
     _, metadata = read_artifact(EMBEDDED_MODEL / CALIBRATION_FILE, "calibration", FORMAT_VERSION)
     options = [TurboConfig.from_dict(options) for options in metadata["presets"].values()]
-    assert set(PRESETS.values()) <= set(options)
+    assert set(PRODUCT_PRESETS.values()) <= set(options)
 
 
 # --- damage

@@ -36,7 +36,10 @@ def test_provenance(tiny, tmp_path):
         "alpha_beta": {"sequences": 1, "residues": 160},
         "unknown": {"sequences": 1, "residues": 40},
     }
-    assert record["lengths"] == {"1-100": {"sequences": 2, "residues": 120}, "101-200": {"sequences": 1, "residues": 160}}
+    assert record["lengths"] == {
+        "1-100": {"sequences": 2, "residues": 120},
+        "101-200": {"sequences": 1, "residues": 160},
+    }
     assert record["fasta"] == {"name": "proteins.fasta", "sha256": sha256_file(fasta)}
     assert record["versions"]["torch"] == torch.__version__
     # A file that is passed on must not tell where it was made.

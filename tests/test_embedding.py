@@ -102,7 +102,8 @@ def test_half_precision_comes_out_as_float32(turbo, tiny_model):
 
 def test_the_cache_is_that_of_prefill(turbo):
     # Batches of one compute exactly what prefill of one does, so not even a code may differ.
-    for sequence, embedding in zip(SEQUENCES, embed(turbo, SEQUENCES, toks_per_batch=1, return_cache=True), strict=True):
+    embeddings = embed(turbo, SEQUENCES, toks_per_batch=1, return_cache=True)
+    for sequence, embedding in zip(SEQUENCES, embeddings, strict=True):
         expected = turbo.prefill(sequence)
         assert embedding.cache.lengths.tolist() == expected.lengths.tolist()
         assert torch.equal(embedding.cache.token_ids, expected.token_ids)

@@ -174,6 +174,12 @@ def test_refreshing_everything_leaves_only_the_first_token_stored(evaluation: Ev
     assert errors[32] < errors[8] < errors[0]
 
 
+def test_a_number_given_twice_is_measured_once(tiny: TurboEsm, evaluation: Evaluation) -> None:
+    result = tiny.evaluate(SEQUENCES, ["paper"], extend_ks=(1, 1), refresh_ws=(0, 0), outlier_scales=())
+    [extend] = result["paper"].extend
+    assert extend.against_frozen and extend.against_frozen.residues.tokens == len(SEQUENCES)
+
+
 def test_proteins_too_short_are_skipped_and_counted(tiny: TurboEsm, evaluation: Evaluation) -> None:
     counts = {e.new_residues: (e.proteins, e.skipped) for e in evaluation["paper"].extend}
     assert counts == {1: (4, 0), 18: (2, 2)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -54,7 +55,9 @@ def prefill(model: TurboEsmForMaskedLM, ids: list[int]) -> TurboKVCache:
 
 @pytest.mark.parametrize("masks", [(0, 0), (3, 0), (0, 1), (4, 1)], ids=lambda m: f"{m[0]}+{m[1]} masks")
 @pytest.mark.parametrize("n", [1, 5, 40])
-def test_extension_is_the_frozen_computation(exact: TurboEsm, frozen: FrozenEsm2, n: int, masks: tuple[int, int]) -> None:
+def test_extension_is_the_frozen_computation(
+    exact: TurboEsm, frozen: FrozenEsm2, n: int, masks: tuple[int, int]
+) -> None:
     context_ids, new_ids = residues(60, masks[0], cls=True), residues(n, masks[1], seed=1)
     context = frozen.context(context_ids)
     expected = frozen.extend(context_ids, context, new_ids)
@@ -108,7 +111,8 @@ def test_ragged_batch(exact: TurboEsm, frozen: FrozenEsm2) -> None:
 def test_infix_replacement(exact: TurboEsm, frozen: FrozenEsm2, replaced: tuple[int, ...]) -> None:
     """Residues inside the context are hidden and others run at their positions."""
     context_ids, new_ids = residues(60, 1, cls=True), residues(len(replaced), seed=1)
-    expected = frozen.extend(context_ids, frozen.context(context_ids), new_ids, positions=list(replaced), hidden=replaced)
+    context = frozen.context(context_ids)
+    expected = frozen.extend(context_ids, context, new_ids, positions=list(replaced), hidden=replaced)
     mask = torch.ones(1, 60 + len(replaced), dtype=torch.int64)
     mask[0, list(replaced)] = 0
     with torch.no_grad():
@@ -508,7 +512,8 @@ def test_exact_attention_is_one_softmax(
     if slots:
         sides.insert(1, (context.protected, context.protected_mask))
     all_keys, all_values = (
-        torch.cat([side[name].double().expand(batch, -1, -1, -1) for side, _ in sides], dim=2) for name in ("keys", "values")
+        torch.cat([side[name].double().expand(batch, -1, -1, -1) for side, _ in sides], dim=2)
+        for name in ("keys", "values")
     )
     seen = torch.cat([side_mask for _, side_mask in sides], dim=1)
     scores = query.double() @ all_keys.transpose(2, 3)
@@ -626,12 +631,27 @@ def long_cache(model: TurboEsmForMaskedLM, ids: Tensor) -> TurboKVCache:
     return cache
 
 
-def test_prefill_holds_the_dense_keys_of_one_layer_only(tiny_model: object) -> None:
-    """A session gets every layer's keys and values and keeps codes: nothing dense is left when the layer is done."""
+@pytest.mark.parametrize("step", ["prefill", "append"])
+def test_a_write_holds_the_dense_keys_of_one_layer_only(
+    tiny_model: object, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a layer's keys and values come, those of the layers before are gone: codes alone are kept."""
     model = tiny_model(preset=DEFAULT_PRESET, layers=3)
     ids, mask = random_ids([40, 33])
     with torch.no_grad():
-        cache = model(ids, mask, use_cache=True).past_key_values
+        cache = model(ids, mask, use_cache=True).past_key_values if step == "append" else model.new_cache()
+    dense: list[weakref.ref[Tensor]] = []
+    stage = TurboKVCache.stage
+
+    def watched(self: TurboKVCache, plan: object, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+        assert [x for x in dense if x() is not None] == []
+        dense.extend((weakref.ref(keys), weakref.ref(values)))
+        stage(self, plan, layer_idx, keys, values)
+
+    monkeypatch.setattr(TurboKVCache, "stage", watched)
+    with torch.no_grad():
+        model(ids, mask, past_key_values=cache, use_cache=True)
+    assert len(dense) == 6
     for layer in cache.layers:
         assert all(tensor.dtype == torch.uint8 for tensor in layer.packed.values())
-    assert cache.nbytes < 0.2 * 4 * cache.geometry.elements_per_token * int(cache.lengths.sum())
+    assert cache.nbytes < 0.25 * 4 * cache.geometry.elements_per_token * int(cache.lengths.sum())

@@ -114,7 +114,7 @@ def test_compressed_caches_in_every_head_size(tiny_model: MakeModel, head_dim: i
     one = model(ids[:, 10:11], seen, torch.tensor([[10]]), past_key_values=full.past_key_values)
     expected = full.logits[:, 10:11]
     error = (one.logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
-    assert 1e-4 < error < 0.3
+    assert 1e-4 < error < 0.5
 
 
 @torch.no_grad()
@@ -528,15 +528,46 @@ def test_layer_norms_of_older_checkpoints(tmp_path: Path) -> None:
         assert torch.equal(model(ids, mask).logits, expected(ids, mask).logits)
 
 
-def test_a_weight_that_is_missing_is_reported(tmp_path: Path) -> None:
-    """The silence above is not deafness."""
+def test_a_weight_that_is_missing(tmp_path: Path) -> None:
+    """One of the encoder is an error, one of a head is reported: the silence above is not deafness."""
     published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    state.pop("esm.encoder.layer.3.output.dense.weight")
+    weight = state.pop("esm.contact_head.regression.weight")
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with transformers_log() as log:
         TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
-    assert any("output.dense.weight" in message for message in log)
+    assert any("contact_head.regression.weight" in message for message in log)
+    state["esm.contact_head.regression.weight"] = weight
+    state.pop("esm.encoder.layer.3.output.dense.weight")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of the encoder, such as .*3\.output\.dense\.weight"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+
+
+def test_a_checkpoint_without_frequencies(tmp_path: Path) -> None:
+    """They follow from the configuration, and some programs do not save them."""
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
+    state = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if "inv_freq" not in name}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+    expected = 10000 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(model.esm.rotary_embeddings.inv_freq, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_what_hugging_face_saves_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its newer versions write the frequencies under a key of their own making."""
+    hf = make_esm()
+    hf.esm.rotary_embeddings.inv_freq *= 1.01
+    hf = hf.to(dtype)
+    hf.save_pretrained(tmp_path)
+    with transformers_log() as log:
+        model = TurboEsmForMaskedLM.from_pretrained(tmp_path, dtype=dtype, preset="exact").eval()
+    assert log == []
+    assert torch.equal(model.esm.rotary_embeddings.inv_freq, hf.esm.rotary_embeddings.inv_freq.float())
+    ids, mask = random_ids([12, 7])
+    with torch.no_grad():
+        assert torch.equal(model(ids, mask).logits, hf(ids, mask).logits)
 
 
 class _Bomb:
@@ -769,7 +800,8 @@ def test_an_extension_refuses(plain: TurboEsmForMaskedLM, cache: TurboKVCache, c
 def test_many_rows_are_not_appended_to_one(plain: TurboEsmForMaskedLM) -> None:
     with torch.no_grad():
         cache = plain(IDS[:1], use_cache=True).past_key_values
-    refuses("cannot append 2 rows to a cache of one.*batch_repeat_interleave", plain, NEW, past_key_values=cache, use_cache=True)
+    message = "cannot append 2 rows to a cache of one.*batch_repeat_interleave"
+    refuses(message, plain, NEW, past_key_values=cache, use_cache=True)
     assert cache.lengths.tolist() == [4]
 
 

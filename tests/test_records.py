@@ -132,17 +132,17 @@ def test_the_benchmark_of_accuracy_writes_one_line_per_preset(
 ) -> None:
     fasta, out = tmp_path / "some.fasta", tmp_path / "accuracy.jsonl"
     fasta.write_text(">a 1.10.8.10\nMKTAYIAKQRQISFVKSHFS\n>b 2.60.40.10\nGSHMWDELKNPVYACCTI\n>c\nMAAA\n")
-    presets = ["--presets", "exact", "paper", "paper, no sign", "--no-outliers"]
+    presets = ["--presets", "exact", "paper", "--no-outliers"]
     threads = ["--threads", str(torch.get_num_threads())]
     accuracy.main(["--proteins", str(fasta), "--max-proteins", "2", *presets, *threads, "--out", str(out)])
     lines = records.read(out, "accuracy")
-    assert [line["figures"]["preset"]["name"] for line in lines] == ["exact", "paper", "paper, no sign"]
+    assert [line["figures"]["preset"]["name"] for line in lines] == ["exact", "paper"]
     for line in lines:
         assert line["model"] == "esm2-mini"
         assert line["figures"]["proteins"] == "some.fasta"
         assert line["figures"]["provenance"]["residues"] == 38
         assert set(line["figures"]["preset"]["leave_one_out"]["by_class"]) <= {"mainly_alpha", "mainly_beta"}
-    assert "paper, no sign - frozen" in capsys.readouterr().out
+    assert "paper - frozen" in capsys.readouterr().out
 
 
 def test_the_benchmark_knows_the_ablation_and_no_more() -> None:

@@ -2,15 +2,54 @@
 
 from __future__ import annotations
 
-from ..config import TurboConfig
+from functools import lru_cache
+
+from ..config import Geometry, TurboConfig
 from .base import KVCodec, Packed, PackedContext
+from .data_free import DataFreeCodec
 from .exact import ExactCodec
+from .fp8 import Fp8Codec
+from .hugging_face import HqqCodec, QuantoCodec
+from .hybrid import HybridCodec
+from .integer import Int4Codec, Int8Codec
+from .kivi import KiviCodec
 from .lut import LutCodec
+from .polarquant import PolarQuantCodec
+from .qjl import QjlCodec
+from .spectral import SpectralCodec
 from .turbo import TurboCodec
+from .turboquant import TurboQuantCodec, TurboQuantProdCodec
 
-CODECS: dict[str, type[KVCodec]] = {"exact": ExactCodec, "lut": LutCodec, "turbo": TurboCodec}
+CODECS: dict[str, type[KVCodec]] = {
+    "exact": ExactCodec,
+    "lut": LutCodec,
+    "turbo": TurboCodec,
+    "fp8": Fp8Codec,
+    "hqq": HqqCodec,
+    "hybrid": HybridCodec,
+    "int4": Int4Codec,
+    "int8": Int8Codec,
+    "kivi": KiviCodec,
+    "polarquant": PolarQuantCodec,
+    "qjl": QjlCodec,
+    "quanto": QuantoCodec,
+    "spectral": SpectralCodec,
+    "turboquant": TurboQuantCodec,
+    "turboquant_prod": TurboQuantProdCodec,
+}
 
-__all__ = ["CODECS", "ExactCodec", "KVCodec", "LutCodec", "Packed", "PackedContext", "TurboCodec", "codec_class"]
+__all__ = [
+    "CODECS",
+    "DataFreeCodec",
+    "ExactCodec",
+    "KVCodec",
+    "LutCodec",
+    "Packed",
+    "PackedContext",
+    "TurboCodec",
+    "codec_class",
+    "codec_without_calibration",
+]
 
 
 def codec_class(config: TurboConfig) -> type[KVCodec]:
@@ -22,3 +61,18 @@ def codec_class(config: TurboConfig) -> type[KVCodec]:
     if config.codec not in CODECS:
         raise ValueError(f"`codec` must be one of {sorted(CODECS)}, got {config.codec!r}")
     return CODECS[config.codec]
+
+
+@lru_cache(maxsize=32)
+def codec_without_calibration(config: TurboConfig, geometry: Geometry) -> KVCodec | None:
+    """The codec for these options where it needs no calibration, else None.
+
+    Raises:
+        ValueError: there is no codec of that name, or it cannot have these options or this geometry.
+    """
+    cls = codec_class(config)
+    if issubclass(cls, ExactCodec):
+        return cls(config, geometry, {})
+    if issubclass(cls, DataFreeCodec):
+        return cls(config, geometry, cls.state_for(config, geometry))
+    return None

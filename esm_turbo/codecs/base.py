@@ -133,25 +133,31 @@ class KVCodec(ABC):
             _apply(state.get("value_map"), _shift(values, state.get("value_mean"), -1)),
         )
 
-    def map_query(self, layer_idx: int, query: Tensor, block: int = 0) -> tuple[Tensor, Tensor | None]:
-        """The query against stored keys of one block, T_k^-T q, and what it adds to every score, q . mu_k.
+    def map_query(
+        self, layer_idx: int, query: Tensor, first_block: int = 0, num_blocks: int = 1
+    ) -> tuple[Tensor, Tensor | None]:
+        """The query against stored keys of every block, T_k^-T q, and what it adds to every score, q . mu_k.
 
         Args:
             layer_idx: which layer.
             query: after RoPE, [B, H, n, D].
-            block: which block of columns; without effect for a codec that has none.
+            first_block: of the columns that are to be read; 0 for a codec that has no blocks.
+            num_blocks: how many; 1 for a codec that has no blocks.
 
         Returns:
-            [B, H, n, D], and [B, H, n, 1] or None for zero.
+            [B, H, num_blocks, n, D], and [B, H, num_blocks, n, 1] or None for zero.
         """
         state = self.layer_state(layer_idx, query.device)
-        query = query.float()
-        if self.block_size is not None and block:
-            query = rotate(query, state["inv_freq"] * (-block * self.block_size))
-        mean = state.get("key_mean")
-        offset = None if mean is None else query @ mean[:, :, None]
-        inverse = state.get("key_inverse")
-        return (query if inverse is None else query @ inverse), offset
+        query = query.float()[:, :, None]
+        if self.block_size is not None and (first_block or num_blocks > 1):
+            blocks = torch.arange(first_block, first_block + num_blocks, device=query.device)
+            query = rotate(query, blocks[:, None, None] * (state["inv_freq"] * -self.block_size))
+        shape = query.shape[2:4]
+        # All blocks in one product a head.
+        query = query.flatten(2, 3)
+        mean, inverse = state.get("key_mean"), state.get("key_inverse")
+        offset = None if mean is None else (query @ mean[:, :, None]).unflatten(2, shape)
+        return (query if inverse is None else query @ inverse).unflatten(2, shape), offset
 
     def unmap_output(self, layer_idx: int, output: Tensor) -> Tensor:
         """Maps a weighted mean of stored values [B, H, n, D] back: T_v^-1 v' + mu_v."""
@@ -204,7 +210,7 @@ def _apply(matrix: Tensor | None, x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:
-    """RoPE of x [B, H, L, D] by angles broadcastable to [B, H, L, D / 2]; pairs are (i, i + D / 2)."""
+    """RoPE of x [..., D] by angles broadcastable to [..., D / 2]; pairs are (i, i + D / 2)."""
     first, second = x.chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -19,7 +19,7 @@ _TINY = np.finfo(np.float64).tiny
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Figures of one comparison; method and names as in docs/math.md.
+    """Figures of one comparison; what they compare is in docs/concepts.md.
 
     Attributes:
         tokens: how many were compared.

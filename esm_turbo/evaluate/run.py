@@ -48,7 +48,7 @@ def evaluate(
     outlier_calibration_proteins: int = 60,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measures what freezing and quantisation cost, and what caches take (docs/math.md).
+    """Measures what freezing and quantisation cost, and what caches take (docs/concepts.md).
 
     The proteins should not be among those that the model was calibrated on.
 
@@ -61,7 +61,7 @@ def evaluate(
         classes: the structural class of each sequence, None where it is unknown; figures are then also given by class.
         extend_ks: numbers of new residues of figure 2; empty switches it off.
         refresh_ws: numbers of refreshed residues of figure 2.
-        outlier_scales: of figure 5; empty switches it off. For every scale a copy of the model is calibrated.
+        outlier_scales: of figure 5; empty switches it off. For every scale a copy of the model is made and calibrated.
         outlier_proteins: of figure 5, the first ones.
         outlier_calibration_proteins: how many of the shipped proteins each copy is calibrated on.
         progress: called with a stage's name, proteins done, and proteins in all.
@@ -99,7 +99,13 @@ def evaluate(
     extend: list[ExtendArms] = []
     if extend_ks and refresh_ws:
         extend = extend_at_end(
-            turbo, proteins, options, labels, extend_ks, refresh_ws, advance("extend", len(proteins))
+            turbo,
+            proteins,
+            options,
+            labels,
+            list(dict.fromkeys(extend_ks)),
+            list(dict.fromkeys(refresh_ws)),
+            advance("extend", len(proteins)),
         )
     compressed = {name: config for name, config in configs.items() if config.codec != FROZEN.codec}
     setup: OutlierSetup | None = None
