@@ -84,5 +84,6 @@ def random_calibration(model: EsmModel) -> Calibration:
 def with_presets(model: EsmModel, calibration: Calibration, **turbo: Any) -> dict[str, TurboEsmModel]:
     """One model per preset, all with the weights of `model`."""
     return {
-        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, **turbo) for preset in PRODUCT_PRESETS
+        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, **turbo)
+        for preset in PRODUCT_PRESETS
     }

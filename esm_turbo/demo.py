@@ -92,7 +92,11 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
     fasta = calibration_proteins()
     records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]
     calibration = calibrate_records(
-        turbo, records, source=fasta, presets=PRODUCT_PRESETS, progress=lambda done, total: report("calibrate", done, total)
+        turbo,
+        records,
+        source=fasta,
+        presets=PRODUCT_PRESETS,
+        progress=lambda done, total: report("calibrate", done, total),
     )
     turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
     clock.lap("calibrate")

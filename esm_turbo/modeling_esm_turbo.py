@@ -187,7 +187,7 @@ class _TurboMixin:
         _check_complete(pretrained_model_name_or_path, report["missing_keys"])
         check_weights(loaded)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
-        return (loaded, report) if wants_report else loaded  # type: ignore[no-any-return]
+        return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Saves as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""

@@ -135,6 +135,15 @@ def test_proteins_are_disjoint_from_the_evaluation_sets(proteins):
     assert max(len(kmers(record.sequence) & held_out) for record in proteins) <= 2
 
 
+def test_long_proteins_are_disjoint_from_calibration(proteins):
+    long_proteins = read_fasta_strict(EVALUATION / "long_human.fasta")
+    calibration = set().union(*(kmers(record.sequence) for record in proteins))
+    assert len(long_proteins) == 12
+    for record in long_proteins:
+        assert 600 <= len(record.sequence) <= 1022
+        assert len(kmers(record.sequence) & calibration) <= 2
+
+
 # Manifest and READMEs
 
 

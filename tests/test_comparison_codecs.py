@@ -338,9 +338,7 @@ def test_symmetric_integers_are_off_by_half_a_step(preset: str, limit: int) -> N
         assert float(((x - other).abs() / step).max()) > 0.49
 
 
-@given(
-    st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 7]), st.sampled_from([8, 24, 32, 96]), st.floats(-100, 100)
-)
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 2, 4, 7]), st.sampled_from([8, 24, 32, 96]), st.floats(-100, 100))
 def test_asymmetric_integers_are_off_by_half_a_step(seed: int, bits: int, dim: int, shift: float) -> None:
     x = normal(3, dim, seed=seed) + shift
     other = unpack_asymmetric(*pack_asymmetric(x, bits), bits)
@@ -425,7 +423,7 @@ def test_kivi_refuses_to_append(tiny_model: MakeModel, random_proteins: RandomPr
     with torch.no_grad():
         cache = model(ids, mask, use_cache=True).past_key_values
         before = cache.nbytes, cache.lengths.tolist()
-        with pytest.raises(ValueError, match="'kivi4' cannot be appended to.*prefill the longer context"):
+        with pytest.raises(ValueError, match=r"'kivi4' cannot be appended to.*prefill the longer context"):
             model(ids[:, 1:3], past_key_values=cache, use_cache=True)
     assert (cache.nbytes, cache.lengths.tolist()) == before
 

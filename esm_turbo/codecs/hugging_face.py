@@ -18,6 +18,7 @@ from ..config import Geometry, TurboConfig
 from ..packing import pack_codes, unpack_codes
 from .base import Packed
 from .data_free import DataFreeCodec, check_options
+from .integer import in_groups
 
 _GROUP = 64
 
@@ -73,10 +74,10 @@ class QuantoCodec(DataFreeCodec):
         return quantized._data.unpack(), torch.cat([quantized._scale, quantized._shift], dim=1)
 
     def _read(self, kind: str, packed: Packed) -> Tensor:
-        ranges = packed[f"{kind}_ranges"].float().unflatten(-1, (-1, 2))
+        ranges = in_groups(packed[f"{kind}_ranges"].float(), 2)
         codes = unpack_codes(packed[f"{kind}_codes"], self.config.bits).float()
-        groups = self._value(codes.unflatten(-1, (ranges.shape[-2], -1)), ranges[..., :1], ranges[..., 1:])
-        return groups.flatten(-2)
+        groups = in_groups(codes, codes.shape[-1] // ranges.shape[-2])
+        return self._value(groups, ranges[..., :1], ranges[..., 1:]).flatten(-2)
 
     def _value(self, codes: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
         return codes * scale - shift

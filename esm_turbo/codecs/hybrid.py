@@ -54,7 +54,7 @@ class HybridCodec(KVCodec):
         state = self.layer_state(layer_idx, keys.device)
         packed: Packed = {}
         for kind, x in (("key", keys), ("value", values)):
-            for group, part in enumerate(x.split(_group_sizes(self.geometry), dim=-1)):
+            for group, part in enumerate(torch.split(x, _group_sizes(self.geometry), dim=-1)):
                 name, levels = f"{kind}_{group}", state[f"levels_{group}"]
                 unit, packed[f"{name}_norms"] = split_norm(part)
                 codes = quantize(unit, boundaries(levels))

@@ -52,7 +52,7 @@ class Int4Codec(Int8Codec):
 
 def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Codes uint8 and scales bfloat16 [..., 1] of vectors [..., n]."""
-    limit = 2 ** (bits - 1) - 1
+    limit = _limit(bits)
     scale = (x.abs().amax(dim=-1, keepdim=True) / limit).to(NORM_DTYPE)
     codes = divide(x, scale.float()).round().clamp(-limit, limit) + limit
     return codes.to(torch.uint8), scale
@@ -60,7 +60,7 @@ def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Inverse of `quantize_symmetric`, float32."""
-    return (codes.float() - (2 ** (bits - 1) - 1)) * scale.float()
+    return (codes.float() - _limit(bits)) * scale.float()
 
 
 def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -78,7 +78,7 @@ def codes_in_range(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
 
 def pack_asymmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Vectors [..., n] as packed codes uint8 [..., n bits / 8] and float16 [..., 2 groups], scales then zeros."""
-    groups = x.unflatten(-1, (-1, _group_size(x.shape[-1])))
+    groups = in_groups(x, x.shape[-1] if x.shape[-1] % VALUE_GROUP else VALUE_GROUP)
     scale, zero = range_of(groups.amin(-1), groups.amax(-1), bits)
     codes = codes_in_range(groups, scale[..., None], zero[..., None], bits)
     return pack_codes(codes.flatten(-2), bits), torch.cat([scale, zero], dim=-1)
@@ -87,9 +87,17 @@ def pack_asymmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 def unpack_asymmetric(packed: Tensor, ranges: Tensor, bits: int) -> Tensor:
     """Inverse of `pack_asymmetric`, float32."""
     scale, zero = ranges.float().chunk(2, dim=-1)
-    codes = unpack_codes(packed, bits).float().unflatten(-1, (scale.shape[-1], -1))
-    return (codes * scale[..., None] + zero[..., None]).flatten(-2)
+    codes = unpack_codes(packed, bits).float()
+    groups = in_groups(codes, codes.shape[-1] // scale.shape[-1])
+    x: Tensor = groups * scale[..., None] + zero[..., None]
+    return x.flatten(-2)
 
 
-def _group_size(dim: int) -> int:
-    return dim if dim % VALUE_GROUP else VALUE_GROUP
+def in_groups(x: Tensor, size: int) -> Tensor:
+    """[..., n] as [..., n / size, size]."""
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def _limit(bits: int) -> int:
+    """The largest of symmetric integers."""
+    return (1 << bits - 1) - 1

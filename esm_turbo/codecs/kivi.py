@@ -94,4 +94,4 @@ def _by_group(x: Tensor, fill: float) -> Tensor:
     """[B, H, L, D] as [B, H, groups, 32, D], the last group filled up."""
     missing = -x.shape[2] % KEY_GROUP
     padded = torch.cat([x, x.new_full((*x.shape[:2], missing, x.shape[3]), fill)], dim=2)
-    return padded.unflatten(2, (-1, KEY_GROUP))
+    return padded.view(*x.shape[:2], -1, KEY_GROUP, x.shape[3])

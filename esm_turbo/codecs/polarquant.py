@@ -58,7 +58,7 @@ class PolarQuantCodec(DataFreeCodec):
 
     def _encode_unit(self, radii: Tensor, unit: Tensor) -> Tensor:
         """Codes of all angles, then of all radii; pairs are (2 i, 2 i + 1)."""
-        x, y = unit.unflatten(-1, (-1, 2)).unbind(-1)
+        x, y = unit[..., ::2], unit[..., 1::2]
         steps = (torch.atan2(y, x) + math.pi) * (2**self.config.bits / (2 * math.pi))
         # An angle of exactly pi is the one of -pi.
         angles = steps.floor().to(torch.int32) % 2**self.config.bits
