@@ -72,7 +72,7 @@ class KVCalibrator:
         self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(3)))
         self._sensitivity = Sensitivity.empty(*shape)
         self._output_gram = _output_gram(self._encoder, self.geometry)
-        self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().cpu().numpy().astype(np.float64)
+        self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().float().cpu().numpy().astype(np.float64)
         self._sample = SampleBuffer(sample_size)
         self.n_sequences_seen_ = 0
         self.n_residues_seen_ = 0

@@ -184,7 +184,7 @@ def _without_copies(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     kept: dict[str, Tensor] = {}
     copies: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in sorted(tensors.items()):
         content = hashlib.sha256(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
         original = seen.setdefault((tensor.dtype, tuple(tensor.shape), content), name)
         if original == name:
