@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from transformers import EsmModel
+from torch import Tensor
+from transformers import EsmForMaskedLM, EsmModel
 
 from benchmarks.measure import Case, Check, Figures, interleave, ratio, spread
 from benchmarks.models import Architecture, random_calibration, random_model, random_tokens, with_presets
-from esm_turbo import Calibration
+from esm_turbo import Calibration, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
 
@@ -20,7 +22,7 @@ _WHAT = "hidden states of the prefill against the plain forward, largest differe
 
 def embedded_cases(tokens: Sequence[int]) -> Iterator[Case]:
     """The model that ships with the package."""
-    model = EsmModel.from_pretrained(EMBEDDED_MODEL, add_pooling_layer=False, dtype=torch.float32).eval()
+    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval().esm
     yield from _cases(EMBEDDED_MODEL.name, model, Calibration.load(EMBEDDED_MODEL), tokens)
 
 
@@ -37,21 +39,21 @@ def _cases(name: str, model: EsmModel, calibration: Calibration, tokens: Sequenc
         ids = random_tokens(1, n - 1)
 
         @torch.no_grad()
-        def check(ids: torch.Tensor = ids) -> Check:
+        def check(ids: Tensor = ids) -> Check:
             expected = model(ids).last_hidden_state
             error = 0.0
             for preset in PRODUCT_PRESETS:
-                output = turbo[preset](ids, use_cache=True)
+                output = _prefill(turbo[preset], ids)
                 stored = output.past_key_values.get_seq_length() == ids.shape[1]
                 difference = float((output.last_hidden_state - expected).abs().max())
                 error = max(error, difference if stored else float("inf"))
             return Check(_WHAT, error, _TOLERANCE)
 
         @torch.no_grad()
-        def measure(repeats: int, ids: torch.Tensor = ids) -> Figures:
+        def measure(repeats: int, ids: Tensor = ids) -> Figures:
             arms = {"forward": [partial(model, ids)]}
             for preset in PRODUCT_PRESETS:
-                arms[f"prefill {preset}"] = [partial(turbo[preset], ids, use_cache=True)]
+                arms[f"prefill {preset}"] = [partial(_prefill, turbo[preset], ids)]
             seconds = spread(interleave(arms, repeats))
             ratios = {f"prefill {p} / forward": ratio(seconds, f"prefill {p}", "forward") for p in PRODUCT_PRESETS}
             return {"seconds": seconds, "ratios": ratios}
@@ -70,3 +72,7 @@ def _cases(name: str, model: EsmModel, calibration: Calibration, tokens: Sequenc
             check=check,
             measure=measure,
         )
+
+
+def _prefill(model: TurboEsmModel, ids: Tensor) -> Any:
+    return model(ids, use_cache=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.utils import logging
 
 from benchmarks import records
 from benchmarks.measure import Case, Check, Figures
@@ -91,6 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.repeats < 1 or options.threads < 1:
         parser.error("--repeats and --threads must be at least 1")
     torch.set_num_threads(options.threads)
+    logging.disable_progress_bar()
     refused = 0
     for name in options.names or BENCHMARKS:
         for case in BENCHMARKS[name].cases():

@@ -24,7 +24,6 @@ from rich.progress import (
     ProgressColumn,
     Task,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.table import Table
@@ -115,17 +114,17 @@ def progress_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
         A function to call with a stage's name, units done, and units in all; each stage has a bar of its own.
     """
     console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda stage, done, total: None
+        return
     bar = Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=20),
         MofNCompleteColumn(),
-        TextColumn(unit),
         _Rate(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
+        TimeRemainingColumn(elapsed_when_finished=True),
         console=console,
         transient=True,
-        disable=not console.is_terminal,
     )
     tasks: dict[str, Any] = {}
 

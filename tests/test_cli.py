@@ -414,7 +414,7 @@ def nan_weights(folder):
         (no_config, "no complete checkpoint"),
         (broken_config, "no complete checkpoint"),
         (truncated_weights, "the weights are damaged"),
-        (other_weights, "lacks 34 weights of the encoder, such as esm.embeddings.word_embeddings.weight"),
+        (other_weights, "weights of the encoder, such as esm.embeddings.word_embeddings.weight"),
         (nan_weights, "esm.encoder.layer.1.attention.self.key.weight holds NaN or infinity"),
     ],
     ids=lambda value: getattr(value, "__name__", None),

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from esm_turbo.config import Geometry
-from esm_turbo.kv_statistics import KVStatistics, Moments, TokenMoments, TokenSample
+from esm_turbo.kv_statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
 
 VECTORS = st.integers(0, 6).flatmap(
     lambda n: hnp.arrays(np.float64, (n, 2, 3), elements=st.floats(-1e3, 1e3, allow_subnormal=False))
@@ -84,10 +84,50 @@ def statistics():
         rng.standard_normal(shape).astype(np.float32),
         rng.standard_normal(shape).astype(np.float32),
         np.array([True, False] * 5),
+        np.arange(10),
+        rng.random(shape[:3]).astype(np.float32),
+        rng.random(shape[:3]).astype(np.float32),
     )
     return KVStatistics(
-        Geometry(2, 3, 4), token_moments(rng, 40), token_moments(rng, 8), sample, np.zeros((2, 3, 4, 4))
+        Geometry(2, 3, 4),
+        token_moments(rng, 40),
+        token_moments(rng, 8),
+        Sensitivity.empty(2, 3, 4),
+        sample,
+        np.ones(2),
+        np.zeros((2, 3, 4, 4)),
     )
+
+
+def sensitivity_of(keys, values, weights):
+    """Of residues with keys and values [n, 2, 3] and weights [n, 2], directly."""
+    n = len(keys)
+
+    def weighted(x):
+        count = weights.sum(axis=0)
+        share = weights / count
+        mean = np.einsum("nl,nld->ld", share, x)
+        return Moments(count, mean, np.einsum("nl,nli,nlj->lij", share, x - mean, x - mean))
+
+    queries = np.einsum("nl,nli,nlj->lij", weights, values, values) / n
+    return Sensitivity(n, keys.mean(axis=0), weighted(keys), weighted(values), queries, (weights**2).mean(axis=0))
+
+
+def test_sensitivities_merge_as_if_seen_at_once():
+    rng = np.random.default_rng(4)
+    keys, values, weights = rng.standard_normal((30, 2, 3)), rng.standard_normal((30, 2, 3)), rng.random((30, 2))
+    parts = [sensitivity_of(keys[p], values[p], weights[p]) for p in (slice(0, 4), slice(4, 19), slice(19, 30))]
+    whole = sensitivity_of(keys, values, weights)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        merged = functools.reduce(Sensitivity.merge, (parts[i] for i in order), Sensitivity.empty(2, 3))
+        assert merged.count == 30
+        for name in ("key_mean", "queries", "attention"):
+            np.testing.assert_allclose(getattr(merged, name), getattr(whole, name), rtol=1e-9)
+        for name in ("keys", "values"):
+            mine, theirs = getattr(merged, name), getattr(whole, name)
+            np.testing.assert_allclose(mine.count, theirs.count, rtol=1e-9)
+            np.testing.assert_allclose(mine.mean, theirs.mean, rtol=1e-9)
+            np.testing.assert_allclose(mine.covariance, theirs.covariance, rtol=1e-9)
 
 
 def test_token_moments_merge_state_by_state(statistics):
