@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,12 @@ class Case:
     check: Callable[[], Check]
     measure: Callable[[int], Figures]
     targets: Sequence[Target] = field(default=())
+
+
+def worst(errors: Iterable[float]) -> float:
+    """The largest, and NaN where any is NaN (which `max` passes over)."""
+    errors = list(errors)
+    return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, list[float]]:

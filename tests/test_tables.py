@@ -1,0 +1,30 @@
+"""Every table of the README and the docs is what the results say."""
+
+import pytest
+
+from benchmarks import tables
+
+
+def test_tables_are_what_the_results_say():
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_figure_typed_in_is_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FILES", ("page.md",))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table overview -->\n| `turbo3` | 0.9999 |\n<!-- end -->\nafter\n")
+    assert tables.main(["--check"]) == 1
+    assert "page.md" in capsys.readouterr().err
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "| 0.9999 |" not in text
+
+
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_every_table_names_commit_model_and_versions(name):
+    text = tables.TABLES[name]()
+    for word in ("esm2-mini", "commit", "torch", "transformers", "float32"):
+        assert word in text
