@@ -111,7 +111,11 @@ def demo(*, device: str | None = None, json: JsonFile = None) -> None:
         from .demo import run_demo
         from .report import demo_report
 
+    import torch
+
     _check_device(device)
+    # Two threads gain little on so small a model, and on a busy machine they mostly wait for each other.
+    torch.set_num_threads(1)
     with progress_bar("done") as progress:
         result = run_demo(device, progress)
     show(*demo_report(result), to_json=json, result=result.to_dict())
