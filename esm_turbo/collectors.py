@@ -125,14 +125,16 @@ class SensitivityCollector(KVSession):
         inv_freq = self.inv_freq.to(q.device)
         starts, block = torch.unique_consecutive(positions // KEY_BLOCK * KEY_BLOCK, return_inverse=True)
         by_block = gain @ torch.nn.functional.one_hot(block).float()
-        turned_queries = rotate(q[:, :, None], -starts[:, None] * inv_freq)
+        # A block's sum of (R q)(R q)^T is R (sum of q q^T) R^T: one small matrix is rotated, not every query.
+        turn = -starts[:, None, None] * inv_freq
+        sums = (q[:, None] * by_block.transpose(1, 2)[..., None]).transpose(2, 3) @ q[:, None]
         turned_keys = rotate(k, -starts[block][:, None] * inv_freq)
         key_roots, value_roots = key_weights.sqrt(), value_weights.sqrt()
         return {
             "key_weights": key_roots,
             "value_weights": value_roots,
             "attention": value_weights.sum(1),
-            "queries": torch.einsum("hqbi,hqb,hqbj->hij", turned_queries, by_block, turned_queries),
+            "queries": rotate(rotate(sums, turn).transpose(2, 3), turn).sum(1),
             "key_sum": (turned_keys * residues[:, None]).sum(1),
             **_weighted("keys", turned_keys, key_roots),
             **_weighted("values", v, value_roots),

@@ -44,6 +44,8 @@ __all__ = ["MAX_BITS", "pack_codes", "quantize", "unpack_codes"]
 GROUP_SIZE = 8
 MAX_BITS = 8
 
+# From five bits on, searching is quicker than comparing with every boundary.
+_SEARCHED_FROM = 31
 _WORD_DTYPES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -196,6 +198,8 @@ def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
         ValueError: shapes that do not fit, an ``x`` that is not floating point, or more than 256 levels.
     """
     check_boundaries(x, boundaries)
+    if boundaries.ndim == 1 and boundaries.shape[0] >= _SEARCHED_FROM:
+        return _search(x, boundaries)
     # A slice rather than an index: a 0-d boundary would be rounded to the dtype of a half-precision `x`.
     if boundaries.ndim == 1:
         columns = [boundaries[k : k + 1] for k in range(boundaries.shape[-1])]
@@ -207,3 +211,17 @@ def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
     for column in columns:
         codes += x > column
     return codes
+
+
+def _search(x: Tensor, boundaries: Tensor) -> Tensor:
+    """`quantize` with one table by binary search: as many steps as a code has bits."""
+    steps = boundaries.shape[0].bit_length()
+    missing = 2**steps - 1 - boundaries.shape[0]
+    padded = torch.cat([boundaries, boundaries.new_full((missing,), float("inf"))])
+    flat = x.reshape(-1)
+    codes = torch.zeros(flat.shape, dtype=torch.int32, device=x.device)
+    for step in reversed(range(steps)):
+        # The boundary in the middle of what is left of each code's range.
+        above = flat > padded[2**step - 1 :].index_select(0, codes)
+        codes.add_(above, alpha=2**step)
+    return codes.to(torch.uint8).view(x.shape)

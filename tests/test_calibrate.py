@@ -13,7 +13,9 @@ from torch import nn
 from transformers import BertConfig, BertModel, EsmModel
 
 from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
+from esm_turbo.collectors import _QUERY_STRIDE
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
+from esm_turbo.kv_statistics import KEY_BLOCK
 
 CLS, PAD, EOS, MASK = 0, 1, 2, 32
 STATES = ("keys", "queries", "values")
@@ -83,9 +85,27 @@ def assert_same_moments(actual, expected, rtol):
             assert (np.abs(a.covariance - b.covariance) <= rtol * bound).all(), (kind, state)
 
 
+def assert_same_sensitivity(actual, expected, rtol):
+    """Every array within rtol of its largest entry; weights are square roots of small sums."""
+    actual, expected = actual.sensitivity, expected.sensitivity
+    assert actual.count == expected.count
+    for name in ("key_mean", "queries", "attention"):
+        assert_close(getattr(actual, name), getattr(expected, name), rtol)
+    for name in ("keys", "values"):
+        for part in ("count", "mean", "covariance"):
+            assert_close(getattr(getattr(actual, name), part), getattr(getattr(expected, name), part), rtol)
+
+
+def assert_close(actual, expected, rtol):
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * np.abs(expected).max())
+
+
 def assert_same_sample(actual, expected):
     """The same tokens in the same order; values may differ by one unit in bfloat16's last place."""
     np.testing.assert_array_equal(actual.is_special, expected.is_special)
+    np.testing.assert_array_equal(actual.positions, expected.positions)
+    assert_close(actual.key_weights, expected.key_weights, 1e-3)
+    assert_close(actual.value_weights, expected.value_weights, 1e-3)
     for state in ("keys", "values"):
         np.testing.assert_allclose(getattr(actual, state), getattr(expected, state), rtol=2**-7, atol=1e-4)
 
@@ -174,6 +194,89 @@ def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head
             np.testing.assert_allclose(statistics.output_gram[layer, head], columns.T @ columns, rtol=1e-5, atol=1e-6)
 
 
+def direct_sensitivity(model, ids, mask, positions):
+    """`Sensitivity` by its definition, one pair of tokens after another; the weights of all tokens of the batch."""
+    raw = linear_outputs(model, ids, mask)
+    keys, queries = rope(raw[0], positions), rope(raw[1], positions) * raw[1].shape[-1] ** -0.5
+    values = raw[2]
+    layers, batch_size, width, heads, head_dim = keys.shape
+    output = [layer.attention.output.dense.weight.detach().double().numpy() for layer in model.esm.encoder.layer]
+    weights = np.zeros((2, layers, heads, batch_size, width))
+    found = {
+        "count": 0,
+        "queries": np.zeros((layers, heads, head_dim, head_dim)),
+        "attention": np.zeros((layers, heads)),
+    }
+    relative = rope(keys, -(positions // KEY_BLOCK) * KEY_BLOCK)
+    residue = mask.numpy().astype(bool) & ~np.isin(ids.numpy(), (CLS, EOS))
+    for layer, head, row in np.ndindex(layers, heads, batch_size):
+        n = int(mask[row].sum())
+        q, k, v = (x[layer, row, :n, head] for x in (queries, keys, values))
+        w = output[layer][:, head * head_dim : (head + 1) * head_dim]
+        scores = np.exp(q @ k.T)
+        attention = scores / scores.sum(axis=1, keepdims=True)
+        for j in np.flatnonzero(residue[row]):
+            block = np.full((1, 1), -(positions[row, j] // KEY_BLOCK) * KEY_BLOCK)
+            for i in np.flatnonzero(residue[row]):
+                if i == j or positions[row, i] % _QUERY_STRIDE:
+                    continue
+                gain = attention[i, j] ** 2 * np.square(w @ (v[j] - attention[i] @ v)).sum()
+                turned = rope(q[i][None, None, None, None], block).ravel()
+                found["queries"][layer, head] += gain * np.outer(turned, turned)
+                found["attention"][layer, head] += attention[i, j] ** 2
+                weights[:, layer, head, row, j] += gain, attention[i, j] ** 2
+    count = int(residue.sum())
+    weights = np.sqrt(weights)
+    for name, x, weight in (("keys", relative, weights[0]), ("values", values, weights[1])):
+        x, weight = x.transpose(0, 3, 1, 2, 4)[:, :, residue], weight[:, :, residue]
+        total = weight.sum(axis=2)
+        share = (weight / total[..., None])[..., None]
+        mean = (share * x).sum(axis=2)
+        centred = x - mean[:, :, None]
+        found[name] = (total, mean, np.swapaxes(share * centred, 2, 3) @ centred)
+    found["key_mean"] = relative.transpose(0, 3, 1, 2, 4)[:, :, residue].mean(axis=2)
+    found |= {"count": count, "queries": found["queries"] / count, "attention": found["attention"] / count}
+    return found, weights[:, :, :, mask.numpy().astype(bool)]
+
+
+def test_sensitivities_are_what_they_say(tiny_esm, random_proteins):
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    # The longest crosses a block's end wherever it begins.
+    ids, mask = random_proteins([70, 21, 9], seed=11, eos=True)
+    calibrator = KVCalibrator(model, sample_size=1000)
+    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    statistics = calibrator.finalize(presets=()).statistics
+    expected, weights = direct_sensitivity(model, ids, mask, positions)
+    mine = statistics.sensitivity
+    assert mine.count == expected["count"] == 94
+    for name in ("key_mean", "queries", "attention"):
+        assert_close(getattr(mine, name), expected[name], 1e-3)
+    for name in ("keys", "values"):
+        for part, direct in zip(("count", "mean", "covariance"), expected[name], strict=True):
+            assert_close(getattr(getattr(mine, name), part), direct, 1e-3)
+    # The sample is all tokens in an order of its own.
+    sample = statistics.sample
+    np.testing.assert_array_equal(np.sort(sample.positions), np.sort(positions[mask.numpy().astype(bool)]))
+    for sampled, direct in ((sample.key_weights, weights[0]), (sample.value_weights, weights[1])):
+        assert_close(np.sort(sampled, axis=2), np.sort(direct, axis=2), 1e-3)
+    np.testing.assert_allclose(statistics.inv_freq, 10000.0 ** (-np.arange(8) / 8), rtol=1e-6)
+
+
+def test_sampled_keys_stand_where_the_sample_says(tiny_esm, random_proteins):
+    """Rotated back by its position, a key of the first layer depends on its token alone."""
+    model = tiny_esm(head_dim=16, heads=2, layers=1)
+    ids, mask = random_proteins([80, 50], seed=2, eos=True)
+    assert set(ids[1].tolist()) - {PAD} <= set(ids[0].tolist())
+    sample = KVCalibrator(model).partial_fit(ids, mask).finalize(presets=()).statistics.sample
+    back = rope(sample.keys.transpose(0, 2, 1, 3)[:, None], -sample.positions[None])[0, 0]
+    raw, _, values = (x[0, 0] for x in linear_outputs(model, ids[:1], mask[:1]))
+    for key, value in zip(back, sample.values[0].transpose(1, 0, 2), strict=True):
+        # The first protein has every letter that the second has.
+        token = np.square(values - value).sum(axis=(1, 2)).argmin()
+        np.testing.assert_allclose(values[token], value, rtol=2**-7, atol=1e-2)
+        np.testing.assert_allclose(key, raw[token], rtol=0, atol=0.01 * np.abs(raw).max())
+
+
 def test_without_offsets_positions_are_hugging_faces(model, proteins):
     calibrator = KVCalibrator(model, max_positions=1)
     assert [offset_of(calibrator, row) for row in proteins] == [0] * len(proteins)
@@ -186,15 +289,17 @@ def test_order_of_batches_changes_nothing(model, proteins):
     batches = [proteins[:4], proteins[4:5], proteins[5:9], proteins[9:]]
     one = statistics_of(model, batches, sample_size=64)
     other = statistics_of(model, [batches[i] for i in (3, 1, 0, 2)], sample_size=64)
-    for name in ("keys", "values", "is_special"):
+    for name in ("keys", "values", "is_special", "positions", "key_weights", "value_weights"):
         np.testing.assert_array_equal(getattr(one.sample, name), getattr(other.sample, name))
     assert_same_moments(other, one, rtol=1e-6)
+    assert_same_sensitivity(other, one, rtol=1e-6)
 
 
 def test_batch_size_changes_nothing_but_rounding(model, proteins):
     singles = statistics_of(model, [[row] for row in proteins], sample_size=64)
     whole = statistics_of(model, [proteins], sample_size=64)
     assert_same_moments(whole, singles, rtol=1e-5)
+    assert_same_sensitivity(whole, singles, rtol=1e-4)
     assert_same_sample(whole.sample, singles.sample)
 
 
@@ -208,6 +313,7 @@ def test_any_order_and_any_batches_give_the_same(model, proteins, data):
     shuffled = statistics_of(model, [[proteins[i] for i in piece] for piece in pieces], sample_size=size)
     straight = statistics_of(model, [proteins], sample_size=size)
     assert_same_moments(shuffled, straight, rtol=1e-5)
+    assert_same_sensitivity(shuffled, straight, rtol=1e-4)
     assert_same_sample(shuffled.sample, straight.sample)
 
 
@@ -364,10 +470,10 @@ def test_sample_is_all_there_is_until_it_is_full(model, proteins):
 def test_smaller_sample_is_the_beginning_of_a_larger_one(model, proteins):
     small = statistics_of(model, [proteins[:4], proteins[4:]], sample_size=50).sample
     large = statistics_of(model, [proteins], sample_size=90).sample
-    cut = dataclasses.replace(
-        large, keys=large.keys[:, :, :50], values=large.values[:, :, :50], is_special=large.is_special[:50]
-    )
-    assert_same_sample(small, cut)
+    arrays = {field.name: getattr(large, field.name) for field in dataclasses.fields(large)}
+    # [tokens] or [layers, heads, tokens, ...].
+    cut = {name: array[:50] if array.ndim == 1 else array[:, :, :50] for name, array in arrays.items()}
+    assert_same_sample(small, dataclasses.replace(large, **cut))
 
 
 def test_sample_is_rounded_as_it_is_saved(model, proteins):

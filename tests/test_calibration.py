@@ -1,6 +1,7 @@
 """The calibration artifact: what is saved is what is loaded, it belongs to one model, and damage is refused."""
 
 import copy
+import dataclasses
 import json
 
 import numpy as np
@@ -83,10 +84,18 @@ def assert_same_statistics(one, other):
             assert a.count == b.count
             np.testing.assert_array_equal(a.mean, b.mean)
             np.testing.assert_array_equal(a.covariance, b.covariance)
-    for name in ("keys", "values", "is_special"):
-        a, b = getattr(one.sample, name), getattr(other.sample, name)
+    for field in dataclasses.fields(one.sample):
+        a, b = getattr(one.sample, field.name), getattr(other.sample, field.name)
         assert a.dtype == b.dtype
         np.testing.assert_array_equal(a, b)
+    assert one.sensitivity.count == other.sensitivity.count
+    for name in ("key_mean", "queries", "attention"):
+        np.testing.assert_array_equal(getattr(one.sensitivity, name), getattr(other.sensitivity, name))
+    for name in ("keys", "values"):
+        for part in ("count", "mean", "covariance"):
+            a, b = (getattr(getattr(s.sensitivity, name), part) for s in (one, other))
+            np.testing.assert_array_equal(a, b)
+    np.testing.assert_array_equal(one.inv_freq, other.inv_freq)
     np.testing.assert_array_equal(one.output_gram, other.output_gram)
 
 
@@ -300,6 +309,11 @@ def test_model_files_and_pickles(tmp_path):
         "moments.specials.queries.covariance",
         "sample.values",
         "sample.is_special",
+        "sample.key_weights",
+        "sensitivity.keys.count",
+        "sensitivity.attention",
+        "inv_freq",
+        "codec.turbo3.key_widths",
         "codec.paper.key_levels",
         "codec.paper.value_step",
     ],

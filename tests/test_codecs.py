@@ -963,7 +963,7 @@ def test_turbo_does_not_see_outlier_channels(turbo_statistics):
     """Key channels scaled by a and query channels by 1 / a, pair by pair: the same function, the same bytes."""
     stats = turbo_statistics[16]
     scale = np.ones(16)
-    scale[[3, 11]], scale[[6, 14]] = 60.0, 1 / 200.0
+    scale[[3, 11]], scale[[6, 14]] = 64.0, 1 / 256.0
     keys = turned(stats.sample.keys.astype(np.float64), -(stats.sample.positions // KEY_BLOCK) * KEY_BLOCK)
     rng = np.random.default_rng(2)
     queries = correlated(rng, keys.shape[2], 16, decay=0.2)
@@ -979,8 +979,8 @@ def test_turbo_does_not_see_outlier_channels(turbo_statistics):
         packed.append(codec.quantize(0, *codec.transform(0, x, y, columns)) | {"widths": codec.state["key_widths"]})
     assert torch.equal(packed[0]["widths"], packed[1]["widths"])
     for name in ("key_fields", "key_planes"):
-        # The sample is rounded to bfloat16 after the scaling: a component at a boundary may fall to either side.
-        assert (packed[0][name] != packed[1][name]).float().mean() < 0.02
+        # A component at a boundary may fall to either side of it.
+        assert (packed[0][name] != packed[1][name]).sum() <= 1e-3 * packed[0][name].numel()
     for name in ("value_fields", "value_planes"):
         assert torch.equal(packed[0][name], packed[1][name])
 
@@ -1027,8 +1027,8 @@ def test_turbo_nan_crashes_nothing(turbo_statistics, turbo_codec_of, bits):
 def test_turbo_scores_are_better_than_the_papers_at_fewer_bits(turbo_statistics, turbo_codec_of):
     """What the query-aware transform is for: the mean squared error of q . k."""
     stats = turbo_statistics[64]
-    rng = np.random.default_rng(64)
-    queries = torch.from_numpy(correlated(rng, 50, 64, decay=3 / 64)[0].astype(np.float32))[None]
+    root = torch.linalg.cholesky(torch.from_numpy(stats.sensitivity.queries[0])).float()
+    queries = (torch.randn(HEADS, 100, 64, generator=torch.Generator().manual_seed(0)) @ root.transpose(1, 2))[None]
     keys, values, columns = turbo_tokens(stats, 0, tokens=200)
     errors = {}
     for name, codec in (("turbo3", turbo_codec_of(3, 64)), ("paper", fitted(PAPER, stats))):

@@ -30,7 +30,7 @@ from .. import transforms
 from ..config import Geometry, TurboConfig
 from ..kv_statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
 from ..lloyd_max import lloyd_max
-from ..packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from ..packing import GROUP_SIZE, pack_codes, quantize
 from .base import KVCodec, Packed, rotate
 
 FIELD_AND_PLANES = {0: (0, 0), 1: (0, 1), 2: (1, 1), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
@@ -103,8 +103,11 @@ class TurboCodec(KVCodec):
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for name in [name for name in tensors if "_levels_" in name]:
+            kind, _, width = name.partition("_levels_")
             levels = tensors[name]
-            tensors[name.replace("levels", "boundaries")] = (levels[1:] + levels[:-1]) / 2
+            tensors[f"{kind}_boundaries_{width}"] = (levels[1:] + levels[:-1]) / 2
+            tensors[f"{kind}_entries_{width}"] = _pair_table(levels, int(width))
+            tensors |= _spread_tables(int(width), levels.device)
         return tensors
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
@@ -146,28 +149,70 @@ class TurboCodec(KVCodec):
     def _unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         fields, planes = packed[f"{kind}_fields"], packed[f"{kind}_planes"]
         state = self.layer_state(layer_idx, fields.device)
-        residual = packed.get(f"{kind}_residual")
-        shape = (*fields.shape[:3], self.geometry.head_dim)
-        x = torch.zeros(shape, device=fields.device)
-        if residual is not None:
-            x += residual
+        parts = []
         field_byte = plane_byte = 0
         for width, start, stop in self._classes[kind][layer_idx]:
             field_bits, num_planes = FIELD_AND_PLANES[width]
             if not width:
+                parts.append(torch.zeros((*fields.shape[:3], stop - start), device=fields.device))
                 continue
             runs = (stop - start) // GROUP_SIZE
             codes: Tensor | None = None
             if field_bits:
-                codes = unpack_codes(fields[..., field_byte : field_byte + runs * field_bits], field_bits)
+                codes = fields[..., field_byte : field_byte + runs * field_bits]
                 field_byte += runs * field_bits
-            for _ in range(num_planes):
-                plane = unpack_codes(planes[..., plane_byte : plane_byte + runs], 1)
+                if num_planes:
+                    codes = _look_up(state[f"spread_field_{width}"], codes).view(torch.int64)
+            for plane in reversed(range(num_planes)):
+                bits = _look_up(state[f"spread_plane_{width}_{plane}"], planes[..., plane_byte : plane_byte + runs])
+                codes = bits if codes is None else codes | bits
                 plane_byte += runs
-                codes = plane if codes is None else codes << 1 | plane
             assert codes is not None
-            x[..., start:stop] += state[f"{kind}_levels_{width}"][codes.int()]
-        return x
+            if num_planes:
+                codes = codes.view(torch.int16)
+            parts.append(_look_up(state[f"{kind}_entries_{width}"], codes).view(torch.float32))
+        x = torch.cat(parts, dim=-1)
+        residual = packed.get(f"{kind}_residual")
+        return x if residual is None else x.add_(residual)
+
+
+def _look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """table [entries] at codes [B, H, L, n]."""
+    index = codes.long().reshape(codes.shape[0] * codes.shape[1], -1)
+    return table.expand(len(index), -1).gather(1, index).view(codes.shape)
+
+
+def _pair_table(levels: Tensor, width: int) -> Tensor:
+    """What two codes c and d in a row decode to, at c + 2^width d: two float32 seen as one int64.
+
+    One lookup then fetches two components, which halves the dear part of decoding on a CPU. Codes of eight bits have
+    no such table: it would not stay in the processor's cache.
+    """
+    if width == 8:
+        return levels
+    pair = torch.arange(4**width, device=levels.device)
+    pairs = torch.stack([levels[pair % 2**width], levels[pair // 2**width]], dim=-1)
+    return pairs.view(torch.int64).squeeze(-1)
+
+
+def _spread_tables(width: int, device: torch.device) -> dict[str, Tensor]:
+    """What each byte of a field or of a plane adds to the indices of `_pair_table`, one 16-bit lane a pair of codes."""
+    field_bits, num_planes = FIELD_AND_PLANES[width]
+    if not num_planes:
+        return {}
+    byte = torch.arange(256, device=device)
+    tables = {f"spread_plane_{width}_{plane}": _spread(byte, 1, plane, width) for plane in range(num_planes)}
+    if field_bits:
+        tables[f"spread_field_{width}"] = _spread(byte, field_bits, num_planes, width)
+    return tables
+
+
+def _spread(byte: Tensor, bits: int, shift: int, width: int) -> Tensor:
+    """Parts of codes, `bits` wide, of every byte, moved to where they stand in pairs of codes."""
+    parts = [byte >> start & 2**bits - 1 for start in range(0, 8, bits)]
+    lanes = [low << shift | high << shift + width for low, high in zip(parts[::2], parts[1::2], strict=True)]
+    spread = torch.stack(lanes, dim=-1).to(torch.int16)
+    return spread.view({1: torch.int16, 2: torch.int32, 4: torch.int64}[len(lanes)]).squeeze(-1)
 
 
 def _width_classes(widths: list[int]) -> list[tuple[int, int, int]]:
