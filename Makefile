@@ -6,12 +6,14 @@
 #   PYTHON       the interpreter that makes the environments, 3.11 or newer   make test PYTHON=python3.12
 #   WORKERS      test processes, `auto` for one a core (8 at most)            make test WORKERS=1
 #   PYTEST_ARGS  more arguments of pytest                                     make test PYTEST_ARGS="-k cache -x"
+#   JOBS         processes of `make results`                                  make results JOBS=16
 # pip reads its own variables. On Linux the package index serves torch with CUDA; for the CPU build set
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
 PYTHON ?= python3
 WORKERS ?= auto
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
@@ -27,7 +29,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-gpu test-mps lint format types notebooks clean
+.PHONY: help demo test test-oldest test-gpu test-mps lint format types notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -64,6 +66,11 @@ notebooks: $(VENV)/.installed-notebooks
 else
 	@echo "no notebooks yet"
 endif
+
+results: $(VENV)/.installed-dev  ## measure accuracy anew (two hours of one core), then make the tables and images
+	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.run results --jobs $(JOBS) --save
+	$(VENV)/bin/python -m benchmarks.tables
+	$(VENV)/bin/python -m benchmarks.plots
 
 clean:  ## remove the environments, caches and builds
 	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info

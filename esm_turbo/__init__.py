@@ -18,6 +18,7 @@ _PUBLIC = {
     "TurboKVCache": "kv_cache",
     "KVCalibrator": "calibrate",
     "Calibration": "calibration",
+    "ContextStore": "context_store",
 }
 
 __all__ = [  # noqa: RUF022 - the order in which a reader meets them
@@ -29,6 +30,7 @@ __all__ = [  # noqa: RUF022 - the order in which a reader meets them
     "TurboKVCache",
     "KVCalibrator",
     "Calibration",
+    "ContextStore",
     "__version__",
 ]
 
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from .calibrate import KVCalibrator
     from .calibration import Calibration
     from .config import TurboConfig
+    from .context_store import ContextStore
     from .kv_cache import TurboKVCache
     from .modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
     from .turbo_esm import TurboEsm

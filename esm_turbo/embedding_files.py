@@ -1,77 +1,87 @@
-"""Embeddings on disk: a folder of `.pt` or safetensors files with an index, or one HDF5 file.
+"""Embeddings on disk: a folder of `.pt` or safetensors files with an index.
 
-Files and data sets are named by a hash of the sequence, never by an identifier, which may hold anything. Every file is
-whole or absent. A folder holds the embeddings of one model and one choice of options, kept in `settings.json`.
+Files are named by a hash of the sequence, never by an identifier, which may hold anything. Every file is whole or
+absent, and is checked before it is taken for done. A folder holds the embeddings of one model and one choice of
+options, kept in `settings.json`, and is written by one process at a time.
+
+A batch counts as done when its rows stand in `index.tsv`, to which they are added after its files. What a killed run
+leaves is therefore whole batches, and the run that goes on where it stopped computes the same batches as one that was
+never stopped.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
+import io
 import json
 import os
+import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .artifacts import read_artifact, replacing, write_artifact
+from .artifacts import ArtifactError, read_artifact, replacing, write_artifact
 from .embedding import ProteinEmbedding
 from .fasta import ProteinRecord
+from .kv_cache import TurboKVCache
 from .options import EmbeddingFormat
-from .paths import check_writable
+from .writing import file_errors, remove_temporaries
 
 FORMAT_VERSION = 1
 INDEX_FILE = "index.tsv"
 SETTINGS_FILE = "settings.json"
 _INDEX_HEADER = "id\tresidues\tembedding\tcache"
+_COLUMNS = 4
+_ASKED = ("representations", "mean_representations", "bos_representations", "contacts")
+
+SameSequence = Sequence[ProteinRecord]
+"""Proteins of one sequence, at least one: they share one embedding."""
 
 
 class EmbeddingWriter(ABC):
-    """Writes the embeddings of proteins, one by one."""
+    """Writes the embeddings of proteins.
+
+    Attributes:
+        damaged: names of what was found there and cannot be used: it is to be made anew.
+    """
+
+    def __init__(self) -> None:
+        self.damaged: list[str] = []
 
     @abstractmethod
-    def write(self, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        """Writes one protein's.
+    def has(self, proteins: SameSequence) -> bool:
+        """Whether these are done, from an earlier run; reads and checks the whole of their embedding."""
+
+    @abstractmethod
+    def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
+        """Writes an embedding; it counts after the next `commit`.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: the file cannot be written. What was there before is unharmed.
         """
 
+    @abstractmethod
+    def commit(self) -> None:
+        """Makes what was written since the last call count, also if the process is killed afterwards.
 
-@contextlib.contextmanager
-def embedding_writer(
-    out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any]
-) -> Iterator[EmbeddingWriter]:
-    """Opens a place for embeddings; nothing is written before the first of them.
+        Raises:
+            OSError: as of `write`.
+        """
 
-    Args:
-        out: a folder, made if need be, for `pt` and `safetensors`; a file for `h5`.
-        file_format: `pt` and `safetensors` write one file a sequence, `h5` one file for all, as biotrainer reads them.
-        settings: how the embeddings are made, JSON values; all in a folder must be made the same way.
+    @abstractmethod
+    def finish(self, records: Sequence[ProteinRecord]) -> None:
+        """To be called at the end of a run that was not interrupted.
 
-    Raises:
-        ValueError: the folder holds embeddings made with other settings, or the place cannot be written.
-        ImportError: h5py is missing.
-    """
-    out = Path(out)
-    check_writable(out if file_format == "h5" else out / INDEX_FILE)
-    if file_format == "h5":
-        with replacing(out) as temporary:
-            h5 = _H5Writer(temporary, settings)
-            try:
-                yield h5
-            finally:
-                h5.close()
-    else:
-        folder = _FolderWriter(out, file_format, settings)
-        try:
-            yield folder
-        finally:
-            # Also after an error: what was written shall be found.
-            folder.write_index()
+        Args:
+            records: all of the run's.
+
+        Raises:
+            OSError: as of `write`.
+        """
 
 
 def sequence_hash(sequence: str) -> str:
@@ -89,103 +99,230 @@ def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[s
     return metadata, tensors
 
 
-class _FolderWriter(EmbeddingWriter):
+def check_same_settings(place: object, there: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Makes sure that embeddings were made as new ones will be.
+
+    Raises:
+        ValueError: they were not; names the first difference.
+    """
+    for name in dict.fromkeys([*settings, *there]):
+        if settings.get(name) != there.get(name):
+            raise ValueError(
+                f"{place}: holds embeddings made with {name} {there.get(name)}, not {settings.get(name)};"
+                " give another place, or the same options"
+            )
+
+
+class FolderWriter(EmbeddingWriter):
+    """One file a sequence, and one for its cache.
+
+    Args:
+        folder: which the caller has for itself alone.
+        file_format: of the files.
+        settings: see `embedding_run.embedding_writer`.
+
+    Raises:
+        ValueError: the folder holds embeddings made with other settings, or files that are none of embeddings.
+    """
+
     def __init__(self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any]) -> None:
+        super().__init__()
         self.folder = folder
         self.file_format = file_format
         self.settings = {"format": file_format, **settings}
-        self._check_settings()
-        self._rows = self._read_index()
-        self._written = False
+        self._known_settings = self._check_settings()
+        self.index = _Index(folder / INDEX_FILE)
+        if self.index.damaged and not self._known_settings:
+            raise ValueError(f"{self.index.path}: is no index of embeddings; give another folder")
+        if self.index.damaged:
+            self.damaged.append(os.fspath(self.index.path))
+        include = set(settings["include"])
+        self._suffixes = (
+            f".{file_format}" if include - {"cache"} else "",
+            ".cache.safetensors" if "cache" in include else "",
+        )
+        remove_temporaries(folder)
 
-    def write(self, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        if not self._written:
-            self._write_settings()
-            self._written = True
-        name = sequence_hash(record.sequence)
-        embedding_file = cache_file = ""
-        if embedding.tensors():
-            embedding_file = f"{name}.{self.file_format}"
-            self._write_embedding(self.folder / embedding_file, record, embedding)
-        if embedding.cache is not None:
-            cache_file = f"{name}.cache.safetensors"
-            embedding.cache.save(self.folder / cache_file)
-        self._rows[record.id] = "\t".join([record.id, str(len(record.sequence)), embedding_file, cache_file])
+    def has(self, proteins: SameSequence) -> bool:
+        names = self.names(proteins[0].sequence)
+        if not self.index.holds(names) or not all(self._is_good(name) for name in names if name):
+            return False
+        # Others of the same sequence may be new.
+        self.index.stage(proteins, names)
+        return True
 
-    def write_index(self) -> None:
-        if self._written:
-            with replacing(self.folder / INDEX_FILE) as temporary:
-                temporary.write_text("\n".join([_INDEX_HEADER, *self._rows.values(), ""]), encoding="utf-8")
+    def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
+        self._write_settings()
+        record, names = proteins[0], self.names(proteins[0].sequence)
+        if names[0]:
+            self._write_embedding(self.folder / names[0], record, embedding)
+        if names[1]:
+            assert embedding.cache is not None
+            with file_errors(self.folder / names[1]):
+                embedding.cache.save(self.folder / names[1])
+        self.index.stage(proteins, names)
+
+    def commit(self) -> None:
+        with file_errors(self.index.path):
+            self.index.commit()
+
+    def finish(self, records: Sequence[ProteinRecord]) -> None:
+        self.commit()
+        with file_errors(self.index.path):
+            self.index.sort([record.id for record in records])
+
+    def names(self, sequence: str) -> tuple[str, str]:
+        """The files of a sequence's embedding and of its cache, empty for one that is not asked for."""
+        name = sequence_hash(sequence)
+        embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
+        return embedding, cache
 
     def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        if self.file_format == "safetensors":
-            metadata = {"label": record.id, "residues": len(record.sequence)}
-            write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
-            return
-        names = ("representations", "mean_representations", "bos_representations", "contacts")
-        asked = {name: getattr(embedding, name) for name in names if getattr(embedding, name) is not None}
-        with replacing(path) as temporary:
-            torch.save({"label": record.id} | asked, temporary)
+        with file_errors(path):
+            if self.file_format == "safetensors":
+                metadata = {"label": record.id, "residues": len(record.sequence)}
+                write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
+                return
+            asked = {name: getattr(embedding, name) for name in _ASKED if getattr(embedding, name) is not None}
+            # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
+            buffer = io.BytesIO()
+            torch.save({"label": record.id} | asked, buffer)
+            with replacing(path) as temporary:
+                temporary.write_bytes(buffer.getbuffer())
 
-    def _check_settings(self) -> None:
+    def _is_good(self, name: str) -> bool:
+        path = self.folder / name
+        if not path.exists():
+            return False
+        try:
+            if name.endswith(".cache.safetensors"):
+                TurboKVCache.load(path)
+            elif self.file_format == "safetensors":
+                read_embedding(path)
+            else:
+                _check_pt(path)
+        except ArtifactError:
+            self.damaged.append(os.fspath(path))
+            return False
+        return True
+
+    def _check_settings(self) -> bool:
+        """Whether the folder has settings, which then are the same."""
         path = self.folder / SETTINGS_FILE
         if not path.exists():
-            return
+            return False
         try:
             there = json.loads(path.read_text(encoding="utf-8"))
+            if not isinstance(there, dict):
+                raise ValueError("no settings")
         except ValueError as error:
             raise ValueError(f"{path}: damaged ({error}); give another folder") from error
-        differing = [name for name in self.settings | there if self.settings.get(name) != there.get(name)]
-        if differing:
-            name = differing[0]
-            raise ValueError(
-                f"{self.folder}: holds embeddings made with {name} {there.get(name)}, not {self.settings.get(name)};"
-                " give another folder"
-            )
+        check_same_settings(self.folder, there, self.settings)
+        return True
 
     def _write_settings(self) -> None:
-        with replacing(self.folder / SETTINGS_FILE) as temporary:
-            temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
-
-    def _read_index(self) -> dict[str, str]:
-        path = self.folder / INDEX_FILE
-        if not path.exists():
-            return {}
-        lines = path.read_text(encoding="utf-8").splitlines()
-        if not lines or lines[0] != _INDEX_HEADER:
-            raise ValueError(f"{path}: is no index of embeddings; give another folder")
-        return {line.split("\t", 1)[0]: line for line in lines[1:]}
+        if not self._known_settings:
+            path = self.folder / SETTINGS_FILE
+            with file_errors(path), replacing(path) as temporary:
+                temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+            self._known_settings = True
 
 
-class _H5Writer(EmbeddingWriter):
-    """One data set a sequence where one thing is asked for, as biotrainer has it; else a group of data sets.
+class _Index:
+    """`index.tsv`: which identifier has which files; rows are added at its end.
 
-    The attribute `original_id` is the protein's identifier; proteins of the same sequence share one entry, whose
-    further identifiers stand in `other_ids`.
+    Attributes:
+        damaged: whether lines of it could not be read.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        try:
-            import h5py
-        except ImportError as error:
-            raise ImportError("format h5 needs h5py: pip install 'esm-turbo[h5]'") from error
-        self.file = h5py.File(path, "w")
-        self.file.attrs["settings"] = json.dumps(dict(settings))
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.damaged = False
+        self._rows: dict[str, str] = {}
+        self._staged: dict[str, str] = {}
+        self._files: set[str] = set()
+        content = path.read_bytes() if path.exists() else b""
+        # What follows the last line break was being written when its process died.
+        self._whole_bytes = content.rfind(b"\n") + 1
+        for number, line in enumerate(content[: self._whole_bytes].splitlines()):
+            row = line.decode("utf-8", errors="replace")
+            cells = row.split("\t")
+            if row == _INDEX_HEADER:
+                continue
+            if number == 0 or len(cells) != _COLUMNS or "\ufffd" in row:
+                self.damaged = True
+                continue
+            self._rows[cells[0]] = row
+            self._files |= set(cells[2:])
 
-    def write(self, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        name = sequence_hash(record.sequence)
-        if name in self.file:
-            attributes = self.file[name].attrs
-            attributes["other_ids"] = [*attributes.get("other_ids", []), record.id]
+    @property
+    def rows(self) -> Iterator[list[str]]:
+        """Identifier, residues, and the files of the embedding and the cache."""
+        return (row.split("\t") for row in self._rows.values())
+
+    def holds(self, files: Sequence[str]) -> bool:
+        """Whether all these files are those of some protein."""
+        return self._files.issuperset(files)
+
+    def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
+        """Rows for the next `commit`; those that are there already are left out."""
+        for record in proteins:
+            row = "\t".join([record.id, str(len(record.sequence)), *files])
+            if self._rows.get(record.id) != row:
+                self._staged[record.id] = row
+
+    def commit(self) -> None:
+        if not self._staged:
             return
-        tensors = embedding.tensors()
-        if len(tensors) == 1:
-            [tensor] = tensors.values()
-            self.file.create_dataset(name, data=tensor.numpy())
-        else:
-            for key, tensor in tensors.items():
-                self.file.create_dataset(f"{name}/{key.replace('.', '/')}", data=tensor.numpy())
-        self.file[name].attrs["original_id"] = record.id
+        rows = list(self._staged.values())
+        if not self._whole_bytes:
+            rows.insert(0, _INDEX_HEADER)
+        self._whole_bytes = _append(self.path, self._whole_bytes, ("\n".join(rows) + "\n").encode())
+        self._rows |= self._staged
+        self._files |= {name for row in self._staged.values() for name in row.split("\t")[2:]}
+        self._staged = {}
 
-    def close(self) -> None:
-        self.file.close()
+    def sort(self, last: Sequence[str]) -> None:
+        """Puts the rows into an order that does not tell how often a run was interrupted: these at the end."""
+        moved = dict.fromkeys(name for name in last if name in self._rows)
+        rows = {name: row for name, row in self._rows.items() if name not in moved}
+        rows |= {name: self._rows[name] for name in moved}
+        text = "\n".join([_INDEX_HEADER, *rows.values(), ""]).encode()
+        if rows and (not self.path.exists() or text != self.path.read_bytes()):
+            with replacing(self.path) as temporary:
+                temporary.write_bytes(text)
+        self._rows, self._whole_bytes = rows, len(text)
+
+
+def _append(path: Path, size: int, content: bytes) -> int:
+    """Writes after the first `size` bytes of a file, whatever follows them, and returns the new size."""
+    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
+        file.truncate(size)
+        file.seek(size)
+        try:
+            if file.write(content) != len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            # Rows of half a batch would let the rest of it be batched anew.
+            file.truncate(size)
+            raise
+        return size + len(content)
+
+
+def _check_pt(path: Path) -> None:
+    """Checks a file of torch.save: that it loads, and the checksums of its parts, which torch does not look at.
+
+    Raises:
+        ArtifactError: it is damaged or cut short.
+    """
+    try:
+        buffer = io.BytesIO(path.read_bytes())
+        with zipfile.ZipFile(buffer) as file:
+            bad = file.testzip()
+        buffer.seek(0)
+        torch.load(buffer, weights_only=True)
+    # A damaged header can make them stumble over almost anything.
+    except Exception as error:
+        raise ArtifactError(f"{path}: damaged ({error})") from error
+    if bad is not None:
+        raise ArtifactError(f"{path}: damaged ({bad} does not match its checksum)")

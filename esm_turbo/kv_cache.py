@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from . import encode_ops
 from .artifacts import ArtifactError, read_artifact, write_artifact
-from .codecs import KVCodec, Packed
+from .codecs import KVCodec, Packed, codec_class
 from .config import Geometry, TurboConfig
 from .fingerprint import codec_fingerprint, same_codec, same_model
 
@@ -78,6 +79,7 @@ class TurboCacheLayer(CacheLayerMixin):
         raise NotImplementedError(_WRITTEN_BY)
 
 
+_UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
 _WRITTEN_BY = "a TurboKVCache is written by a forward of a TurboEsm model with use_cache=True"
 
 
@@ -92,6 +94,7 @@ class Append:
         positions: likewise, or None for the next ones.
         protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
         layers: per layer what the codec made of the tokens, the protected ones, and what is stored once a row.
+        counters: for the kernel that encodes, see `encode_ops.new_counters`; made when first needed.
     """
 
     order: Tensor
@@ -100,6 +103,7 @@ class Append:
     positions: Tensor | None
     protected: Tensor
     layers: list[tuple[Packed, Packed, Packed]] = field(default_factory=list)
+    counters: Tensor | None = None
 
 
 class TurboKVCache(Cache):
@@ -237,9 +241,20 @@ class TurboKVCache(Cache):
                 positions = None
         return Append(order, counts, token_ids.to(torch.uint8), positions, protected)
 
-    def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> None:
-        """Encodes one layer's keys (after RoPE) and values [batch, heads, n, head_dim] of the new tokens."""
+    def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, fused: bool | None = None) -> None:
+        """Encodes one layer's keys (after RoPE) and values [batch, heads, n, head_dim] of the new tokens.
+
+        Args:
+            append: the tokens.
+            layer_idx: which layer.
+            keys: after RoPE, [batch, heads, n, head_dim].
+            values: likewise.
+            fused: whether the Triton kernel does it where there is one; None: on a device that it runs on.
+        """
         assert self.codec is not None
+        if (encode_ops.runs_on(keys.device) if fused is None else fused) and encode_ops.can_run(self.codec, layer_idx):
+            append.layers.append(self._encode(append, layer_idx, keys, values))
+            return
         keys, values = _take(keys, append.order), _take(values, append.order)
         protected: Packed = {}
         if self.config.protect_special_tokens:
@@ -258,6 +273,27 @@ class TurboKVCache(Cache):
             read = (steps < append.counts.to(keys.device)[:, None]) & ~_among(steps, append.protected.to(keys.device))
             rows = self.codec.summarize(layer_idx, keys, values, packed, read)
         append.layers.append((packed, protected, rows))
+
+    def _encode(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Packed, Packed, Packed]:
+        """What `stage` adds, in one launch."""
+        assert self.codec is not None
+        device, new = keys.device, not self.columns
+        if append.counters is None or append.counters.device != device:
+            append.counters = encode_ops.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
+        packed, protected, rows = encode_ops.encode(
+            self.codec,
+            layer_idx,
+            keys,
+            values,
+            order=append.order.to(device),
+            start=self.lengths.to(device) if self.batch_size else None,
+            columns=self.columns + keys.shape[2],
+            counts=append.counts.to(device),
+            protected=append.protected.to(device) if self.config.protect_special_tokens else None,
+            summarize=new,
+            counters=append.counters[layer_idx],
+        )
+        return packed, protected, rows if new else self.layers[layer_idx].rows
 
     def commit(self, append: Append) -> None:
         """Adds the staged tokens to every row."""
@@ -278,7 +314,10 @@ class TurboKVCache(Cache):
             self.positions = self._put(self.positions[:, None], new[:, None])[:, 0]
         for layer, (packed, protected, rows) in zip(self.layers, append.layers, strict=True):
             layer.packed = {
-                name: self._put(layer.packed.get(name), tensor) for name, tensor in packed.items()
+                name: self._put(layer.packed.get(name), tensor)
+                for name, tensor in packed.items()
+                # Not what `drop_refinements` has dropped.
+                if name in layer.packed or not layer.packed
             }
             layer.protected = {
                 name: torch.cat([layer.protected[name], tensor], dim=2) if layer.protected else tensor
@@ -334,20 +373,77 @@ class TurboKVCache(Cache):
 
     # ------------------------------------------------------------------ reshaping
 
-    def crop(self, tokens: int) -> None:
+    def crop(self, tokens: int | Tensor) -> None:
         """Shortens every row.
 
         Args:
             tokens: n >= 0 keeps the first min(n, length) tokens of each row, n < 0 removes the last -n. The same on
-                every version of transformers, whose own meaning has changed.
+                every version of transformers, whose own meaning has changed. A tensor [batch] has an n >= 0 for each.
         """
-        lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
+        if isinstance(tokens, Tensor):
+            lengths = torch.minimum(self.lengths, tokens.to(self.lengths).clamp_min(0))
+        else:
+            lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
+            self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
         self.lengths = lengths
-        self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
         self.protected_columns = torch.where(
             self.protected_columns < lengths[:, None], self.protected_columns, -1
         ).to(torch.int32)
         self._changed()
+
+    def drop_front(self, tokens: int) -> None:
+        """Forgets the first tokens of every row; of a shorter row, all.
+
+        What the others' keys are relative to moves with them: a codec with blocks keeps keys relative to their block
+        of columns, so that whole blocks have to go, and every position falls by `tokens`. Any other codec keeps keys
+        at their positions, which stay. New tokens go on at `next_positions` in either case.
+
+        Args:
+            tokens: how many; for a codec with blocks, a multiple of its `block_size` (`front_step`).
+
+        Raises:
+            ValueError: `tokens` is negative or no such multiple, or special tokens that stay need a codec and no model
+                has claimed the cache.
+        """
+        step = self.front_step
+        if tokens < 0 or tokens % step:
+            raise ValueError(f"`tokens` must be a multiple of {step}, and not negative, got {tokens}")
+        if tokens == 0 or not self.batch_size:
+            return
+        stays = self.protected_columns >= tokens
+        blocks = codec_class(self.config).block_size is not None
+        if blocks and self.protected_columns.shape[1] and not (self._on_cpu and not bool(stays.any())):
+            self._move_protected(tokens)
+        if self.positions is not None or not blocks:
+            positions = self.positions
+            if positions is None:
+                positions = torch.arange(self.columns, dtype=torch.int32, device=self.device)
+                positions = positions.expand(self.batch_size, -1)
+            self.positions = (positions - tokens if blocks else positions)[:, tokens:].contiguous()
+        for layer in self.layers:
+            layer.packed = {name: tensor[:, :, tokens:].contiguous() for name, tensor in layer.packed.items()}
+        self.token_ids = self.token_ids[:, tokens:].contiguous()
+        self.lengths = (self.lengths - tokens).clamp_min(0)
+        self.protected_columns = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
+        self._longest = max(self._longest - tokens, 0)
+        self._changed()
+
+    @property
+    def front_step(self) -> int:
+        """What `drop_front` drops multiples of."""
+        return codec_class(self.config).block_size or 1
+
+    def _move_protected(self, columns: int) -> None:
+        """Turns protected keys, which are relative to the first block, to one that begins so many columns later."""
+        if self.codec is None:
+            raise ValueError(_UNCLAIMED)
+        for index, layer in enumerate(self.layers):
+            keys, values = layer.protected["keys"], layer.protected["values"]
+            here = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
+            # Values come back as they were, up to rounding: theirs are kept.
+            moved = self.codec.inverse_transform(index, keys, values, here)
+            keys, _ = self.codec.transform(index, *moved, here + columns)
+            layer.protected = {"keys": keys.to(torch.bfloat16), "values": values}
 
     def reset(self) -> None:
         """Forgets all rows."""
@@ -392,6 +488,22 @@ class TurboKVCache(Cache):
         selected._trim(selected.get_seq_length())
         return selected
 
+    def drop_refinements(self) -> None:
+        """Drops the planes of what is stored, the lowest bits of codes: fewer bytes, read less exactly.
+
+        What is appended later loses them too, as long as the cache has rows. A second call changes nothing.
+
+        Raises:
+            ValueError: the codec has nothing that can be dropped, or no model has claimed the cache.
+        """
+        if self.codec is None:
+            raise ValueError(_UNCLAIMED)
+        names = [self.codec.refinements(i) for i in range(len(self.layers))]
+        if not any(names):
+            raise ValueError(f"caches of preset {self.config.name!r} have no planes that can be dropped")
+        for layer, dropped in zip(self.layers, names, strict=True):
+            layer.packed = {name: tensor for name, tensor in layer.packed.items() if name not in dropped}
+
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times, copies side by side. One row serves any batch without this.
 
@@ -422,7 +534,8 @@ class TurboKVCache(Cache):
         """The rows of several caches in one.
 
         Raises:
-            ValueError: there is none, or they differ in options, geometry or model.
+            ValueError: there is none, or they differ in options, geometry, model or calibration, or in whether their
+                refinements have been dropped.
         """
         if not caches:
             raise ValueError("cat needs at least one cache")
@@ -439,6 +552,9 @@ class TurboKVCache(Cache):
         joined.codec_fingerprint = first.codec_fingerprint
         if not caches:
             return joined
+        stored = [[layer.packed.keys() for layer in cache.layers] for cache in caches]
+        if any(names != stored[0] for names in stored):
+            raise ValueError("some of the caches have lost their refinements: call drop_refinements on the others")
         columns = max(cache.columns for cache in caches)
         slots = max(cache.protected_columns.shape[1] for cache in caches)
         for layer, parts in zip(joined.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
@@ -523,6 +639,20 @@ class TurboKVCache(Cache):
             device = model.device if device is None else device
         return cache.to(device or "cpu")
 
+    def check_layout(self, codec: KVCodec) -> None:
+        """Makes sure that a codec finds what it reads; planes may have been dropped.
+
+        Raises:
+            ValueError: a tensor is missing, or there is one that the codec does not know, or of another size.
+        """
+        for index, layer in enumerate(self.layers):
+            slabs = [slab for kind in ("key", "value") for slab in codec.field_slabs(index, kind)]
+            sizes = {slab.name: len(slab.components) * slab.bits // 8 for slab in slabs}
+            found = {name: tensor.shape[-1] for name, tensor in layer.packed.items()}
+            needed = sizes.keys() - codec.refinements(index)
+            if sizes and found and not (needed <= found.keys() and found.items() <= sizes.items()):
+                raise ValueError(f"layer {index} of the cache holds {found}, its codec reads {sizes}")
+
     def _check_shapes(self, path: str | os.PathLike[str]) -> None:
         batch_size, columns, heads = self.batch_size, self.columns, self.geometry.num_heads
         slots = self.protected_columns.shape[-1]
@@ -532,7 +662,8 @@ class TurboKVCache(Cache):
         good &= self.protected_columns.shape == (batch_size, slots) and bool((self.protected_columns < columns).all())
         first = self.layers[0]
         for layer in self.layers:
-            good &= layer.packed.keys() == first.packed.keys() and layer.protected.keys() == first.protected.keys()
+            good &= bool(layer.packed) == bool(first.packed) and layer.protected.keys() == first.protected.keys()
+            good &= not codec_class(self.config).layers_alike or layer.packed.keys() == first.packed.keys()
             good &= layer.rows.keys() == first.rows.keys()
             good &= all(tensor.shape[:3] == (batch_size, heads, columns) for tensor in layer.packed.values())
             good &= all(tensor.shape[:3] == (batch_size, heads, slots) for tensor in layer.protected.values())

@@ -298,6 +298,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         codec = self.codec(cache.config)
         if not same_codec(cache.codec_fingerprint, codec.fingerprint):
             raise ValueError("the cache was written with another calibration: this one cannot read its codes")
+        cache.check_layout(codec)
         cache.codec = codec
 
     def forward(
@@ -363,6 +364,9 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         else:
             written = None
             kwargs["use_cache"] = False
+            if token_counts is not None and input_ids is not None:
+                inputs_embeds = self._embed(input_ids, _token_mask(input_ids, attention_mask), token_counts)
+                input_ids = None
             output = super().forward(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
         output.past_key_values = written
         wants_dict = self.config.return_dict if return_dict is None else return_dict
@@ -435,6 +439,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):
             past_mask,
             None if attention_mask is None else new_mask,
             append,
+            None if attention_mask is None or attention_mask.shape[1] == n else past_mask,
         )
         output = super().forward(
             None, None, position_ids.expand(batch_size, n), inputs_embeds=embeddings, kv_session=session, **kwargs

@@ -120,8 +120,18 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
+def store_report(result: Mapping[str, Any]) -> str:
+    """What `esm-turbo store` did."""
+    return (
+        f"{result['computed']:,} contexts computed; {result['out']} holds {result['contexts']:,},"
+        f" {bytes_text(result['bytes'])}"
+    )
+
+
 def info_report(result: Mapping[str, Any]) -> list[object]:
     """What `esm-turbo info` found."""
+    if result["kind"] == "context_store":
+        return _store_tables(result)
     parts: list[object] = []
     shown: dict[str, Any] = {"kind": result["kind"]}
     geometry = result.get("geometry")
@@ -141,6 +151,22 @@ def info_report(result: Mapping[str, Any]) -> list[object]:
     if "environment" in result:
         parts.append(_pairs("environment", result["environment"]))
     return parts
+
+
+def _store_tables(result: Mapping[str, Any]) -> list[object]:
+    usage = result["usage"]
+    shown = {
+        "kind": "store of contexts",
+        "model": result["model"] or "none yet",
+        "contexts": result["contexts"],
+        "bytes": bytes_text(result["bytes"]),
+        "look-ups": usage["looked_up"],
+        "damaged": usage["damaged"],
+    }
+    rates = {"hits": usage["hit_rate"], **{f"hits {place}": rate for place, rate in usage["hit_rates"].items()}}
+    shown |= {name: "-" if rate is None else f"{100 * rate:.1f} %" for name, rate in rates.items()}
+    rows = [[p["preset"], p["dtype"], f"{p['contexts']:,}", bytes_text(p["bytes"])] for p in result["presets"]]
+    return [_pairs("", shown), table("", ["preset", "dtype", "contexts", "bytes"], rows)]
 
 
 def _cache_table(sizes: Mapping[str, Any]) -> Table:

@@ -43,6 +43,7 @@ class Extension(KVSession):
         past_mask: which columns each row sees, bool [batch, columns]; None for all.
         mask: which new tokens are seen, bool [batch, n]; None for all.
         append: where given, the new tokens are staged into it.
+        visible: which columns a row may see at all where that is less than all it has, bool [batch, columns].
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class Extension(KVSession):
         past_mask: Tensor | None,
         mask: Tensor | None,
         append: Append | None = None,
+        visible: Tensor | None = None,
     ) -> None:
         self.cache = cache
         self.backend = backend
         self.mask = mask
         self.append = append
         self.past_mask = past_mask
+        self.visible = visible
         self.protected_mask: Tensor | None = None
         if cache.protected_columns.shape[1]:
             self.past_mask, self.protected_mask = _split_protected(cache, past_mask)
@@ -70,6 +73,9 @@ class Extension(KVSession):
             layer.protected,
             _on(self.protected_mask, query),
             layer.rows,
+            self.cache.lengths.to(query.device),
+            self.cache.protected_columns.to(query.device),
+            _on(self.visible, query),
         )
         output: Tensor = self.backend.extend_attention(
             query, keys, values, _on(self.mask, query), context, self.cache.codec, layer_idx

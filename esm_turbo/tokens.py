@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,6 +59,11 @@ class TokenCodes:
             self.mask if symbol.lower() == _MASK else self.residues[residue]
             for symbol, residue in zip(symbols, residues, strict=False)
         ]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Residues of ids, `<mask>` where one stands: what `encode` takes apart."""
+        letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
+        return "".join(letters[index] for index in token_ids)
 
     def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Rows of ids as `input_ids` and `attention_mask` [batch, longest], padded on the right."""

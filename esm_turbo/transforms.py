@@ -140,15 +140,18 @@ def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Tran
     return Transform(rows, _transposed(rows).copy())
 
 
-def standardized(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> Transform:
+def standardized(
+    transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike, smallest: float = _MIN_RELATIVE_STD
+) -> Transform:
     """Follow a map by a division of each component by its root mean square, so that one codebook fits all.
 
-    A component whose root mean square is below 1e-6 of the largest of its head is divided by that floor
-    instead: it stays near zero and costs nothing. A head that is zero throughout is left as it is.
+    A component whose root mean square is below a small part of the largest of its head is divided by that
+    floor instead: it stays near zero and costs nothing. A head that is zero throughout is left as it is.
 
     Args:
         transform: the map (T, T^-1), [..., head_dim, head_dim].
         second_moment: of what the map is applied to, [..., head_dim, head_dim]; about zero or about the mean.
+        smallest: the part of the largest root mean square that is the floor.
 
     Returns:
         diag(1 / s) T and T^-1 diag(s), with s_i^2 = (T second_moment T^T)_ii.
@@ -159,7 +162,7 @@ def standardized(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLik
     forward, inverse = (np.asarray(part, dtype=np.float64) for part in transform)
     std = np.sqrt(component_variances((forward, inverse), second_moment))
     largest = std.max(axis=-1, keepdims=True)
-    std = np.where(largest > 0, np.maximum(std, _MIN_RELATIVE_STD * largest), 1.0)
+    std = np.where(largest > 0, np.maximum(std, smallest * largest), 1.0)
     return Transform(forward / std[..., :, None], inverse * std[..., None, :])
 
 

@@ -1,8 +1,377 @@
-"""The place of the Triton kernels. There is none yet, so `backend="triton"` is refused with that reason.
-
-Importing this module needs no triton.
-"""
+"""Attention over packed contexts by the Triton kernels: the path of CUDA. Imports triton only when it runs."""
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import torch_ops
+from .codecs import KVCodec, PackedContext
+from .kernel_layout import KernelLayout, block_angles, kernel_layout
+
+__all__ = ["extend_attention"]
+
+# The numbers of `SlabView.spec`.
+_Spec = tuple[int, int, int, int, int, bool, int]
+
+# Programs that keep a large GPU busy, each of one warp.
+_PROGRAMS = 2048
+_MOST_SPLITS = 64
+# Rows of a tensor core's operand.
+_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel that reads contexts is compiled.
+
+    Attributes:
+        tile: tokens of a tile: a block of 64 columns, or a part of it.
+        warps: of a program that reads contexts.
+        stages: of its software pipeline, which loads mapped queries ahead.
+        map_warps: of a program that maps queries.
+        merge_warps: of a program that joins.
+        registers: the most that a thread may have; None leaves it to the compiler.
+        programs: that splits of the context are made for.
+    """
+
+    tile: int = 64
+    warps: int = 1
+    stages: int = 3
+    map_warps: int = 4
+    merge_warps: int = 4
+    registers: int | None = None
+    programs: int = _PROGRAMS
+
+
+DEFAULT_TUNING = Tuning()
+
+
+def can_run(codec: KVCodec) -> bool:
+    """Whether there are kernels for a codec: its components are fields of 1, 2, 4 or 8 bits."""
+    return all(codec.field_slabs(0, kind) for kind in ("key", "value"))
+
+
+def extend_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    context: PackedContext,
+    codec: KVCodec,
+    layer_idx: int,
+) -> Tensor:
+    """See `torch_ops.extend_attention`, which also does what there are no kernels for (`can_run`)."""
+    if not can_run(codec):
+        return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
+    layout = _layout(codec, layer_idx, context, query)
+    some = next(iter(context.packed.values()))
+    rows, columns = some.shape[0], some.shape[2]
+    lengths, protected_columns, visible = context.lengths, context.protected_columns, context.visible
+    if lengths is None:
+        lengths = torch.full((rows,), columns, dtype=torch.int64, device=query.device)
+        protected_columns, visible = None, context.mask
+    if protected_columns is None:
+        protected_columns = torch.empty(rows, 0, dtype=torch.int32, device=query.device)
+    slots = context.protected["keys"].shape[2] if context.protected else 0
+    protected = [context.protected[name] for name in ("keys", "values") if slots]
+    residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
+    tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
+    output: Tensor = torch.ops.esm_turbo.attend_packed(
+        query,
+        keys,
+        values,
+        mask,
+        [view.of(context.packed) for view in layout.keys],
+        [view.of(context.packed) for view in layout.values],
+        layout.tensors,
+        tables,
+        residuals,
+        block_angles(codec, layer_idx, columns, query.device),
+        lengths,
+        protected_columns,
+        protected,
+        context.protected_mask if protected else None,
+        visible,
+        [number for view in layout.keys for number in view.spec],
+        [number for view in layout.values for number in view.spec],
+    )
+    return output
+
+
+@torch.library.custom_op("esm_turbo::attend_packed", mutates_args=())
+def attend_packed(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    key_slabs: list[Tensor],
+    value_slabs: list[Tensor],
+    layout: list[Tensor],
+    tables: list[Tensor],
+    residuals: list[Tensor],
+    angles: Tensor | None,
+    lengths: Tensor,
+    protected_columns: Tensor,
+    protected: list[Tensor],
+    protected_mask: Tensor | None,
+    visible: Tensor | None,
+    key_spec: list[int],
+    value_spec: list[int],
+) -> Tensor:
+    """Attention of new tokens to a packed context and to each other; two launches.
+
+    Args:
+        query: of the new tokens, after RoPE and scaling, [B, H, n, D].
+        keys: of the new tokens, after RoPE, [B, H, n, D].
+        values: of the new tokens, [B, H, n, D].
+        mask: which new tokens are seen, bool [B, n]; None for all.
+        key_slabs: [C, H, L, elements] each, see `SlabView`.
+        value_slabs: likewise.
+        layout: `KernelLayout.tensors`.
+        tables: of keys and of values, [H, 16] each, or empty.
+        residuals: of keys and of values, [C, H, 1, D] each, or empty.
+        angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
+        lengths: of the contexts, [C].
+        protected_columns: that are not read from slabs, int32 [C, P], -1 for none.
+        protected: keys and values of protected tokens as they are stored, [C, H, P, D] each, or empty.
+        protected_mask: which of them a row sees, bool [B, P]; None for all.
+        visible: which columns a row sees, bool [B, L]; None for all.
+        key_spec: of all key slabs, the numbers of `SlabView.spec`.
+        value_spec: likewise.
+
+    Returns:
+        [B, H, n, D], in the query's dtype.
+    """
+    return _attend(
+        query, keys, values, mask, key_slabs, value_slabs, layout, tables, residuals, angles, lengths,
+        protected_columns, protected, protected_mask, visible, _specs(key_spec), _specs(value_spec), DEFAULT_TUNING,
+    )  # fmt: skip
+
+
+@attend_packed.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return query.new_empty(query.shape)
+
+
+def _specs(numbers: Sequence[int]) -> tuple[_Spec, ...]:
+    rows = (numbers[start : start + 7] for start in range(0, len(numbers), 7))
+    return tuple((*row[:5], bool(row[5]), row[6]) for row in rows)  # type: ignore[misc]
+
+
+def _attend(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    key_slabs: list[Tensor],
+    value_slabs: list[Tensor],
+    layout: list[Tensor],
+    tables: list[Tensor],
+    residuals: list[Tensor],
+    angles: Tensor | None,
+    lengths: Tensor,
+    protected_columns: Tensor,
+    protected: list[Tensor],
+    protected_mask: Tensor | None,
+    visible: Tensor | None,
+    key_specs: tuple[_Spec, ...],
+    value_specs: tuple[_Spec, ...],
+    tuning: Tuning,
+) -> Tensor:
+    import triton
+    import triton.language as tl
+
+    from .kernels import attention as kernels
+
+    batch_size, heads, n, head_dim = query.shape
+    contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
+    shared = contexts != batch_size
+    rows = batch_size * n if shared else n
+    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
+    query_map, query_scale, excess, value_map, value_mean, means, inverses = layout
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    # Float32 as three products of a tensor core, nearly exact.
+    precision = "tf32" if half else "tf32x3"
+    operand_columns = 8 if rows <= 8 else _ROWS
+    queries = min(operand_columns, triton.next_power_of_2(rows))
+    row_tiles = triton.cdiv(rows, queries)
+    splits = _num_splits(triton.cdiv(columns, _BLOCK), contexts * heads * row_tiles, tuning.programs)
+    value_size = value_map.shape[1]
+    scratch = torch.empty(contexts * heads * splits * rows * (value_size + 2), dtype=torch.float32, device=query.device)
+    count = contexts * heads * splits * rows
+    partial, highest, total = scratch[: count * value_size], scratch[count * value_size : -count], scratch[-count:]
+    key_table, value_table = tables or (query_scale, query_scale)
+    key_residual, value_residual = residuals or (None, None)
+    visible = None if visible is None else visible.expand(batch_size, -1).contiguous().view(torch.uint8)
+    mask = None if mask is None else mask.expand(batch_size, -1).contiguous().view(torch.uint8)
+    if protected_mask is not None:
+        protected_mask = protected_mask.expand(batch_size, -1).contiguous().view(torch.uint8)
+    protected_keys, protected_values = _unmapped(protected, inverses, means) if protected else (None, None)
+    slots = protected_keys.shape[2] if protected_keys is not None else 0
+    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
+    rotated = angles is not None
+    # A column for every query and block, in whole tiles of both kernels.
+    block_columns = triton.cdiv(columns, _BLOCK) * queries
+    tile_columns = max(operand_columns, min(_MAP_COLUMNS, triton.next_power_of_2(block_columns)))
+    map_columns = triton.cdiv(block_columns if rotated else queries, tile_columns) * tile_columns
+    key_size = query_map.shape[2]
+    places = contexts * heads * row_tiles * map_columns
+    mapped = torch.empty(places * key_size, dtype=torch.float16 if half else torch.float32, device=query.device)
+    affine = torch.empty(2, places, dtype=torch.float32, device=query.device)
+    map_tiles = min(map_columns // tile_columns, max(1, -(-tuning.programs // (contexts * heads * row_tiles))))
+    asm = half and not _interpreted()
+    kernels.map_queries[row_tiles * map_tiles, heads, contexts](
+        query,
+        query_map,
+        query_scale,
+        excess,
+        means[0],
+        key_residual,
+        query_scale if angles is None else angles,
+        mapped,
+        affine[0],
+        affine[1],
+        *query.stride()[:3],
+        n,
+        rows,
+        map_columns,
+        HEAD_DIM=head_dim,
+        HALF=query_map.shape[3],
+        KEY_SIZE=key_size,
+        KEY_PLACES=max(_ROWS, triton.next_power_of_2(key_size)),
+        QUERIES=queries,
+        COLUMNS=tile_columns,
+        TILES=map_tiles,
+        SHARED=shared,
+        ROTATED=rotated,
+        DTYPE=tl.float16 if query.dtype == torch.bfloat16 else tl.float32,
+        PRECISION=precision,
+        ASM=asm,
+        num_warps=tuning.map_warps,
+        num_stages=1,
+    )
+    kernels.attend_context[row_tiles * splits, heads, contexts](
+        mapped,
+        affine[0],
+        affine[1],
+        tuple(key_slabs),
+        tuple(value_slabs),
+        key_table,
+        value_table,
+        lengths,
+        protected_columns,
+        visible,
+        partial,
+        highest,
+        total,
+        columns,
+        columns,
+        n,
+        rows,
+        map_columns,
+        KEYS=key_specs,
+        VALUES=value_specs,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        QUERIES=queries,
+        COLUMNS=operand_columns,
+        SLOTS=protected_columns.shape[1],
+        SPLITS=splits,
+        SHARED=shared,
+        ROTATED=rotated,
+        T=tuning.tile,
+        BLOCK_TILES=_BLOCK // tuning.tile,
+        DTYPE=tl.float16 if half else tl.float32,
+        PRECISION=precision,
+        ASM=asm,
+        num_warps=tuning.warps,
+        num_stages=tuning.stages,
+        **limits,
+    )
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    kernels.merge[triton.cdiv(n, _ROWS), heads, batch_size](
+        query,
+        keys,
+        values,
+        mask,
+        protected_keys,
+        protected_values,
+        protected_mask,
+        partial,
+        highest,
+        total,
+        value_map,
+        value_mean,
+        value_residual,
+        output,
+        *query.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        n,
+        rows,
+        slots,
+        HEAD_DIM=head_dim,
+        SIZE=max(_ROWS, triton.next_power_of_2(head_dim)),
+        VALUE_SIZE=value_size,
+        VALUE_PLACES=max(_ROWS, triton.next_power_of_2(value_size)),
+        SPLITS=splits,
+        SPLIT_PLACES=triton.next_power_of_2(splits),
+        SHARED=shared,
+        T=_NEW_TILE,
+        PRECISION=precision,
+        num_warps=tuning.merge_warps,
+    )
+    return output
+
+
+def _num_splits(blocks: int, programs: int, wanted: int) -> int:
+    """Into how many parts a context is cut, none of them empty; it depends on shapes alone."""
+    splits = max(1, min(blocks, _MOST_SPLITS, -(-wanted // programs)))
+    return -(-blocks // -(-blocks // splits))
+
+
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+_BLOCK = 64
+_NEW_TILE = 16
+_MAP_COLUMNS = 64
+_layouts: WeakKeyDictionary[KVCodec, dict[Any, KernelLayout]] = WeakKeyDictionary()
+# By the tensor of stored keys: its version, and what was made of it and of the values.
+_protected: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of protected tokens in the model's coordinates; made once for what a cache holds."""
+    keys, values = protected
+    # What a captured graph reads may be another cache's by the time it runs.
+    capturing = keys.is_cuda and torch.cuda.is_current_stream_capturing()
+    version, made = _protected.get(keys, (None, None))
+    if version == keys._version and not capturing:
+        return made  # type: ignore[no-any-return]
+    made = (
+        keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
+        values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
+    )
+    if not capturing:
+        _protected[keys] = (keys._version, made)
+    return made
+
+
+def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:
+    """The layer's layout, made once."""
+    stored = tuple(context.packed)
+    made = _layouts.setdefault(codec, {})
+    key = (layer_idx, stored, query.device)
+    if key not in made:
+        made[key] = kernel_layout(codec, layer_idx, stored, query.device)
+    return made[key]

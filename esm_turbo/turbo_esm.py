@@ -25,8 +25,11 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .embedding import ProteinEmbedding
     from .evaluate import Evaluation
+    from .generation import GenerationOutput
     from .kv_cache import TurboKVCache
     from .modeling_esm_turbo import TurboEsmForMaskedLM
+    from .scoring import Scores
+    from .variants import VariantScores
 
 __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
@@ -248,11 +251,52 @@ class TurboEsm:
         include: Sequence[str] = ("mean", "per_tok"),
         toks_per_batch: int = 4096,
         return_cache: bool = False,
+        *,
+        window: int | None = None,
+        overlap: int | None = None,
+        memory: int | None = None,
     ) -> list[ProteinEmbedding]:
-        """Embeddings as `esm-extract` makes them; see `embedding.embed`."""
-        from .embedding import embed
+        """Embeddings as `esm-extract` makes them; see `embedding.embed`.
 
-        return embed(self, _as_list(sequences), repr_layers, include, toks_per_batch, return_cache)
+        With any of `window`, `overlap` and `memory`, proteins of more than `window` residues are computed window by
+        window, see `windows.Windows.of`: any length in memory that does not grow with it.
+        """
+        from .embedding import embed
+        from .windows import Windows
+
+        windows = Windows.of(window, overlap, memory)
+        return embed(self, _as_list(sequences), repr_layers, include, toks_per_batch, return_cache, windows)
+
+    def generate(
+        self,
+        sequences: str | Sequence[str] | TurboKVCache,
+        *,
+        seed: int | Sequence[int] = 0,
+        **options: Any,
+    ) -> GenerationOutput:
+        """New residues to the right of sequences (`max_new_tokens=`), or in place of their masks.
+
+        See `generation.generate`, and `generation.GenerationOptions` for all options.
+        """
+        from .generation import GenerationOptions, generate
+        from .kv_cache import TurboKVCache
+
+        given = sequences if isinstance(sequences, TurboKVCache) else _as_list(sequences)
+        return generate(self, given, GenerationOptions(**options), seed)
+
+    def score(self, context: str | TurboKVCache, candidates: str | Sequence[str], **options: Any) -> Scores:
+        """How well candidates continue a target: pseudo-log-likelihoods on one cached context; see `scoring.score`."""
+        from .scoring import score
+
+        return score(self, context, candidates, **options)
+
+    def score_variants(
+        self, wild_type: str | TurboKVCache, variants: str | Sequence[str] | None = None, **options: Any
+    ) -> VariantScores:
+        """Effects of substitutions by masked or wild-type marginals; see `variants.score_variants`."""
+        from .variants import score_variants
+
+        return score_variants(self, wild_type, variants, **options)
 
     def evaluate(
         self,

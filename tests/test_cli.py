@@ -132,8 +132,8 @@ def test_help_and_version(esm):
     result = esm("--help")
     assert result.code == 0
     assert not result.err
-    assert all(command in result.out for command in ("demo", "calibrate", "embed", "evaluate", "info"))
-    assert "score" not in result.out
+    commands = ("demo", "calibrate", "embed", "evaluate", "generate", "info", "score", "store", "variants")
+    assert all(command in result.out for command in commands)
     assert esm("--version").out.strip() == esm_turbo.__version__
     for option in ("--repr-layers", "--include", "--truncation-seq-length", "--format"):
         assert option in esm("embed", "--help").out
@@ -616,14 +616,17 @@ def test_embed_h5_as_biotrainer_reads_it(esm, fasta, tmp_path, tiny_folder, tiny
         assert list(file[sequence_hash(SEQUENCES["c"])].attrs["other_ids"]) == ["again"]
     for name, sequence in SEQUENCES.items():
         assert_same(by_id[name], tiny.embed(sequence)[0].representations[2])
-    # Several things of a protein form a group.
-    assert esm(*arguments, "--include", "mean", "per_tok", "--repr_layers", "0", "2").code == 0
+    # Several things of a protein form a group; they go into a file of their own.
+    several = ["--include", "mean", "per_tok", "--repr_layers", "0", "2"]
+    assert "holds embeddings made with" in esm(*arguments, *several).error
+    out = arguments[2] = out.with_name("several.h5")
+    assert esm(*arguments, *several).code == 0
     with h5py.File(out) as file:
         group = file[sequence_hash(SEQUENCES["b"])]
         assert group.attrs["original_id"] == "b"
         assert group["mean_representations/0"].shape == (64,)
         assert group["representations/2"].shape == (len(SEQUENCES["b"]), 64)
-    assert [p.name for p in out.parent.iterdir()] == ["embeddings.h5"]
+    assert sorted(p.name for p in out.parent.iterdir()) == ["embeddings.h5", "several.h5"]
 
 
 def test_h5py_may_be_missing(esm, fasta, tmp_path, tiny_folder, monkeypatch):
@@ -747,11 +750,14 @@ def test_what_is_written_before_a_failure_is_whole(esm, fasta, tmp_path, tiny_fo
     assert result.code == 1
     assert result.error == "out of luck"
     if file_format == "h5":
-        assert sorted(p.name for p in tmp_path.iterdir()) == ["good.fasta"]
+        # The file comes when it is whole; until then there is what it will be made of.
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".out.parts", "good.fasta"]
+        index = index_of(tmp_path / ".out.parts")
+        assert all(read_embedding(tmp_path / ".out.parts" / file) for _, file, _ in index.values())
     else:
         index = index_of(out)
-        assert set(index) == {"sp|P1/../x", "b"}
         assert all(torch.load(out / file, weights_only=True) for _, file, _ in index.values())
+    assert set(index) == {"sp|P1/../x", "b"}
 
 
 # --- evaluate, info, demo

@@ -7,6 +7,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from codec_samples import HEADS, LAYERS, assert_same_state, correlated, fitted, mapped_query, statistics_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.special import ndtri
@@ -17,10 +18,7 @@ from threadpoolctl import threadpool_limits
 from esm_turbo import KVCalibrator, TurboConfig, reference
 from esm_turbo.codecs import CODECS, ExactCodec, KVCodec, LutCodec, TurboCodec, codec_class
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
-from esm_turbo.kv_statistics import KEY_BLOCK, KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
-from esm_turbo.transforms import GAUSSIAN_DISTORTIONS, component_variances, query_aware
 
-LAYERS, HEADS = 2, 2
 PAPER = TurboConfig()
 ABLATIONS = {
     "paper": PAPER,
@@ -37,88 +35,10 @@ ABLATIONS = {
 }
 
 
-def correlated(rng, tokens, head_dim, decay=0.12):
-    """Vectors [LAYERS, HEADS, tokens, head_dim]: variances that fall along random directions, a mean other than 0."""
-    stack = (LAYERS, HEADS)
-    mixing = np.linalg.qr(rng.standard_normal((*stack, head_dim, head_dim)))[0] * np.exp(-decay * np.arange(head_dim))
-    mean = 0.5 * rng.standard_normal((*stack, 1, head_dim))
-    return rng.standard_normal((*stack, tokens, head_dim)) @ np.swapaxes(mixing, -1, -2) + mean
-
-
-def moments_of(x):
-    """Moments of vectors [layers, heads, tokens, head_dim]."""
-    mean = x.mean(axis=2)
-    centred = x - mean[:, :, None]
-    return Moments(x.shape[2], mean, np.swapaxes(centred, 2, 3) @ centred / x.shape[2])
-
-
-def as_bfloat16(x):
-    return torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy()
-
-
-def statistics_of(keys, values, is_special=None, queries=None, positions=None):
-    """Statistics whose sample is all there is: keys and values [layers, heads, tokens, head_dim].
-
-    All tokens weigh the same, and so do all errors of a head's output; queries are of the keys' shape.
-    """
-    keys, values = as_bfloat16(keys), as_bfloat16(values)
-    layers, heads, tokens, head_dim = keys.shape
-    stack = (layers, heads)
-    is_special = np.zeros(tokens, dtype=bool) if is_special is None else is_special
-    positions = np.zeros(tokens, dtype=np.int64) if positions is None else positions
-    queries = keys if queries is None else queries
-    states = [x.astype(np.float64) for x in (keys, queries, values)]
-
-    def token_moments(mask):
-        return TokenMoments(
-            *(moments_of(x[:, :, mask]) if mask.any() else Moments.empty(*stack, head_dim) for x in states)
-        )
-
-    inv_freq = INV_FREQ[head_dim]
-    relative = turned(keys.astype(np.float64), -(positions // KEY_BLOCK) * KEY_BLOCK)
-    sensitivity = Sensitivity(
-        tokens,
-        relative.mean(axis=2),
-        dataclasses.replace(moments_of(relative), count=np.full(stack, float(tokens))),
-        dataclasses.replace(moments_of(states[2]), count=np.full(stack, float(tokens))),
-        moments_of(states[1]).second_moment,
-        np.ones(stack),
-    )
-    weights = np.ones((*stack, tokens), dtype=np.float32)
-    sample = TokenSample(keys, values, is_special, positions, weights, weights)
-    gram = np.broadcast_to(np.eye(head_dim), (*stack, head_dim, head_dim))
-    return KVStatistics(
-        Geometry(layers, heads, head_dim),
-        token_moments(~is_special),
-        token_moments(is_special),
-        sensitivity,
-        sample,
-        inv_freq,
-        gram,
-    )
-
-
-INV_FREQ = {d: 10000.0 ** (-np.arange(d // 2) / (d // 2)) for d in (8, 12, 16, 24, 32, 64, 128)}
-
-
-def turned(x, positions):
-    """RoPE (Su et al. 2021) of x [..., tokens, head_dim] by positions [tokens]."""
-    half = x.shape[-1] // 2
-    angles = positions[:, None] * INV_FREQ[x.shape[-1]]
-    first, second = x[..., :half], x[..., half:]
-    cos, sin = np.cos(angles), np.sin(angles)
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
 def gaussian_statistics(head_dim, seed=0):
     rng = np.random.default_rng(seed)
     tokens = 150 + 4000 // head_dim
     return statistics_of(correlated(rng, tokens, head_dim), correlated(rng, tokens, head_dim, decay=0.05))
-
-
-def fitted(config, statistics):
-    cls = codec_class(config)
-    return cls(config, statistics.geometry, cls.fit(config, statistics))
 
 
 def keys_and_values(statistics, layer, batch_size=2, tokens=7, seed=5):
@@ -130,12 +50,6 @@ def keys_and_values(statistics, layer, batch_size=2, tokens=7, seed=5):
         x = sample[layer][:, picks].transpose(1, 0, 2, 3)
         drawn.append(torch.from_numpy((x * rng.normal(1, 0.1, x.shape)).astype(np.float32)))
     return drawn
-
-
-def mapped_query(codec, layer, query, block=0):
-    """The query against stored keys of one block, and what it adds to every score (a number or [B, H, n, 1])."""
-    mapped, offset = codec.map_query(layer, query, block, 1)
-    return mapped[:, :, 0], 0 if offset is None else offset[:, :, 0]
 
 
 @pytest.fixture(scope="module")
@@ -238,12 +152,6 @@ def test_all_tokens_are_fitted_unless_special_ones_are_protected():
     residues = fitted(protecting, statistics_of(keys, values, is_special))
     assert_same_state(residues, fitted(PAPER, statistics_of(keys[:, :, ~is_special], values[:, :, ~is_special])))
     assert both.state["key_levels"].max() > 2 * residues.state["key_levels"].max()
-
-
-def assert_same_state(one, other, atol=0.0):
-    assert one.state.keys() == other.state.keys()
-    for name, tensor in one.state.items():
-        torch.testing.assert_close(tensor, other.state[name], rtol=0, atol=atol, msg=name)
 
 
 # --- what is stored
@@ -715,341 +623,6 @@ def test_copies_of_a_codec_share_nothing_that_changes(statistics):
     assert torch.equal(values, kept[1])
     for name, tensor in state.items():
         assert torch.equal(codec.state[name], tensor)
-
-
-# --- turbo: query-aware transforms and bits shared out
-
-
-TURBO = {bits: TurboConfig(codec="turbo", mean_bits=bits) for bits in (1, 2, 3, 4)}
-FIELD_BITS_AND_PLANES = {0: (0, 0), 1: (0, 1), 2: (1, 1), 3: (2, 1), 4: (4, 0), 5: (4, 1), 6: (4, 2), 8: (8, 0)}
-turbo_bits = pytest.mark.parametrize("bits", TURBO)
-turbo_head_dims = pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
-
-
-@pytest.fixture(scope="module")
-def turbo_statistics():
-    """Keys that are alike relative to their blocks, wherever they stand; queries and values of their own shapes."""
-    made = {}
-    for head_dim in (16, 24, 64, 128):
-        rng = np.random.default_rng(head_dim)
-        tokens = 400 + 6000 // head_dim
-        positions = rng.integers(0, 1000, tokens)
-        relative = correlated(rng, tokens, head_dim, decay=6 / head_dim)
-        made[head_dim] = statistics_of(
-            turned(relative, positions // KEY_BLOCK * KEY_BLOCK),
-            correlated(rng, tokens, head_dim, decay=2 / head_dim),
-            queries=correlated(rng, tokens, head_dim, decay=3 / head_dim),
-            positions=positions,
-        )
-    return made
-
-
-@pytest.fixture(scope="module")
-def turbo_codec_of(turbo_statistics):
-    codecs = {}
-
-    def codec_of(bits, head_dim):
-        if (bits, head_dim) not in codecs:
-            codecs[bits, head_dim] = fitted(TURBO[bits], turbo_statistics[head_dim])
-        return codecs[bits, head_dim]
-
-    return codec_of
-
-
-def turbo_tokens(statistics, layer, tokens=9, seed=3):
-    """Keys after RoPE, values and the columns where they stand: float32 [2, heads, tokens, head_dim], [2, tokens]."""
-    keys, values = (torch.from_numpy(x[layer]) for x in (statistics.sample.keys, statistics.sample.values))
-    picks = torch.randint(0, keys.shape[1], (2, tokens), generator=torch.Generator().manual_seed(seed))
-    columns = torch.from_numpy(statistics.sample.positions)[picks]
-    return keys[:, picks].transpose(0, 1), values[:, picks].transpose(0, 1), columns
-
-
-def read_slowly(codec, layer, kind, fields, planes):
-    """Components [head_dim] of one token and head from their bytes, as docs/format.md says."""
-    levels = {
-        int(name.rsplit("_", 1)[1]): codec.state[name][layer].tolist()
-        for name in codec.state
-        if name.startswith(f"{kind}_levels_")
-    }
-    bits = {"fields": list(fields), "planes": list(planes)}
-    bits = {name: [byte >> i & 1 for byte in stored for i in range(8)] for name, stored in bits.items()}
-    components = []
-    for width, runs in itertools.groupby(codec.state[f"{kind}_widths"][layer].tolist()):
-        n = 8 * len(list(runs))
-        field_bits, num_planes = FIELD_BITS_AND_PLANES[width]
-        codes = [0] * n
-        for j in range(n):
-            for i in range(field_bits):
-                codes[j] |= bits["fields"].pop(0) << i
-        for _ in range(num_planes):
-            codes = [code << 1 | bits["planes"].pop(0) for code in codes]
-        components += [levels[width][code] if width else 0.0 for code in codes]
-    assert bits == {"fields": [], "planes": []}
-    return components
-
-
-@turbo_head_dims
-@turbo_bits
-def test_turbo_stores_its_mean_bits_exactly(turbo_statistics, turbo_codec_of, bits, head_dim):
-    codec = turbo_codec_of(bits, head_dim)
-    for layer in range(LAYERS):
-        keys, values, columns = turbo_tokens(turbo_statistics[head_dim], layer)
-        packed = codec.quantize(layer, *codec.transform(layer, keys, values, columns))
-        assert {tensor.dtype for tensor in packed.values()} == {torch.uint8}
-        sizes = {name: tensor.shape[-1] for name, tensor in packed.items()}
-        assert 8 * sum(sizes.values()) / (2 * head_dim) == bits
-        for kind in ("key", "value"):
-            widths = codec.state[f"{kind}_widths"][layer].tolist()
-            assert sum(widths) == sizes[f"{kind}_fields"] + sizes[f"{kind}_planes"]
-            assert widths == sorted(widths, reverse=True)
-            assert set(widths) <= set(FIELD_BITS_AND_PLANES)
-
-
-@turbo_head_dims
-@turbo_bits
-def test_turbo_reads_what_the_format_says(turbo_statistics, turbo_codec_of, bits, head_dim):
-    codec = turbo_codec_of(bits, head_dim)
-    keys, values, columns = turbo_tokens(turbo_statistics[head_dim], 1, tokens=2)
-    mapped = codec.transform(1, keys, values, columns)
-    packed = codec.quantize(1, *mapped)
-    decoded = codec.dequantize_keys(1, packed), codec.dequantize_values(1, packed)
-    for kind, x, x_hat in zip(("key", "value"), mapped, decoded, strict=True):
-        fields, planes = (packed[f"{kind}_{part}"] for part in ("fields", "planes"))
-        for index in np.ndindex(*fields.shape[:3]):
-            slow = read_slowly(codec, 1, kind, fields[index].tolist(), planes[index].tolist())
-            assert x_hat[index].tolist() == slow
-        # Every component is at the nearest level of its width.
-        widths = np.repeat(codec.state[f"{kind}_widths"][1].numpy(), 8)
-        for component, width in enumerate(widths):
-            levels = codec.state[f"{kind}_levels_{width}"][1] if width else torch.zeros(1)
-            distance = (x[..., component, None] - levels).abs().amin(dim=-1)
-            torch.testing.assert_close((x - x_hat)[..., component].abs(), distance, rtol=0, atol=1e-6)
-
-
-@turbo_head_dims
-@turbo_bits
-def test_turbo_shares_bits_out_as_no_other_way_is_better(turbo_statistics, turbo_codec_of, bits, head_dim):
-    stats, codec = turbo_statistics[head_dim], turbo_codec_of(bits, head_dim)
-    keys, values = stats.sensitivity.keys, stats.residues.values
-    relative = keys.covariance
-    key_costs = component_variances(query_aware(relative, stats.sensitivity.queries, 1e-3), relative)
-    value_costs = component_variances(
-        query_aware(values.covariance, stats.output_gram, 1e-3, rotary_pairs=False), values.covariance
-    )
-    distortion = np.array([GAUSSIAN_DISTORTIONS[width] for width in FIELD_BITS_AND_PLANES])
-    num_bytes = bits * head_dim // 4
-    for layer in range(LAYERS):
-        runs = [costs[layer].sum(axis=0).reshape(-1, 8).sum(axis=1) for costs in (key_costs, value_costs)]
-        widths = [codec.state[f"{kind}_widths"][layer].numpy() for kind in ("key", "value")]
-        error = sum(
-            float(np.sum(cost * np.array([GAUSSIAN_DISTORTIONS[w] for w in width])))
-            for cost, width in zip(runs, widths, strict=True)
-        )
-        # The least error with at most so many bytes, run after run; the whole words of each kind come last.
-        tables = []
-        for costs in runs:
-            best = np.zeros(num_bytes + 1)
-            for cost in costs:
-                options = [
-                    np.concatenate([np.full(width, np.inf), best[: num_bytes + 1 - width] + cost * share])
-                    for width, share in zip(FIELD_BITS_AND_PLANES, distortion, strict=True)
-                    if width <= num_bytes
-                ]
-                best = np.min(options, axis=0)
-            tables.append(best)
-        step = 4 if num_bytes >= 16 else 1
-        least = min(tables[0][n] + tables[1][num_bytes - n] for n in range(0, num_bytes + 1, step))
-        assert error == pytest.approx(least, rel=1e-6)
-
-
-def test_turbo_shares_are_the_best_of_all_there_are(turbo_statistics, turbo_codec_of):
-    """The recursion above against plain enumeration."""
-    stats, codec = turbo_statistics[16], turbo_codec_of(2, 16)
-    relative, values = stats.sensitivity.keys.covariance, stats.residues.values.covariance
-    key_costs = component_variances(query_aware(relative, stats.sensitivity.queries, 1e-3), relative)
-    value_costs = component_variances(query_aware(values, stats.output_gram, 1e-3, rotary_pairs=False), values)
-    runs = np.concatenate([costs[0].sum(axis=0).reshape(2, 8).sum(axis=1) for costs in (key_costs, value_costs)])
-    errors = {
-        widths: sum(cost * GAUSSIAN_DISTORTIONS[width] for cost, width in zip(runs, widths, strict=True))
-        for widths in itertools.product(FIELD_BITS_AND_PLANES, repeat=4)
-        if sum(widths) <= 8
-    }
-    mine = (*codec.state["key_widths"][0].tolist(), *codec.state["value_widths"][0].tolist())
-    assert errors[mine] == pytest.approx(min(errors.values()), rel=1e-6)
-
-
-@turbo_head_dims
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_turbo_keeps_scores_block_by_block(turbo_statistics, turbo_codec_of, head_dim, layer):
-    codec = turbo_codec_of(3, head_dim)
-    keys, values, columns = turbo_tokens(turbo_statistics[head_dim], layer, tokens=30)
-    query = torch.randn(2, HEADS, 4, head_dim, generator=torch.Generator().manual_seed(6))
-    stored, _ = codec.transform(layer, keys, values, columns)
-    expected = query.double() @ keys.double().transpose(2, 3)
-    sizes = query.norm(dim=-1)[..., None] * keys.norm(dim=-1)[..., None, :]
-    for block in range(int(columns.max()) // KEY_BLOCK + 1):
-        mapped, offset = mapped_query(codec, layer, query, block)
-        scores = mapped.double() @ stored.double().transpose(2, 3) + offset
-        inside = (columns // KEY_BLOCK == block)[:, None, None].expand_as(scores)
-        assert (((scores - expected).abs() / sizes)[inside] < 2e-4).all()
-
-
-def test_turbo_maps_queries_for_many_blocks_at_once(turbo_codec_of):
-    codec = turbo_codec_of(3, 24)
-    query = torch.randn(2, HEADS, 4, 24, generator=torch.Generator().manual_seed(6))
-    mapped, offsets = codec.map_query(0, query, 2, 5)
-    assert mapped.shape == (2, HEADS, 5, 4, 24)
-    assert offsets.shape == (2, HEADS, 5, 4, 1)
-    for index in range(5):
-        one, offset = mapped_query(codec, 0, query, 2 + index)
-        torch.testing.assert_close(mapped[:, :, index], one, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(offsets[:, :, index], offset, rtol=1e-5, atol=1e-5)
-
-
-@turbo_head_dims
-def test_turbo_maps_go_back(turbo_statistics, turbo_codec_of, head_dim):
-    codec = turbo_codec_of(3, head_dim)
-    keys, values, columns = turbo_tokens(turbo_statistics[head_dim], 0)
-    mapped_keys, mapped_values = codec.transform(0, keys, values, columns)
-    again = codec.inverse_transform(0, mapped_keys, mapped_values, columns)
-    torch.testing.assert_close(again[0], keys, rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(again[1], values, rtol=1e-3, atol=1e-3)
-    weights = torch.rand(2, HEADS, 5, 9, generator=torch.Generator().manual_seed(2)).softmax(dim=-1)
-    output = codec.unmap_output(0, weights @ mapped_values)
-    torch.testing.assert_close(output, weights @ values, rtol=1e-3, atol=1e-3)
-
-
-def test_turbo_columns_count_from_zero_by_default(turbo_statistics, turbo_codec_of):
-    codec = turbo_codec_of(3, 16)
-    keys, values, _ = turbo_tokens(turbo_statistics[16], 0, tokens=150)
-    columns = torch.arange(150).expand(2, -1)
-    for told, default in zip(codec.transform(0, keys, values, columns), codec.transform(0, keys, values), strict=True):
-        assert torch.equal(told, default)
-
-
-@turbo_head_dims
-def test_turbo_components_have_unit_size_and_gaussian_distortion(turbo_statistics, turbo_codec_of, head_dim):
-    """The data are Gaussian, so that each width leaves the published share of the variance."""
-    stats = turbo_statistics[head_dim]
-    for bits in TURBO:
-        codec = turbo_codec_of(bits, head_dim)
-        for layer in range(LAYERS):
-            keys, values = (torch.from_numpy(x[layer])[None] for x in (stats.sample.keys, stats.sample.values))
-            mapped = codec.transform(layer, keys, values, torch.from_numpy(stats.sample.positions)[None])
-            packed = codec.quantize(layer, *mapped)
-            decoded = codec.dequantize_keys(layer, packed), codec.dequantize_values(layer, packed)
-            for kind, x, x_hat in zip(("key", "value"), mapped, decoded, strict=True):
-                torch.testing.assert_close(x.square().mean(dim=2), torch.ones(1, HEADS, head_dim), rtol=0.01, atol=0)
-                error = (x - x_hat).square().mean(dim=(0, 1, 2))
-                widths = codec.state[f"{kind}_widths"][layer].repeat_interleave(8)
-                for width in widths.unique().tolist():
-                    found = error[widths == width].mean().item()
-                    # Tables are shared by heads and layers; a sample of a few thousand has no exact tails.
-                    assert found == pytest.approx(GAUSSIAN_DISTORTIONS[width], rel=0.35 if width > 4 else 0.12)
-
-
-def test_turbo_levels_are_symmetric_and_shared(turbo_codec_of):
-    for bits in TURBO:
-        state = turbo_codec_of(bits, 64).state
-        for name in [name for name in state if "_levels_" in name]:
-            levels = state[name]
-            assert levels.shape == (LAYERS, 2 ** int(name.rsplit("_", 1)[1]))
-            assert torch.equal(levels, levels[:1].expand_as(levels))
-            assert torch.equal(levels, -levels.flip(1))
-            assert (levels.diff(dim=1) > 0).all()
-
-
-def test_turbo_does_not_see_outlier_channels(turbo_statistics):
-    """Key channels scaled by a and query channels by 1 / a, pair by pair: the same function, the same bytes."""
-    stats = turbo_statistics[16]
-    scale = np.ones(16)
-    scale[[3, 11]], scale[[6, 14]] = 64.0, 1 / 256.0
-    keys = turned(stats.sample.keys.astype(np.float64), -(stats.sample.positions // KEY_BLOCK) * KEY_BLOCK)
-    rng = np.random.default_rng(2)
-    queries = correlated(rng, keys.shape[2], 16, decay=0.2)
-    values = stats.sample.values.astype(np.float64)
-    packed = []
-    for s in (np.ones(16), scale):
-        after_rope = turned(keys * s, stats.sample.positions // KEY_BLOCK * KEY_BLOCK)
-        planted = statistics_of(after_rope, values, queries=queries / s, positions=stats.sample.positions)
-        codec = fitted(TURBO[4], planted)
-        x = torch.from_numpy(after_rope[0].astype(np.float32))[None]
-        y = torch.from_numpy(values[0].astype(np.float32))[None]
-        columns = torch.from_numpy(stats.sample.positions)[None]
-        packed.append(codec.quantize(0, *codec.transform(0, x, y, columns)) | {"widths": codec.state["key_widths"]})
-    assert torch.equal(packed[0]["widths"], packed[1]["widths"])
-    for name in ("key_fields", "key_planes"):
-        # A component at a boundary may fall to either side of it.
-        assert (packed[0][name] != packed[1][name]).sum() <= 1e-3 * packed[0][name].numel()
-    for name in ("value_fields", "value_planes"):
-        assert torch.equal(packed[0][name], packed[1][name])
-
-
-@turbo_bits
-def test_turbo_residual_is_the_mean_of_what_was_left(turbo_statistics, turbo_codec_of, bits):
-    codec = turbo_codec_of(bits, 16)
-    keys, values, columns = turbo_tokens(turbo_statistics[16], 0, tokens=12)
-    mapped = codec.transform(0, keys + 0.7, values - 0.3, columns)
-    packed = codec.quantize(0, *mapped)
-    mask = torch.ones(2, 12, dtype=torch.bool)
-    mask[0, :5] = mask[1, 9:] = False
-    rows = codec.summarize(0, *mapped, packed, mask)
-    assert {(name, tensor.dtype, tensor.shape) for name, tensor in rows.items()} == {
-        (f"{kind}_residual", torch.bfloat16, (2, HEADS, 1, 16)) for kind in ("key", "value")
-    }
-    plain = codec.dequantize_keys(0, packed), codec.dequantize_values(0, packed)
-    read = codec.dequantize_keys(0, packed | rows), codec.dequantize_values(0, packed | rows)
-    for x, before, after in zip(mapped, plain, read, strict=True):
-        for row in range(2):
-            left = (x[row] - after[row])[:, mask[row]].mean(dim=1)
-            size = (x[row] - before[row])[:, mask[row]].mean(dim=1).abs()
-            assert (left.abs() <= 2**-8 * size + 1e-6).all()
-    nobody = codec.summarize(0, *mapped, packed, torch.zeros_like(mask))
-    assert all(not tensor.any() for tensor in nobody.values())
-
-
-@turbo_bits
-def test_turbo_nan_crashes_nothing(turbo_statistics, turbo_codec_of, bits):
-    codec = turbo_codec_of(bits, 24)
-    keys, values, columns = turbo_tokens(turbo_statistics[24], 0)
-    expected = codec.quantize(0, *codec.transform(0, keys, values, columns))
-    keys, values = keys.clone(), values.clone()
-    keys[1, 0, 2, 3], values[1, 0, 2, 3] = float("nan"), float("inf")
-    packed = codec.quantize(0, *codec.transform(0, keys, values, columns))
-    for name, tensor in packed.items():
-        changed = (tensor != expected[name]).any(dim=-1)
-        changed[1, 0, 2] = False
-        assert not changed.any()
-    assert torch.isfinite(codec.dequantize_keys(0, packed)).all()
-    assert torch.isfinite(codec.dequantize_values(0, packed)).all()
-
-
-def test_turbo_scores_are_better_than_the_papers_at_fewer_bits(turbo_statistics, turbo_codec_of):
-    """What the query-aware transform is for: the mean squared error of q . k."""
-    stats = turbo_statistics[64]
-    root = torch.linalg.cholesky(torch.from_numpy(stats.sensitivity.queries[0])).float()
-    queries = (torch.randn(HEADS, 100, 64, generator=torch.Generator().manual_seed(0)) @ root.transpose(1, 2))[None]
-    keys, values, columns = turbo_tokens(stats, 0, tokens=200)
-    errors = {}
-    for name, codec in (("turbo3", turbo_codec_of(3, 64)), ("paper", fitted(PAPER, stats))):
-        mapped = codec.transform(0, keys, values, columns)
-        packed = codec.quantize(0, *mapped)
-        read = codec.inverse_transform(0, codec.dequantize_keys(0, packed), codec.dequantize_values(0, packed), columns)
-        errors[name] = (queries @ (read[0] - keys).transpose(2, 3)).square().mean().item()
-    assert errors["turbo3"] < 0.5 * errors["paper"]
-
-
-def test_turbo_is_deterministic(turbo_statistics):
-    results = []
-    for threads in (1, 2):
-        with threadpool_limits(threads):
-            results.append(fitted(TURBO[3], turbo_statistics[64]))
-    assert_same_state(*results)
-
-
-def test_turbo_heads_that_cannot_be_packed():
-    with pytest.raises(ValueError, match="`head_dim` must be a multiple, got 12"):
-        fitted(TURBO[3], gaussian_statistics(12))
 
 
 # --- every preset, whatever its codec

@@ -215,3 +215,21 @@ def test_not_a_number_is_noticed():
     assert good.is_finite()
     assert not ProteinEmbedding(mean_representations={3: torch.tensor([1.0, float("nan")])}).is_finite()
     assert not ProteinEmbedding(contacts=torch.tensor([[float("inf")]])).is_finite()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("toks_per_batch", [40, 4096])
+def test_a_device_computes_ahead(turbo, toks_per_batch):
+    # The next batch is under way while one is collected: nothing may be mixed up.
+    on_device = TurboEsm.from_pretrained(device="cuda")
+    sequences = [*SEQUENCES, *("ACDEFGHIKLMNPQRSTVWY"[i:] + "MKT" * i for i in range(12))]
+    include = ("mean", "per_tok", "bos", "contacts", "cache")
+    found = on_device.embed(sequences, (0, 5, 12), include, toks_per_batch)
+    expected = turbo.embed(sequences, (0, 5, 12), include, toks_per_batch)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.tensors().keys() == theirs.tensors().keys()
+        for name, tensor in mine.tensors().items():
+            assert tensor.device.type == "cpu" and not tensor.is_pinned()
+            torch.testing.assert_close(tensor, theirs.tensors()[name], rtol=1e-3, atol=1e-3)
+        assert mine.cache.lengths.tolist() == theirs.cache.lengths.tolist()
+        assert mine.cache.device.type == "cuda"

@@ -16,7 +16,7 @@ from torch import Tensor
 from esm_turbo import Calibration, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import calibration_proteins
 from esm_turbo.config import PRESETS
-from esm_turbo.evaluate import PAPER_ABLATION, PAPER_TABLE_7, Accuracy, Evaluation, TokenAccuracy, protocols, run
+from esm_turbo.evaluate import PAPER_ABLATION, PAPER_TABLE_7, Accuracy, Evaluation, TokenAccuracy, planted, protocols
 from esm_turbo.evaluate.memory import measure_memory
 from esm_turbo.fasta import FastaError, ProteinRecord, read_fasta_strict
 
@@ -280,14 +280,14 @@ def test_outliers_leave_the_model_and_hurt_the_paper(with_outliers: Evaluation) 
 
 
 def test_outliers_are_calibrated_alike_at_every_scale(tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = run.calibrate_records, []
+    honest, calls = planted.calibrate_records, []
 
     def watched(turbo: TurboEsm, records: list[ProteinRecord], **options: Any) -> Calibration:
         calls.append([record.id for record in records])
         assert turbo.model is not tiny.model
         return honest(turbo, records, **options)
 
-    monkeypatch.setattr(run, "calibrate_records", watched)
+    monkeypatch.setattr(planted, "calibrate_records", watched)
     tiny.evaluate(
         SEQUENCES, ["paper"], extend_ks=(), outlier_scales=(1, 10), outlier_proteins=1, outlier_calibration_proteins=3
     )
@@ -347,9 +347,7 @@ def test_presets_by_name_by_options_and_by_default(tiny: TurboEsm) -> None:
 def test_the_model_is_left_as_it_was(tiny: TurboEsm, with_outliers: Evaluation) -> None:
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     config, calibration = tiny.model.esm.turbo_config, tiny.calibration
-    tiny.evaluate(
-        SEQUENCES[:1], ["exact"], extend_ks=(1,), outlier_scales=(10,), outlier_proteins=1
-    )
+    tiny.evaluate(SEQUENCES[:1], ["exact"], extend_ks=(1,), outlier_scales=(10,), outlier_proteins=1)
     assert tiny.model.esm.turbo_config is config
     assert tiny.calibration is calibration
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny.model.state_dict().items())
@@ -406,9 +404,7 @@ def test_no_sequences_are_refused(tiny: TurboEsm) -> None:
         tiny.evaluate([], ["exact"])
 
 
-def test_outputs_that_are_not_finite_name_preset_and_protein(
-    tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_outputs_that_are_not_finite_name_preset_and_protein(tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = protocols.extend_each_token
 
     def broken(model: Any, cache: Any, input_ids: Tensor) -> Any:
@@ -447,14 +443,19 @@ def test_table_shows_the_three_arms_with_their_figures(evaluation: Evaluation) -
         assert text.count(arm) == 3, arm  # once under leave-one-out, once for each k
     accuracy = evaluation["paper"].leave_one_out.against_frozen
     [row] = [line for line in text.splitlines() if line.strip().startswith("paper - frozen") and line.count("(") == 0]
-    assert row.split()[3:6] == [
+    memory = evaluation["paper"].memory
+    assert row.split()[3:5] == [f"{memory.bits_per_element:.2f}", f"{memory.ratio_to_fp16:.2f}"]
+    assert row.split()[5:8] == [
         f"{accuracy.residues.cosine_mean:.5f}",
         f"{accuracy.residues.cosine_q01:.4f}",
         f"{accuracy.residues.cosine_min:.4f}",
     ]
     assert row.split()[-1] == f"{accuracy.special_tokens.cosine_mean:.5f}"
-    memory = next(line for line in text.splitlines() if line.strip().startswith("paper  "))
-    assert memory.split()[1] == f"{evaluation['paper'].memory.bits_per_element:.3f}"
+    [row] = [line for line in text.splitlines() if line.strip().startswith("paper  ") and line.count(".") == 3]
+    assert row.split()[1] == f"{memory.bits_per_element:.3f}"
+    errors = [layer.relative_rms_error for layer in evaluation["paper"].leave_one_out.by_layer]
+    [row] = [line for line in text.splitlines() if line.strip().startswith("paper  ") and line.count(".") == 2]
+    assert row.split()[1:] == [f"{error:.4f}" for error in errors]
     assert "mainly_alpha" in text
 
 
@@ -468,9 +469,7 @@ def test_no_figure_is_cut_however_narrow_the_table(evaluation: Evaluation, width
 def test_the_ablation_changes_one_thing_at_a_time() -> None:
     assert list(PAPER_ABLATION)[:5] == list(PAPER_TABLE_7)
     changes = {
-        name: {
-            key for key, value in config.to_dict().items() if value != PRESETS["paper"].to_dict()[key]
-        }
+        name: {key for key, value in config.to_dict().items() if value != PRESETS["paper"].to_dict()[key]}
         for name, config in PAPER_ABLATION.items()
     }
     assert changes == {
@@ -483,6 +482,8 @@ def test_the_ablation_changes_one_thing_at_a_time() -> None:
         "standardised": {"standardize"},
         "signs on keys only": {"sign_correction"},
         "protected tokens": {"protect_special_tokens"},
+        "16 levels, no sign": {"bits", "sign_correction"},
+        "4 levels": {"bits"},
     }
 
 
@@ -493,6 +494,8 @@ def test_the_ablation_runs_under_its_own_names(tiny: TurboEsm) -> None:
     # One more byte a token for its id, over 256 components, and the row's length.
     assert bits["full"] == pytest.approx(4, abs=0.04)
     assert bits["no sign"] == bits["no rotation, no sign"] == pytest.approx(3, abs=0.04)
+    assert bits["16 levels, no sign"] == bits["full"]
+    assert bits["4 levels"] == bits["no sign"]
     assert bits["signs on keys only"] == pytest.approx(3.5, abs=0.04)
     assert bits["protected tokens"] > bits["full"]
     errors = {name: result[name].leave_one_out.against_frozen.residues.relative_rms_error for name in PAPER_ABLATION}

@@ -36,7 +36,7 @@ def loaded_modules(code: str, *argv: str) -> tuple[set[str], str]:
 def package_modules() -> list[str]:
     """Every module of the package but the Triton kernels, which alone may need triton."""
     names = [m.name for m in pkgutil.walk_packages(esm_turbo.__path__, "esm_turbo.")]
-    left_out = ("esm_turbo.triton_kernels", "esm_turbo.__main__")
+    left_out = ("esm_turbo.kernels.", "esm_turbo.__main__")
     return [name for name in names if not name.startswith(left_out)]
 
 

@@ -19,10 +19,12 @@ from esm_turbo.lloyd_max import (
     _PrefixSums,
     _run_starts,
     gaussian_lloyd_max,
+    gaussian_uniform,
     lloyd_max,
     lloyd_max_rows,
     sign_distortion,
     sign_magnitude,
+    uniform_quantizer,
 )
 
 # A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
@@ -320,6 +322,152 @@ def test_rows_are_independent_problems():
 def test_no_rows():
     levels, boundaries, distortions = lloyd_max_rows(np.empty((0, 10)), 8)
     assert (levels.shape, boundaries.shape, distortions.shape) == ((0, 8), (0, 7), (0,))
+
+
+# --- evenly spaced levels
+
+
+def even_levels(step, levels):
+    return step * (np.arange(levels) - (levels - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("levels", "step", "distortion"),
+    [(2, 1.5957, 0.3634), (4, 0.9957, 0.1188), (8, 0.5860, 0.03744), (16, 0.3352, 0.01154), (32, 0.1881, 0.003495)],
+)
+def test_even_gaussian_levels_are_the_published_ones(levels, step, distortion):
+    # Max 1960, table II; one unit in the last digit.
+    found = gaussian_uniform(levels)
+    assert found.step == pytest.approx(step, abs=1.0001e-4)
+    assert found.distortion == pytest.approx(distortion, abs=10.0 ** -(4 if levels < 8 else 5 if levels < 32 else 6))
+
+
+@pytest.mark.parametrize("levels", [2, 4, 6, 64, 128, 256])
+def test_even_gaussian_levels_by_quadrature(levels):
+    found = gaussian_uniform(levels)
+
+    def distortion(step):
+        centres = even_levels(step, levels)
+        edges = np.concatenate([[-12.0], 0.5 * (centres[1:] + centres[:-1]), [12.0]])
+        return sum(
+            quad(lambda x, c=c: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-10)[0]
+            for c, lower, upper in zip(centres, edges[:-1], edges[1:], strict=True)
+        )
+
+    assert found.distortion == pytest.approx(distortion(found.step), rel=1e-8)
+    for other in (0.97, 1.03):
+        assert distortion(other * found.step) > found.distortion
+    assert found.distortion >= gaussian_lloyd_max(levels).distortion - 1e-12
+
+
+@pytest.mark.parametrize("levels", [2, 4, 8, 16, 64])
+def test_large_gaussian_sample_gives_the_gaussian_step(levels):
+    expected, found = gaussian_uniform(levels), uniform_quantizer(GAUSSIAN_GRID, levels)
+    assert found.step == pytest.approx(expected.step, rel=5e-3)
+    assert found.distortion == pytest.approx(expected.distortion, rel=3e-3)
+
+
+@pytest.mark.parametrize("levels", [2, 16, 256])
+def test_even_levels_of_a_uniform_sample_fill_its_range(levels):
+    found = uniform_quantizer(np.linspace(-1, 1, 100_001), levels)
+    assert found.step == pytest.approx(2 / levels, rel=1e-2)
+    assert found.distortion == pytest.approx((2 / levels) ** 2 / 12, rel=5e-2)
+
+
+@pytest.mark.parametrize("levels", [2, 8, 16, 256])
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_even_levels_are_never_worse_than_gaussian_ones(x, levels):
+    found = uniform_quantizer(x, levels)
+    assert found.distortion == pytest.approx(mean_squared_error(x, even_levels(found.step, levels)), rel=1e-7)
+    root_mean_square = np.sqrt(np.square(x).mean())
+    gaussian = even_levels(root_mean_square * gaussian_uniform(levels).step, levels)
+    assert found.distortion <= mean_squared_error(x, gaussian) * (1 + 1e-9)
+    # No step that is near is better by more than a hundredth, unless the sample is a lattice itself.
+    for factor in np.linspace(0.8, 1.25, 31) if len(np.unique(x)) > 1000 and levels <= 16 else ():
+        assert found.distortion <= 1.01 * mean_squared_error(x, even_levels(factor * found.step, levels))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(-30, 30), min_size=1, max_size=8).filter(any),
+    st.sampled_from([2, 4, 6]),
+)
+def test_even_levels_of_small_samples(values, levels):
+    """Against all steps on a fine grid: a thousandth of the power is all that a step can miss."""
+    x = np.array(values, dtype=np.float64)
+    found = uniform_quantizer(x, levels)
+    power = np.square(x).mean()
+    start = np.sqrt(power) * gaussian_uniform(levels).step
+    least = min(mean_squared_error(x, even_levels(step, levels)) for step in start * np.linspace(0.5, 4, 400))
+    assert found.distortion == pytest.approx(mean_squared_error(x, even_levels(found.step, levels)), abs=1e-12 * power)
+    assert found.distortion <= least + 1e-3 * power
+
+
+def test_even_levels_of_literal_numbers():
+    # Halves of four levels one apart: the sample itself.
+    assert uniform_quantizer([-1.5, -0.5, 0.5, 1.5], 4) == pytest.approx((1.0, 0.0), abs=1e-12)
+    assert uniform_quantizer([3.0, -3.0, 3.0], 2) == pytest.approx((6.0, 0.0), abs=1e-12)
+    # Two levels at plus and minus the mean size; what is left is its variance.
+    assert uniform_quantizer([1.0, -3.0], 2) == pytest.approx((4.0, 1.0))
+    assert uniform_quantizer([1.0, -3.0], 2, weights=[3.0, 1.0]) == pytest.approx((3.0, 0.75))
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
+@pytest.mark.parametrize("levels", [2, 8, 64])
+def test_even_levels_scale(factor, levels):
+    x = HARD_SAMPLES["laplace"]
+    unit, scaled = uniform_quantizer(x, levels), uniform_quantizer(factor * x, levels)
+    assert scaled.step == pytest.approx(factor * unit.step, rel=1e-6)
+    assert scaled.distortion == pytest.approx(factor * factor * unit.distortion, rel=1e-6)
+
+
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_even_levels_see_neither_signs_nor_order(x):
+    weights = np.random.default_rng(1).integers(1, 5, len(x)) / 3
+    order = np.random.default_rng(2).permutation(len(x))
+    assert uniform_quantizer(x, 8) == uniform_quantizer(-x[order][None], 8)
+    assert uniform_quantizer(x, 8, weights) == uniform_quantizer(np.abs(x)[order], 8, weights[order])
+
+
+def test_even_levels_of_whole_weights_are_those_of_repeats():
+    rng = np.random.default_rng(3)
+    x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
+    weighted, repeated = uniform_quantizer(x, 8, weights=repeats), uniform_quantizer(np.repeat(x, repeats), 8)
+    assert weighted == pytest.approx(repeated, rel=1e-9)
+    assert uniform_quantizer(x, 8, weights=1e300 * repeats) == pytest.approx(repeated, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
+def test_even_levels_of_any_dtype(dtype):
+    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype)
+    assert uniform_quantizer(x, 8) == uniform_quantizer(x.astype(np.float64), 8)
+
+
+@pytest.mark.parametrize("levels", [0, -2, 258, 2.5, 1, 3, 255])
+def test_bad_even_levels(levels):
+    match = "`levels` must be even" if levels in (1, 3, 255) else "`levels` must be one of 1 to 256"
+    for call in (lambda: gaussian_uniform(levels), lambda: uniform_quantizer([1.0, 2.0], levels)):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_bad_samples_for_even_levels():
+    with pytest.raises(ValueError, match="empty"):
+        uniform_quantizer([], 8)
+    with pytest.raises(ValueError, match="1 values that are NaN or infinite"):
+        uniform_quantizer([1.0, np.nan], 8)
+    with pytest.raises(ValueError, match="all zero"):
+        uniform_quantizer(np.zeros(5), 8)
+    with pytest.raises(ValueError, match="all zero"):
+        uniform_quantizer([0.0, 1.0], 8, weights=[1.0, 0.0])
+    for x in ([1j, 2j], ["a"], [True, False]):
+        with pytest.raises(ValueError, match="real numbers"):
+            uniform_quantizer(x, 2)
+    for weights in ([1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]):
+        with pytest.raises(ValueError, match="finite and non-negative"):
+            uniform_quantizer([0.0, 1.0], 2, weights=weights)
+    with pytest.raises(ValueError, match="shape"):
+        uniform_quantizer([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])
 
 
 # --- the sign correction

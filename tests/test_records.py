@@ -1,4 +1,4 @@
-"""Results as JSON lines, and the benchmark of accuracy that writes them."""
+"""Results as JSON lines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import accuracy, records
+from benchmarks import records
 from esm_turbo.evaluate.environment import source_revision
 
 FIGURES = {"milliseconds": [1.5, 2.0], "shape": {"tokens": 512}, "note": None}
@@ -125,30 +125,3 @@ def test_the_revision_says_whether_sources_differ_from_the_commit(tmp_path: Path
     revision = source_revision(tmp_path)
     assert revision is not None
     assert (revision.commit, revision.dirty) == (commit, True)
-
-
-def test_the_benchmark_of_accuracy_writes_one_line_per_preset(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fasta, out = tmp_path / "some.fasta", tmp_path / "accuracy.jsonl"
-    fasta.write_text(">a 1.10.8.10\nMKTAYIAKQRQISFVKSHFS\n>b 2.60.40.10\nGSHMWDELKNPVYACCTI\n>c\nMAAA\n")
-    presets = ["--presets", "exact", "paper", "--no-outliers"]
-    threads = ["--threads", str(torch.get_num_threads())]
-    accuracy.main(["--proteins", str(fasta), "--max-proteins", "2", *presets, *threads, "--out", str(out)])
-    lines = records.read(out, "accuracy")
-    assert [line["figures"]["preset"]["name"] for line in lines] == ["exact", "paper"]
-    for line in lines:
-        assert line["model"] == "esm2-mini"
-        assert line["figures"]["proteins"] == "some.fasta"
-        assert line["figures"]["provenance"]["residues"] == 38
-        assert set(line["figures"]["preset"]["leave_one_out"]["by_class"]) <= {"mainly_alpha", "mainly_beta"}
-    assert "paper - frozen" in capsys.readouterr().out
-
-
-def test_the_benchmark_knows_the_ablation_and_no_more() -> None:
-    assert list(accuracy.choose_presets(None, ablation=False))[:2] == ["exact", "paper"]
-    chosen = accuracy.choose_presets(None, ablation=True)
-    assert "paper, no rotation, no sign" in chosen
-    assert len(set(chosen.values())) == len(chosen)
-    with pytest.raises(ValueError, match="no such preset"):
-        accuracy.choose_presets(["paper", "nonsense"], ablation=False)

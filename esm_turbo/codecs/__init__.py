@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from ..config import Geometry, TurboConfig
-from .base import KVCodec, Packed, PackedContext
+from .base import FieldSlab, KVCodec, Packed, PackedContext
 from .data_free import DataFreeCodec
 from .exact import ExactCodec
 from .fp8 import Fp8Codec
@@ -42,6 +42,7 @@ __all__ = [
     "CODECS",
     "DataFreeCodec",
     "ExactCodec",
+    "FieldSlab",
     "KVCodec",
     "LutCodec",
     "Packed",

@@ -46,6 +46,9 @@ class PackedContext:
         protected: transformed keys and values of protected tokens, [C, H, P, D]; empty for none.
         protected_mask: which slots a row sees, bool [B, P].
         rows: what the codec stores once a row, tensors [C, H, 1, ...]; empty for nothing.
+        lengths: tokens of every cached row, [C]; None where `mask` alone says what is there.
+        protected_columns: of the slots, int32 [C, P], -1 for none. They and what is beyond `lengths` are not in `mask`.
+        visible: which columns a row may see at all, bool [B, L]; None for all. With `lengths` it makes `mask`.
     """
 
     packed: Packed
@@ -53,6 +56,31 @@ class PackedContext:
     protected: Packed
     protected_mask: Tensor | None
     rows: Packed = field(default_factory=dict)
+    lengths: Tensor | None = None
+    protected_columns: Tensor | None = None
+    visible: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class FieldSlab:
+    """A packed tensor whose fields a kernel can read on its own.
+
+    A component is the sum over slabs of its weight times its field less the middle of the field's range, or times what
+    a table holds for the field.
+
+    Attributes:
+        name: of the packed tensor; fields lie in it as `packing` says.
+        bits: of a field.
+        components: which component each field belongs to.
+        weights: of each field.
+        table: the name in the codec's state of a table [heads, 2^bits], if fields are looked up.
+    """
+
+    name: str
+    bits: int
+    components: tuple[int, ...]
+    weights: tuple[float, ...]
+    table: str | None = None
 
 
 class KVCodec(ABC):
@@ -71,9 +99,11 @@ class KVCodec(ABC):
 
     Attributes:
         block_size: columns of a block that keys are relative to; None for keys as they are.
+        layers_alike: whether all layers store tensors of the same names.
     """
 
     block_size: int | None = None
+    layers_alike: bool = True
 
     def __init__(self, config: TurboConfig, geometry: Geometry, state: Mapping[str, Tensor]) -> None:
         self.config = config
@@ -114,6 +144,14 @@ class KVCodec(ABC):
             mask: which of them are read from `packed`, bool [B, L].
         """
         return {}
+
+    def field_slabs(self, layer_idx: int, kind: str) -> list[FieldSlab]:
+        """The packed tensors of a layer's keys (`kind` "key") or values ("value"), for kernels; empty if none can."""
+        return []
+
+    def refinements(self, layer_idx: int) -> list[str]:
+        """Names of packed tensors without which a context can still be read, less exactly."""
+        return []
 
     def transform(
         self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None

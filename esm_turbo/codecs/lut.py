@@ -21,7 +21,10 @@ from ..config import TurboConfig
 from ..kv_statistics import Array, KVStatistics, Moments
 from ..lloyd_max import lloyd_max_rows
 from ..packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
-from .base import KVCodec, Packed
+from .base import FieldSlab, KVCodec, Packed
+
+# Entries of a table that kernels read: fields of four bits.
+_KERNEL_FIELDS = 16
 
 
 class LutCodec(KVCodec):
@@ -90,6 +93,13 @@ class LutCodec(KVCodec):
 
     def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
         return self._unpack(self.layer_state(layer_idx, packed["values"].device), "value", packed["values"])
+
+    def field_slabs(self, layer_idx: int, kind: str) -> list[FieldSlab]:
+        fields = self.state[f"{kind}_levels"].shape[-1] * (2 if getattr(self, f"_{kind}_signs") else 1)
+        if fields != _KERNEL_FIELDS:
+            return []
+        every = tuple(range(self.geometry.head_dim))
+        return [FieldSlab(f"{kind}s", 4, every, (1.0,) * len(every), f"{kind}_fields")]
 
     def _pack(self, state: dict[str, Tensor], kind: str, x: Tensor, signs: bool) -> Tensor:
         codes = quantize(x, state[f"{kind}_boundaries"])

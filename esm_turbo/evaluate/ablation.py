@@ -18,8 +18,10 @@ PAPER_ABLATION: dict[str, TurboConfig] = {
     "standardised": replace(_PAPER, standardize=True),
     "signs on keys only": replace(_PAPER, sign_correction="keys"),
     "protected tokens": replace(_PAPER, protect_special_tokens=True),
+    "16 levels, no sign": replace(_PAPER, bits=4, sign_correction="none"),
+    "4 levels": replace(_PAPER, bits=2),
 }
-"""Names and options; the first five are the paper's table 7."""
+"""Names and options; the first five are the paper's table 7, the last two spend as many bits as the first two."""
 
 PAPER_TABLE_7: dict[str, float] = {
     "full": 0.9639,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .metrics import Accuracy
@@ -240,12 +240,14 @@ class Evaluation:
         frozen: the frozen arm.
         presets: the turbo arm, preset by preset, in the order asked for.
         outliers: how the outliers of figure 5 were planted; None where it was switched off.
+        unavailable: presets that were asked for as part of "all" and cannot run here, with the reason.
     """
 
     provenance: Provenance
     frozen: Frozen
     presets: tuple[PresetEvaluation, ...]
     outliers: OutlierSetup | None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> PresetEvaluation:
         """The figures of a preset.

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-
 from .. import __version__
 from ..artifacts import package_versions
-from ..assets import calibration_proteins as shipped_proteins
 from ..backends import resolve_backend
-from ..calibration_run import calibrate_records, model_name
-from ..config import Geometry, TurboConfig
-from ..fasta import normalize_sequence, read_fasta_strict
+from ..calibration_run import model_name
+from ..config import Geometry
+from ..fasta import normalize_sequence
 from ..limits import warn_if_long
-from .contexts import as_outputs, prefill
 from .environment import device_name, source_revision
 from .memory import measure_memory
-from .outliers import with_outliers
-from .protocols import FROZEN, Comparison, ExtendArms, Protein, extend_at_end, leave_one_out
+from .planted import planted_accuracy
+from .presets import Presets, resolve_presets
+from .protocols import FROZEN, ExtendArms, Protein, extend_at_end, leave_one_out
 from .results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
-from .summary import frozen_figures, preset_figures, token_accuracy
+from .summary import frozen_figures, preset_figures
 
 if TYPE_CHECKING:
     from ..turbo_esm import TurboEsm
@@ -36,7 +32,7 @@ Progress = Callable[[str, int, int], None]
 def evaluate(
     turbo: TurboEsm,
     sequences: Sequence[str],
-    presets: Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | None = None,
+    presets: Presets = None,
     max_proteins: int | None = None,
     *,
     names: Sequence[str] | None = None,
@@ -55,7 +51,8 @@ def evaluate(
     Args:
         turbo: the model with its calibration; what it writes caches as by itself does not matter.
         sequences: residues, without masks.
-        presets: what to evaluate, with names of one's own as a mapping; None for full precision and the model's own.
+        presets: what to evaluate, with names of one's own as a mapping; "all" stands for every preset there is, of
+            which those that cannot run here are reported; None for full precision and the model's own.
         max_proteins: only the first so many.
         names: of the sequences, for messages.
         classes: the structural class of each sequence, None where it is unknown; figures are then also given by class.
@@ -73,12 +70,9 @@ def evaluate(
         ValueError: a preset needs a calibration that the model lacks, a sequence is no protein, an option is wrong, or
             a preset's outputs hold NaN or infinity.
     """
-    configs = _resolve(turbo, presets)
     _check_options(max_proteins, extend_ks, refresh_ws, outlier_scales, outlier_proteins, outlier_calibration_proteins)
     proteins = _proteins(sequences, names, classes)[:max_proteins]
-    for config in configs.values():
-        # Fails here, before anything is computed, where a calibration is missing.
-        turbo.model.esm.codec(config)
+    configs, unavailable = resolve_presets(turbo, presets)
     warn_if_long(map(len, proteins))
     labels, options = list(configs), list(configs.values())
 
@@ -109,16 +103,17 @@ def evaluate(
         )
     compressed = {name: config for name, config in configs.items() if config.codec != FROZEN.codec}
     setup: OutlierSetup | None = None
-    outliers: dict[str, list[OutlierAccuracy]] = {}
+    outliers: dict[str, list[OutlierAccuracy]] = {name: [] for name in compressed}
     if compressed and outlier_scales:
-        setup, outliers = _outliers(
-            turbo,
-            proteins[:outlier_proteins],
-            compressed,
-            outlier_scales,
-            outlier_calibration_proteins,
-            advance("outliers", len(outlier_scales) * len(proteins[:outlier_proteins])),
-        )
+        first = proteins[:outlier_proteins]
+        planted: list[PlantedModel] = []
+        report = advance("outliers", len(outlier_scales) * len(first))
+        for scale in outlier_scales:
+            model, figures = planted_accuracy(turbo, first, compressed, scale, outlier_calibration_proteins, report)
+            planted.append(model)
+            for name, figure in figures.items():
+                outliers[name].append(figure)
+        setup = OutlierSetup(len(first), outlier_calibration_proteins, tuple(planted))
     return Evaluation(
         _provenance(turbo, proteins),
         frozen_figures(loo, extend),
@@ -127,24 +122,8 @@ def evaluate(
             for index, (name, config) in enumerate(configs.items())
         ),
         setup,
+        unavailable,
     )
-
-
-def _resolve(
-    turbo: TurboEsm, presets: Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | None
-) -> dict[str, TurboConfig]:
-    """Options by name, in the order given."""
-    if presets is None:
-        presets = [FROZEN, turbo.model.esm.turbo_config]
-    if isinstance(presets, str | TurboConfig):
-        presets = [presets]
-    if isinstance(presets, Mapping):
-        configs = {name: TurboConfig.from_preset(preset) for name, preset in presets.items()}
-    else:
-        configs = {config.name: config for config in map(TurboConfig.from_preset, presets)}
-    if not configs:
-        raise ValueError("`presets` must name at least one preset")
-    return configs
 
 
 def _check_options(
@@ -185,41 +164,6 @@ def _proteins(
         Protein(index, name, normalize_sequence(sequence, name=name), structural_class)
         for index, (name, sequence, structural_class) in enumerate(zip(names, sequences, classes, strict=True))
     ]
-
-
-@torch.no_grad()
-def _outliers(
-    turbo: TurboEsm,
-    proteins: Sequence[Protein],
-    configs: Mapping[str, TurboConfig],
-    scales: Sequence[float],
-    calibration_proteins: int,
-    advance: Callable[[int], None],
-) -> tuple[OutlierSetup, dict[str, list[OutlierAccuracy]]]:
-    """Figure 5: per preset one result for every scale."""
-    models: list[PlantedModel] = []
-    results: dict[str, list[OutlierAccuracy]] = {name: [] for name in configs}
-    records = read_fasta_strict(shipped_proteins())[:calibration_proteins]
-    for scale in scales:
-        planted = type(turbo)(with_outliers(turbo.model, scale), turbo.tokenizer)
-        planted.model.set_turbo(
-            calibration=calibrate_records(planted, records, presets=configs.values()),
-            preset=turbo.model.esm.turbo_config,
-            backend=turbo.model.esm.backend,
-        )
-        drift = Comparison(f"outliers x{scale:g}")
-        for protein in proteins:
-            input_ids = torch.tensor([protein.token_ids(turbo.codes)])
-            before, after = (
-                as_outputs(prefill(model, [], input_ids, torch.ones_like(input_ids))[0], 0, slice(None))
-                for model in (turbo.model, planted.model)
-            )
-            drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.esm.special_ids))
-        models.append(PlantedModel(scale, token_accuracy(drift)))
-        arms = leave_one_out(planted, proteins, list(configs.values()), list(configs), advance)
-        for name, comparison in zip(configs, arms.turbo_frozen, strict=True):
-            results[name].append(OutlierAccuracy(scale, token_accuracy(comparison)))
-    return OutlierSetup(len(proteins), calibration_proteins, tuple(models)), results
 
 
 def _provenance(turbo: TurboEsm, proteins: Sequence[Protein]) -> Provenance:

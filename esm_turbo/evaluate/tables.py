@@ -10,9 +10,12 @@ from rich.console import Console
 from rich.table import Table
 
 from .metrics import Accuracy
-from .results import Evaluation, Extend, PresetEvaluation, TokenAccuracy
+from .results import Evaluation, Extend, Memory, PresetEvaluation, TokenAccuracy
 
 _UNLIMITED = 10_000
+_EXACT = "exact"
+# More would not fit on a page.
+_LAYERS = 12
 _FIGURES = ("cosine", "1 %", "lowest", "KL, nats", "99 %", "top-1", "rel. RMS")
 
 
@@ -21,19 +24,27 @@ def render(evaluation: Evaluation, width: int | None) -> str:
     out = io.StringIO()
     console = Console(file=out, width=_UNLIMITED, color_system=None, highlight=False, markup=False)
     console.print(_headline(evaluation))
-    tables = [_memory(evaluation), _leave_one_out(evaluation), _extend(evaluation)]
-    tables += [_groups(evaluation, kind) for kind in ("class", "length", "position")]
-    for table in (*tables, _outliers(evaluation)):
+    _print(console, _overview(evaluation), width)
+    for name, reason in evaluation.unavailable.items():
+        console.print(f"{name}: {reason}")
+    if evaluation.unavailable:
+        console.print()
+    groups = [_groups(evaluation, kind) for kind in ("class", "length", "position")]
+    for table in (_extend(evaluation), *groups, _layers(evaluation), _outliers(evaluation), _memory(evaluation)):
         if table is not None:
-            for column in table.columns:
-                texts = [str(text) for text in (column.header, *column.cells)]
-                words = texts if column.no_wrap else " ".join(texts).split()
-                column.min_width = max(map(len, words))
-            # A table's own title would be wrapped to the table's width.
-            title, table.title = table.title, None
-            console.print(title)
-            console.print(table, width=None if width is None else max(width, console.measure(table).minimum))
+            _print(console, table, width)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def _print(console: Console, table: Table, width: int | None) -> None:
+    for column in table.columns:
+        texts = [str(text) for text in (column.header, *column.cells)]
+        words = texts if column.no_wrap else " ".join(texts).split()
+        column.min_width = max(map(len, words))
+    # A table's own title would be wrapped to the table's width.
+    title, table.title = table.title, None
+    console.print(title)
+    console.print(table, width=None if width is None else max(width, console.measure(table).minimum))
 
 
 def _headline(evaluation: Evaluation) -> str:
@@ -63,18 +74,25 @@ def _memory(evaluation: Evaluation) -> Table:
     return table
 
 
-def _leave_one_out(evaluation: Evaluation) -> Table:
-    table = _table("Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>")
-    _columns(table, "arm", *_FIGURES, "<cls>, <eos>")
-    _arm(table, "frozen - full", evaluation.frozen.leave_one_out)
+def _overview(evaluation: Evaluation) -> Table:
+    """Every preset with its bits and its accuracy by arm; full precision is the frozen arm."""
+    tokens = evaluation.presets[0].memory.tokens
+    table = _table(
+        "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>.\n"
+        f"Bits per element of {tokens:,} tokens, everything counted"
+    )
+    _columns(table, "arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>")
+    exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]
+    _arm(table, "frozen - full", exact[0] if exact else None, evaluation.frozen.leave_one_out)
     for preset in _compressed(evaluation):
-        _arm(table, f"{preset.name} - frozen", preset.leave_one_out.against_frozen)
-        _arm(table, f"{preset.name} - full", preset.leave_one_out.against_full)
+        _arm(table, f"{preset.name} - frozen", preset.memory, preset.leave_one_out.against_frozen)
+        _arm(table, f"{preset.name} - full", None, preset.leave_one_out.against_full)
     return table
 
 
-def _arm(table: Table, name: str, accuracy: TokenAccuracy) -> None:
-    table.add_row(name, *_figures(accuracy.residues), f"{accuracy.special_tokens.cosine_mean:.5f}")
+def _arm(table: Table, name: str, memory: Memory | None, accuracy: TokenAccuracy) -> None:
+    size = ("", "") if memory is None else (f"{memory.bits_per_element:.2f}", f"{memory.ratio_to_fp16:.2f}")
+    table.add_row(name, *size, *_figures(accuracy.residues), f"{accuracy.special_tokens.cosine_mean:.5f}")
 
 
 def _extend(evaluation: Evaluation) -> Table | None:
@@ -109,6 +127,21 @@ def _groups(evaluation: Evaluation, kind: str) -> Table | None:
     return table
 
 
+def _layers(evaluation: Evaluation) -> Table | None:
+    """Relative error of the hidden states layer by layer, of deep models of some layers."""
+    presets = _compressed(evaluation)
+    if not presets:
+        return None
+    count = len(presets[0].leave_one_out.by_layer)
+    shown = sorted({round(step * (count - 1) / max(1, _LAYERS - 1)) for step in range(_LAYERS)})
+    table = _table("Leave-one-out by layer: relative RMS error of the hidden states; turbo - frozen, residues")
+    _columns(table, "layer", *(str(presets[0].leave_one_out.by_layer[i].layer) for i in shown))
+    for preset in presets:
+        layers = preset.leave_one_out.by_layer
+        table.add_row(preset.name, *(_small(layers[i].relative_rms_error) for i in shown))
+    return table
+
+
 def _outliers(evaluation: Evaluation) -> Table | None:
     setup = evaluation.outliers
     if setup is None:
@@ -127,7 +160,7 @@ def _outliers(evaluation: Evaluation) -> Table | None:
 
 
 def _compressed(evaluation: Evaluation) -> list[PresetEvaluation]:
-    return [preset for preset in evaluation.presets if preset.options["codec"] != "exact"]
+    return [preset for preset in evaluation.presets if preset.options["codec"] != _EXACT]
 
 
 def _table(title: str) -> Table:
@@ -166,5 +199,5 @@ def _proteins(extend: Extend) -> str:
 
 
 def _small(x: float) -> str:
-    """Four decimals, or a power of ten where that would show nothing but zeros."""
-    return f"{x:.4f}" if x >= 0.00095 or x == 0 else f"{x:.0e}"
+    """Four decimals, or two digits and a power of ten where that would show little but zeros."""
+    return f"{x:.4f}" if x >= 0.00095 or x == 0 else f"{x:.1e}"

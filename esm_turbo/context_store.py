@@ -1,0 +1,443 @@
+"""A folder of compressed contexts, computed once and read by any number of processes.
+
+A context is found by what `TurboEsm.prefill` depends on: its tokens, the counts for token dropout, the model, the
+preset, the calibration and the dtype. Files are written whole or not at all and carry checksums; a damaged one is
+reported and computed anew. What was used last is kept in memory, on the host and on the device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from .artifacts import ArtifactError
+from .batches import TokenRow, encode_rows, remaining_batches
+from .kv_cache import TurboKVCache
+from .limits import warn_if_long
+from .store.files import FORMAT_VERSION, Shelf, StoreFiles, blueprint_of, is_store
+from .store.flat import Blueprint, FlatContext
+from .store.tiers import Tier
+from .store.usage import Usage, rates
+from .writing import only_writer
+
+if TYPE_CHECKING:
+    from .turbo_esm import TurboEsm
+
+__all__ = ["ContextStore", "is_store", "store_info"]
+
+_GIB = 1 << 30
+_log = logging.getLogger("esm_turbo")
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One context that is asked for.
+
+    Attributes:
+        key: of its file.
+        sequence: residues, as they were given.
+        tokens: `<cls>` and the residues.
+        masks: how many of them are `<mask>`.
+        total_tokens: for token dropout, see `TurboEsm.prefill`.
+        total_masks: likewise.
+    """
+
+    key: str
+    sequence: str
+    tokens: int
+    masks: int
+    total_tokens: int
+    total_masks: int
+
+
+class ContextStore:
+    """Compressed contexts on disk, with what was used last in memory.
+
+    Several processes may read and write one store; one at a time writes, and the others wait for it. A process that is
+    killed while it writes leaves nothing behind that is read.
+
+    Args:
+        folder: of a store; a new or empty one becomes a store with the first context.
+        host_bytes: what contexts may take of the host's memory, pinned where there is a CUDA device; 0 keeps none.
+        device_bytes: likewise of the device's memory, where the model is on one.
+        lock_timeout: seconds to wait for another process that is writing.
+        read_only: compute what is missing, but do not write it.
+
+    Raises:
+        ValueError: the folder holds something else, was written by another version or is damaged, or a budget is
+            negative.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        host_bytes: int = _GIB,
+        device_bytes: int = _GIB,
+        lock_timeout: float = 60.0,
+        read_only: bool = False,
+    ) -> None:
+        if lock_timeout < 0:
+            raise ValueError(f"`lock_timeout` must be at least 0 seconds, got {lock_timeout}")
+        self.folder = Path(folder)
+        self.lock_timeout = lock_timeout
+        self.read_only = read_only
+        self._files = StoreFiles(self.folder)
+        self._host = Tier(host_bytes)
+        self._device = Tier(device_bytes)
+        self._usage = Usage(self.folder)
+        self._reported: set[tuple[str, str]] = set()
+        self._swept = False
+        self._mutex = threading.RLock()
+        self._flush = weakref.finalize(self, self._usage.flush)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Forgets what is in memory, and adds the counts of hits to the store's. The store can still be used."""
+        with self._mutex:
+            self._host.clear()
+            self._device.clear()
+            self._usage.flush()
+
+    def get(
+        self,
+        turbo: TurboEsm,
+        sequences: str | Sequence[str],
+        total_tokens: int | Sequence[int] | None = None,
+        total_masks: int | Sequence[int] | None = None,
+    ) -> list[TurboKVCache | None]:
+        """The contexts that are there, without computing any.
+
+        Args:
+            turbo: the model that they are for; its preset is the one that is looked for.
+            sequences: as for `TurboEsm.prefill`.
+            total_tokens: likewise.
+            total_masks: likewise.
+
+        Returns:
+            For every sequence a cache of one row, on the model's device, or None.
+
+        Raises:
+            ValueError: a sequence is bad, or the store is another model's.
+        """
+        with self._mutex:
+            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
+            blueprint = blueprint_of(turbo)
+            shelf = self._files.shelf(blueprint)
+            found: list[TurboKVCache | None] = []
+            for job in jobs:
+                context = self._look_up(shelf, job.key, turbo.model.device)
+                if context is None:
+                    self._usage.count("missed")
+                found.append(None if context is None else context.clone().cache(blueprint))
+            return found
+
+    def get_or_prefill(
+        self,
+        turbo: TurboEsm,
+        sequences: str | Sequence[str],
+        total_tokens: int | Sequence[int] | None = None,
+        total_masks: int | Sequence[int] | None = None,
+        *,
+        toks_per_batch: int = 4096,
+    ) -> TurboKVCache:
+        """As `TurboEsm.prefill`, but computes only what is not in the store, and stores it.
+
+        Args:
+            turbo: the model; its preset is what is stored.
+            sequences: as for `TurboEsm.prefill`.
+            total_tokens: likewise.
+            total_masks: likewise.
+            toks_per_batch: padded tokens of a batch.
+
+        Returns:
+            A cache of one row per sequence, on the model's device.
+
+        Raises:
+            ValueError: a sequence is bad, or the store is another model's.
+            FolderBusyError: (a ValueError) another process was writing, for all of `lock_timeout`.
+            OSError: the disk is full, or the like. What is in the store is unharmed.
+        """
+        with self._mutex:
+            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
+            unique = list({job.key: job for job in jobs}.values())
+            blueprint = blueprint_of(turbo)
+            shelf = self._files.shelf(blueprint)
+            found: dict[str, FlatContext] = {}
+            for job in unique:
+                context = self._look_up(shelf, job.key, turbo.model.device)
+                if context is not None:
+                    found[job.key] = context
+            done = {index for index, job in enumerate(unique) if job.key in found}
+            for _, filled in self._fill(turbo, blueprint, unique, done, toks_per_batch):
+                found |= filled
+            if len(jobs) == 1:
+                return found[jobs[0].key].clone().cache(blueprint)
+            caches = {key: context.cache(blueprint) for key, context in found.items()}
+            # New tensors: what is done to them does not reach what is kept here.
+            return TurboKVCache.cat([caches[job.key] for job in jobs])
+
+    def add(
+        self,
+        turbo: TurboEsm,
+        sequences: str | Sequence[str],
+        total_tokens: int | Sequence[int] | None = None,
+        total_masks: int | Sequence[int] | None = None,
+        *,
+        toks_per_batch: int = 4096,
+        progress: Callable[[str, int, int], None] | None = None,
+    ) -> int:
+        """Computes and stores what is missing, batch by batch, in memory that does not grow with the number.
+
+        What is there is read and checked. A run that was interrupted goes on where it stopped, with the same bits.
+
+        Args:
+            turbo: the model; its preset is what is stored.
+            sequences: as for `TurboEsm.prefill`.
+            total_tokens: likewise.
+            total_masks: likewise.
+            toks_per_batch: padded tokens of a batch.
+            progress: called with a stage's name, units done and units in all: `check` counts contexts, `prefill`
+                residues.
+
+        Returns:
+            How many contexts were computed.
+
+        Raises:
+            ValueError, FolderBusyError, OSError: as of `get_or_prefill`, and if the store is `read_only`.
+        """
+        if self.read_only:
+            raise ValueError(f"{self.folder}: was opened with `read_only`, so that nothing can be added")
+        report = progress or (lambda stage, done, total: None)
+        with self._mutex:
+            jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
+            blueprint = blueprint_of(turbo)
+            shelf = self._files.shelf(blueprint)
+            done: set[int] = set()
+            for index, job in enumerate(jobs):
+                if self._read(shelf, job.key) is not None:
+                    done.add(index)
+                if done:
+                    report("check", index + 1, len(jobs))
+            residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
+            report("prefill", 0, total)
+            computed = 0
+            for batch, filled in self._fill(turbo, blueprint, jobs, done, toks_per_batch, counted=False):
+                computed += len(filled)
+                residues += sum(jobs[index].tokens - 1 for index in batch)
+                report("prefill", residues, total)
+            return computed
+
+    def info(self) -> dict[str, Any]:
+        """What is in the store and how often it was found, JSON values.
+
+        Returns:
+            `model`, `geometry`, `presets` (contexts and bytes on disk of each), their sums `contexts` and `bytes`,
+            `memory` (what this object holds) and `usage` (look-ups of all processes, and hit rates by place).
+        """
+        with self._mutex:
+            self._files.read_header()
+            header = self._files.header
+            presets = [shelf.info() for shelf in self._files.shelves()]
+            return {
+                "kind": "context_store",
+                "format_version": FORMAT_VERSION,
+                "model": None if header is None else header.model,
+                "geometry": None if header is None else asdict(header.geometry),
+                "presets": presets,
+                "contexts": sum(preset["contexts"] for preset in presets),
+                "bytes": sum(preset["bytes"] for preset in presets),
+                "memory": {"host": self._host.info(), "device": self._device.info()},
+                "usage": rates(self._usage.totals()),
+            }
+
+    # ------------------------------------------------------------------ reading
+
+    def _look_up(self, shelf: Shelf | None, key: str, device: torch.device) -> FlatContext | None:
+        """The context of a key on a device, from where it is nearest; None where there is none."""
+        if shelf is None:
+            return None
+        place = (shelf.name, key)
+        context = self._device.get(place)
+        if context is not None and context.device == device:
+            self._usage.count("device")
+            return context
+        context = self._host.get(place)
+        if context is not None:
+            self._usage.count("host")
+            return self._keep_on_device(place, context, device)
+        context = self._read(shelf, key)
+        if context is None:
+            return None
+        self._usage.count("disk")
+        return self._keep(place, context, device)
+
+    def _read(self, shelf: Shelf | None, key: str) -> FlatContext | None:
+        if shelf is None:
+            return None
+        try:
+            return shelf.read_context(key)
+        except ArtifactError as error:
+            place = (shelf.name, key)
+            if place not in self._reported:
+                self._reported.add(place)
+                self._usage.count("damaged")
+                _log.warning("%s; it is computed anew", error)
+            return None
+
+    def _keep(self, place: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
+        """Puts a context into both tiers, and returns it on the device."""
+        if self._host.fits(context.nbytes):
+            in_memory = context.in_memory(pinned=device.type == "cuda")
+            self._host.put(place, in_memory)
+            if context.device != device:
+                context = in_memory
+        return self._keep_on_device(place, context, device)
+
+    def _keep_on_device(self, place: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
+        if device.type == "cpu":
+            return context
+        context = context.to(device)
+        self._device.put(place, context)
+        return context
+
+    # ------------------------------------------------------------------ writing
+
+    def _fill(
+        self,
+        turbo: TurboEsm,
+        blueprint: Blueprint,
+        jobs: Sequence[_Job],
+        done: set[int],
+        toks_per_batch: int,
+        *,
+        counted: bool = True,
+    ) -> Iterator[tuple[list[int], dict[str, FlatContext]]]:
+        """Computes and stores contexts batch by batch, except those that are done.
+
+        Args:
+            turbo: the model.
+            blueprint: of what it writes.
+            jobs: what is asked for.
+            done: indices of those that are left out.
+            toks_per_batch: padded tokens of a batch.
+            counted: whether these are look-ups, hits or misses.
+
+        Yields:
+            Indices of a batch, and its contexts by key.
+        """
+        warn_if_long((job.tokens - 1 for index, job in enumerate(jobs) if index not in done), stacklevel=4)
+        device = turbo.model.device
+        for batch in remaining_batches([job.tokens for job in jobs], toks_per_batch, done):
+            wanted = [jobs[index] for index in batch]
+            for _ in wanted if counted else ():
+                # What another process has written meanwhile was missing all the same.
+                self._usage.count("missed")
+            if self.read_only:
+                yield batch, dict(self._prefill(turbo, wanted))
+                continue
+            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                shelf = self._files.make_shelf(blueprint)
+                self._sweep()
+                filled: dict[str, FlatContext] = {}
+                for job in wanted:
+                    # Another process may have written it while this one waited.
+                    context = self._read(shelf, job.key)
+                    if context is not None:
+                        filled[job.key] = self._keep((shelf.name, job.key), context, device)
+                for key, context in self._prefill(turbo, [job for job in wanted if job.key not in filled]):
+                    shelf.write_context(key, context)
+                    self._reported.discard((shelf.name, key))
+                    filled[key] = self._keep((shelf.name, key), context, device)
+                self._usage.flush()
+                self._usage.compact()
+            yield batch, filled
+
+    def _prefill(self, turbo: TurboEsm, jobs: Sequence[_Job]) -> Iterator[tuple[str, FlatContext]]:
+        if not jobs:
+            return
+        totals: dict[str, list[int]] = {}
+        if any((job.total_tokens, job.total_masks) != (job.tokens, job.masks) for job in jobs):
+            totals = {
+                "total_tokens": [job.total_tokens for job in jobs],
+                "total_masks": [job.total_masks for job in jobs],
+            }
+        cache = turbo.prefill([job.sequence for job in jobs], **totals)
+        for row, job in enumerate(jobs):
+            yield job.key, FlatContext.of(cache.select(row))
+
+    def _sweep(self) -> None:
+        """Once, what killed writers left: now that this process is the only writer, it is nobody's."""
+        if not self._swept:
+            self._files.remove_temporaries()
+            self._swept = True
+
+
+def _jobs(
+    turbo: TurboEsm,
+    sequences: str | Sequence[str],
+    total_tokens: int | Sequence[int] | None,
+    total_masks: int | Sequence[int] | None,
+) -> list[_Job]:
+    sequences = [sequences] if isinstance(sequences, str) else list(sequences)
+    if not sequences:
+        raise ValueError("`sequences` must hold at least one sequence")
+    rows = encode_rows(turbo.codes, sequences, eos=False)
+    tokens = [len(row) for row in rows]
+    masks = [int((row == turbo.codes.mask).sum()) for row in rows]
+    all_tokens = _totals("total_tokens", total_tokens, tokens)
+    all_masks = _totals("total_masks", total_masks, masks)
+    return [
+        _Job(_key(row, *totals), sequence, *own, *totals)
+        for sequence, row, own, totals in zip(
+            sequences,
+            rows,
+            zip(tokens, masks, strict=True),
+            zip(all_tokens, all_masks, strict=True),
+            strict=True,
+        )
+    ]
+
+
+def _totals(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:
+    """One number per sequence. Whether they make sense is checked where they are used."""
+    if given is None:
+        return own
+    totals = [given] * len(own) if isinstance(given, int) else [int(total) for total in given]
+    if len(totals) != len(own):
+        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {len(totals)}")
+    return totals
+
+
+def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """What `esm-turbo info` tells about a store.
+
+    Raises:
+        ValueError: it was written by another version, or is damaged.
+    """
+    info = ContextStore(folder, read_only=True).info()
+    # Of an object that has just been made.
+    del info["memory"]
+    return info
+
+
+def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
+    """Hash of what a context depends on besides model, preset, calibration and dtype."""
+    return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()

@@ -1,0 +1,67 @@
+"""Figure 5: leave-one-out on a model with planted outliers, which is calibrated anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..assets import calibration_proteins as shipped_proteins
+from ..calibration_run import calibrate_records
+from ..config import TurboConfig
+from ..fasta import read_fasta_strict
+from .contexts import as_outputs, prefill
+from .outliers import with_outliers
+from .protocols import Advance, Comparison, Protein, leave_one_out
+from .results import OutlierAccuracy, PlantedModel
+from .summary import token_accuracy
+
+if TYPE_CHECKING:
+    from ..turbo_esm import TurboEsm
+
+
+@torch.no_grad()
+def planted_accuracy(
+    turbo: TurboEsm,
+    proteins: Sequence[Protein],
+    configs: Mapping[str, TurboConfig],
+    scale: float,
+    calibration_proteins: int,
+    advance: Advance,
+) -> tuple[PlantedModel, dict[str, OutlierAccuracy]]:
+    """Plants outliers of one size in a copy of a model, calibrates it, and measures presets on it.
+
+    Args:
+        turbo: the model; it is not changed.
+        proteins: to measure on.
+        configs: the presets by name.
+        scale: how many times larger the channels become, see `with_outliers`.
+        calibration_proteins: how many of the shipped ones the copy is calibrated on.
+        advance: called with 1 after every protein.
+
+    Returns:
+        How far the copy's forward is from the model's, and the accuracy of every preset against full precision, both
+        on the copy.
+    """
+    planted = type(turbo)(with_outliers(turbo.model, scale), turbo.tokenizer)
+    records = read_fasta_strict(shipped_proteins())[:calibration_proteins]
+    planted.model.set_turbo(
+        calibration=calibrate_records(planted, records, presets=configs.values()),
+        preset=turbo.model.esm.turbo_config,
+        backend=turbo.model.esm.backend,
+    )
+    drift = Comparison(f"outliers x{scale:g}")
+    for protein in proteins:
+        input_ids = torch.tensor([protein.token_ids(turbo.codes)])
+        before, after = (
+            as_outputs(prefill(model, [], input_ids, torch.ones_like(input_ids))[0], 0, slice(None))
+            for model in (turbo.model, planted.model)
+        )
+        drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.esm.special_ids))
+    arms = leave_one_out(planted, proteins, list(configs.values()), list(configs), advance)
+    results = zip(configs, arms.turbo_frozen, strict=True)
+    return PlantedModel(scale, token_accuracy(drift)), {
+        name: OutlierAccuracy(scale, token_accuracy(comparison)) for name, comparison in results
+    }

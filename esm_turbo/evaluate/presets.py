@@ -1,0 +1,74 @@
+"""Which presets an evaluation is about, and which of them cannot run here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..config import OPTIONAL_PRESETS, PRESETS, TurboConfig
+from .protocols import FROZEN
+
+if TYPE_CHECKING:
+    from ..turbo_esm import TurboEsm
+
+ALL = "all"
+"""In place of a preset: every preset there is, those of optional packages too."""
+
+Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | TurboConfig | None
+
+
+def resolve_presets(turbo: TurboEsm, presets: Presets) -> tuple[dict[str, TurboConfig], dict[str, str]]:
+    """The options of presets by name, in the order given.
+
+    A preset that was asked for by name must be there; of `ALL` those are left out that this model or this
+    installation cannot have.
+
+    Args:
+        turbo: the model with its calibration.
+        presets: names and options, or names of one's own as a mapping; None for full precision and the model's own.
+
+    Returns:
+        The options, and for every preset that was left out the reason.
+
+    Raises:
+        ValueError: there is no such preset, none at all, or one that this model or this installation cannot have.
+    """
+    esm = turbo.model.esm
+    if presets is None:
+        presets = [FROZEN, esm.turbo_config]
+    if isinstance(presets, str | TurboConfig):
+        presets = [presets]
+    if isinstance(presets, Mapping):
+        configs = {name: TurboConfig.from_preset(preset) for name, preset in presets.items()}
+        required = set(configs)
+    else:
+        configs = {config.name: config for config in _expanded(presets)}
+        required = {TurboConfig.from_preset(preset).name for preset in presets if preset != ALL}
+    if not configs:
+        raise ValueError("`presets` must name at least one preset")
+    if esm.calibration is None:
+        # What is left of all presets without a calibration would look like a whole table.
+        required = set(configs)
+    unavailable = {}
+    for name, config in configs.items():
+        try:
+            esm.codec(config)
+        except ValueError as error:
+            if name in required:
+                raise
+            unavailable[name] = _reason(error)
+    return {name: config for name, config in configs.items() if name not in unavailable}, unavailable
+
+
+def _expanded(presets: Iterable[str | TurboConfig]) -> Iterator[TurboConfig]:
+    for preset in presets:
+        if preset == ALL:
+            yield from (PRESETS | OPTIONAL_PRESETS).values()
+        else:
+            yield TurboConfig.from_preset(preset)
+
+
+def _reason(error: ValueError) -> str:
+    if isinstance(error.__cause__, ImportError):
+        return "not installed: pip install 'esm-turbo[compare]'"
+    return str(error)

@@ -1,0 +1,282 @@
+"""How a codec's fields lie in the operands of the Triton kernels, and the maps that go with it; triton is not needed.
+
+A kernel reads a slab as [tokens, elements] of 8, 16 or 32 bits, and unpacks it in the order in which lanes of a tensor
+core's operand hold it. Here that order is written down once, as the component at every place of an operand, and the
+maps of the query and of the output are brought into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from .codecs import FieldSlab, KVCodec, Packed
+
+_SMALLEST_OPERAND = 16
+# A tensor core's operand spreads the components of a key over four lanes, those of a value over eight.
+_KEY_LANES, _VALUE_LANES = 4, 8
+# Programs work on up to so many blocks at once, the last of them beyond the end.
+_ANGLES_BEYOND = 16
+_WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
+
+
+@dataclass(frozen=True)
+class SlabView:
+    """A slab as a kernel sees it.
+
+    Attributes:
+        name: of the packed tensor.
+        bits: of a field.
+        words: that are loaded for a token and head, of four bytes, or one of fewer; a power of two.
+        stored: how many of them there are; the others are loaded as zeros.
+        elements: what lanes take of them: a word each, or equal parts of a word.
+        element_bits: of an element.
+        size: components of the operand, padded with zeros.
+        table: whether fields are looked up in a table.
+    """
+
+    name: str
+    bits: int
+    words: int
+    stored: int
+    elements: int
+    element_bits: int
+    size: int
+    table: bool
+
+    @property
+    def spec(self) -> tuple[int, int, int, int, int, bool, int]:
+        return self.bits, self.words, self.elements, self.element_bits, self.size, self.table, self.stored
+
+    @property
+    def fields(self) -> int:
+        """Of an element."""
+        return self.element_bits // self.bits
+
+    def of(self, packed: Packed) -> Tensor:
+        """The slab's tensor as words, [..., words]."""
+        slab = packed[self.name].contiguous()
+        return slab.view(_WORD_DTYPES[slab.shape[-1] // self.stored])
+
+
+def key_view(slab: FieldSlab) -> SlabView:
+    """How the kernels read a slab of keys."""
+    view = _view(slab, _KEY_LANES)
+    # Triton spreads what was loaded as bytes over operands of 32 components at least.
+    return replace(view, size=max(view.size, 32)) if view.elements * view.element_bits == 8 else view
+
+
+def value_view(slab: FieldSlab) -> SlabView:
+    """How the kernels read a slab of values."""
+    return _view(slab, _VALUE_LANES)
+
+
+def _view(slab: FieldSlab, lanes: int) -> SlabView:
+    stored = max(1, len(slab.components) * slab.bits // 32)
+    words, components = _power_of_two(stored), _power_of_two(len(slab.components))
+    elements = max(words, min(lanes, components))
+    size = max(_SMALLEST_OPERAND, components)
+    element_bits = components * slab.bits // elements
+    return SlabView(slab.name, slab.bits, words, stored, elements, element_bits, size, slab.table is not None)
+
+
+def _power_of_two(count: int) -> int:
+    """The smallest that is not smaller."""
+    return 1 << (count - 1).bit_length()
+
+
+def key_order(view: SlabView) -> list[int]:
+    """Which of the slab's components stands at every place of a key operand; -1, or beyond the last, for none.
+
+    A lane holds four components in a row: two fields from each half of its element.
+    """
+    half, pairs = view.fields // 2, min(2, view.fields // 2)
+    order = []
+    for high in range(half // pairs):
+        for element in range(view.elements):
+            for pair in range(2):
+                for upper in range(2):
+                    empty = pair >= pairs
+                    if not empty or view.size > 2 * view.elements:
+                        order.append(-1 if empty else element * view.fields + high * pairs + pair + upper * half)
+    return order
+
+
+def value_order(view: SlabView) -> list[int]:
+    """Which of the slab's components stands at every place of a value operand, or beyond the last; without padding."""
+    return [element * view.fields + field for field in range(view.fields) for element in range(view.elements)]
+
+
+def field_scale(view: SlabView, place: int, half: int) -> float:
+    """By how much the field at a place of an operand counts too much: kernels shift fields by whole bytes only.
+
+    Args:
+        view: of the slab.
+        place: index of the field in its element.
+        half: fields of half an element where kernels take halves side by side, else of the element.
+    """
+    return 1.0 if view.table else 2.0 ** (place % half * view.bits % 8)
+
+
+@dataclass(frozen=True)
+class KernelLayout:
+    """What the kernels need to know of one layer of a codec.
+
+    Attributes:
+        keys: views of the key slabs.
+        values: views of the value slabs.
+        query_map: the query's map to every place of the key operands, halves of the head apart and padded with zeros:
+            float32 [heads, 2, places, half], its largest entry of each head 1.
+        query_scale: what that entry was, float32 [heads].
+        excess: what the middle of a field's range amounts to at every place of the key operands, float32 [places].
+        value_map: from every place of the value operands to the output, float32 [heads, places, head_dim].
+        value_mean: the mean, and what fields counted from -2^(bits - 1) lack, float32 [heads, head_dim].
+        means: of keys and of values, float32 [2, heads, head_dim].
+        inverses: the codec's maps from what is stored, of keys and of values, float32 [2, heads, head_dim, head_dim].
+        key_table: float32 [heads, 16], or None.
+        value_table: float32 [heads, 16], or None.
+    """
+
+    keys: tuple[SlabView, ...]
+    values: tuple[SlabView, ...]
+    query_map: Tensor
+    query_scale: Tensor
+    excess: Tensor
+    value_map: Tensor
+    value_mean: Tensor
+    means: Tensor
+    inverses: Tensor
+    key_table: Tensor | None
+    value_table: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All but the tables."""
+        return [
+            self.query_map,
+            self.query_scale,
+            self.excess,
+            self.value_map,
+            self.value_mean,
+            self.means,
+            self.inverses,
+        ]
+
+
+def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device) -> KernelLayout:
+    """The layout of one layer.
+
+    Args:
+        codec: one with `field_slabs`.
+        layer_idx: which layer.
+        stored: names of the packed tensors that are there.
+        device: of the maps.
+    """
+    geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
+    heads, head_dim = geometry.num_heads, geometry.head_dim
+    identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
+    zero = torch.zeros(heads, head_dim, device=device)
+    key_inverse = state.get("key_inverse", identity)
+    value_inverse = state.get("value_inverse", identity)
+    value_mean = state.get("value_mean", zero)
+    key_slabs, value_slabs = (
+        [slab for slab in codec.field_slabs(layer_idx, kind) if slab.name in stored] for kind in ("key", "value")
+    )
+    keys, values = tuple(map(key_view, key_slabs)), tuple(map(value_view, value_slabs))
+    key_places = [
+        _Places.of(slab, view, key_order(view), view.fields // 2) for slab, view in zip(key_slabs, keys, strict=True)
+    ]
+    value_places = [
+        _Places.of(slab, view, value_order(view), _value_half(view))
+        for slab, view in zip(value_slabs, values, strict=True)
+    ]
+    query_map = [places.of_columns(key_inverse) for places in key_places]
+    value_map = torch.cat([places.of_columns(value_inverse) for places in value_places], dim=2).transpose(1, 2)
+    excess = torch.cat([places.middle for places in key_places]).to(device)
+    lacking = torch.cat([places.lacking for places in value_places]).to(device)
+    maps = torch.cat(query_map, dim=2).unflatten(1, (2, head_dim // 2)).transpose(2, 3)
+    scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(torch.finfo(torch.float32).tiny)
+    maps = maps / scale[:, None, None, None]
+    half_size = max(_SMALLEST_OPERAND, _power_of_two(head_dim // 2))
+    padded = maps.new_zeros(heads, 2, maps.shape[2], half_size)
+    padded[..., : head_dim // 2] = maps
+    return KernelLayout(
+        keys,
+        values,
+        padded,
+        scale.contiguous(),
+        excess,
+        value_map.contiguous(),
+        (value_mean + lacking @ value_map).contiguous(),
+        torch.stack([state.get("key_mean", zero), value_mean]),
+        torch.stack([key_inverse, value_inverse]),
+        _table(key_slabs, state),
+        _table(value_slabs, state),
+    )
+
+
+def _value_half(view: SlabView) -> int:
+    """Fields that lie side by side with others of the same element when tokens are paired: of half a whole word."""
+    return view.fields // 2 if view.element_bits == 32 else view.fields
+
+
+@dataclass(frozen=True)
+class _Places:
+    """The places of one slab's operand.
+
+    Attributes:
+        components: of every place; 0 for none.
+        weights: by which a map's column is multiplied, 0 for none, float32 [size].
+        middle: of the field's range, as it stands in an operand that counts from 0, float32 [size].
+        lacking: what an operand that counts from -2^(bits - 1) is short of, float32 [size].
+    """
+
+    components: Tensor
+    weights: Tensor
+    middle: Tensor
+    lacking: Tensor
+
+    @classmethod
+    def of(cls, slab: FieldSlab, view: SlabView, order: Sequence[int], half: int) -> _Places:
+        components = torch.zeros(view.size, dtype=torch.int64)
+        weights, middle, lacking = (torch.zeros(view.size) for _ in range(3))
+        for place, index in enumerate(order):
+            if 0 <= index < len(slab.components):
+                scale = field_scale(view, index % view.fields, half)
+                components[place] = slab.components[index]
+                weights[place] = slab.weights[index] / scale
+                if not view.table:
+                    middle[place] = scale * (2**view.bits - 1) / 2
+                    lacking[place] = scale / 2
+        return cls(components, weights, middle, lacking)
+
+    def of_columns(self, columns: Tensor) -> Tensor:
+        """Columns [heads, head_dim, head_dim] at every place, weighed, [heads, head_dim, size]."""
+        return columns[..., self.components.to(columns.device)] * self.weights.to(columns.device)
+
+
+def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | None:
+    names = {slab.table for slab in slabs if slab.table is not None}
+    return state[names.pop()].contiguous() if names else None
+
+
+_angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
+
+
+def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> Tensor | None:
+    """Cosine and sine of blocks' first columns, [blocks, 2, D / 2], for `columns` and more; None without blocks."""
+    if codec.block_size is None:
+        return None
+    made = _angles.setdefault(codec, {})
+    key = (layer_idx, device)
+    blocks = -(-columns // codec.block_size) + _ANGLES_BEYOND
+    if key not in made or len(made[key]) < blocks:
+        # Twice as many as needed, so that a cache that grows does not make a new one each time.
+        starts = torch.arange(2 * blocks, device=device)[:, None] * codec.block_size
+        angle = starts * codec.layer_state(layer_idx, device)["inv_freq"]
+        made[key] = torch.stack([angle.cos(), angle.sin()], dim=1).contiguous()
+    return made[key]

@@ -1,0 +1,696 @@
+"""Triton kernels of the packed attention. Imported only where they run; docs/kernels.md draws what happens.
+
+Three launches: `map_queries` brings the queries into the space of the stored keys, `attend_context` reads the context,
+split over programs of one warp, and `merge` joins the splits with the new tokens and maps the output back.
+
+Packed words become operands of `tl.dot` in registers: a field is shifted and masked into the mantissa of 1024, two
+fields of a word at once. The order of components in an operand follows from which field of which word a lane holds
+(`kernel_layout`), so that nothing moves between lanes; the order is undone in the maps of the query and of the output,
+which cost nothing more for it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+ROWS: tl.constexpr = tl.constexpr(16)
+_LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+_LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _pair(
+    w, BITS: tl.constexpr, OFFSET: tl.constexpr, CENTRED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
+):
+    """The fields at bits OFFSET and 16 + OFFSET of int32 words, times 2^OFFSET.
+
+    Centred, 2^(BITS - 1) is taken off a field; otherwise 1024 is added to the result where `ASM`.
+    """
+    mask: tl.constexpr = (2**BITS - 1) * 2**OFFSET
+    middle: tl.constexpr = 2 ** (BITS - 1) * 2**OFFSET
+    if ASM:
+        # 1024, 0x6400 in half precision, has ten bits of mantissa free for a field: (w & mask) | 1024, twice in a word.
+        if CENTRED:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; sub.f16x2 t, t, $5; mov.b32 {$0, $1}, t; }",
+                "=h,=h,r,r,r,r",
+                [w, mask * 0x00010001, 0x64006400, 0x64006400 + middle * 0x00010001],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+        else:
+            return tl.inline_asm_elementwise(
+                "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; mov.b32 {$0, $1}, t; }",
+                "=h,=h,r,r,r",
+                [w, mask * 0x00010001, 0x64006400],
+                dtype=(tl.float16, tl.float16),
+                is_pure=True,
+                pack=1,
+            )
+    else:
+        low, high = w & mask, (w >> 16) & mask
+        if CENTRED:
+            low, high = low - middle, high - middle
+        return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def _looked_up(w, table_ptr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What the fields at bit 0 and at bit 16 of words stand for in a table."""
+    low = tl.load(table_ptr + (w & (2**BITS - 1)))
+    high = tl.load(table_ptr + ((w >> 16) & (2**BITS - 1)))
+    return low.to(DTYPE), high.to(DTYPE)
+
+
+@triton.jit
+def _fields(
+    w,
+    table_ptr,
+    FIELD: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB: tl.constexpr,
+    CENTRED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Field number FIELD of the lower and of the upper half of words: by counting, or from a table where there is one.
+
+    A field is shifted by whole bytes only; what it is too large by is in the maps (`kernel_layout.field_scale`).
+    """
+    bits: tl.constexpr = SLABS[SLAB][0]
+    if SLABS[SLAB][5]:
+        return _looked_up(w >> (bits * FIELD), table_ptr, bits, DTYPE)
+    else:
+        return _pair(w >> (bits * FIELD // 8 * 8), bits, bits * FIELD % 8, CENTRED, DTYPE, ASM)
+
+
+@triton.jit
+def _stacked(parts):
+    """Joins 1, 2, 4, 8 or 16 tensors along new last dimensions of two, the lowest bit of the part's number first."""
+    if len(parts) == 1:
+        return parts[0]
+    elif len(parts) == 2:
+        return tl.join(parts[0], parts[1])
+    else:
+        half: tl.constexpr = len(parts) // 2
+        return tl.join(_stacked(parts[:half]), _stacked(parts[half:]))
+
+
+@triton.jit
+def _words(slab_ptr, row, first, end, step: tl.constexpr, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    """The words of T tokens, every `step`-th, int [T, words]; SLABS holds each slab's `SlabView.spec`."""
+    words: tl.constexpr = SLABS[SLAB][1]
+    stored: tl.constexpr = SLABS[SLAB][6]
+    token = first + step * tl.arange(0, T)
+    word = tl.arange(0, words)[None, :]
+    mask = (token < end)[:, None]
+    if stored < words:
+        mask = mask & (word < stored)
+    # The row moves the pointer, so that the rest is counted in 32 bits.
+    return tl.load(slab_ptr + row * stored + token[:, None] * stored + word, mask=mask, other=0)
+
+
+@triton.jit
+def _elements(x, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    """What each lane takes of words [T, words]: [T, elements], its bits the lowest, and others above them."""
+    words: tl.constexpr = SLABS[SLAB][1]
+    elements: tl.constexpr = SLABS[SLAB][2]
+    element_bits: tl.constexpr = SLABS[SLAB][3]
+    x = x.to(tl.int32)
+    if elements == words:
+        return x
+    else:
+        shared: tl.constexpr = elements // words
+        x = x[:, :, None] >> (tl.arange(0, shared) * element_bits)[None, None, :]
+        return tl.reshape(x, (T, elements))
+
+
+@triton.jit
+def _key_operand(
+    x,
+    table_ptr,
+    T: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Components of T keys from their words, [T, size]. Four lanes share a key, with four components in a row each."""
+    bits: tl.constexpr = SLABS[SLAB][0]
+    elements: tl.constexpr = SLABS[SLAB][2]
+    element_bits: tl.constexpr = SLABS[SLAB][3]
+    x = _elements(x, T, SLABS, SLAB)
+    if element_bits < 32:
+        # The upper half of the fields moves to bit 16.
+        x = (x & (2**element_bits - 1)) | (x << (16 - element_bits // 2))
+    count: tl.constexpr = element_bits // bits // 2
+    parts = ()
+    for i in tl.static_range(count):
+        low, high = _fields(x, table_ptr, i, SLABS, SLAB, False, DTYPE, ASM)
+        parts = parts + (tl.join(low, high),)
+    if count == 1:
+        if SLABS[SLAB][4] > 2 * elements:
+            # Half of the places stay empty.
+            operand = tl.join(parts[0], tl.zeros_like(parts[0]))
+            operand = tl.permute(operand, (0, 1, 3, 2))
+        else:
+            operand = parts[0]
+    else:
+        stacked = _stacked(parts)
+        if count == 2:
+            operand = tl.permute(stacked, (0, 1, 3, 2))
+        elif count == 4:
+            operand = tl.permute(stacked, (0, 4, 1, 3, 2))
+        elif count == 8:
+            operand = tl.permute(stacked, (0, 5, 4, 1, 3, 2))
+        else:
+            operand = tl.permute(stacked, (0, 6, 5, 4, 1, 3, 2))
+    size: tl.constexpr = SLABS[SLAB][4]
+    # One pair of fields an element leaves every other pair of places empty.
+    places: tl.constexpr = 2 * count * elements * (2 if count == 1 and size > 2 * elements else 1)
+    return _padded(tl.reshape(operand, (T, places)), T, places, size)
+
+
+@triton.jit
+def _side_by_side(x, y, ASM: tl.constexpr):
+    """The lower halves of x and y in one word, x's below."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return (x & 0xFFFF) | (y << 16)
+
+
+@triton.jit
+def _value_operand(
+    x,
+    y,
+    table_ptr,
+    T: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Components of T values from the words of even and of odd tokens, [T, size].
+
+    Eight lanes share a value; two neighbouring tokens fill a register.
+    """
+    bits: tl.constexpr = SLABS[SLAB][0]
+    elements: tl.constexpr = SLABS[SLAB][2]
+    element_bits: tl.constexpr = SLABS[SLAB][3]
+    x = _elements(x, T // 2, SLABS, SLAB)
+    y = _elements(y, T // 2, SLABS, SLAB)
+    count: tl.constexpr = element_bits // bits
+    pairs = _side_by_side(x, y, ASM)
+    parts = ()
+    if element_bits == 32:
+        for i in tl.static_range(count // 2):
+            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
+            parts = parts + (tl.join(even, odd),)
+        pairs = _side_by_side(x >> 16, y >> 16, ASM)
+        for i in tl.static_range(count // 2):
+            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
+            parts = parts + (tl.join(even, odd),)
+    else:
+        for i in tl.static_range(count):
+            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
+            parts = parts + (tl.join(even, odd),)
+    stacked = _stacked(parts)
+    if count == 1:
+        operand = tl.permute(stacked, (0, 2, 1))
+    elif count == 2:
+        operand = tl.permute(stacked, (0, 2, 3, 1))
+    elif count == 4:
+        operand = tl.permute(stacked, (0, 2, 4, 3, 1))
+    elif count == 8:
+        operand = tl.permute(stacked, (0, 2, 5, 4, 3, 1))
+    elif count == 16:
+        operand = tl.permute(stacked, (0, 2, 6, 5, 4, 3, 1))
+    else:
+        operand = tl.permute(stacked, (0, 2, 7, 6, 5, 4, 3, 1))
+    places: tl.constexpr = elements * count
+    size: tl.constexpr = SLABS[SLAB][4]
+    return _padded(tl.reshape(operand, (T, places)), T, places, size)
+
+
+@triton.jit
+def _padded(x, T: tl.constexpr, n: tl.constexpr, size: tl.constexpr):
+    """x [T, n] followed by zeros, [T, size]; size is n or 2 n."""
+    if size == n:
+        return x
+    else:
+        return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), (T, size))
+
+
+@triton.jit
+def _exp2(x, ASM: tl.constexpr):
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def _zeros(SLABS: tl.constexpr, SLAB: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    size: tl.constexpr = SLABS[SLAB][4]
+    return tl.zeros((size, COLUMNS), DTYPE)
+
+
+@triton.jit
+def _places(SLABS: tl.constexpr, SLAB: tl.constexpr):
+    size: tl.constexpr = SLABS[SLAB][4]
+    return tl.arange(0, size)
+
+
+@triton.jit
+def _by_copy(x, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    size: tl.constexpr = SLABS[SLAB][4]
+    return tl.reshape(x, (size, COLUMNS // QUERIES, QUERIES))
+
+
+@triton.jit
+def _mean(mean_ptr, residual_ptr, d, inside):
+    mean = tl.load(mean_ptr + d, mask=inside, other=0.0)
+    if residual_ptr is not None:
+        mean += tl.load(residual_ptr + d, mask=inside, other=0.0).to(tl.float32)
+    return mean
+
+
+@triton.jit
+def map_queries(
+    query_ptr,
+    map_ptr,
+    map_scale_ptr,
+    excess_ptr,
+    key_mean_ptr,
+    key_residual_ptr,
+    angle_ptr,
+    mapped_ptr,
+    scale_ptr,
+    offset_ptr,
+    stride_query_row,
+    stride_query_head,
+    stride_query_token,
+    num_tokens,
+    num_rows,
+    num_columns,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    KEY_PLACES: tl.constexpr,
+    QUERIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Maps queries into the space of the stored keys, for every block of columns; `attend_context` reads the result.
+
+    Grid: (row tiles x TILES, heads, contexts). A row is a query of the context: a token of one row of the extension; a
+    row tile has QUERIES of them, and a column for each of them in each block, block by block. Programs take COLUMNS
+    columns at a time, every TILES-th time.
+
+    It writes mapped queries [contexts, heads, row tiles, num_columns, KEY_SIZE], and scale and offset of the scores to
+    base 2, [contexts, heads, row tiles, num_columns]. `num_columns` is a multiple of COLUMNS.
+    """
+    num_heads = tl.num_programs(1)
+    first_tile = tl.program_id(0) % TILES
+    row_tile = tl.program_id(0) // TILES
+    head = tl.program_id(1)
+    context = tl.program_id(2)
+    d = tl.arange(0, HALF)
+    in_head = d < HEAD_DIM // 2
+    residual_ptr = key_residual_ptr
+    if residual_ptr is not None:
+        residual_ptr += (context * num_heads + head).to(tl.int64) * HEAD_DIM
+    mean_low = _mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
+    mean_high = _mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
+    map_scale = tl.load(map_scale_ptr + head)
+    place = tl.arange(0, KEY_PLACES)
+    in_keys = place < KEY_SIZE
+    here = map_ptr + (head * (2 * KEY_SIZE) + place)[:, None] * HALF + d[None, :]
+    map_low = tl.load(here, mask=in_keys[:, None], other=0.0).to(DTYPE)
+    map_high = tl.load(here + KEY_SIZE * HALF, mask=in_keys[:, None], other=0.0).to(DTYPE)
+    excess = tl.load(excess_ptr + place, mask=in_keys, other=0.0)
+    if ASM:
+        # 0 marks places whose fields are looked up, or empty.
+        excess = tl.where(excess > 0, excess + 1024.0, 0.0)
+    out = ((context * num_heads + head).to(tl.int64) * (tl.num_programs(0) // TILES) + row_tile) * num_columns
+
+    for tile in range(first_tile, num_columns // COLUMNS, TILES):
+        column = tile * COLUMNS + tl.arange(0, COLUMNS)
+        row = row_tile * QUERIES + column % QUERIES
+        if SHARED:
+            batch = row // num_tokens
+            token = row % num_tokens
+        else:
+            batch = tl.zeros_like(row) + context
+            token = row
+        at = query_ptr + batch.to(tl.int64) * stride_query_row + head * stride_query_head + token * stride_query_token
+        inside = in_head[:, None] & (row < num_rows)[None, :]
+        low = tl.load(at[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)
+        high = tl.load(at[None, :] + HEAD_DIM // 2 + d[:, None], mask=inside, other=0.0).to(tl.float32)
+        if ROTATED:
+            angles = angle_ptr + (column // QUERIES)[None, :] * HEAD_DIM + d[:, None]
+            cos = tl.load(angles, mask=in_head[:, None], other=0.0)
+            sin = tl.load(angles + HEAD_DIM // 2, mask=in_head[:, None], other=0.0)
+            turned = low * cos + high * sin
+            high = high * cos - low * sin
+            low = turned
+        offset = tl.sum(low * mean_low[:, None] + high * mean_high[:, None], 0)
+        # Queries of any size fit half precision once divided by their largest component.
+        size = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
+        size = tl.where(size > 0, size, 1.0)
+        inverse = 1.0 / size
+        low = low * inverse[None, :]
+        high = high * inverse[None, :]
+        scale = size * map_scale
+        mapped = tl.dot(map_low, low.to(DTYPE), input_precision=PRECISION)
+        mapped = tl.dot(map_high, high.to(DTYPE), mapped, input_precision=PRECISION)
+        mapped = mapped.to(mapped_ptr.dtype.element_ty)
+        # Of the rounded queries, so that it cancels.
+        offset -= scale * tl.sum(mapped.to(tl.float32) * excess[:, None], 0)
+        at = mapped_ptr + (out + column)[:, None] * KEY_SIZE + place[None, :]
+        tl.store(at, tl.trans(mapped), mask=in_keys[None, :])
+        tl.store(scale_ptr + out + column, scale * _LOG2E)
+        tl.store(offset_ptr + out + column, offset * _LOG2E)
+
+
+@triton.jit
+def _tile_words(
+    key_slabs, value_slabs, row, first, end, T: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr
+):
+    """All words of a tile: of every key slab, then of every value slab those of even and of odd tokens."""
+    words = ()
+    for i in tl.static_range(len(KEYS)):
+        words = words + (_words(key_slabs[i], row, first, end, 1, T, KEYS, i),)
+    for i in tl.static_range(len(VALUES)):
+        even = _words(value_slabs[i], row, first, end, 2, T // 2, VALUES, i)
+        odd = _words(value_slabs[i], row, first + 1, end, 2, T // 2, VALUES, i)
+        words = words + (even, odd)
+    return words
+
+
+@triton.jit
+def _tile_queries(mapped_ptr, scale_ptr, offset_ptr, column, KEY_SIZE: tl.constexpr, KEYS: tl.constexpr):
+    """Mapped queries [COLUMNS, size] of every key slab, their scales and their offsets."""
+    queries = (tl.load(scale_ptr + column), tl.load(offset_ptr + column))
+    start = 0
+    for i in tl.static_range(len(KEYS)):
+        at = mapped_ptr + column[:, None] * KEY_SIZE + start + _places(KEYS, i)[None, :]
+        queries = queries + (tl.load(at),)
+        start += KEYS[i][4]
+    return queries
+
+
+@triton.jit
+def attend_context(
+    mapped_ptr,
+    scale_ptr,
+    offset_ptr,
+    key_slabs,
+    value_slabs,
+    key_table_ptr,
+    value_table_ptr,
+    lengths_ptr,
+    protected_ptr,
+    mask_ptr,
+    partial_ptr,
+    highest_ptr,
+    total_ptr,
+    stride_mask,
+    columns,
+    num_tokens,
+    num_rows,
+    num_columns,
+    KEYS: tl.constexpr,
+    VALUES: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SHARED: tl.constexpr,
+    ROTATED: tl.constexpr,
+    T: tl.constexpr,
+    BLOCK_TILES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Attention of mapped queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
+
+    Grid: (row tiles x splits, heads, contexts). QUERIES (a power of two up to COLUMNS) rows are worked on at once, with
+    as many blocks' columns of `map_queries` as fill COLUMNS; a column counts in its own block alone. Everything is
+    transposed, queries last: an operand's first dimension may not be smaller than 16, its last may be 8.
+    """
+    num_heads = tl.num_programs(1)
+    split = tl.program_id(0) % SPLITS
+    row_tile = tl.program_id(0) // SPLITS
+    head = tl.program_id(1)
+    context = tl.program_id(2)
+    place = (context * num_heads + head).to(tl.int64)
+    copies: tl.constexpr = COLUMNS // QUERIES
+    group_tiles: tl.constexpr = copies * BLOCK_TILES
+
+    c = tl.arange(0, COLUMNS)
+    row = row_tile * QUERIES + c % QUERIES
+    batch = row // num_tokens
+    known = row < num_rows
+    first_column = (place * (tl.num_programs(0) // SPLITS) + row_tile) * num_columns
+    mapped_ptr += first_column * KEY_SIZE
+    scale_ptr += first_column
+    offset_ptr += first_column
+
+    length = tl.load(lengths_ptr + context).to(tl.int32)
+    # Splits are of whole blocks, tiles whole parts of a block.
+    blocks = tl.cdiv(columns, BLOCK_TILES * T)
+    tiles_per_split = tl.cdiv(blocks, SPLITS) * BLOCK_TILES
+    first_tile = split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(length, T))
+
+    highest = tl.full((COLUMNS,), _LOWEST, tl.float32)
+    total = tl.zeros((COLUMNS,), tl.float32)
+    sums = ()
+    for i in tl.static_range(len(VALUES)):
+        sums = sums + (_zeros(VALUES, i, COLUMNS, tl.float32),)
+    hidden = ()
+    for slot in tl.static_range(SLOTS):
+        hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
+
+    row_of_slabs = place * columns
+    last_group = num_columns // COLUMNS - 1
+    words = _tile_words(key_slabs, value_slabs, row_of_slabs, first_tile * T, length, T, KEYS, VALUES)
+    group = tl.minimum(first_tile // group_tiles, last_group) if ROTATED else 0
+    queries = _tile_queries(mapped_ptr, scale_ptr, offset_ptr, group * COLUMNS + c, KEY_SIZE, KEYS)
+    for tile in tl.range(first_tile, last_tile):
+        # Asked for a tile ahead, so that memory has the time of a tile to answer.
+        next_words = _tile_words(key_slabs, value_slabs, row_of_slabs, (tile + 1) * T, length, T, KEYS, VALUES)
+        group = tl.minimum((tile + 1) // group_tiles, last_group) if ROTATED else 0
+        next_queries = _tile_queries(mapped_ptr, scale_ptr, offset_ptr, group * COLUMNS + c, KEY_SIZE, KEYS)
+        scores = tl.zeros((T, COLUMNS), tl.float32)
+        for i in tl.static_range(len(KEYS)):
+            keys = _key_operand(words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
+            scores = tl.dot(keys, tl.trans(queries[2 + i]), scores, input_precision=PRECISION)
+        if copies > 1:
+            own = known & (c // QUERIES == tile // BLOCK_TILES % copies) if ROTATED else known & (c // QUERIES == 0)
+        else:
+            own = known
+        scores = scores * queries[0][None, :] + tl.where(own, queries[1], float("-inf"))[None, :]
+        column = tile * T + tl.arange(0, T)
+        seen = column < length
+        for slot in tl.static_range(SLOTS):
+            seen = seen & (column != hidden[slot])
+        if mask_ptr is not None and not SHARED:
+            seen = seen & (tl.load(mask_ptr + context * stride_mask + column, mask=seen, other=0) != 0)
+        scores = tl.where(seen[:, None], scores, float("-inf"))
+        if mask_ptr is not None and SHARED:
+            at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column[:, None]
+            scores = tl.where(tl.load(at, mask=seen[:, None] & own[None, :], other=0) != 0, scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 0))
+        keep = _exp2(highest - peak, ASM)
+        weights = _exp2(scores - peak[None, :], ASM)
+        total = total * keep + tl.sum(weights, 0)
+        highest = peak
+        weights = weights.to(DTYPE)
+        new = ()
+        for i in tl.static_range(len(VALUES)):
+            even, odd = words[len(KEYS) + 2 * i], words[len(KEYS) + 2 * i + 1]
+            values = _value_operand(even, odd, value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
+            new = new + (tl.dot(tl.trans(values), weights, sums[i] * keep[None, :], input_precision=PRECISION),)
+        sums = new
+        words = next_words
+        queries = next_queries
+
+    out = (place * SPLITS + split) * num_rows
+    query = row_tile * QUERIES + tl.arange(0, QUERIES)
+    by_copy = tl.reshape(highest, (copies, QUERIES))
+    peak = tl.max(by_copy, 0)
+    keep = _exp2(by_copy - peak[None, :], ASM)
+    start = 0
+    for i in tl.static_range(len(VALUES)):
+        joined = tl.sum(_by_copy(sums[i], QUERIES, COLUMNS, VALUES, i) * keep[None, :, :], 1)
+        at = partial_ptr + (out + query)[None, :] * VALUE_SIZE + start + _places(VALUES, i)[:, None]
+        tl.store(at, joined, mask=(query < num_rows)[None, :])
+        start += VALUES[i][4]
+    tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
+    joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
+    tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)
+
+
+@triton.jit
+def _dense(at, stride, count, first, d, T: tl.constexpr, HEAD_DIM: tl.constexpr):
+    """T dense keys or values [T, SIZE] from number `first` on, zeros beyond `count`."""
+    column = first + tl.arange(0, T)
+    inside = (column < count)[:, None] & (d < HEAD_DIM)[None, :]
+    return tl.load(at + column[:, None] * stride + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _seen(mask_ptr, count, first, T: tl.constexpr):
+    """Which of T dense tokens are seen."""
+    column = first + tl.arange(0, T)
+    there = column < count
+    if mask_ptr is not None:
+        there = there & (tl.load(mask_ptr + column, mask=there, other=0) != 0)
+    return there
+
+
+@triton.jit
+def _joined(query, keys, values, seen, highest, total, sums, PRECISION: tl.constexpr):
+    """Adds the attention to dense tokens to a running softmax."""
+    scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * _LOG2E
+    scores = tl.where(seen[None, :], scores, float("-inf"))
+    peak = tl.maximum(highest, tl.max(scores, 1))
+    keep = tl.exp2(highest - peak)
+    weights = tl.exp2(scores - peak[:, None])
+    total = total * keep + tl.sum(weights, 1)
+    values = values.to(query.dtype)
+    sums = tl.dot(weights.to(query.dtype), values, sums * keep[:, None], input_precision=PRECISION)
+    return peak, total, sums
+
+
+@triton.jit
+def merge(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    new_mask_ptr,
+    protected_key_ptr,
+    protected_value_ptr,
+    protected_mask_ptr,
+    partial_ptr,
+    highest_ptr,
+    total_ptr,
+    value_map_ptr,
+    value_mean_ptr,
+    value_residual_ptr,
+    output_ptr,
+    stride_query_row,
+    stride_query_head,
+    stride_query_token,
+    stride_key_row,
+    stride_key_head,
+    stride_key_token,
+    stride_value_row,
+    stride_value_head,
+    stride_value_token,
+    num_tokens,
+    num_rows,
+    num_slots,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    VALUE_PLACES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SPLIT_PLACES: tl.constexpr,
+    SHARED: tl.constexpr,
+    T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Joins the splits of a context, its protected tokens and the new tokens, and maps the output back.
+
+    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension. Protected keys and values are in
+    the model's coordinates here.
+    """
+    num_heads = tl.num_programs(1)
+    head = tl.program_id(1)
+    batch = tl.program_id(2).to(tl.int64)
+    context = batch * 0 if SHARED else batch
+    place = context * num_heads + head
+    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    known = token < num_tokens
+    d = tl.arange(0, SIZE)
+    in_head = d < HEAD_DIM
+    inside = known[:, None] & in_head[None, :]
+    at = query_ptr + batch * stride_query_row + head * stride_query_head + token[:, None] * stride_query_token
+    query = tl.load(at + d[None, :], mask=inside, other=0.0)
+    first_row = place * SPLITS * num_rows + (batch * num_tokens if SHARED else batch * 0) + token
+    split = tl.arange(0, SPLIT_PLACES)
+    part = first_row[:, None] + split[None, :] * num_rows
+    there = known[:, None] & (split < SPLITS)[None, :]
+    part_highest = tl.load(highest_ptr + part, mask=there, other=_LOWEST)
+    part_total = tl.load(total_ptr + part, mask=there, other=0.0)
+    mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)
+    if value_residual_ptr is not None:
+        mean += tl.load(value_residual_ptr + place * HEAD_DIM + d, mask=in_head, other=0.0).to(tl.float32)
+
+    key_at = key_ptr + batch * stride_key_row + head * stride_key_head
+    value_at = value_ptr + batch * stride_value_row + head * stride_value_head
+    # What will be wanted is asked for at once: a short kernel is waiting for memory.
+    keys = _dense(key_at, stride_key_token, num_tokens, 0, d, T, HEAD_DIM)
+    values = _dense(value_at, stride_value_token, num_tokens, 0, d, T, HEAD_DIM)
+    if protected_key_ptr is not None:
+        first_slot = place * num_slots * HEAD_DIM
+        slot_keys = _dense(protected_key_ptr + first_slot, HEAD_DIM, num_slots, 0, d, T, HEAD_DIM)
+        slot_values = _dense(protected_value_ptr + first_slot, HEAD_DIM, num_slots, 0, d, T, HEAD_DIM)
+    component = tl.arange(0, VALUE_PLACES)
+    stored = component < VALUE_SIZE
+    back = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
+    back = tl.load(back, mask=stored[:, None] & in_head[None, :], other=0.0)
+
+    highest = tl.max(part_highest, 1)
+    total = tl.sum(tl.exp2(part_highest - highest[:, None]) * part_total, 1)
+    weighed = tl.zeros((ROWS, VALUE_PLACES), tl.float32)
+    for s in tl.static_range(SPLITS):
+        split_row = first_row + s * num_rows
+        split_keep = tl.exp2(tl.load(highest_ptr + split_row, mask=known, other=_LOWEST) - highest)
+        parts = partial_ptr + split_row[:, None] * VALUE_SIZE + component[None, :]
+        weighed += split_keep[:, None] * tl.load(parts, mask=known[:, None] & stored[None, :], other=0.0)
+    sums = tl.dot(weighed, back, total[:, None] * mean[None, :], input_precision=PRECISION)
+
+    mask_ptr = new_mask_ptr
+    if mask_ptr is not None:
+        mask_ptr += batch * num_tokens
+    seen = _seen(mask_ptr, num_tokens, 0, T)
+    highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
+    for first in range(T, num_tokens, T):
+        keys = _dense(key_at, stride_key_token, num_tokens, first, d, T, HEAD_DIM)
+        values = _dense(value_at, stride_value_token, num_tokens, first, d, T, HEAD_DIM)
+        seen = _seen(mask_ptr, num_tokens, first, T)
+        highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
+    if protected_key_ptr is not None:
+        mask_ptr = protected_mask_ptr
+        if mask_ptr is not None:
+            mask_ptr += batch * num_slots
+        seen = _seen(mask_ptr, num_slots, 0, T)
+        highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
+        for first in range(T, num_slots, T):
+            slot_keys = _dense(protected_key_ptr + first_slot, HEAD_DIM, num_slots, first, d, T, HEAD_DIM)
+            slot_values = _dense(protected_value_ptr + first_slot, HEAD_DIM, num_slots, first, d, T, HEAD_DIM)
+            seen = _seen(mask_ptr, num_slots, first, T)
+            highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
+
+    result = sums / tl.maximum(total, 1e-38)[:, None]
+    at = output_ptr + ((batch * num_heads + head) * num_tokens + token)[:, None] * HEAD_DIM + d[None, :]
+    tl.store(at, result.to(output_ptr.dtype.element_ty), mask=inside)

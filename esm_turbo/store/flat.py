@@ -1,0 +1,190 @@
+"""One context in one piece of memory, so that it is read, checked and moved between memories as a whole.
+
+A cache of a large model is some two hundred small tensors. As views of one buffer they are one read from disk, one
+checksum, one copy into pinned memory and one to the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..codecs import KVCodec
+from ..config import Geometry, TurboConfig
+from ..kv_cache import TurboKVCache
+
+# Where a tensor may begin: enough for every dtype, and for wide loads on devices.
+_ALIGNMENT = 64
+_OWN = ("lengths", "token_ids", "protected_columns", "positions")
+_GROUPS = ("packed", "protected", "rows")
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """What contexts of one kind have in common besides their tensors.
+
+    Attributes:
+        config: the options under which they are stored.
+        geometry: of the model.
+        fingerprint: of the model.
+        codec: reads them.
+        model: its name.
+        dtype: that it computes in.
+    """
+
+    config: TurboConfig
+    geometry: Geometry
+    fingerprint: npt.NDArray[np.float32]
+    codec: KVCodec
+    model: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tensor of a context.
+
+    Attributes:
+        name: such as `lengths` or `layers.3.packed.keys`.
+        dtype: of the tensor.
+        shape: of the tensor.
+        start: its first byte in the buffer.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class FlatContext:
+    """A context of one protein.
+
+    Attributes:
+        buffer: all tensors, uint8 [nbytes].
+        parts: where each of them is.
+    """
+
+    buffer: Tensor
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, cache: TurboKVCache) -> FlatContext:
+        """Copies a cache of one row, on its device."""
+        tensors = dict(_tensors(cache))
+        parts = layout([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+        buffer = torch.zeros(_size(parts), dtype=torch.uint8, device=cache.device)
+        for part, view in zip(parts, _views(buffer, parts), strict=True):
+            view.copy_(tensors[part.name])
+        return cls(buffer, parts)
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self.buffer.device
+
+    def to(self, device: torch.device) -> FlatContext:
+        """On a device; from pinned memory the copy is still under way when this returns."""
+        return FlatContext(self.buffer.to(device, non_blocking=True), self.parts)
+
+    def clone(self) -> FlatContext:
+        """A copy on the same device, of its own memory."""
+        return FlatContext(self.buffer.clone(), self.parts)
+
+    def in_memory(self, *, pinned: bool) -> FlatContext:
+        """A copy in the host's memory.
+
+        Args:
+            pinned: in memory that a CUDA device reads from at full speed.
+        """
+        host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return FlatContext(host.copy_(self.buffer), self.parts)
+
+    def cache(self, blueprint: Blueprint) -> TurboKVCache:
+        """As a cache, whose tensors are views: not to be written into."""
+        cache = TurboKVCache(
+            blueprint.config, blueprint.geometry, blueprint.fingerprint, blueprint.codec, self.buffer.device
+        )
+        for part, tensor in zip(self.parts, _views(self.buffer, self.parts), strict=True):
+            if part.name in _OWN:
+                setattr(cache, part.name, tensor)
+                continue
+            _, layer, group, name = part.name.split(".", 3)
+            getattr(cache.layers[int(layer)], group)[name] = tensor
+        # On a device it would have to be waited for.
+        cache._longest = cache.columns
+        cache._changed()
+        return cache
+
+    def described(self) -> list[list[Any]]:
+        """Names, dtypes and shapes of the tensors, JSON values; `from_description` is the inverse."""
+        return [[part.name, str(part.dtype).removeprefix("torch."), list(part.shape)] for part in self.parts]
+
+    @classmethod
+    def from_description(cls, buffer: Tensor, description: Sequence[Sequence[Any]]) -> FlatContext:
+        """A context of a buffer and what `described` said of it.
+
+        Raises:
+            ValueError: they do not fit together.
+        """
+        try:
+            parts = layout([(name, _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in description])
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"no description of a context: {error}") from error
+        names = {part.name for part in parts}
+        if buffer.dtype != torch.uint8 or buffer.shape != (_size(parts),) or not names.issuperset(_OWN[:3]):
+            raise ValueError("tensors and description do not fit together")
+        return cls(buffer, parts)
+
+
+def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Part, ...]:
+    """Places tensors, given by name, dtype and shape, one after the other."""
+    parts, start = [], 0
+    for name, dtype, shape in tensors:
+        part = Part(name, dtype, shape, start)
+        parts.append(part)
+        start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
+    return tuple(parts)
+
+
+def _tensors(cache: TurboKVCache) -> Iterator[tuple[str, Tensor]]:
+    for name in _OWN:
+        if (tensor := getattr(cache, name)) is not None:
+            yield name, tensor
+    for index, layer in enumerate(cache.layers):
+        for group in _GROUPS:
+            for name, tensor in getattr(layer, group).items():
+                yield f"layers.{index}.{group}.{name}", tensor
+
+
+def _views(buffer: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
+    typed = {dtype: buffer.view(dtype) for dtype in {part.dtype for part in parts}}
+    for part in parts:
+        size = part.dtype.itemsize
+        yield typed[part.dtype].narrow(0, part.start // size, part.nbytes // size).view(part.shape)
+
+
+def _size(parts: Sequence[Part]) -> int:
+    return parts[-1].start + -(-parts[-1].nbytes // _ALIGNMENT) * _ALIGNMENT if parts else 0
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype

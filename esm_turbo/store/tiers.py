@@ -1,0 +1,70 @@
+"""Contexts in memory up to a number of bytes; those that were not used for longest go first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from .flat import FlatContext
+
+
+class Tier:
+    """Contexts in one memory.
+
+    Args:
+        budget: bytes that they may take together; 0 keeps none.
+
+    Attributes:
+        nbytes: bytes that they take.
+        evicted: how many had to make room for others.
+
+    Raises:
+        ValueError: the budget is negative.
+    """
+
+    def __init__(self, budget: int) -> None:
+        if budget < 0:
+            raise ValueError(f"a budget must be at least 0 bytes, got {budget}")
+        self.budget = budget
+        self.nbytes = 0
+        self.evicted = 0
+        self._contexts: OrderedDict[tuple[str, str], FlatContext] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def get(self, key: tuple[str, str]) -> FlatContext | None:
+        """The context of a key, which thereby becomes the last one to go; None where it is not here."""
+        context = self._contexts.get(key)
+        if context is not None:
+            self._contexts.move_to_end(key)
+        return context
+
+    def put(self, key: tuple[str, str], context: FlatContext) -> None:
+        """Keeps a context, unless it is larger than the whole budget."""
+        self._drop(key)
+        if context.nbytes > self.budget:
+            return
+        while self.nbytes + context.nbytes > self.budget:
+            self._drop(next(iter(self._contexts)))
+            self.evicted += 1
+        self._contexts[key] = context
+        self.nbytes += context.nbytes
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a context of that many bytes would be kept."""
+        return nbytes <= self.budget
+
+    def clear(self) -> None:
+        """Forgets all contexts."""
+        self._contexts.clear()
+        self.nbytes = 0
+
+    def info(self) -> dict[str, Any]:
+        """Budget and use, JSON values."""
+        return {"budget": self.budget, "bytes": self.nbytes, "contexts": len(self), "evicted": self.evicted}
+
+    def _drop(self, key: tuple[str, str]) -> None:
+        context = self._contexts.pop(key, None)
+        if context is not None:
+            self.nbytes -= context.nbytes

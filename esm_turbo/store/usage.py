@@ -1,0 +1,86 @@
+"""How often contexts were found, and where: counted by every process, summed up in the store."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..artifacts import replacing
+from .files import is_store
+
+USAGE_FILE = "usage.jsonl"
+FOUND = ("device", "host", "disk")
+_COUNTS = (*FOUND, "missed", "damaged")
+_COMPACT_BYTES = 1 << 16
+
+
+class Usage:
+    """Counts of one process, on top of those in the store.
+
+    Counts are for reading, not for keeping books: what a process that is killed has not written yet is lost, and
+    where a store cannot be written they are not kept at all.
+
+    Args:
+        folder: the store's.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / USAGE_FILE
+        self._new = dict.fromkeys(_COUNTS, 0)
+
+    def count(self, what: str) -> None:
+        """Counts one context that was found on the `device`, the `host` or the `disk`, `missed`, or `damaged`."""
+        self._new[what] += 1
+
+    def flush(self) -> None:
+        """Adds the counts of this process to the store's, if there is a store."""
+        if not any(self._new.values()) or not is_store(self.path.parent):
+            return
+        line = json.dumps(self._new) + "\n"
+        with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
+            # One write of a whole line: processes that append at the same time do not mix their lines.
+            file.write(line.encode())
+            self._new = dict.fromkeys(_COUNTS, 0)
+
+    def compact(self) -> None:
+        """Replaces many lines by their sum; only for the store's writer."""
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size > _COMPACT_BYTES:
+                line = json.dumps(self._stored()) + "\n"
+                with replacing(self.path) as temporary:
+                    temporary.write_text(line, encoding="utf-8")
+
+    def totals(self) -> dict[str, int]:
+        """Counts of all processes, as far as they have been written, and of this one."""
+        return _sum(self._stored(), self._new)
+
+    def _stored(self) -> dict[str, int]:
+        totals = dict.fromkeys(_COUNTS, 0)
+        lines: list[bytes] = []
+        with contextlib.suppress(OSError):
+            lines = self.path.read_bytes().splitlines()
+        for line in lines:
+            with contextlib.suppress(ValueError, TypeError, AttributeError):
+                totals = _sum(totals, json.loads(line))
+        return totals
+
+
+def rates(totals: Mapping[str, int]) -> dict[str, Any]:
+    """The counts, and the shares of look-ups that were found in each place; None without look-ups."""
+    looked_up = sum(totals[name] for name in (*FOUND, "missed"))
+    shares = {name: totals[name] / looked_up if looked_up else None for name in FOUND}
+    found = (looked_up - totals["missed"]) / looked_up if looked_up else None
+    return {"looked_up": looked_up, **totals, "hit_rate": found, "hit_rates": shares}
+
+
+def usage_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Counts and rates of a store."""
+    return rates(Usage(Path(folder)).totals())
+
+
+def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:
+    return {name: a[name] + int(b.get(name, 0)) for name in _COUNTS}

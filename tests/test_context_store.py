@@ -1,0 +1,934 @@
+"""The store of contexts: what it returns, and what it does with damage, kills, full disks and other processes."""
+
+import errno
+import hashlib
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
+
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache, artifacts, cli
+from esm_turbo.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.config import DEFAULT_PRESET, TurboConfig
+from esm_turbo.context_store import is_store, store_info
+from esm_turbo.store import files as store_files
+from esm_turbo.store.flat import FlatContext
+from esm_turbo.store.tiers import Tier
+from esm_turbo.store.usage import USAGE_FILE, Usage
+from esm_turbo.writing import LOCK_FILE, FolderBusyError
+
+DRIVER = Path(__file__).with_name("killed_runs.py")
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "ACDEFGHIKLMNPQRSTVWY" * 2]
+
+
+@pytest.fixture(scope="module")
+def tiny(turbo, tiny_model):
+    """A small model of random weights; `tiny(preset="exact", **config)`."""
+
+    def make(preset="exact", **config):
+        return TurboEsm(tiny_model(preset=preset, **config), turbo.tokenizer)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def compressed(tiny):
+    return tiny(DEFAULT_PRESET)
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """The sequences that a store computes, call by call; a test that calls prefill gives a string, not a list."""
+    calls = []
+    original = TurboEsm.prefill
+
+    def noting(self, sequences, *arguments, **options):
+        if isinstance(sequences, list):
+            calls.append(sequences)
+        return original(self, sequences, *arguments, **options)
+
+    monkeypatch.setattr(TurboEsm, "prefill", noting)
+    return calls
+
+
+def tensors(cache):
+    """Everything a cache holds, by name."""
+    found = {name: getattr(cache, name) for name in ("lengths", "token_ids", "protected_columns", "positions")}
+    for index, layer in enumerate(cache.layers):
+        for group in ("packed", "protected", "rows"):
+            found |= {f"{index}.{group}.{name}": tensor for name, tensor in getattr(layer, group).items()}
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+
+def assert_same(cache, expected):
+    mine, theirs = tensors(cache), tensors(expected)
+    assert mine.keys() == theirs.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == theirs[name].dtype
+        if name == "token_ids":
+            # Beyond a row's length they are undefined.
+            valid = torch.arange(tensor.shape[1]) < cache.lengths[:, None]
+            assert torch.equal(tensor[valid], theirs[name][valid])
+        else:
+            assert torch.equal(tensor, theirs[name]), name
+
+
+def entries(folder):
+    """Digests of what the files of a store hold, by name; the order in their headers is random."""
+    found = {}
+    for path in sorted(Path(folder).rglob("*.safetensors")):
+        digest = hashlib.sha256()
+        with safe_open(path, framework="numpy") as file:
+            digest.update(json.dumps(file.metadata(), sort_keys=True).encode())
+            for name in sorted(file.keys()):
+                digest.update(name.encode() + file.get_tensor(name).tobytes())
+        found[str(path.relative_to(folder))] = digest.hexdigest()
+    return found
+
+
+def contexts(folder):
+    return [path for path in sorted(Path(folder).rglob("*.safetensors")) if len(path.stem) == 64]
+
+
+def usage(store, *names):
+    return tuple(store.info()["usage"][name] for name in names)
+
+
+# --- what it returns
+
+
+@pytest.mark.parametrize("preset", ["exact", "paper", DEFAULT_PRESET])
+def test_it_returns_what_prefill_returns(tiny, tmp_path, prefilled, preset):
+    turbo = tiny(preset)
+    expected = TurboKVCache.cat([turbo.prefill(sequence) for sequence in SEQUENCES])
+    store = ContextStore(tmp_path / "store")
+    prefilled.clear()
+    # One protein a batch: exactly what prefill of one computes.
+    first = store.get_or_prefill(turbo, SEQUENCES, toks_per_batch=1)
+    assert sorted(sequence for call in prefilled for sequence in call) == sorted(SEQUENCES)
+    prefilled.clear()
+    from_memory = store.get_or_prefill(turbo, SEQUENCES)
+    from_disk = ContextStore(tmp_path / "store").get_or_prefill(turbo, SEQUENCES)
+    assert prefilled == []
+    for cache in (first, from_memory, from_disk):
+        assert_same(cache, expected)
+        assert cache.nbytes == expected.nbytes
+        output = turbo.extend(cache, ["GSGS"] * len(SEQUENCES), refresh=4)
+        assert torch.equal(output.logits, turbo.extend(expected, ["GSGS"] * len(SEQUENCES), refresh=4).logits)
+
+
+def test_order_repeats_and_spelling(compressed, tmp_path, prefilled):
+    store = ContextStore(tmp_path)
+    cache = store.get_or_prefill(compressed, ["MKTAY", "GSGS", "mktay", "MKT AY*"], toks_per_batch=1)
+    assert sorted(len(call) for call in prefilled) == [1, 1]
+    assert cache.lengths.tolist() == [6, 5, 6, 6]
+    assert_same(cache.select([2]), compressed.prefill("MKTAY"))
+    assert_same(cache.select([1]), compressed.prefill("GSGS"))
+    assert len(contexts(tmp_path)) == 2
+    [one] = store.get(compressed, "GSGS")
+    assert_same(one, compressed.prefill("GSGS"))
+
+
+def test_get_computes_nothing(compressed, tmp_path, prefilled):
+    store = ContextStore(tmp_path / "store")
+    assert store.get(compressed, SEQUENCES) == [None] * 5
+    assert not (tmp_path / "store").exists()
+    store.get_or_prefill(compressed, SEQUENCES[:2])
+    prefilled.clear()
+    found = store.get(compressed, SEQUENCES)
+    assert [cache is not None for cache in found] == [True, True, False, False, False]
+    assert prefilled == []
+    assert usage(store, "host", "missed") == (2, 5 + 2 + 3)
+
+
+def test_what_is_done_to_a_result_stays_there(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    expected = compressed.prefill("MKTAYIAKQR")
+    for _ in range(2):
+        cache = store.get_or_prefill(compressed, "MKTAYIAKQR")
+        assert_same(cache, expected)
+        compressed.extend(cache, "GSGS", append=True)
+        cache.crop(2)
+        for layer in cache.layers:
+            layer.apply(lambda tensor: tensor.zero_())
+    assert_same(ContextStore(tmp_path).get_or_prefill(compressed, "MKTAYIAKQR"), expected)
+
+
+def test_token_dropout_counts_are_part_of_the_key(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    plain = store.get_or_prefill(compressed, "MKT<mask>AYIAKQR")
+    assert_same(plain, compressed.prefill("MKT<mask>AYIAKQR"))
+    # Its own counts, given.
+    assert_same(store.get_or_prefill(compressed, "MKT<mask>AYIAKQR", 12, 1), plain)
+    assert len(contexts(tmp_path)) == 1
+    both = store.get_or_prefill(compressed, ["MKT<mask>AYIAKQR"] * 2, total_tokens=[20, 12], total_masks=[3, 1])
+    assert len(contexts(tmp_path)) == 2
+    assert_same(both.select([0]), compressed.prefill("MKT<mask>AYIAKQR", 20, 3))
+    assert_same(both.select([1]), plain)
+    assert any(not torch.equal(tensor[0], tensor[1]) for tensor in both.layers[1].packed.values())
+
+
+def test_presets_and_dtypes_have_shelves_of_their_own(tiny, tmp_path):
+    store = ContextStore(tmp_path)
+    standardized = replace(TurboConfig(), seed=3, standardize=True)
+    models = [tiny(config) for config in ("exact", "paper", DEFAULT_PRESET, standardized)]
+    half = tiny(DEFAULT_PRESET)
+    half.model.bfloat16()
+    for turbo in [*models, half]:
+        assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), turbo.prefill("MKTAYIAK"))
+    info = store.info()
+    assert info["contexts"] == 5
+    names = {turbo.model.esm.turbo_config.name for turbo in models}
+    found = {(preset["preset"], preset["dtype"]) for preset in info["presets"]}
+    assert found == {(name, "float32") for name in names} | {(DEFAULT_PRESET, "bfloat16")}
+    assert usage(store, "missed", "disk", "host") == (5, 0, 0)
+
+
+def test_another_calibration_has_a_shelf_of_its_own(turbo, tiny_esm, tmp_path):
+    from esm_turbo import KVCalibrator, TurboEsmForMaskedLM
+
+    made = []
+    for seed in (0, 1):
+        calibrator = KVCalibrator(tiny_esm(), sample_size=256)
+        ids = torch.randint(4, 24, (4, 128), generator=torch.Generator().manual_seed(seed))
+        calibrator.partial_fit(ids)
+        model = TurboEsmForMaskedLM.from_esm(
+            tiny_esm(), calibration=calibrator.finalize(presets=[]), preset=DEFAULT_PRESET
+        )
+        made.append(TurboEsm(model, turbo.tokenizer))
+    store = ContextStore(tmp_path)
+    for one in made:
+        assert_same(store.get_or_prefill(one, "MKTAYIAK"), one.prefill("MKTAYIAK"))
+    assert len(store.info()["presets"]) == 2
+
+
+# --- what is refused
+
+
+def test_another_model_is_refused(tiny, tmp_path):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(tiny(), "MKTAY")
+    before = entries(tmp_path)
+    for other, message in (
+        (tiny(seed=1), "contexts of another model"),
+        (tiny(layers=3), "2 layers x 4 heads x 16.*the model has 3 layers"),
+    ):
+        for opened in (store, ContextStore(tmp_path)):
+            with pytest.raises(ValueError, match=message):
+                opened.get_or_prefill(other, "MKTAY")
+            with pytest.raises(ValueError, match=message):
+                opened.get(other, "MKTAY")
+            with pytest.raises(ValueError, match=message):
+                opened.add(other, "MKTAY")
+    assert entries(tmp_path) == before
+
+
+def test_another_version_is_refused(tiny, tmp_path, monkeypatch, capsys):
+    with monkeypatch.context() as patch:
+        patch.setattr(store_files, "FORMAT_VERSION", 7)
+        ContextStore(tmp_path).get_or_prefill(tiny(), "MKTAY")
+    with pytest.raises(ValueError, match="context_store format version 7, this release reads 1"):
+        ContextStore(tmp_path)
+    assert cli.run(["info", str(tmp_path)]) == 2
+    assert "context_store format version 7" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_refused(tiny, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"is no store of contexts, but holds notes.txt"):
+        ContextStore(tmp_path)
+    with pytest.raises(ValueError, match="is a file"):
+        ContextStore(tmp_path / "notes.txt")
+    store = ContextStore(tmp_path / "empty")
+    assert store.info()["model"] is None
+    assert list(tmp_path.iterdir()) == [tmp_path / "notes.txt"]
+    assert not is_store(tmp_path / "empty")
+
+
+def test_a_damaged_header_is_an_error(tiny, tmp_path):
+    ContextStore(tmp_path).get_or_prefill(tiny(), "MKTAY")
+    path = tmp_path / "store.safetensors"
+    for content in (b"", path.read_bytes()[:-3]):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"store.safetensors: damaged"):
+            ContextStore(tmp_path)
+    write_artifact(path, "context_store", 1, {}, {"model": "tiny"})
+    with pytest.raises(ValueError, match="an entry is missing or wrong"):
+        ContextStore(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "message"),
+    [
+        ([], {}, "at least one sequence"),
+        (["MKT", ""], {}, "sequence 2: holds no residues"),
+        (["MKJ"], {}, "sequence 1: position 3 is 'J'"),
+        (["MKT", "M"], {"total_tokens": [9]}, r"`total_tokens` must be one number or one per sequence \(2\), got 1"),
+        (["MKT"], {"total_tokens": 2}, "`total_tokens` must be at least"),
+        (["MKT"], {"total_masks": 4}, "`total_masks` must be smaller"),
+        (["MKT"], {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
+    ],
+)
+def test_bad_input_writes_nothing(compressed, tmp_path, sequences, options, message):
+    folder = tmp_path / "store"
+    for name in ("get_or_prefill", "add"):
+        with pytest.raises(ValueError, match=message):
+            getattr(ContextStore(folder), name)(compressed, sequences, **options)
+    assert contexts(folder) == []
+
+
+def test_wrong_options(tmp_path):
+    with pytest.raises(ValueError, match="budget must be at least 0"):
+        ContextStore(tmp_path, host_bytes=-1)
+    with pytest.raises(ValueError, match="budget must be at least 0"):
+        ContextStore(tmp_path, device_bytes=-1)
+    with pytest.raises(ValueError, match="`lock_timeout` must be at least 0"):
+        ContextStore(tmp_path, lock_timeout=-1)
+
+
+def test_contexts_need_a_calibration(turbo, tiny_model, tmp_path):
+    model = tiny_model()
+    model.set_turbo(preset="paper")
+    with pytest.raises(ValueError, match="esm-turbo calibrate"):
+        ContextStore(tmp_path / "store").get_or_prefill(TurboEsm(model, turbo.tokenizer), "MKTAY")
+    assert not (tmp_path / "store").exists()
+
+
+# --- damage
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def flip_header(path):
+    content = bytearray(path.read_bytes())
+    content[200] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path):
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def empty(path):
+    os.truncate(path, 0)
+
+
+def swap(path):
+    [other] = [one for one in contexts(path.parents[2]) if one != path]
+    shutil.copy(other, path)
+
+
+def rewrite(path):
+    tensors, metadata = read_artifact(path, "context", 1)
+    write_artifact(path, "context", 1, tensors, metadata | {"layout": metadata["layout"][1:]})
+
+
+@pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite])
+def test_a_damaged_context_is_reported_and_computed_anew(compressed, tmp_path, prefilled, caplog, damage):
+    ContextStore(tmp_path).get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
+    expected = entries(tmp_path)
+    [path] = [one for one in contexts(tmp_path) if read_artifact(one, "context", 1)[0]["data"].numel()][:1]
+    sequence = "MKTAYIAK" if bytes(_tokens_in(path)) == bytes(_tokens(compressed, "MKTAYIAK")) else "GSGSWKDL"
+    damage(path)
+    assert entries_or_none(tmp_path) != expected
+    store = ContextStore(tmp_path)
+    prefilled.clear()
+    with caplog.at_level(logging.WARNING, "esm_turbo"):
+        assert [cache is None for cache in store.get(compressed, ["MKTAYIAK", "GSGSWKDL"])].count(True) == 1
+        cache = store.get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
+    assert prefilled == [[sequence]]
+    [record] = caplog.records
+    assert str(path) in record.getMessage() and "it is computed anew" in record.getMessage()
+    assert_same(cache.select([0]), compressed.prefill("MKTAYIAK"))
+    assert_same(cache.select([1]), compressed.prefill("GSGSWKDL"))
+    assert entries(tmp_path) == expected
+    assert usage(store, "damaged") == (1,)
+
+
+def _tokens(turbo, sequence):
+    return [turbo.codes.cls, *turbo.codes.encode(sequence, "")]
+
+
+def _tokens_in(path):
+    tensors, metadata = read_artifact(path, "context", 1)
+    context = FlatContext.from_description(tensors["data"], metadata["layout"])
+    [part] = [part for part in context.parts if part.name == "token_ids"]
+    return context.buffer[part.start : part.start + part.nbytes].tolist()
+
+
+def entries_or_none(folder):
+    try:
+        return entries(folder)
+    except SafetensorError:
+        return None
+
+
+def test_every_byte_of_a_context_is_checked(tiny, tmp_path):
+    turbo = tiny("exact", layers=1, heads=1, head_dim=8)
+    ContextStore(tmp_path).get_or_prefill(turbo, "MK")
+    [path] = contexts(tmp_path)
+    good = path.read_bytes()
+    expected = turbo.prefill("MK")
+    found = 0
+    for position in range(0, len(good), 5):
+        path.write_bytes(good[:position] + bytes([good[position] ^ 0x10]) + good[position + 1 :])
+        [cache] = ContextStore(tmp_path, read_only=True).get(turbo, "MK")
+        if cache is None:
+            found += 1
+        else:
+            assert_same(cache, expected)
+    # All but the spaces that fill up the header.
+    assert found > 0.98 * len(range(0, len(good), 5))
+
+
+def test_a_damaged_shelf_is_reported_and_made_anew(compressed, tmp_path, prefilled, caplog):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, ["MKTAYIAK"])
+    expected = entries(tmp_path)
+    [path] = tmp_path.glob("*/shelf.safetensors")
+    cut(path)
+    prefilled.clear()
+    with caplog.at_level(logging.WARNING, "esm_turbo"):
+        again = ContextStore(tmp_path)
+        assert again.get(compressed, "MKTAYIAK") == [None]
+        assert_same(again.get_or_prefill(compressed, "MKTAYIAK"), compressed.prefill("MKTAYIAK"))
+    assert sum(str(path) in record.getMessage() for record in caplog.records) == 1
+    # What stands on it is as good as before.
+    assert prefilled == []
+    assert entries(tmp_path) == expected
+
+
+# --- going on, and killed runs
+
+
+def proteins(count=8, seed=0):
+    generator = random.Random(seed)
+    return ["".join(generator.choices("ACDEFGHIKLMNPQRSTVWY", k=8 + 3 * index)) for index in range(count)]
+
+
+def test_add_computes_what_is_missing_in_the_same_batches(compressed, tmp_path, prefilled):
+    sequences = proteins()
+    calls = []
+    store = ContextStore(tmp_path / "a")
+    assert store.add(compressed, sequences, toks_per_batch=60, progress=lambda *call: calls.append(call)) == 8
+    whole = list(prefilled)
+    assert len(whole) == 4 and len(whole[0][0]) == 29
+    total = sum(map(len, sequences))
+    assert calls[0] == ("prefill", 0, total) and calls[-1] == ("prefill", total, total)
+    # The first batches are there already.
+    other = ContextStore(tmp_path / "b")
+    for batch in whole[:2]:
+        other.add(compressed, batch, toks_per_batch=60)
+    prefilled.clear()
+    calls.clear()
+    assert other.add(compressed, sequences, toks_per_batch=60, progress=lambda *call: calls.append(call)) == 8 - sum(
+        map(len, whole[:2])
+    )
+    assert prefilled == whole[2:]
+    assert calls[-1][1:] == (sum(len(s) for batch in whole[2:] for s in batch),) * 2
+    assert ("check", 8, 8) in calls
+    assert entries(tmp_path / "a") == entries(tmp_path / "b")
+    prefilled.clear()
+    assert other.add(compressed, sequences) == 0
+    assert prefilled == []
+    # What was only made ready is not counted as looked up.
+    assert usage(other, "looked_up") == (0,)
+
+
+@pytest.mark.slow
+def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
+    turbo = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
+    sequences, whole = proteins(), tmp_path / "whole"
+    ContextStore(whole).add(turbo, sequences, toks_per_batch=60)
+    expected = entries(whole)
+    # The store, its shelf, eight contexts.
+    ends = [(number, when) for number in range(1, 11) for when in ("before", "half", "after")]
+    jobs = [
+        {
+            "job": "store", "out": str(tmp_path / f"{number}-{when}"), "kill_at": number, "when": when,
+            "records": [["", sequence] for sequence in sequences], "toks_per_batch": 60,
+        }
+        for number, when in ends
+    ]  # fmt: skip
+    last = jobs[-1] | {"kill_at": 11, "out": str(tmp_path / "last")}
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps([*jobs, last]))
+    done = subprocess.run(
+        [sys.executable, DRIVER, tiny_folder, path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [int(line) for line in done.stdout.split()] == [-signal.SIGKILL] * len(jobs) + [0]
+    found_again = 0
+    for job, (number, when) in zip(jobs, ends, strict=True):
+        prefilled.clear()
+        store = ContextStore(job["out"], lock_timeout=0)
+        computed = store.add(turbo, sequences, toks_per_batch=60)
+        # None is lost that was whole, and none is computed again.
+        stored = max(0, number - 3 + (when == "after"))
+        assert computed == 8 - stored
+        found_again += stored
+        assert not [p for p in Path(job["out"]).rglob("*") if p.name.endswith(".tmp")]
+        if stored in (0, 1, 3, 5):
+            # Whole batches: the same bits.
+            assert entries(job["out"]) == expected
+        else:
+            assert entries(job["out"]).keys() == expected.keys()
+            caches = store.get(turbo, sequences), ContextStore(whole).get(turbo, sequences)
+            for mine, theirs in zip(*caches, strict=True):
+                for name, tensor in tensors(mine).items():
+                    # Another batch, another order of float32 sums.
+                    torch.testing.assert_close(tensor, tensors(theirs)[name], rtol=1e-5, atol=1e-5)
+    assert found_again > 50
+
+
+@pytest.fixture(scope="module")
+def tiny_folder(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny().save_pretrained(folder)
+    return folder
+
+
+# --- a full disk
+
+
+@pytest.mark.parametrize("after", [0, 1, 2, 4])
+def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    before = entries(tmp_path)
+    original, writes = artifacts.save_file, []
+
+    def little_room(saved, path, metadata):
+        writes.append(path)
+        if len(writes) > after:
+            Path(path).write_bytes(b"half")
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(saved, path, metadata=metadata)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(artifacts, "save_file", little_room)
+        with pytest.raises(OSError, match=r"[0-9a-f]{64}.safetensors: cannot be written \(.*No space left") as caught:
+            store.get_or_prefill(compressed, proteins(5))
+    assert "\n" not in str(caught.value)
+    now = entries(tmp_path)
+    assert len(now) == len(before) + after
+    assert {name: now[name] for name in before} == before
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
+    assert store.get_or_prefill(compressed, proteins(5)).batch_size == 5
+    assert_same(store.get_or_prefill(compressed, "MKTAY"), compressed.prefill("MKTAY"))
+
+
+def test_counts_that_cannot_be_written_do_not_matter(compressed, tmp_path, monkeypatch):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    original = Path.open
+
+    def no_usage(self, *arguments, **options):
+        if self.name == USAGE_FILE:
+            raise OSError(errno.EROFS, "Read-only file system")
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", no_usage)
+    store.get_or_prefill(compressed, "MKTAY")
+    store.close()
+    assert usage(store, "host") == (1,)
+
+
+# --- several processes
+
+HOLD = """
+import sys
+from esm_turbo.writing import only_writer
+with only_writer(sys.argv[1], keep=True):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_readers_do_not_wait_for_a_writer_and_writers_do(compressed, tmp_path):
+    store = ContextStore(tmp_path, lock_timeout=0.1)
+    expected = store.get_or_prefill(compressed, "MKTAY")
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout.readline() == "held\n"
+    assert_same(ContextStore(tmp_path).get_or_prefill(compressed, "MKTAY"), expected)
+    with pytest.raises(FolderBusyError, match=r"another process is writing into it \(waited 0.1 s\)"):
+        store.get_or_prefill(compressed, ["MKTAY", "GSGS"])
+    with pytest.raises(FolderBusyError):
+        store.add(compressed, "GSGS")
+    assert len(contexts(tmp_path)) == 1
+    patient = ContextStore(tmp_path, lock_timeout=60)
+    threading.Timer(0.3, holder.kill).start()
+    begin = time.monotonic()
+    patient.get_or_prefill(compressed, "GSGS")
+    assert time.monotonic() - begin > 0.2
+    holder.wait()
+    assert len(contexts(tmp_path)) == 2
+
+
+def test_what_another_process_wrote_meanwhile_is_not_computed(compressed, tmp_path, prefilled, monkeypatch):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    from esm_turbo import context_store
+
+    original = context_store.only_writer
+
+    def late(folder, **options):
+        # While this process waited, another one has had its turn.
+        monkeypatch.setattr(context_store, "only_writer", original)
+        ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
+        prefilled.clear()
+        return original(folder, **options)
+
+    monkeypatch.setattr(context_store, "only_writer", late)
+    assert_same(store.get_or_prefill(compressed, "GSGS"), compressed.prefill("GSGS"))
+    assert prefilled == []
+
+
+CROWD = """
+import hashlib, json, os, sys, time
+import torch
+torch.set_num_threads(1)
+from esm_turbo import ContextStore, TurboEsm
+model, folder, sequences = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+turbo = TurboEsm.from_pretrained(model, preset="exact", device="cpu")
+expected = [turbo.prefill(sequence).layers[1].packed["keys"] for sequence in sequences]
+children = []
+for number in range(5):
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            store = ContextStore(folder, host_bytes=1 << 16)
+            if number < 2:
+                for sequence in sequences:
+                    store.get_or_prefill(turbo, sequence)
+            until, missing = time.monotonic() + 60, set(range(len(sequences)))
+            while missing and time.monotonic() < until:
+                for index, cache in enumerate(store.get(turbo, sequences)):
+                    if cache is not None:
+                        assert torch.equal(cache.layers[1].packed["keys"], expected[index])
+                        missing.discard(index)
+            store.close()
+            code = 0 if not missing else 3
+        finally:
+            os._exit(code)
+    children.append(child)
+print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+"""
+
+
+@pytest.mark.slow
+def test_two_writers_and_three_readers_at_once(tiny_folder, tmp_path):
+    sequences = proteins(24, seed=3)
+    done = subprocess.run(
+        [sys.executable, "-c", CROWD, tiny_folder, tmp_path / "store", json.dumps(sequences)],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [0] * 5, done.stderr
+    assert len(contexts(tmp_path / "store")) == 24
+    info = store_info(tmp_path / "store")
+    assert info["usage"]["damaged"] == 0
+    # Every process found every one of them.
+    assert info["usage"]["looked_up"] >= 5 * 24
+
+
+def test_threads_share_a_store(compressed, tmp_path):
+    store = ContextStore(tmp_path, host_bytes=1 << 14)
+    sequences = proteins(6)
+    expected = {sequence: compressed.prefill(sequence) for sequence in sequences}
+    failures = []
+
+    def work(seed):
+        order = random.Random(seed).sample(sequences, len(sequences))
+        try:
+            for sequence in order * 2:
+                assert_same(store.get_or_prefill(compressed, sequence), expected[sequence])
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_read_only(compressed, tmp_path, prefilled):
+    ContextStore(tmp_path).get_or_prefill(compressed, "MKTAY")
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != USAGE_FILE}
+    store = ContextStore(tmp_path, read_only=True)
+    prefilled.clear()
+    cache = store.get_or_prefill(compressed, ["MKTAY", "GSGS"])
+    assert prefilled == [["GSGS"]]
+    assert_same(cache.select([1]), compressed.prefill("GSGS"))
+    with pytest.raises(ValueError, match="read_only"):
+        store.add(compressed, "GSGS")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != USAGE_FILE} == before
+
+
+def test_what_killed_writers_left_is_swept_away(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    [path] = contexts(tmp_path)
+    left = [
+        path.with_name(f".{path.name}.abcd1234.tmp"),
+        path.parents[1] / ".shelf.safetensors.abcd1234.tmp",
+        tmp_path / ".store.safetensors.abcd1234.tmp",
+    ]
+    for one in left:
+        one.write_bytes(b"half")
+    mine = path.with_name("notes.tmp")
+    mine.write_text("mine")
+    again = ContextStore(tmp_path)
+    again.get(compressed, "MKTAY")
+    # Reading sweeps nothing: another process may be writing.
+    assert all(one.exists() for one in left)
+    again.add(compressed, "GSGS")
+    assert not any(one.exists() for one in left)
+    assert mine.exists()
+    assert (tmp_path / LOCK_FILE).exists()
+
+
+# --- memory
+
+
+def test_hits_by_place(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, SEQUENCES)
+    assert usage(store, "missed", "disk", "host", "device") == (5, 0, 0, 0)
+    store.get_or_prefill(compressed, SEQUENCES)
+    assert usage(store, "missed", "disk", "host", "device") == (5, 0, 5, 0)
+    store.close()
+    assert store.info()["memory"]["host"]["contexts"] == 0
+    store.get_or_prefill(compressed, SEQUENCES[:2])
+    assert usage(store, "missed", "disk", "host", "device") == (5, 2, 5, 0)
+    info = store.info()["usage"]
+    assert info["looked_up"] == 12
+    assert info["hit_rate"] == pytest.approx(7 / 12)
+    assert info["hit_rates"] == {"device": 0, "host": pytest.approx(5 / 12), "disk": pytest.approx(2 / 12)}
+    # Another process sees what this one has counted.
+    store.close()
+    assert ContextStore(tmp_path).info()["usage"] == info
+
+
+def test_a_budget_is_kept(compressed, tmp_path):
+    sequences = proteins(6)
+    ContextStore(tmp_path).add(compressed, sequences)
+    sizes = [path.stat().st_size for path in contexts(tmp_path)]
+    store = ContextStore(tmp_path, host_bytes=max(sizes) + min(sizes))
+    for _ in range(2):
+        for sequence in sequences:
+            store.get_or_prefill(compressed, sequence)
+            assert store.info()["memory"]["host"]["bytes"] <= max(sizes) + min(sizes)
+    memory = store.info()["memory"]["host"]
+    assert memory["contexts"] >= 1 and memory["evicted"] > 0
+    nothing = ContextStore(tmp_path, host_bytes=0)
+    assert_same(nothing.get_or_prefill(compressed, sequences[0]), compressed.prefill(sequences[0]))
+    assert nothing.info()["memory"]["host"] == {"budget": 0, "bytes": 0, "contexts": 0, "evicted": 0}
+
+
+def context_of(nbytes, mark=0):
+    return FlatContext(torch.full((nbytes,), mark, dtype=torch.uint8), ())
+
+
+@given(
+    budget=st.integers(0, 40),
+    steps=st.lists(st.tuples(st.booleans(), st.integers(0, 6), st.integers(1, 30)), max_size=40),
+)
+def test_a_tier_is_least_recently_used(budget, steps):
+    tier, model = Tier(budget), []
+    for puts, name, size in steps:
+        key = ("shelf", str(name))
+        if puts:
+            tier.put(key, context_of(size, name))
+            model = [entry for entry in model if entry[0] != key]
+            if size <= budget:
+                model.append((key, size))
+                while sum(nbytes for _, nbytes in model) > budget:
+                    model.pop(0)
+        else:
+            found = tier.get(key)
+            assert (found is not None) == (key in dict(model))
+            if found is not None:
+                assert int(found.buffer[0]) == name
+                model.append(model.pop([entry[0] for entry in model].index(key)))
+        assert tier.nbytes == sum(nbytes for _, nbytes in model) <= budget
+        assert len(tier) == len(model)
+    for key, _ in model:
+        assert tier.get(key) is not None
+
+
+@pytest.mark.parametrize("preset", ["exact", "paper", DEFAULT_PRESET, "turbo1", "kivi2"])
+def test_a_flat_context_is_the_cache(tiny, preset):
+    turbo = tiny(preset)
+    cache = turbo.prefill("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ" * 2)
+    cache.crop(50)
+    blueprint = store_files.blueprint_of(turbo)
+    flat = FlatContext.of(cache)
+    again = flat.cache(blueprint)
+    assert_same(again, cache)
+    assert again.get_seq_length() == 50
+    described = json.loads(json.dumps(flat.described()))
+    copied = FlatContext.from_description(flat.buffer.clone(), described)
+    assert copied.parts == flat.parts
+    assert_same(copied.in_memory(pinned=False).cache(blueprint), cache)
+    # Little more than what is in it.
+    assert flat.nbytes <= sum(tensor.nbytes for tensor in tensors(cache).values()) + 64 * len(flat.parts)
+    for wrong in (flat.described()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
+        with pytest.raises((ValueError, ArtifactError)):
+            FlatContext.from_description(flat.buffer, wrong)
+
+
+# --- counts
+
+
+def test_counts_survive_nonsense_and_are_summed_up(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    store.close()
+    path = tmp_path / USAGE_FILE
+    with path.open("a") as file:
+        file.write("nonsense\n[]\n{\"host\": 3}\n{\"host\": \"x\"}\n{\"disk\"")
+    assert usage(ContextStore(tmp_path), "missed", "host", "disk") == (1, 3, 0)
+    with path.open("a") as file:
+        file.write("\n" + '{"disk": 1}\n' * 6000)
+    before = store_info(tmp_path)["usage"]
+    assert before["disk"] == 6000
+    # The next to write makes one line of them.
+    ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
+    assert path.stat().st_size < 1000
+    assert store_info(tmp_path)["usage"]["disk"] == 6000
+    assert store_info(tmp_path)["usage"]["missed"] == 2
+
+
+def test_no_counts_where_there_is_no_store(compressed, tmp_path):
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    store = ContextStore(folder)
+    store.get(compressed, "MKTAY")
+    store.close()
+    counts = Usage(folder)
+    counts.count("missed")
+    counts.flush()
+    assert list(folder.iterdir()) == []
+
+
+def test_counts_are_kept_when_a_store_is_forgotten(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    store.get_or_prefill(compressed, "MKTAY")
+    del store
+    assert store_info(tmp_path)["usage"]["host"] == 1
+
+
+# --- the command line
+
+
+def test_the_commands(tiny_folder, tmp_path, capsys, monkeypatch):
+    fasta, folder = tmp_path / "some.fasta", tmp_path / "store"
+    fasta.write_text(">a\nMKTAYIAK\n>b\nGSGS\n>c\nMK-T\n>d\nmktayiak\n")
+    command = ["store", str(fasta), str(folder), "--model", str(tiny_folder), "--preset", "exact"]
+    assert cli.run(command) == 1
+    captured = capsys.readouterr()
+    assert "record 'c': position 3 is '-'" in captured.err
+    assert captured.out.startswith(f"2 contexts computed; {folder} holds 2, ")
+    assert cli.run([*command, "--json", "-"]) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert (result["computed"], result["contexts"]) == (0, 2)
+    assert result["failed"][0]["record"] == "c"
+    turbo = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
+    with ContextStore(folder) as store:
+        store.get_or_prefill(turbo, ["MKTAYIAK", "GSGS", "MMM"])
+    assert cli.run(["info", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    for text in ("store of contexts", "tiny", "66.7 %", "exact"):
+        assert text in shown
+    assert cli.run(["info", str(folder), "--json", "-"]) == 0
+    info = json.loads(capsys.readouterr().out)
+    assert info["contexts"] == 3 and info["usage"]["hit_rates"]["disk"] == pytest.approx(2 / 3)
+    assert "memory" not in info
+    # Of another model: nothing is written.
+    before = entries(folder)
+    assert cli.run(["store", str(fasta), str(folder), "--preset", "exact"]) == 2
+    assert "holds contexts of" in capsys.readouterr().err
+    assert entries(folder) == before
+    monkeypatch.setattr(
+        artifacts, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
+    )
+    fasta.write_text(">e\nMKTAYIAKK\n")
+    assert cli.run(command) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("cannot be written (No space left on device)")
+
+
+# --- a device
+
+
+@pytest.mark.gpu
+def test_tiers_on_a_device(tiny, tmp_path):
+    turbo = tiny(DEFAULT_PRESET)
+    turbo.model.to("cuda")
+    expected = TurboKVCache.cat([turbo.prefill(sequence) for sequence in SEQUENCES])
+    logits = turbo.extend(expected, ["GSGS"] * 5).logits
+    store = ContextStore(tmp_path)
+    for _ in range(2):
+        cache = store.get_or_prefill(turbo, SEQUENCES, toks_per_batch=1)
+        assert cache.device.type == "cuda"
+        assert torch.equal(turbo.extend(cache, ["GSGS"] * 5).logits, logits)
+    assert usage(store, "missed", "device", "host", "disk") == (5, 5, 0, 0)
+    [one] = store.get(turbo, SEQUENCES[0])
+    turbo.extend(one, "GSGS", append=True)
+    one.crop(3)
+    assert torch.equal(turbo.extend(store.get_or_prefill(turbo, SEQUENCES), ["GSGS"] * 5).logits, logits)
+    memory = store.info()["memory"]
+    assert memory["device"]["contexts"] == memory["host"]["contexts"] == 5
+    # From pinned memory alone, and from disk.
+    host = ContextStore(tmp_path, device_bytes=0)
+    disk = ContextStore(tmp_path, device_bytes=0, host_bytes=0)
+    for _ in range(2):
+        for other in (host, disk):
+            assert torch.equal(turbo.extend(other.get_or_prefill(turbo, SEQUENCES), ["GSGS"] * 5).logits, logits)
+    assert all(context.buffer.is_pinned() for context in host._host._contexts.values())
+    assert host.info()["memory"]["device"]["contexts"] == 0
+
+
+@pytest.mark.gpu
+def test_what_a_device_wrote_is_read_on_the_host(tiny, tmp_path):
+    on_device, on_host = tiny(DEFAULT_PRESET), tiny(DEFAULT_PRESET)
+    on_device.model.to("cuda")
+    written = ContextStore(tmp_path).get_or_prefill(on_device, SEQUENCES, toks_per_batch=1)
+    store = ContextStore(tmp_path)
+    read = store.get_or_prefill(on_host, SEQUENCES)
+    assert usage(store, "disk") == (5,)
+    assert_same(read, written.to("cpu"))
+    # What is in memory for one device does not serve another.
+    assert_same(store.get_or_prefill(on_device, SEQUENCES).to("cpu"), read)

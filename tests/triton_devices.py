@@ -1,0 +1,39 @@
+"""Where tests of Triton kernels run: on the CPU in Triton's interpreter, and on a GPU."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+
+import pytest
+import torch
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def on_devices(names: str = "", *, cpu: Iterable[object] = ((),), gpu: Iterable[object] = ((),)) -> Callable:
+    """Parametrises a test by `device` and more.
+
+    Args:
+        names: of more parameters, as in `pytest.mark.parametrize`.
+        cpu: their values in the interpreter, few and small; a tuple each where there are several.
+        gpu: their values on a GPU.
+    """
+    argnames = ["device", *names.replace(",", " ").split()]
+    params = []
+    for device, marker, rows in (("cpu", pytest.mark.interpreter, cpu), ("cuda", pytest.mark.gpu, gpu)):
+        for row in rows:
+            values = row if isinstance(row, tuple) else (row,)
+            label = "-".join([device, *map(str, values)])
+            params.append(pytest.param(device, *values, marks=marker, id=label))
+    return pytest.mark.parametrize(argnames, params)
+
+
+@pytest.fixture(autouse=True)
+def right_triton(request: pytest.FixtureRequest) -> None:
+    """Kernels are interpreted or compiled for a whole process: the wrong one of the two is an error, not a skip."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if request.node.get_closest_marker("interpreter") and not interpreted:
+        pytest.fail("the interpreter is asked for by TRITON_INTERPRET=1: run `make test-interpreter`")
+    if request.node.get_closest_marker("gpu") and interpreted:
+        pytest.fail("the tests of a GPU run without TRITON_INTERPRET: run `make test-gpu`")

@@ -1,0 +1,72 @@
+"""Kernels that show what the attention kernels make of packed words. Imports triton: import it within tests."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from esm_turbo.kernel_layout import SlabView
+from esm_turbo.kernels.attention import _key_operand, _value_operand, _words
+
+
+@triton.jit
+def _show_keys(
+    slab_ptr,
+    table_ptr,
+    out_ptr,
+    num_tokens,
+    T: tl.constexpr,
+    SLABS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    words = _words(slab_ptr, 0, 0, num_tokens, 1, T, SLABS, 0)
+    operand = _key_operand(words, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    size: tl.constexpr = SLABS[0][4]
+    tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+
+
+@triton.jit
+def _show_values(
+    slab_ptr,
+    table_ptr,
+    out_ptr,
+    num_tokens,
+    T: tl.constexpr,
+    SLABS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    even = _words(slab_ptr, 0, 0, num_tokens, 2, T // 2, SLABS, 0)
+    odd = _words(slab_ptr, 0, 1, num_tokens, 2, T // 2, SLABS, 0)
+    operand = _value_operand(even, odd, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    size: tl.constexpr = SLABS[0][4]
+    tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+
+
+def operand(kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The operand of 64 tokens, float32 [64, size].
+
+    Args:
+        kind: `key` or `value`.
+        view: of the slab.
+        words: of the tokens, at most 64, [tokens, words].
+        table: float32 [16] of a slab whose fields are looked up.
+        dtype: of the operand, float16 or float32.
+    """
+    show = _show_keys if kind == "key" else _show_values
+    out = torch.full((64, view.size), float("nan"), device=words.device)
+    show[(1,)](
+        words,
+        out if table is None else table,
+        out,
+        len(words),
+        T=64,
+        SLABS=(view.spec,),
+        DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
+        ASM=dtype == torch.float16 and words.is_cuda,
+        num_warps=1,
+    )
+    return out
