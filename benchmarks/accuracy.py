@@ -1,93 +1,130 @@
-"""Accuracy and memory of the presets, and of the paper's ablation, on the embedded model.
-
-    python -m benchmarks.accuracy [--proteins FASTA ...] [--max-proteins N] [--presets NAME ... | --ablation]
-        [--no-extend] [--no-outliers]
-
-Every preset and protein set adds one line of kind "accuracy" to benchmarks/results/accuracy.jsonl.
-"""
+"""Accuracy and memory of presets on the embedded model, one row a preset and protein set; and with outliers planted."""
 
 from __future__ import annotations
 
-import argparse
-import sys
+import dataclasses
 import time
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
-import torch
+from benchmarks.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded
+from benchmarks.measure import Case, Check, Figures
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
+from esm_turbo.evaluate import PAPER_ABLATION
+from esm_turbo.evaluate.planted import planted_accuracy
+from esm_turbo.evaluate.protocols import FROZEN, Protein
+from esm_turbo.fasta import ProteinRecord
 
-from benchmarks import records
-from esm_turbo import TurboEsm
-from esm_turbo.assets import evaluation_proteins
-from esm_turbo.config import PRESETS, PRODUCT_PRESETS, TurboConfig
-from esm_turbo.evaluate import PAPER_ABLATION, Evaluation
-from esm_turbo.fasta import read_fasta_strict
+EXTENSION: Mapping[str, Any] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
+NO_EXTENSION: Mapping[str, Any] = {"extend_ks": ()}
+OUTLIER_SCALES = (1, 10, 60, 200)
+OUTLIER_PROTEINS, OUTLIER_CALIBRATION_PROTEINS = 8, 60
 
-SETS = ("cath_val200", "long_human", "paper_six")
-PROTEINS = tuple(evaluation_proteins().with_name(f"{name}.fasta") for name in SETS)
-
-
-def choose_presets(names: list[str] | None, ablation: bool) -> dict[str, TurboConfig]:
-    """Presets by name, by default the product's, or the paper's ablation."""
-    if ablation:
-        return {"paper" if name == "full" else f"paper, {name}": config for name, config in PAPER_ABLATION.items()}
-    if names is None:
-        return PRODUCT_PRESETS
-    unknown = sorted(set(names) - set(PRESETS))
-    if unknown:
-        raise ValueError(f"no such preset: {unknown}; there are {sorted(PRESETS)}")
-    return {name: PRESETS[name] for name in names}
+ALL_PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
+ABLATION = {"paper" if name == "full" else f"paper, {name}": config for name, config in PAPER_ABLATION.items()}
 
 
-def write(evaluation: Evaluation, path: Path, proteins: Path, seconds: float) -> None:
-    """One line per preset."""
-    whole = evaluation.to_dict()
-    for preset in whole["presets"]:
-        figures = {
-            "proteins": proteins.name,
-            "seconds": round(seconds, 1),
-            "provenance": whole["provenance"],
-            "frozen": whole["frozen"],
-            "outliers": whole["outliers"],
-            "preset": preset,
-        }
-        about = evaluation.provenance
-        records.append(path, "accuracy", figures, model=about.model, device=about.device)
+def preset_cases(
+    presets: Mapping[str, TurboConfig],
+    sets: Sequence[str] = SETS,
+    max_proteins: int | None = None,
+    extension: Mapping[str, Any] = EXTENSION,
+) -> Iterator[Case]:
+    """Figures 1 to 4 of every preset on every protein set.
+
+    Args:
+        presets: by name.
+        sets: names of `SETS`.
+        max_proteins: of every set, the first; None for all.
+        extension: options of `evaluate` for figure 2.
+    """
+    for name in sets:
+        for preset, config in presets.items():
+            yield _preset_case(name, preset, config, max_proteins, extension)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--proteins", type=Path, nargs="+", default=PROTEINS, metavar="FASTA")
-    parser.add_argument("--max-proteins", type=int, metavar="N")
-    parser.add_argument("--presets", nargs="+", metavar="NAME")
-    parser.add_argument("--ablation", action="store_true")
-    parser.add_argument("--no-extend", action="store_true")
-    parser.add_argument("--no-outliers", action="store_true")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), metavar="N")
-    parser.add_argument("--out", type=Path, default=records.RESULTS / "accuracy.jsonl", metavar="FILE")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(options.threads)
-    presets = choose_presets(options.presets, options.ablation)
-    turbo = TurboEsm.from_pretrained(device="cpu")
-    for path in options.proteins:
-        proteins = read_fasta_strict(path)
+def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
+    """The same for the backends of Hugging Face's `QuantizedCache`, those that are installed."""
+    installed = {}
+    for name, config in OPTIONAL_PRESETS.items():
+        try:
+            embedded().model.esm.codec(config)
+        except ValueError as error:
+            print(f"{name}: {error}")
+        else:
+            installed[name] = config
+    yield from preset_cases(installed, SETS, max_proteins)
+
+
+def outlier_cases(presets: Mapping[str, TurboConfig], max_proteins: int | None = None) -> Iterator[Case]:
+    """Figure 5: one case a size of outliers, which gives one row a preset."""
+    proteins = evaluation_set("cath_val200", min(OUTLIER_PROTEINS, max_proteins or OUTLIER_PROTEINS))
+    compressed = {name: config for name, config in presets.items() if config.codec != FROZEN.codec}
+    for scale in OUTLIER_SCALES:
+        yield _outlier_case(scale, proteins, compressed)
+
+
+def _preset_case(
+    set_name: str,
+    preset: str,
+    config: TurboConfig,
+    max_proteins: int | None,
+    extension: Mapping[str, Any],
+) -> Case:
+    def measure(repeats: int) -> Figures:
         begin = time.perf_counter()
-        evaluation = turbo.evaluate(
-            [protein.sequence for protein in proteins],
-            presets,
-            options.max_proteins,
-            names=[protein.id for protein in proteins],
-            classes=[protein.structural_class for protein in proteins],
-            progress=_show,
-            **({"extend_ks": ()} if options.no_extend else {}),
-            **({"outlier_scales": ()} if options.no_outliers else {}),
+        proteins = evaluation_set(set_name, max_proteins)
+        evaluation = evaluate(embedded(), proteins, {preset: config}, **extension)
+        whole = rounded(evaluation.to_dict())
+        [figures] = whole["presets"]
+        return {
+            "proteins": f"{set_name}.fasta",
+            "seconds_taken": round(time.perf_counter() - begin, 1),
+            "provenance": about(evaluation),
+            "preset": figures,
+        }
+
+    return Case(
+        name=f"{preset} on {set_name}",
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "max_proteins": max_proteins},
+        check=_check,
+        measure=measure,
+    )
+
+
+def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig]) -> Case:
+    def measure(repeats: int) -> list[Figures]:
+        tested = [Protein(i, p.id, p.sequence, p.structural_class) for i, p in enumerate(proteins)]
+        planted, accuracies = planted_accuracy(
+            embedded(), tested, presets, scale, OUTLIER_CALIBRATION_PROTEINS, lambda done: None
         )
-        write(evaluation, options.out, path, time.perf_counter() - begin)
-        print(f"\n{path.name}\n{evaluation.table()}")
+        shared = {
+            "proteins": "cath_val200.fasta",
+            "tested": len(proteins),
+            "calibration_proteins": OUTLIER_CALIBRATION_PROTEINS,
+            "scale": scale,
+            "drift": rounded(dataclasses.asdict(planted.drift)),
+        }
+        return [
+            shared
+            | {
+                "preset": name,
+                "options": presets[name].to_dict(),
+                "against_frozen": rounded(dataclasses.asdict(accuracy.against_frozen)),
+            }
+            for name, accuracy in accuracies.items()
+        ]
+
+    return Case(
+        name=f"outliers x{scale:g}",
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "calibration_proteins": OUTLIER_CALIBRATION_PROTEINS},
+        check=_check,
+        measure=measure,
+    )
 
 
-def _show(stage: str, done: int, total: int) -> None:
-    print(f"\r{stage}: {done} of {total} ", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-if __name__ == "__main__":
-    main()
+def _check() -> Check:
+    return exactness(evaluation_set("cath_val200", 1)[0])

@@ -76,7 +76,7 @@ class Case:
         model: what was measured.
         shape: sizes and dtypes.
         check: computes what is timed once, and compares it.
-        measure: the figures, for a number of repeats.
+        measure: the figures, for a number of repeats; a list where they make several rows.
         targets: bounds on them.
     """
 
@@ -84,7 +84,7 @@ class Case:
     model: str
     shape: Mapping[str, Any]
     check: Callable[[], Check]
-    measure: Callable[[int], Figures]
+    measure: Callable[[int], Figures | list[Figures]]
     targets: Sequence[Target] = field(default=())
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks by name: their shapes, and what each is for."""
+"""The benchmarks of speed and memory and the experiments of accuracy by name: their shapes, and what each is for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,31 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
-from benchmarks import calibration, extension, imports, prefill
+import torch
+
+from benchmarks import (
+    accuracy,
+    calibration,
+    calibration_export,
+    calibration_size,
+    class_shift,
+    context_store,
+    embedding,
+    extension,
+    generation,
+    imports,
+    long_proteins,
+    paper,
+    prefill,
+    refinements,
+    scoring,
+    screening,
+    short_contexts,
+    variant_effects,
+)
 from benchmarks.measure import Case
 from benchmarks.models import Architecture
+from esm_turbo.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
@@ -18,7 +40,7 @@ ESM2_650M_TWO = Architecture("650M cut to 2 layers, random weights", num_layers=
 
 @dataclass(frozen=True)
 class Benchmark:
-    """A named group of rows.
+    """A named group of rows about time or memory.
 
     Attributes:
         summary: what it answers.
@@ -27,6 +49,21 @@ class Benchmark:
 
     summary: str
     cases: Callable[[], Iterable[Case]]
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A named group of rows about accuracy or sizes, which other processes do not disturb.
+
+    Attributes:
+        summary: what it answers.
+        kind: of its records.
+        cases: its rows, given the most proteins of a set to measure on, None for all.
+    """
+
+    summary: str
+    kind: str
+    cases: Callable[[int | None], Iterable[Case]]
 
 
 BENCHMARKS: dict[str, Benchmark] = {
@@ -49,6 +86,48 @@ BENCHMARKS: dict[str, Benchmark] = {
             calibration.memory_cases(proteins=(100, 1000), residues=100),
         ),
     ),
+    "scoring_12_on_500": Benchmark(
+        "candidates a second of 12 residues on a target of 500, anew and cached, embedded model",
+        partial(
+            scoring.candidate_cases,
+            None,
+            target_residues=500,
+            candidate_residues=12,
+            full_candidates=2,
+            cached_candidates=8,
+            at_least=10.0,
+        ),
+    ),
+    "scoring_12_on_500_cut": Benchmark(
+        "the same in the geometry of 650M cut to 4 layers",
+        partial(
+            scoring.candidate_cases,
+            ESM2_650M_CUT,
+            target_residues=500,
+            candidate_residues=12,
+            full_candidates=1,
+            cached_candidates=4,
+            refreshes=(0, 8, 32),
+            at_least=10.0,
+        ),
+    ),
+    "scoring_12_on_500_cuda": Benchmark(
+        "the same in the whole geometry of 650M on a CUDA device, where there is one",
+        partial(
+            scoring.candidate_cases,
+            ESM2_650M,
+            target_residues=500,
+            candidate_residues=12,
+            full_candidates=20,
+            cached_candidates=1000,
+            device="cuda",
+            at_least=15.0,
+        ),
+    ),
+    "variant_positions": Benchmark(
+        "masked marginals of all positions of a protein of 263, anew and cached, embedded model",
+        partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
+    ),
     "import_time": Benchmark("importing the package, the entry point, and the command's help", imports.cases),
     "prefill_overhead": Benchmark(
         "a forward that writes a cache beside one that does not",
@@ -57,4 +136,135 @@ BENCHMARKS: dict[str, Benchmark] = {
             prefill.random_cases(ESM2_650M_CUT, tokens=(165, 512)),
         ),
     ),
+    "long_proteins": Benchmark(
+        "peak memory and speed at 5,000 and at 35,000 residues, window by window",
+        partial(long_proteins.process_cases, Windows(511, 64, 511), residues=(5000, 35_000)),
+    ),
+    "embedding_throughput": Benchmark(
+        "embeddings of shipped proteins beside plain loops over Hugging Face's model",
+        lambda: chain(
+            embedding.embedded_cases(proteins=24),
+            embedding.random_cases(ESM2_650M_CUT, proteins=8),
+        ),
+    ),
+    "embedding_throughput_cuda": Benchmark(
+        "the same on a CUDA device, all layers of 650M",
+        partial(embedding.random_cases, ESM2_650M, 128, "cuda", (torch.float32, torch.bfloat16)),
+    ),
+    "embedding_output": Benchmark(
+        "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
+    ),
+    "short_contexts": Benchmark(
+        "12-mers after contexts of 20 to 500 residues: recomputed, and from a cache with its prefill",
+        partial(short_contexts.cases, (20, 50, 100, 200, 500), candidates=16, candidate_residues=12, refresh=8),
+    ),
+    "store_read": Benchmark(
+        "a context read from a store beside its prefill",
+        lambda: chain(
+            context_store.embedded_cases((165, 512, 1022), "turbo3"),
+            context_store.random_cases(ESM2_650M_CUT, (165, 512), "turbo3"),
+        ),
+    ),
+    "store_read_cuda": Benchmark(
+        "the same on a CUDA device, all layers of 650M",
+        partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
+    ),
+    "store_compression": Benchmark(
+        "zstandard on the files of a store, bytes and time",
+        partial(context_store.compression_cases, ("turbo4", "turbo3", "turbo2", "turbo1", "exact"), (1, 3, 9), 24, 4),
+    ),
 }
+
+# The longest first, so that processes side by side end together.
+EXPERIMENTS: dict[str, Experiment] = {
+    "calibration_size": Experiment(
+        "leave-one-out by the number of proteins calibrated on, 10 to 640",
+        "calibration_size",
+        lambda limit: calibration_size.cases(max_proteins=limit),
+    ),
+    "accuracy": Experiment(
+        "accuracy and memory of every preset on CATH domains, long proteins and the paper's six",
+        "accuracy",
+        lambda limit: accuracy.preset_cases(accuracy.ALL_PRESETS, max_proteins=limit),
+    ),
+    "accuracy_optional": Experiment(
+        "the same for quanto and HQQ, where the packages of the extra `compare` are installed",
+        "accuracy",
+        lambda limit: accuracy.optional_cases(max_proteins=limit),
+    ),
+    "ablation": Experiment(
+        "leave-one-out of the paper's method with parts left out or replaced",
+        "accuracy",
+        lambda limit: accuracy.preset_cases(
+            {name: config for name, config in accuracy.ABLATION.items() if name != "paper"},
+            ("cath_val200", "paper_six"),
+            max_proteins=limit,
+            extension=accuracy.NO_EXTENSION,
+        ),
+    ),
+    "outliers": Experiment(
+        "leave-one-out of every preset with outliers planted, 1 to 200 times",
+        "outliers",
+        lambda limit: accuracy.outlier_cases(accuracy.ALL_PRESETS, max_proteins=limit),
+    ),
+    "class_shift": Experiment(
+        "leave-one-out on one class or source of proteins, calibrated on another",
+        "class_shift",
+        lambda limit: class_shift.cases(max_proteins=limit),
+    ),
+    "windows": Experiment(
+        "long proteins window by window against the full run, by window, overlap, memory and preset",
+        "windows",
+        lambda limit: chain(
+            long_proteins.accuracy_cases(
+                [Windows(window, 64, memory) for window in (256, 512) for memory in (0, 256, 512, 1024)],
+                ("exact", "turbo3"),
+                max_proteins=limit,
+            ),
+            long_proteins.accuracy_cases(
+                [Windows(256, overlap, 512) for overlap in (0, 16, 128)], ("exact",), max_proteins=limit
+            ),
+        ),
+    ),
+    "generation": Experiment(
+        "predictions at every step of generation against the full run, by how often is refreshed",
+        "generation",
+        lambda limit: generation.cases(
+            [generation.Refresh(*pair) for pair in ((0, 1), (8, 8), (32, 8), (4, 1), (8, 1), (16, 1), (32, 1))],
+            [generation.Refresh(*pair) for pair in ((0, 12), (8, 12), (8, 8), (8, 4), (16, 4))],
+            ("exact", "turbo3"),
+            max_proteins=limit,
+        ),
+    ),
+    "screening": Experiment(
+        "rankings of peptides on 92 targets by the cached arms against the full one, by residues refreshed",
+        "screening",
+        lambda limit: screening.cases(max_proteins=limit),
+    ),
+    "variants": Experiment(
+        "variant effects by all arms against measured fitness, and what a cached protein tells of its residues",
+        "variants",
+        lambda limit: variant_effects.cases(max_proteins=limit),
+    ),
+    "refinements": Experiment(
+        "leave-one-out without the last sign planes of the turbo presets",
+        "refinements",
+        refinements.cases,
+    ),
+    "paper_six": Experiment(
+        "the paper's six proteins one by one",
+        "paper_six",
+        paper.protein_cases,
+    ),
+    "memory": Experiment(
+        "bytes of caches at the published geometries",
+        "memory",
+        lambda limit: paper.memory_cases(),
+    ),
+    "calibration": Experiment(
+        "spectra, bits of components and levels of the shipped calibration",
+        "calibration",
+        lambda limit: calibration_export.cases(),
+    ),
+}
+"""Each writes records of one kind, which belong in the file of that name in benchmarks/results/."""

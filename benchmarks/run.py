@@ -1,16 +1,23 @@
-"""Runs benchmarks and prints their rows; with --out also adds them to a file of JSON lines.
+"""Runs benchmarks and experiments and prints what they find; with --out or --save also adds it to files of JSON lines.
 
     python -m benchmarks.run [NAME ...] [--repeats N] [--threads N] [--out benchmarks/results/cpu.jsonl]
+    python -m benchmarks.run results --jobs 16 --save
 
-Every row is checked for correct results before anything is timed; one that fails is refused, and the exit code is 1.
+Every row is checked for correct results before anything is measured; one that fails is refused, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shlex
 import sys
+import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,88 +26,188 @@ from transformers.utils import logging
 
 from benchmarks import records
 from benchmarks.measure import Case, Check, Figures
-from benchmarks.registry import BENCHMARKS
+from benchmarks.registry import BENCHMARKS, EXPERIMENTS, Benchmark, Experiment
 
 REPEATS = 9
+GROUPS: dict[str, Mapping[str, Benchmark | Experiment]] = {"speed": BENCHMARKS, "results": EXPERIMENTS}
+"""Names that stand for several: everything about time, and every experiment about accuracy."""
 
 
-def run_case(benchmark: str, case: Case, repeats: int) -> Figures | None:
-    """Checks one case, then measures it; None where the check fails.
+@dataclass(frozen=True)
+class Settings:
+    """How rows are made, and where they go.
+
+    Attributes:
+        repeats: of everything timed.
+        threads: of PyTorch on the CPU.
+        max_proteins: of every protein set of an experiment; None for all.
+        out: the file that rows are added to, or None.
+        save: add rows to their own files in benchmarks/results/.
+    """
+
+    repeats: int = REPEATS
+    threads: int = 1
+    max_proteins: int | None = None
+    out: Path | None = None
+    save: bool = False
+
+    def cases(self, name: str) -> Iterable[Case]:
+        """The rows of a benchmark or an experiment."""
+        return BENCHMARKS[name].cases() if name in BENCHMARKS else EXPERIMENTS[name].cases(self.max_proteins)
+
+    def command(self, name: str) -> str:
+        """What makes these rows again. Where they are written to is not part of it."""
+        words = ["python", "-m", "benchmarks.run", name, "--threads", str(self.threads)]
+        if name in BENCHMARKS:
+            words += ["--repeats", str(self.repeats)]
+        elif self.max_proteins is not None:
+            words += ["--max-proteins", str(self.max_proteins)]
+        return shlex.join(words)
+
+    def file(self, name: str) -> Path | None:
+        """Where the rows of a benchmark or an experiment belong."""
+        if self.save:
+            return records.RESULTS / ("cpu.jsonl" if name in BENCHMARKS else f"{EXPERIMENTS[name].kind}.jsonl")
+        return self.out
+
+
+def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
+    """Checks one case, then measures it and writes its rows; None where the check fails.
 
     Args:
-        benchmark: the name in the registry.
+        name: in the registry.
         case: what to measure.
-        repeats: of everything timed.
+        settings: how.
     """
     check = case.check()
-    print(f"\n{benchmark} · {case.name} · {case.model}")
-    print(f"  check: {check.what}: {check.error:.2g}, allowed {check.tolerance:.2g}")
+    lines = [f"\n{name} · {case.name} · {case.model}"]
+    lines += [f"  check: {check.what}: {check.error:.2g}, allowed {check.tolerance:.2g}"]
     if not check.passed:
-        print("  REFUSED: the results are wrong, nothing was timed", file=sys.stderr)
+        print("\n".join(lines))
+        print("  REFUSED: the results are wrong, nothing was measured", file=sys.stderr)
         return None
-    load = os.getloadavg()[0]
-    measured = case.measure(repeats)
-    figures = {
-        "benchmark": benchmark,
-        "case": case.name,
-        "command": shlex.join(["python", "-m", "benchmarks.run", *sys.argv[1:]]),
-        "shape": dict(case.shape),
-        "repeats": repeats,
-        "load_average_before": load,
-        "check": _as_dict(check),
-        **measured,
-        "targets": [target.judge(measured) for target in case.targets],
-    }
-    _show(figures)
-    return figures
+    load, begin = os.getloadavg()[0], time.perf_counter()
+    measured = case.measure(settings.repeats)
+    lines.append(f"  took {time.perf_counter() - begin:.1f} s")
+    rows = []
+    for figures in measured if isinstance(measured, list) else [measured]:
+        row = {
+            "benchmark": name,
+            "case": case.name,
+            "command": settings.command(name),
+            "shape": dict(case.shape),
+            "repeats": settings.repeats,
+            "load_average_before": load,
+            "check": _as_dict(check),
+            **figures,
+            "targets": [target.judge(figures) for target in case.targets],
+        }
+        rows.append(row)
+        lines += _shown(row)
+    print("\n".join(lines), flush=True)
+    file = settings.file(name)
+    if file is not None:
+        kind = "speed" if name in BENCHMARKS else EXPERIMENTS[name].kind
+        for row in rows:
+            records.append(file, kind, row, model=case.model)
+    return rows
+
+
+def run_side_by_side(names: Sequence[str], settings: Settings, jobs: int) -> int:
+    """Runs the cases of experiments in several processes, one case a process at a time.
+
+    Args:
+        names: of experiments.
+        settings: how; `threads` is that of every process.
+        jobs: processes.
+
+    Returns:
+        How many cases were refused or failed.
+    """
+    # Forked processes would inherit the locks of PyTorch's threads.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_prepare, initargs=(settings.threads,)) as pool:
+        futures = [
+            pool.submit(_run_one, name, index, settings)
+            for name in names
+            for index, _ in enumerate(settings.cases(name))
+        ]
+        return sum(not future.result() for future in as_completed(futures))
+
+
+def _run_one(name: str, index: int, settings: Settings) -> bool:
+    """One case by its place; whether it went well."""
+    case = next(case for place, case in enumerate(settings.cases(name)) if place == index)
+    try:
+        return run_case(name, case, settings) is not None
+    except Exception:
+        # The others should still end, and be written.
+        print(f"\n{name} · {case.name}: FAILED\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+        return False
+
+
+def _prepare(threads: int) -> None:
+    torch.set_num_threads(threads)
+    logging.disable_progress_bar()
 
 
 def _as_dict(check: Check) -> dict[str, Any]:
     return {"what": check.what, "error": check.error, "tolerance": check.tolerance}
 
 
-def _show(figures: Figures) -> None:
+def _shown(figures: Figures) -> Iterator[str]:
     for arm, seconds in figures.get("seconds", {}).items():
-        print(f"  {arm:34}" + "".join(f"  {name} {1e3 * value:9.2f} ms" for name, value in seconds.items()))
+        yield f"  {arm:34}" + "".join(f"  {name} {1e3 * value:9.2f} ms" for name, value in seconds.items())
     for group in ("ratios", "growth"):
         for name, value in figures.get(group, {}).items():
-            print(f"  {group} {name:34}  {value:.3f}")
+            yield f"  {group} {name:34}  {value:.3f}"
     for name, sizes in figures.get("bytes", {}).items():
-        print(f"  bytes {name}: {sizes}")
+        yield f"  bytes {name}: {sizes}"
     for target in figures["targets"]:
         bound = f"at most {target['at_most']}" if "at_most" in target else f"at least {target['at_least']}"
-        print(f"  {'met' if target['met'] else 'MISSED':6} {target['figure']}: {target['found']:.3g}, {bound}")
+        yield f"  {'met' if target['met'] else 'MISSED':6} {target['figure']}: {target['found']:.3g}, {bound}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command line and returns the exit code."""
-    listed = "\n".join(f"  {name:24} {benchmark.summary}" for name, benchmark in BENCHMARKS.items())
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
         description=__doc__,
-        epilog=f"benchmarks:\n{listed}",
+        epilog=_listed(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which benchmarks; all by default")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of PyTorch on the CPU")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, added to")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all benchmarks by default")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="of everything timed")
+    parser.add_argument("--threads", type=int, metavar="N", help="of PyTorch on the CPU; 2, or 1 with --jobs")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, for experiments only")
+    parser.add_argument("--max-proteins", type=int, metavar="N", help="of every protein set, for a quick look")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, added to")
+    where.add_argument("--save", action="store_true", help="add to the files in benchmarks/results/")
     options = parser.parse_args(arguments)
-    unknown = sorted(set(options.names) - set(BENCHMARKS))
+    names = list(dict.fromkeys(n for name in options.names or ["speed"] for n in GROUPS.get(name, [name])))
+    unknown = sorted(set(names) - set(BENCHMARKS) - set(EXPERIMENTS))
     if unknown:
-        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(BENCHMARKS)}")
-    if options.repeats < 1 or options.threads < 1:
-        parser.error("--repeats and --threads must be at least 1")
-    torch.set_num_threads(options.threads)
-    logging.disable_progress_bar()
-    refused = 0
-    for name in options.names or BENCHMARKS:
-        for case in BENCHMARKS[name].cases():
-            figures = run_case(name, case, options.repeats)
-            refused += figures is None
-            if figures is not None and options.out is not None:
-                records.append(options.out, "speed", figures, model=case.model)
-    return 1 if refused else 0
+        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join([*BENCHMARKS, *EXPERIMENTS])}")
+    threads = options.threads if options.threads is not None else 1 if options.jobs > 1 else 2
+    numbers = (options.repeats, threads, options.jobs, 1 if options.max_proteins is None else options.max_proteins)
+    if min(numbers) < 1:
+        parser.error("--repeats, --threads, --jobs and --max-proteins must be at least 1")
+    settings = Settings(options.repeats, threads, options.max_proteins, options.out, options.save)
+    _prepare(threads)
+    if options.jobs > 1:
+        timed = [name for name in names if name in BENCHMARKS]
+        if timed:
+            parser.error(f"what is timed must run alone, without --jobs: {', '.join(timed)}")
+        return 1 if run_side_by_side(names, settings, options.jobs) else 0
+    refused = [run_case(name, case, settings) is None for name in names for case in settings.cases(name)]
+    return 1 if any(refused) else 0
+
+
+def _listed() -> str:
+    parts = [f"{group} (all of these):" + "".join(f"\n  {n:24} {e.summary}" for n, e in members.items())
+             for group, members in GROUPS.items()]  # fmt: skip
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":
