@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import tables_accuracy, tables_calibration, tables_paper, tables_scoring, tables_storage
+from benchmarks import tables_accuracy, tables_calibration, tables_paper, tables_scoring, tables_storage, tables_windows
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
@@ -23,6 +23,8 @@ FILES = (
     "docs/math.md",
     "docs/embedding.md",
     "docs/context_store.md",
+    "docs/generation.md",
+    "docs/long_proteins.md",
     "docs/scoring.md",
     "docs/variants.md",
     "docs/when_not_to_use.md",
@@ -33,6 +35,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | tables_paper.TABLES
     | tables_scoring.TABLES
     | tables_storage.TABLES
+    | tables_windows.TABLES
 )
 _MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
 

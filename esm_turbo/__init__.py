@@ -19,6 +19,7 @@ _PUBLIC = {
     "KVCalibrator": "calibrate",
     "Calibration": "calibration",
     "ContextStore": "context_store",
+    "CapturedExtension": "graphs",
 }
 
 __all__ = [  # noqa: RUF022 - the order in which a reader meets them
@@ -31,6 +32,7 @@ __all__ = [  # noqa: RUF022 - the order in which a reader meets them
     "KVCalibrator",
     "Calibration",
     "ContextStore",
+    "CapturedExtension",
     "__version__",
 ]
 
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
     from .calibration import Calibration
     from .config import TurboConfig
     from .context_store import ContextStore
+    from .graphs import CapturedExtension
     from .kv_cache import TurboKVCache
     from .modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
     from .turbo_esm import TurboEsm

@@ -16,6 +16,8 @@ from .packing import GROUP_SIZE
 
 # The maps of a head lie in a multiprocessor's shared memory.
 _MOST_HEAD_DIM = 128
+# Protected tokens of a row are a tile of their own.
+_MOST_PROTECTED = 64
 _SMALLEST_OPERAND = 16
 _ROWS_OF_A_WARP = 16
 # Slabs begin at multiples of so many bytes.
@@ -57,12 +59,18 @@ class Tuning:
 DEFAULT_TUNING = Tuning()
 
 
-def can_run(codec: KVCodec, layer_idx: int) -> bool:
-    """Whether there is a kernel for a layer: its codes are counted, or from a table, and their fields lie in slabs."""
+def can_run(codec: KVCodec, layer_idx: int, slots: int = 0) -> bool:
+    """Whether there is a kernel for a layer: its codes are counted, or from a table, and their fields lie in slabs.
+
+    Args:
+        codec: of the layer.
+        layer_idx: which layer.
+        slots: protected tokens of a row.
+    """
     known = _runnable.setdefault(codec, {})
     if layer_idx not in known:
         known[layer_idx] = _can_run(codec, layer_idx)
-    return known[layer_idx]
+    return known[layer_idx] and slots <= _MOST_PROTECTED
 
 
 def _can_run(codec: KVCodec, layer_idx: int) -> bool:
@@ -83,7 +91,10 @@ def runs_on(device: torch.device) -> bool:
 
 
 def new_counters(num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor:
-    """What `encode` counts finished programs with, int32 [layers, 2 x batch x heads]: zeros, a row for each layer."""
+    """What `encode` counts finished programs with, int32 [layers, 2 x batch x heads]: zeros, a row for each layer.
+
+    Every launch leaves zeros.
+    """
     return torch.zeros(num_layers, 2 * batch_size * heads, dtype=torch.int32, device=device)
 
 
@@ -112,17 +123,27 @@ def encode(
         values: of the same tokens.
         order: which token comes at every place, int64 [B, L]; None for the order in which they are.
         start: the column of each row's first token, int64 [B]; None for 0.
-        columns: more than any token's column, where there is a `start`.
+        columns: more than any token's column; needed where there is a `start`.
         counts: how many of the ordered tokens are kept, int64 [B]; None for all.
         protected: ordered tokens that are also stored as they are, distinct, and kept, int64 [B, P], -1 for none.
         summarize: whether to make what is stored once a row.
-        counters: a row of `new_counters`, not used before; None to make one.
+        counters: a row of `new_counters`, that no other launch uses at the same time; None to make one.
 
     Returns:
         Packed tensors uint8 [B, H, L, bytes], parts of one allocation; the protected tokens' keys and values, bfloat16
         [B, H, P, D], or nothing without `protected`; what is stored once a row, bfloat16 [B, H, 1, D], or nothing.
+
+    Raises:
+        ValueError: the codec has no kernel, more than 64 tokens of a row are protected, or `columns` is missing.
     """
     batch_size, heads, tokens, _ = keys.shape
+    slots = 0 if protected is None else protected.shape[1]
+    if not can_run(codec, layer_idx, slots):
+        raise ValueError(
+            f"there is no kernel for layer {layer_idx} of the codec {codec.config.name!r} with {slots} protected tokens"
+        )
+    if start is not None and columns is None:
+        raise ValueError("`columns` must be given where there is a `start`")
     layout = _layout(codec, layer_idx, keys.device, DEFAULT_TUNING)
     angles = block_angles(codec, layer_idx, tokens if columns is None else columns, keys.device)
     residual = summarize and isinstance(codec, TurboCodec)
@@ -141,11 +162,11 @@ def encode(
         [layout.key_mapped, layout.value_mapped, residual],
     )
     packed: Packed = {}
-    place, padded = 0, _padded(batch_size * heads * tokens)
+    before, stored = 0, batch_size * heads * tokens
     for name, num_bytes in layout.slabs:
-        part = codes[place * padded : place * padded + batch_size * heads * tokens * num_bytes]
-        packed[name] = part.view(batch_size, heads, tokens, num_bytes)
-        place += num_bytes
+        slab = codes[before : before + stored * num_bytes]
+        packed[name] = slab.view(batch_size, heads, tokens, num_bytes)
+        before += _padded(stored) * num_bytes
     rows = {"key_residual": residuals[0], "value_residual": residuals[1]} if residual else {}
     apart = {} if protected is None else {"keys": special[0], "values": special[1]}
     return packed, apart, rows
@@ -230,13 +251,17 @@ def _encode(
         raise ValueError(f"at most {tuning.tile} tokens of a row can be protected, got {slots}")
     bytes_per_token, levels, key_digits, value_digits = sizes
     key_mapped, value_mapped, residual = flags
+    *key_and_value, profiles = layout
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
     order, start, counts, protected = (None if x is None else x.contiguous() for x in (order, start, counts, protected))
     size = _operand_size(head_dim)
     codes, residuals, special = _outputs(keys, protected, bytes_per_token, residual)
+    if not keys.numel():
+        return codes, residuals.zero_(), special.zero_()
     # Where a row begins inside of a tile, there is one tile more; the protected tokens are another one.
     tiles = triton.cdiv(tokens if start is None else tokens + tuning.tile - 1, tuning.tile) + (slots > 0)
     splits = _num_splits(tiles, 2 * heads * batch_size, tuning.programs)
+    # The kernel does not look at what it does not need.
     partial = codes
     if residual and splits > 1:
         partial = torch.empty(2 * batch_size * heads * splits * size, dtype=torch.float32, device=keys.device)
@@ -250,9 +275,9 @@ def _encode(
         start,
         counts,
         protected,
-        *layout[:8],
+        *key_and_value,
         angles,
-        layout[8],
+        profiles,
         codes,
         residuals,
         special,

@@ -252,7 +252,8 @@ class TurboKVCache(Cache):
             fused: whether the Triton kernel does it where there is one; None: on a device that it runs on.
         """
         assert self.codec is not None
-        if (encode_ops.runs_on(keys.device) if fused is None else fused) and encode_ops.can_run(self.codec, layer_idx):
+        asked = encode_ops.runs_on(keys.device) if fused is None else fused
+        if asked and encode_ops.can_run(self.codec, layer_idx, append.protected.shape[1]):
             append.layers.append(self._encode(append, layer_idx, keys, values))
             return
         keys, values = _take(keys, append.order), _take(values, append.order)

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import torch_ops
-from .codecs import KVCodec, PackedContext
-from .kernel_layout import KernelLayout, block_angles, kernel_layout
+from .codecs import KVCodec, Packed, PackedContext
+from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, value_view
 
 __all__ = ["extend_attention"]
 
@@ -26,6 +26,8 @@ _PROGRAMS = 2048
 _MOST_SPLITS = 64
 # Rows of a tensor core's operand.
 _ROWS = 16
+# Components of all operands of a token: the query's maps to them lie in shared memory.
+_MOST_PLACES = 256
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,20 @@ DEFAULT_TUNING = Tuning()
 
 
 def can_run(codec: KVCodec) -> bool:
-    """Whether there are kernels for a codec: its components are fields of 1, 2, 4 or 8 bits."""
-    return all(codec.field_slabs(0, kind) for kind in ("key", "value"))
+    """Whether there are kernels for a codec: its components are fields in slabs, not too many of them."""
+    known = _runnable.get(codec)
+    if known is None:
+        known = _runnable[codec] = _can_run(codec)
+    return known
+
+
+def _can_run(codec: KVCodec) -> bool:
+    for layer_idx in range(codec.geometry.num_layers):
+        for kind, view in (("key", key_view), ("value", value_view)):
+            found = codec.field_slabs(layer_idx, kind)
+            if not found or sum(view(slab).size for slab in found) > _MOST_PLACES:
+                return False
+    return True
 
 
 def extend_attention(
@@ -198,8 +212,8 @@ def _attend(
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
     query_map, query_scale, excess, value_map, value_mean, means, inverses = layout
     half = query.dtype in (torch.float16, torch.bfloat16)
-    # Float32 as three products of a tensor core, nearly exact.
-    precision = "tf32" if half else "tf32x3"
+    # A tensor core cuts float32 off to 11 bits, which bfloat16 alone hides; three products are nearly exact.
+    precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
     operand_columns = 8 if rows <= 8 else _ROWS
     queries = min(operand_columns, triton.next_power_of_2(rows))
     row_tiles = triton.cdiv(rows, queries)
@@ -345,6 +359,7 @@ def _interpreted() -> bool:
 _BLOCK = 64
 _NEW_TILE = 16
 _MAP_COLUMNS = 64
+_runnable: WeakKeyDictionary[KVCodec, bool] = WeakKeyDictionary()
 _layouts: WeakKeyDictionary[KVCodec, dict[Any, KernelLayout]] = WeakKeyDictionary()
 # By the tensor of stored keys: its version, and what was made of it and of the values.
 _protected: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
@@ -353,18 +368,32 @@ _protected: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of protected tokens in the model's coordinates; made once for what a cache holds."""
     keys, values = protected
-    # What a captured graph reads may be another cache's by the time it runs.
-    capturing = keys.is_cuda and torch.cuda.is_current_stream_capturing()
     version, made = _protected.get(keys, (None, None))
-    if version == keys._version and not capturing:
-        return made  # type: ignore[no-any-return]
-    made = (
-        keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
-        values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
-    )
-    if not capturing:
+    if version != keys._version:
+        made = (
+            keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
+            values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
+        )
         _protected[keys] = (keys._version, made)
-    return made
+    return made  # type: ignore[no-any-return]
+
+
+def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
+    """Brings up to date, in place, what graphs read that were captured before `layers` were written into.
+
+    Args:
+        codec: of the cache.
+        layers: each layer's protected tokens.
+    """
+    for layer_idx, protected in enumerate(layers):
+        keys = protected.get("keys")
+        if keys is not None and keys in _protected:
+            here = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
+            made = _protected[keys][1]
+            now = codec.inverse_transform(layer_idx, keys, protected["values"], here)
+            for held, new in zip(made, now, strict=True):
+                held.copy_(new)
+            _protected[keys] = (keys._version, made)
 
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:

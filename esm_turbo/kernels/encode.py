@@ -41,8 +41,10 @@ def _added_product(total, x, rounded, rest):
     # Rounded by hand: the tensor cores would cut off.
     bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     x_rounded = bits.to(tl.float32, bitcast=True)
-    total = tl.dot(x - x_rounded, rounded, total, input_precision="tf32")
-    total = tl.dot(x_rounded, rest, total, input_precision="tf32")
+    # The main product alone says what becomes of infinities: the others would make NaN of them.
+    finite = tl.abs(x_rounded) < float("inf")
+    total = tl.dot(tl.where(finite, x - x_rounded, 0.0), rounded, total, input_precision="tf32")
+    total = tl.dot(tl.where(finite, x_rounded, 0.0), rest, total, input_precision="tf32")
     return tl.dot(x_rounded, rounded, total, input_precision="tf32")
 
 
@@ -341,6 +343,8 @@ def _encode(
             tl.store(partial_ptr + split * N + n, total)
             tl.debug_barrier()
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                # As it was found, for the next launch.
+                tl.store(counter_ptr, 0)
                 total = tl.zeros((N,), tl.float32)
                 for i in range(SPLITS):
                     total += tl.load(partial_ptr + i * N + n, cache_modifier=".cg")
