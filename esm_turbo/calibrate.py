@@ -16,20 +16,28 @@ import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import EsmModel
 
 from .artifacts import package_versions
 from .calibration import Calibration
-from .collectors import MomentsCollector, Observers, SampleBuffer, SampleCollector, SensitivityCollector
+from .collectors import (
+    MomentsCollector,
+    ProteinAttention,
+    Proteins,
+    SampleBuffer,
+    SampleCollector,
+    SensitivityCollector,
+)
 from .config import PRODUCT_PRESETS, Geometry, TurboConfig
 from .fingerprint import model_fingerprint
 from .kv_statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
 from .modeling_esm_turbo import TurboEsmModel, check_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from transformers import EsmForMaskedLM
 
@@ -68,11 +76,12 @@ class KVCalibrator:
         self.geometry = Geometry.of(config)
         self._special_ids = torch.tensor(self._encoder.special_ids)
         shape = (self.geometry.num_layers, self.geometry.num_heads, self.geometry.head_dim)
-        self._residues = TokenMoments(*(Moments.empty(*shape) for _ in range(3)))
-        self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(3)))
+        self._residues = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
+        self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
         self._sensitivity = Sensitivity.empty(*shape)
         self._output_gram = _output_gram(self._encoder, self.geometry)
-        self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().float().cpu().numpy().astype(np.float64)
+        self._output_root = torch.from_numpy(_matrix_root(self._output_gram).astype(np.float32))
+        self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().float().cpu()
         self._sample = SampleBuffer(sample_size)
         self.n_sequences_seen_ = 0
         self.n_residues_seen_ = 0
@@ -89,32 +98,39 @@ class KVCalibrator:
                 but `<mask>` and padding, or queries, keys or values that are not finite. The state is as it was.
         """
         ids, mask = self._checked(input_ids, attention_mask)
-        seeds = [_hash_tokens(row[keep]) for row, keep in zip(ids, mask, strict=True)]
-        offsets = [seed % max(1, self.max_positions - int(n) + 1) for seed, n in zip(seeds, mask.sum(1), strict=True)]
-        special = torch.isin(ids, self._special_ids)
-        sampled, priorities = self._choose(mask, seeds)
+        rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
+        seeds, lengths = [_hash_tokens(row) for row in rows], [len(row) for row in rows]
+        offsets = [seed % max(1, self.max_positions - n + 1) for seed, n in zip(seeds, lengths, strict=True)]
+        positions = torch.cat([offset + torch.arange(n) for offset, n in zip(offsets, lengths, strict=True)])
+        special = torch.isin(torch.cat(rows), self._special_ids)
+        sampled, priorities = self._choose(lengths, seeds)
         device = self._encoder.device
-        positions = torch.tensor(offsets)[:, None] + torch.arange(ids.shape[1])
-        moments = MomentsCollector(mask & ~special, mask & special)
-        sensitivity = SensitivityCollector(mask, special, positions, self._output_gram, self._inv_freq)
-        sample = SampleCollector(sampled, sensitivity)
+        moments = MomentsCollector(special.to(device))
+        sensitivity = SensitivityCollector(
+            Proteins.of(lengths, positions, special, seeds), self._output_root.to(device), self._inv_freq.to(device)
+        )
+        sample = SampleCollector(sampled.to(device), sensitivity)
+        session = ProteinAttention(lengths, [moments, sensitivity, sample])
         with torch.no_grad():
-            session = Observers([moments, sensitivity, sample])
-            self._encoder(ids.to(device), mask.long().to(device), positions.to(device), kv_session=session)
-        self._residues = self._residues.merge(moments.residues())
-        self._specials = self._specials.merge(moments.specials())
-        self._sensitivity = self._sensitivity.merge(sensitivity.result())
+            embeddings = self._encoder.embeddings(ids.to(device), attention_mask=mask.long().to(device))
+            # All proteins in one row: padding would cost as much as tokens do.
+            packed = embeddings[mask.to(device)][None]
+            self._encoder(inputs_embeds=packed, position_ids=positions[None].to(device), kv_session=session)
+        residues, specials, sensitivities = moments.residues(), moments.specials(), sensitivity.result()
+        self._residues = self._residues.merge(residues)
+        self._specials = self._specials.merge(specials)
+        self._sensitivity = self._sensitivity.merge(sensitivities)
         self._sample.add(
             priorities,
             keys=sample.keys(),
             values=sample.values(),
             key_weights=sample.key_weights(),
             value_weights=sample.value_weights(),
-            is_special=special.reshape(-1)[sampled],
-            positions=positions.reshape(-1)[sampled],
+            is_special=special[sampled],
+            positions=positions[sampled],
         )
         self.n_sequences_seen_ += len(ids)
-        self.n_residues_seen_ += int((mask & ~special).sum())
+        self.n_residues_seen_ += int((~special).sum())
         return self
 
     def finalize(
@@ -142,7 +158,7 @@ class KVCalibrator:
             _as_saved(self._specials),
             _as_saved(self._sensitivity),
             self._sample.sample(),
-            self._inv_freq,
+            self._inv_freq.numpy().astype(np.float64),
             self._output_gram,
         )
         record = {
@@ -175,17 +191,15 @@ class KVCalibrator:
             raise ValueError(f"row {int(nothing.nonzero()[0])} of `input_ids` holds nothing but <mask> and padding")
         return ids, mask
 
-    def _choose(self, mask: Tensor, seeds: list[int]) -> tuple[Tensor, np.ndarray[Any, Any]]:
-        """The tokens of a batch that may enter the sample, flat indices, and their priorities."""
-        width = mask.shape[1]
-        flat, priorities = [], []
-        for row, (keep, seed) in enumerate(zip(mask, seeds, strict=True)):
-            n = int(keep.sum())
-            flat.append(row * width + np.arange(n))
-            priorities.append(np.random.Generator(np.random.PCG64(seed)).integers(0, 2**63, n))
-        indices, ranks = np.concatenate(flat), np.concatenate(priorities)
-        best = self._sample.candidates(ranks)
-        return torch.from_numpy(indices[best]), ranks[best]
+    def _choose(self, lengths: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """The tokens of a batch that may enter the sample, and their priorities."""
+        draws = [
+            np.random.Generator(np.random.PCG64(seed)).integers(0, 2**63, n)
+            for n, seed in zip(lengths, seeds, strict=True)
+        ]
+        priorities = np.concatenate(draws)
+        best = self._sample.candidates(priorities)
+        return torch.from_numpy(best), priorities[best]
 
 
 def _model_name(name_or_path: str) -> str:
@@ -205,6 +219,13 @@ def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:
         heads = weight.reshape(weight.shape[0], geometry.num_heads, geometry.head_dim)
         grams.append(np.einsum("ohi,ohj->hij", heads, heads, optimize=True))
     return np.stack(grams).astype(np.float32).astype(np.float64)
+
+
+def _matrix_root(matrices: Array) -> Array:
+    """R with R R^T = A for every positive semidefinite A of a stack."""
+    values, vectors = np.linalg.eigh(matrices)
+    root: Array = vectors * np.sqrt(np.maximum(values, 0))[..., None, :]
+    return root
 
 
 def _as_saved(statistics: _Dataclass) -> _Dataclass:

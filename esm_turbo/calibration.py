@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 1
 _TOKEN_KINDS = ("residues", "specials")
-_STATES = ("keys", "queries", "values")
+_STATES = ("keys", "values")
 
 
 class Calibration:

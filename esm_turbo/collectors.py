@@ -2,53 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from .codecs.base import rotate
-from .kv_statistics import KEY_BLOCK, Array, Moments, Sensitivity, TokenMoments, TokenSample
+from .kv_statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments, TokenSample
 from .sessions import KVSession
 
-# One query in four stands for all: it settles which keys matter at a quarter of the cost.
-_QUERY_STRIDE = 4
+# One residue of so many asks, drawn: at a fixed stride all queries would share the phases of the fast rotary pairs.
+_QUERY_STRIDE = 8
+# Pairs of tokens whose attention is held at once, all heads counted: about what stays in a processor's cache.
+_PAIRS_AT_ONCE = 2**18
 
 
-class Observers(KVSession):
-    """Shows every layer's queries, keys and values to several sessions; the model attends as it would."""
+@dataclass(frozen=True)
+class Proteins:
+    """A batch of proteins end to end, without padding.
 
-    def __init__(self, sessions: Sequence[KVSession]) -> None:
-        self.sessions = sessions
-
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        for session in self.sessions:
-            session.attend(layer_idx, query, keys, values)
-
-
-class MomentsCollector(KVSession):
-    """Moments of keys, queries and values.
-
-    Args:
-        residues: which tokens are residues, bool [batch, n].
-        specials: which are `<cls>` and `<eos>`, bool [batch, n].
+    Attributes:
+        lengths: tokens of each protein.
+        positions: int64 [tokens], consecutive within a protein.
+        special: which tokens are no residues, bool [tokens].
+        asking: of each protein the residues from whose queries sensitivities are estimated, int64 indices into the
+            protein.
     """
 
-    def __init__(self, residues: Tensor, specials: Tensor) -> None:
-        self.indices = [residues.reshape(-1).nonzero()[:, 0], specials.reshape(-1).nonzero()[:, 0]]
-        # moments[kind][state] is a list over layers of (mean, covariance).
-        self.moments: list[list[list[tuple[Tensor, Tensor]]]] = [[[], [], []], [[], [], []]]
+    lengths: Sequence[int]
+    positions: Tensor
+    special: Tensor
+    asking: Sequence[Tensor]
 
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        for state, x in enumerate((keys, query, values)):
-            tokens = x.transpose(1, 2).flatten(0, 1)
+    @classmethod
+    def of(cls, lengths: Sequence[int], positions: Tensor, special: Tensor, seeds: Sequence[int]) -> Proteins:
+        """Draws the residues that ask, every protein's by a seed of its own."""
+        parts = zip(_slices(lengths), seeds, strict=True)
+        return cls(lengths, positions, special, [_draw(~special[part], seed) for part, seed in parts])
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """Queries and keys (both after RoPE), values and the attention's outputs, float32 [heads, tokens, head_dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+
+
+class Collector(ABC):
+    """Takes what it needs from one layer after another."""
+
+    @abstractmethod
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        """Called once a layer, in order."""
+
+
+class ProteinAttention(KVSession):
+    """Lets each protein of a row attend to itself alone, and shows every layer's states to collectors."""
+
+    def __init__(self, lengths: Sequence[int], collectors: Sequence[Collector]) -> None:
+        self.lengths = lengths
+        self.collectors = collectors
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q, k, v = query.float(), keys.float(), values.float()
+        outputs = [
+            scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part], scale=1.0).transpose(1, 2)
+            for part in _slices(self.lengths)
+        ]
+        output = torch.cat(outputs, dim=1).transpose(1, 2)
+        states = LayerStates(q[0], k[0], v[0], output[0])
+        for collector in self.collectors:
+            collector.observe(layer_idx, states)
+        return output.to(query.dtype)
+
+
+class MomentsCollector(Collector):
+    """Moments of keys and values.
+
+    Args:
+        special: which tokens are no residues, bool [tokens].
+    """
+
+    def __init__(self, special: Tensor) -> None:
+        self.indices = [(~special).nonzero()[:, 0], special.nonzero()[:, 0]]
+        # moments[kind][state] is a list over layers of (mean, covariance).
+        self.moments: list[list[list[tuple[Tensor, Tensor]]]] = [[[], []], [[], []]]
+
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        for state, x in enumerate((states.keys, states.values)):
             for kind, index in enumerate(self.indices):
-                self.moments[kind][state].append(_mean_and_covariance(tokens, index.to(x.device)))
-        if not all(torch.isfinite(kind[state][-1][1]).all() for kind in self.moments for state in range(3)):
-            raise ValueError(f"queries, keys or values of layer {layer_idx} are not finite: are the weights damaged?")
+                self.moments[kind][state].append(_mean_and_covariance(x, index))
 
     def residues(self) -> TokenMoments:
         return self._token_moments(0)
@@ -65,99 +117,124 @@ class MomentsCollector(KVSession):
         return TokenMoments(*stacks)
 
 
-class SensitivityCollector(KVSession):
-    """How much errors of keys and values matter, see `Sensitivity`: needs the attention itself, protein by protein.
-
-    Sums over queries are over every fourth one, chosen by its position.
-
-    Args:
-        mask: bool [batch, n], padded on the right.
-        special: which tokens are no residues, bool [batch, n].
-        positions: [batch, n].
-        output_gram: [layers, heads, head_dim, head_dim].
-        inv_freq: [head_dim / 2].
+@dataclass(frozen=True)
+class _Asking:
+    """The residues of one protein that ask, and its keys.
 
     Attributes:
-        weights: per layer those of keys and values, the square roots of the sums over queries, [batch, n, heads].
+        queries: where the former stand among those of all proteins.
+        keys: where the latter stand among all tokens.
+        own: rows and columns at which a query meets its own key.
+        to_blocks: sums over the residues of each block of positions, times the residues that each asking one stands
+            for, [keys, blocks].
+        pairs: where (query, block) stand among those of all proteins.
     """
 
-    def __init__(self, mask: Tensor, special: Tensor, positions: Tensor, output_gram: Array, inv_freq: Array) -> None:
-        self.lengths = mask.sum(1).tolist()
-        self.residues = (mask & ~special).float()
-        self.positions = positions
-        self.output_gram = torch.from_numpy(output_gram.astype(np.float32))
-        self.inv_freq = torch.from_numpy(inv_freq.astype(np.float32))
+    queries: slice
+    keys: slice
+    own: tuple[Tensor, Tensor]
+    to_blocks: Tensor
+    pairs: slice
+
+
+class SensitivityCollector(Collector):
+    """How much errors of keys and values matter, see `Sensitivity`, estimated from the residues that ask.
+
+    Args:
+        proteins: the batch.
+        output_root: M of every head, so that |x M|^2 is what an error x of its output costs, float32 [layers, heads,
+            head_dim, head_dim].
+        inv_freq: float32 [head_dim / 2].
+
+    Attributes:
+        weights: per layer those of keys and values, the square roots of the sums over queries, [heads, tokens].
+    """
+
+    def __init__(self, proteins: Proteins, output_root: Tensor, inv_freq: Tensor) -> None:
+        device = output_root.device
+        # Two columns more for what a squared distance has beside the product.
+        self.output_root = pad(output_root, (0, 2))
+        residues = (~proteins.special).float()
+        blocks = proteins.positions // KEY_BLOCK
+        self.proteins: list[_Asking] = []
+        asking, scales, pair_queries, pair_blocks = [], [], [], []
+        num_queries = num_pairs = 0
+        for part, chosen in zip(_slices(proteins.lengths), proteins.asking, strict=True):
+            m, own_blocks = len(chosen), torch.arange(int(blocks[part.start]), int(blocks[part.stop - 1]) + 1)
+            scale = residues[part] * (residues[part].sum() / max(1, m))
+            self.proteins.append(
+                _Asking(
+                    slice(num_queries, num_queries + m),
+                    part,
+                    (torch.arange(m, device=device), chosen.to(device)),
+                    ((blocks[part, None] == own_blocks) * scale[:, None]).to(device),
+                    slice(num_pairs, num_pairs + m * len(own_blocks)),
+                )
+            )
+            asking.append(part.start + chosen)
+            scales.append(scale)
+            pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(own_blocks)))
+            pair_blocks.append(own_blocks.repeat(m))
+            num_queries, num_pairs = num_queries + m, num_pairs + m * len(own_blocks)
+        self.count = int(residues.sum())
+        self.residues = residues.to(device)
+        self.asking, self.scale, self.pair_queries = (torch.cat(x).to(device) for x in (asking, scales, pair_queries))
+        self.turn_keys = _TurnBack(blocks, inv_freq)
+        self.turn_queries = _TurnBack(torch.cat(pair_blocks), inv_freq)
         self.weights: list[tuple[Tensor, Tensor]] = []
-        self._layers: list[list[dict[str, Tensor]]] = []
+        self._layers: list[dict[str, Tensor]] = []
 
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        device = query.device
-        gram = self.output_gram[layer_idx].to(device)
-        batch_size, heads, width = query.shape[:3]
-        weights = torch.zeros(2, batch_size, width, heads, device=device)
-        sums = []
-        for row, n in enumerate(self.lengths):
-            q, k, v = (x[row, :, :n].float() for x in (query, keys, values))
-            found = self._protein(q, k, v, gram, self.residues[row, :n].to(device), self.positions[row, :n].to(device))
-            weights[0, row, :n] = found["key_weights"].T
-            weights[1, row, :n] = found["value_weights"].T
-            sums.append(found)
-        self.weights.append((weights[0], weights[1]))
-        self._layers.append(sums)
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        queries = states.queries[:, self.asking]
+        key_sums, value_sums, gains = self._sums(layer_idx, queries, states)
+        keys = self.turn_keys(states.keys)
+        queries = self.turn_queries(queries[:, self.pair_queries])
+        roots = key_sums.sqrt(), value_sums.sqrt()
+        self.weights.append(roots)
+        self._layers.append(
+            {
+                "attention": value_sums.sum(1),
+                "queries": (queries * gains[..., None]).transpose(1, 2) @ queries,
+                "key_sum": self.residues @ keys,
+                **_weighted("keys", keys, roots[0]),
+                **_weighted("values", states.values, roots[1]),
+            }
+        )
 
-    def _protein(
-        self, q: Tensor, k: Tensor, v: Tensor, gram: Tensor, residues: Tensor, positions: Tensor
-    ) -> dict[str, Tensor]:
-        """Sums over one protein; q, k, v [heads, n, head_dim], residues and positions [n]."""
-        asks = (positions % _QUERY_STRIDE == 0).nonzero()[:, 0]
-        q = q[:, asks]
-        attention = torch.softmax(q @ k.transpose(1, 2), dim=-1)
-        output = attention @ v
-        squared = attention.square_() * (residues[asks, None] * residues)
-        squared[:, torch.arange(len(asks), device=q.device), asks] = 0
-        # |W (v_j - o_i)|^2, expanded; rounding may take it below zero.
-        mapped = v @ gram
-        distance = torch.baddbmm((mapped * v).sum(-1)[:, None, :], output, mapped.transpose(1, 2), alpha=-2)
-        distance += ((output @ gram) * output).sum(-1)[:, :, None]
-        value_weights = squared.sum(1)
-        gain = squared.mul_(distance.clamp_min_(0))
-        key_weights = gain.sum(1)
-        inv_freq = self.inv_freq.to(q.device)
-        starts, block = torch.unique_consecutive(positions // KEY_BLOCK * KEY_BLOCK, return_inverse=True)
-        by_block = gain @ torch.nn.functional.one_hot(block).float()
-        # A block's sum of (R q)(R q)^T is R (sum of q q^T) R^T: one small matrix is rotated, not every query.
-        turn = -starts[:, None, None] * inv_freq
-        sums = (q[:, None] * by_block.transpose(1, 2)[..., None]).transpose(2, 3) @ q[:, None]
-        turned_keys = rotate(k, -starts[block][:, None] * inv_freq)
-        key_roots, value_roots = key_weights.sqrt(), value_weights.sqrt()
-        return {
-            "key_weights": key_roots,
-            "value_weights": value_roots,
-            "attention": value_weights.sum(1),
-            "queries": rotate(rotate(sums, turn).transpose(2, 3), turn).sum(1),
-            "key_sum": (turned_keys * residues[:, None]).sum(1),
-            **_weighted("keys", turned_keys, key_roots),
-            **_weighted("values", v, value_roots),
-        }
+    def _sums(self, layer_idx: int, queries: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor]:
+        """Over queries sum_i G_ij and sum_i p_ij^2, [heads, tokens]; over the keys of blocks G_ij, [heads, pairs]."""
+        root = self.output_root[layer_idx]
+        # |v_j M - o_i M|^2 as one product, of (v_j M, |v_j M|^2, 1) and (-2 o_i M, 1, |o_i M|^2).
+        values, outputs = states.values @ root, states.outputs[:, self.asking] @ root
+        values[..., -2] = torch.linalg.vector_norm(values, dim=-1).square_()
+        values[..., -1] = 1
+        outputs[..., -1] = torch.linalg.vector_norm(outputs, dim=-1).square_()
+        outputs[..., -2] = 1
+        outputs[..., :-2] *= -2
+        key_sums, value_sums = (states.keys.new_zeros(states.keys.shape[:2]) for _ in range(2))
+        gains = key_sums.new_zeros(len(key_sums), len(self.pair_queries))
+        for one in self.proteins:
+            for heads in _portions(len(queries), len(one.own[0]) * len(one.to_blocks)):
+                asking, n = (heads, one.queries), (heads, one.keys)
+                attention = torch.softmax(queries[asking] @ states.keys[n].transpose(1, 2), dim=-1)
+                attention[:, one.own[0], one.own[1]] = 0
+                squared = attention.square_()
+                gain = (outputs[asking] @ values[n].transpose(1, 2)).mul_(squared)
+                value_sums[n] = squared.sum(1)
+                key_sums[n] = gain.sum(1)
+                gains[heads, one.pairs] = (gain @ one.to_blocks).flatten(1)
+        # Rounding may take a squared distance below zero.
+        return key_sums.clamp_min_(0).mul_(self.scale), value_sums.mul_(self.scale), gains
 
     def result(self) -> Sensitivity:
         """Of the whole batch."""
-        total = None
-        for row in range(len(self.lengths)):
-            one = self._of_protein(row)
-            total = one if total is None else total.merge(one)
-        assert total is not None
-        return total
 
-    def _of_protein(self, row: int) -> Sensitivity:
-        def stack(name: str) -> Array:
-            stacked: Array = _stacked([layer[row][name] for layer in self._layers])
-            return stacked
+        def stack(name: str) -> Any:
+            return _stacked([layer[name] for layer in self._layers])
 
-        count = int(self.residues[row].sum())
-        per_residue = 1 / max(1, count)
+        per_residue = 1 / max(1, self.count)
         return Sensitivity(
-            count,
+            self.count,
             stack("key_sum") * per_residue,
             Moments(stack("keys_count"), stack("keys_mean"), stack("keys_covariance")),
             Moments(stack("values_count"), stack("values_mean"), stack("values_covariance")),
@@ -166,12 +243,12 @@ class SensitivityCollector(KVSession):
         )
 
 
-class SampleCollector(KVSession):
+class SampleCollector(Collector):
     """Sampled tokens of one batch.
 
     Args:
-        sampled: which, indices into the flattened batch.
-        sensitivity: has seen each layer before this one does.
+        sampled: which, indices.
+        sensitivity: has observed each layer before this one does.
     """
 
     def __init__(self, sampled: Tensor, sensitivity: SensitivityCollector) -> None:
@@ -180,12 +257,11 @@ class SampleCollector(KVSession):
         self._states: tuple[list[Tensor], list[Tensor]] = ([], [])
         self._weights: tuple[list[Tensor], list[Tensor]] = ([], [])
 
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        index = self.sampled.to(keys.device)
-        for states, x in zip(self._states, (keys, values), strict=True):
-            states.append(x.transpose(1, 2).flatten(0, 1)[index].to("cpu", torch.bfloat16))
-        for weights, x in zip(self._weights, self.sensitivity.weights[layer_idx], strict=True):
-            weights.append(x.flatten(0, 1)[index].cpu())
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        for kept, x in zip(self._states, (states.keys, states.values), strict=True):
+            kept.append(x[:, self.sampled].transpose(0, 1).to("cpu", torch.bfloat16))
+        for kept, x in zip(self._weights, self.sensitivity.weights[layer_idx], strict=True):
+            kept.append(x[:, self.sampled].T.cpu())
 
     def keys(self) -> Tensor:
         """[tokens, layers, heads, head_dim] bfloat16."""
@@ -244,9 +320,53 @@ class SampleBuffer:
         )
 
 
+class _TurnBack:
+    """RoPE backwards by the first position of each vector's block; the angles are computed once for all layers.
+
+    Args:
+        blocks: int64 [n].
+        inv_freq: [head_dim / 2].
+    """
+
+    def __init__(self, blocks: Tensor, inv_freq: Tensor) -> None:
+        angle = (blocks.to(inv_freq.device) * KEY_BLOCK)[:, None] * inv_freq
+        self.cos = angle.cos().repeat(1, 2)
+        self.sin = angle.sin()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x [heads, n, head_dim]."""
+        half = self.sin.shape[1]
+        turned = x * self.cos
+        turned[..., :half].addcmul_(x[..., half:], self.sin)
+        turned[..., half:].addcmul_(x[..., :half], self.sin, value=-1)
+        return turned
+
+
+def _slices(lengths: Sequence[int]) -> Iterator[slice]:
+    """Where parts of these lengths stand, one after another."""
+    stops = list(accumulate(lengths))
+    return (slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
+
+
+def _portions(heads: int, pairs: int) -> Iterator[slice]:
+    """So many heads at once that their pairs of tokens are `_PAIRS_AT_ONCE` or fewer, but one at least."""
+    step = max(1, _PAIRS_AT_ONCE // max(1, pairs))
+    return (slice(first, first + step) for first in range(0, heads, step))
+
+
+def _draw(residues: Tensor, seed: int) -> Tensor:
+    """Indices of the residues that ask: one drawn from each of equal stretches, so that they are spread evenly."""
+    (indices,) = np.nonzero(residues.numpy())
+    stretches = -(-len(indices) // _QUERY_STRIDE)
+    bounds = np.arange(stretches + 1) * len(indices) // max(1, stretches)
+    # A stream of its own: the seed's first numbers are the sample's priorities.
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    return torch.from_numpy(indices[generator.integers(bounds[:-1], bounds[1:])])
+
+
 def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean [H, D] and covariance [H, D, D] of tokens [N, H, D] at `index`, float32."""
-    x = tokens.index_select(0, index).transpose(0, 1).float()
+    """Mean [H, D] and covariance [H, D, D] of tokens [H, N, D] at `index`."""
+    x = tokens.transpose(0, 1).index_select(0, index).transpose(0, 1)
     mean = x.mean(dim=1) if len(index) else x.new_zeros(x.shape[0], x.shape[2])
     # Centred first: a large mean would otherwise cancel the digits of a small variance.
     x -= mean[:, None]
@@ -256,12 +376,25 @@ def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]
 def _weighted(name: str, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
     """Sum of weights [H], weighted mean [H, D] and covariance [H, D, D] of x [H, n, D] with weights [H, n]."""
     count = weights.sum(1)
-    weights = (weights / count.clamp_min(torch.finfo(torch.float32).tiny)[:, None])[..., None]
-    mean = (weights * x).sum(1)
-    x = x - mean[:, None]
-    return {f"{name}_count": count, f"{name}_mean": mean, f"{name}_covariance": (x * weights).transpose(1, 2) @ x}
+    weights = weights / count.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    mean = weights[:, None] @ x
+    x = x - mean
+    return {
+        f"{name}_count": count,
+        f"{name}_mean": mean[:, 0],
+        f"{name}_covariance": (x * weights[..., None]).transpose(1, 2) @ x,
+    }
 
 
 def _stacked(layers: Sequence[Tensor]) -> Any:
-    """Over layers, as float64 on the CPU."""
-    return torch.stack(tuple(layers)).cpu().numpy().astype(np.float64)
+    """Over layers, as float64 on the CPU.
+
+    Raises:
+        ValueError: a layer's statistics are not finite.
+    """
+    stack = torch.stack(tuple(layers)).cpu().numpy().astype(np.float64)
+    finite = np.isfinite(stack.reshape(len(stack), -1)).all(axis=1)
+    if not finite.all():
+        layer_idx = int(finite.argmin())
+        raise ValueError(f"queries, keys or values of layer {layer_idx} are not finite: are the weights damaged?")
+    return stack

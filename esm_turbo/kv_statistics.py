@@ -59,19 +59,13 @@ class Moments:
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Moments of one kind of token's keys, queries and values after RoPE, stacks [layers, heads, head_dim].
-
-    Queries carry the model's scale of head_dim ** -0.5, so that scores are plain products.
-    """
+    """Moments of one kind of token's keys after RoPE and of its values, stacks [layers, heads, head_dim]."""
 
     keys: Moments
-    queries: Moments
     values: Moments
 
     def merge(self, other: TokenMoments) -> TokenMoments:
-        return TokenMoments(
-            self.keys.merge(other.keys), self.queries.merge(other.queries), self.values.merge(other.values)
-        )
+        return TokenMoments(self.keys.merge(other.keys), self.values.merge(other.values))
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def statistics_of(keys, values, is_special=None, queries=None, positions=None, b
     is_special = np.zeros(tokens, dtype=bool) if is_special is None else is_special
     positions = np.zeros(tokens, dtype=np.int64) if positions is None else positions
     queries = keys if queries is None else queries
-    states = [x.astype(np.float64) for x in (keys, queries, values)]
+    states = [x.astype(np.float64) for x in (keys, values)]
 
     def token_moments(mask):
         return TokenMoments(
@@ -57,8 +57,8 @@ def statistics_of(keys, values, is_special=None, queries=None, positions=None, b
         tokens,
         relative.mean(axis=2),
         dataclasses.replace(moments_of(relative), count=np.full(stack, float(tokens))),
-        dataclasses.replace(moments_of(states[2]), count=np.full(stack, float(tokens))),
-        moments_of(states[1]).second_moment,
+        dataclasses.replace(moments_of(states[1]), count=np.full(stack, float(tokens))),
+        moments_of(queries.astype(np.float64)).second_moment,
         np.ones(stack),
     )
     weights = np.ones((*stack, tokens), dtype=np.float32)

@@ -12,13 +12,13 @@ from scipy.stats import chisquare, kstest
 from torch import nn
 from transformers import BertConfig, BertModel, EsmModel
 
-from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
-from esm_turbo.collectors import _QUERY_STRIDE
+from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM, collectors
+from esm_turbo.calibrate import _hash_tokens
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
 from esm_turbo.kv_statistics import KEY_BLOCK
 
 CLS, PAD, EOS, MASK = 0, 1, 2, 32
-STATES = ("keys", "queries", "values")
+STATES = ("keys", "values")
 KINDS = ("residues", "specials")
 
 
@@ -54,21 +54,24 @@ def statistics_of(model, batches, **options):
     return fitted(model, batches, **options).finalize(presets=()).statistics
 
 
-def positions_given_to(calibrator, run):
-    """What the calibrator's encoder was told of positions while `run` ran, one array [batch, n] a forward."""
+def positions_given_to(calibrator, ids, mask=None):
+    """What the encoder was told of positions during a `partial_fit`, [batch, n] and zero under padding."""
     seen = []
 
     def record(module, args, kwargs):
         seen.append(next(a for a in [*args, *kwargs.values()] if torch.is_tensor(a) and not a.is_floating_point()))
 
     handle = calibrator._encoder.rotary_embeddings.register_forward_pre_hook(record, with_kwargs=True)
-    run()
+    calibrator.partial_fit(ids, mask)
     handle.remove()
-    return [positions.numpy() for positions in seen]
+    (packed,) = seen
+    positions = torch.zeros_like(ids)
+    positions[torch.ones_like(ids).bool() if mask is None else mask.bool()] = packed[0]
+    return positions.numpy()
 
 
 def offset_of(calibrator, row):
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(row[None]))
+    positions = positions_given_to(calibrator, row[None])
     np.testing.assert_array_equal(positions[0], positions[0, 0] + np.arange(len(row)))
     return int(positions[0, 0])
 
@@ -145,11 +148,10 @@ def rope(x, positions):
 
 
 def direct_tokens(model, ids, mask, positions):
-    """Keys, queries and values, [layers, H, tokens, D], and which of the tokens are special."""
-    keys, queries, values = linear_outputs(model, ids, mask)
-    queries = queries * queries.shape[-1] ** -0.5
+    """Keys and values, [layers, H, tokens, D], and which of the tokens are special."""
+    keys, _, values = linear_outputs(model, ids, mask)
     keep = mask.numpy().astype(bool)
-    states = (rope(keys, positions), rope(queries, positions), values)
+    states = (rope(keys, positions), values)
     special = np.isin(ids.numpy(), (CLS, EOS))[keep]
     return [x[:, keep].transpose(0, 2, 1, 3) for x in states], special
 
@@ -172,7 +174,7 @@ def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head
     model = tiny_esm(head_dim=head_dim, heads=3, layers=2, attn_implementation=implementation)
     ids, mask = batch(proteins)
     calibrator = KVCalibrator(model, max_positions=max_positions, sample_size=10_000)
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    positions = positions_given_to(calibrator, ids, mask)
     statistics = calibrator.finalize(presets=()).statistics
     states, special = direct_tokens(model, ids, mask, positions)
     # Angles near 1,000 rad are known to 6e-5 in float32.
@@ -182,7 +184,7 @@ def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head
     # A sample that is large enough is all tokens, in an order of its own.
     sample = statistics.sample
     assert sample.is_special.sum() == special.sum() == 2 * len(proteins)
-    for mine, direct in ((sample.keys, states[0]), (sample.values, states[2])):
+    for mine, direct in zip((sample.keys, sample.values), states, strict=True):
         assert mine.shape == direct.shape
         np.testing.assert_allclose(
             np.sort(mine, axis=2), np.sort(direct, axis=2), rtol=2**-8, atol=1e-3 * np.abs(direct).max()
@@ -194,8 +196,11 @@ def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head
             np.testing.assert_allclose(statistics.output_gram[layer, head], columns.T @ columns, rtol=1e-5, atol=1e-6)
 
 
-def direct_sensitivity(model, ids, mask, positions):
-    """`Sensitivity` by its definition, one pair of tokens after another; the weights of all tokens of the batch."""
+def direct_sensitivity(model, ids, mask, positions, asking):
+    """`Sensitivity` by its definition, one pair of tokens after another; the weights of all tokens of the batch.
+
+    Of every row only the residues in `asking` ask, each for its share of all.
+    """
     raw = linear_outputs(model, ids, mask)
     keys, queries = rope(raw[0], positions), rope(raw[1], positions) * raw[1].shape[-1] ** -0.5
     values = raw[2]
@@ -217,14 +222,16 @@ def direct_sensitivity(model, ids, mask, positions):
         attention = scores / scores.sum(axis=1, keepdims=True)
         for j in np.flatnonzero(residue[row]):
             block = np.full((1, 1), -(positions[row, j] // KEY_BLOCK) * KEY_BLOCK)
-            for i in np.flatnonzero(residue[row]):
-                if i == j or positions[row, i] % _QUERY_STRIDE:
+            share = residue[row].sum() / len(asking[row])
+            for i in asking[row]:
+                if i == j:
                     continue
-                gain = attention[i, j] ** 2 * np.square(w @ (v[j] - attention[i] @ v)).sum()
+                squared = share * attention[i, j] ** 2
+                gain = squared * np.square(w @ (v[j] - attention[i] @ v)).sum()
                 turned = rope(q[i][None, None, None, None], block).ravel()
                 found["queries"][layer, head] += gain * np.outer(turned, turned)
-                found["attention"][layer, head] += attention[i, j] ** 2
-                weights[:, layer, head, row, j] += gain, attention[i, j] ** 2
+                found["attention"][layer, head] += squared
+                weights[:, layer, head, row, j] += gain, squared
     count = int(residue.sum())
     weights = np.sqrt(weights)
     for name, x, weight in (("keys", relative, weights[0]), ("values", values, weights[1])):
@@ -239,14 +246,24 @@ def direct_sensitivity(model, ids, mask, positions):
     return found, weights[:, :, :, mask.numpy().astype(bool)]
 
 
-def test_sensitivities_are_what_they_say(tiny_esm, random_proteins):
+def residues_that_ask(ids, mask):
+    """Of every row, indices."""
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    return [collectors._draw(~torch.isin(row, torch.tensor([CLS, EOS])), _hash_tokens(row)).numpy() for row in rows]
+
+
+@pytest.mark.parametrize("stride", [1, collectors._QUERY_STRIDE])
+def test_sensitivities_are_what_they_say(tiny_esm, random_proteins, monkeypatch, stride):
+    monkeypatch.setattr(collectors, "_QUERY_STRIDE", stride)
     model = tiny_esm(head_dim=16, heads=2, layers=2)
     # The longest crosses a block's end wherever it begins.
     ids, mask = random_proteins([70, 21, 9], seed=11, eos=True)
     calibrator = KVCalibrator(model, sample_size=1000)
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    positions = positions_given_to(calibrator, ids, mask)
     statistics = calibrator.finalize(presets=()).statistics
-    expected, weights = direct_sensitivity(model, ids, mask, positions)
+    asking = residues_that_ask(ids, mask)
+    assert [len(chosen) for chosen in asking] == [-(-n // stride) for n in (68, 19, 7)]
+    expected, weights = direct_sensitivity(model, ids, mask, positions, asking)
     mine = statistics.sensitivity
     assert mine.count == expected["count"] == 94
     for name in ("key_mean", "queries", "attention"):
@@ -260,6 +277,41 @@ def test_sensitivities_are_what_they_say(tiny_esm, random_proteins):
     for sampled, direct in ((sample.key_weights, weights[0]), (sample.value_weights, weights[1])):
         assert_close(np.sort(sampled, axis=2), np.sort(direct, axis=2), 1e-3)
     np.testing.assert_allclose(statistics.inv_freq, 10000.0 ** (-np.arange(8) / 8), rtol=1e-6)
+
+
+def test_heads_one_at_a_time_give_the_same(model, proteins, monkeypatch):
+    together = statistics_of(model, [proteins])
+    monkeypatch.setattr(collectors, "_PAIRS_AT_ONCE", 1)
+    apart = statistics_of(model, [proteins])
+    assert_same_sensitivity(apart, together, rtol=1e-6)
+    assert_same_sample(apart.sample, together.sample)
+
+
+def test_residues_that_ask_are_spread_evenly_and_belong_to_the_sequence():
+    residues = torch.ones(107, dtype=torch.bool)
+    residues[[0, 40, 41, 106]] = False
+    # 103 residues in 13 stretches of 7 or 8.
+    stretches = np.split(np.flatnonzero(residues), np.arange(1, 13) * 103 // 13)
+    drawn = {seed: collectors._draw(residues, seed) for seed in (0, 1, 2**64 - 1)}
+    for seed, chosen in drawn.items():
+        assert torch.equal(collectors._draw(residues, seed), chosen)
+        for index, stretch in zip(chosen.tolist(), stretches, strict=True):
+            assert index in stretch
+    assert len({tuple(chosen.tolist()) for chosen in drawn.values()}) == 3
+
+
+def test_every_residue_is_as_likely_to_ask():
+    residues = torch.ones(3 * collectors._QUERY_STRIDE, dtype=torch.bool)
+    counts = sum(np.bincount(collectors._draw(residues, seed), minlength=len(residues)) for seed in range(2000))
+    assert chisquare(counts).pvalue > 1e-3
+
+
+def test_proteins_without_residues_change_no_sensitivity(model, proteins):
+    empty = torch.tensor([CLS, EOS])
+    alone = statistics_of(model, [proteins[:3]])
+    among = statistics_of(model, [[proteins[0], empty, *proteins[1:3]], [empty]])
+    assert among.specials.keys.count == alone.specials.keys.count + 4
+    assert_same_sensitivity(among, alone, rtol=1e-5)
 
 
 def test_sampled_keys_stand_where_the_sample_says(tiny_esm, random_proteins):
@@ -374,7 +426,7 @@ def test_offset_belongs_to_the_sequence(tiny_esm, model, proteins):
     calibrator = KVCalibrator(model)
     alone = [offset_of(calibrator, row) for row in proteins]
     ids, mask = batch(proteins[::-1])
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids, mask))
+    positions = positions_given_to(calibrator, ids, mask)
     assert positions[:, 0].tolist() == alone[::-1]
     # Nor does it belong to the model.
     other = KVCalibrator(tiny_esm(head_dim=24, heads=2, layers=1, seed=5))
@@ -388,7 +440,7 @@ def test_offsets_are_uniform_over_all_that_fit(tiny_esm):
     rng = np.random.default_rng(0)
     n = 20
     ids = torch.from_numpy(rng.integers(4, 24, (2000, n)))
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids))
+    positions = positions_given_to(calibrator, ids)
     offsets = positions[:, 0]
     assert (offsets.min(), offsets.max()) == (0, 100 - n)
     counts = np.bincount(offsets, minlength=100 - n + 1)
@@ -401,7 +453,7 @@ def test_long_proteins_start_where_they_still_fit(model, n, highest):
     calibrator = KVCalibrator(model, max_positions=100)
     rng = np.random.default_rng(n)
     ids = torch.from_numpy(rng.integers(4, 24, (12, n)))
-    (positions,) = positions_given_to(calibrator, lambda: calibrator.partial_fit(ids))
+    positions = positions_given_to(calibrator, ids)
     assert set(positions[:, 0].tolist()) == set(range(highest + 1))
 
 
@@ -417,7 +469,7 @@ def test_offsets_leave_hidden_states_alone(model, proteins):
     keep = mask.bool()
     assert offset_of(calibrator, proteins[1]) > 100
     # Angles near 1,000 rad are known to 6e-5 in float32.
-    torch.testing.assert_close(outputs[0][keep], expected[keep], rtol=0, atol=1e-3)
+    torch.testing.assert_close(outputs[0][0], expected[keep], rtol=0, atol=1e-3)
 
 
 def test_keys_cover_positions_that_no_protein_has(tiny_esm):
@@ -534,9 +586,9 @@ def test_state_does_not_grow_with_the_number_of_proteins(model):
         sizes.append(held_bytes(calibrator, set()))
     assert calibrator.n_sequences_seen_ == 240
     assert len(set(sizes)) == 1
-    # 2 layers x 2 heads: eight sets of moments and two more matrices in float64; of 100 tokens keys and values in
-    # bfloat16, and two weights in float32.
-    moments = (8 * (16 + 16 * 16) + 2 * 16 * 16 + 100) * 4 * 8
+    # 2 layers x 2 heads: six sets of moments and two more matrices in float64, and one in float32; of 100 tokens keys
+    # and values in bfloat16, and two weights in float32.
+    moments = (6 * (16 + 16 * 16) + 2 * 16 * 16 + 100) * 4 * 8 + 16 * 16 * 4 * 4
     assert sizes[0] < moments + 100 * 4 * (16 * 2 * 2 + 2 * 4) + 4000
 
 

@@ -79,7 +79,7 @@ def assert_same_states(one, other):
 def assert_same_statistics(one, other):
     assert one.geometry == other.geometry
     for kind in ("residues", "specials"):
-        for state in ("keys", "queries", "values"):
+        for state in ("keys", "values"):
             a, b = getattr(getattr(one, kind), state), getattr(getattr(other, kind), state)
             assert a.count == b.count
             np.testing.assert_array_equal(a.mean, b.mean)
@@ -306,7 +306,7 @@ def test_model_files_and_pickles(tmp_path):
         "fingerprint",
         "output_gram",
         "moments.residues.keys.mean",
-        "moments.specials.queries.covariance",
+        "moments.specials.values.covariance",
         "sample.values",
         "sample.is_special",
         "sample.key_weights",
