@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,8 +37,7 @@ class Tuning:
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
         warps: of a program that reads contexts.
-        stages: of its software pipeline, which loads mapped queries ahead.
-        map_warps: of a program that maps queries.
+        stages: of its software pipeline.
         merge_warps: of a program that joins.
         registers: the most that a thread may have; None leaves it to the compiler.
         programs: that splits of the context are made for.
@@ -47,7 +46,6 @@ class Tuning:
     tile: int = 64
     warps: int = 1
     stages: int = 3
-    map_warps: int = 4
     merge_warps: int = 4
     registers: int | None = None
     programs: int = _PROGRAMS
@@ -232,17 +230,9 @@ def _attend(
     slots = protected_keys.shape[2] if protected_keys is not None else 0
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     rotated = angles is not None
-    # A column for every query and block, in whole tiles of both kernels.
-    block_columns = triton.cdiv(columns, _BLOCK) * queries
-    tile_columns = max(operand_columns, min(_MAP_COLUMNS, triton.next_power_of_2(block_columns)))
-    map_columns = triton.cdiv(block_columns if rotated else queries, tile_columns) * tile_columns
     key_size = query_map.shape[2]
-    places = contexts * heads * row_tiles * map_columns
-    mapped = torch.empty(places * key_size, dtype=torch.float16 if half else torch.float32, device=query.device)
-    affine = torch.empty(2, places, dtype=torch.float32, device=query.device)
-    map_tiles = min(map_columns // tile_columns, max(1, -(-tuning.programs // (contexts * heads * row_tiles))))
-    asm = half and not _interpreted()
-    kernels.map_queries[row_tiles * map_tiles, heads, contexts](
+    exact = query.dtype != torch.bfloat16
+    kernels.attend_context[row_tiles * splits, heads, contexts](
         query,
         query_map,
         query_scale,
@@ -250,32 +240,6 @@ def _attend(
         means[0],
         key_residual,
         query_scale if angles is None else angles,
-        mapped,
-        affine[0],
-        affine[1],
-        *query.stride()[:3],
-        n,
-        rows,
-        map_columns,
-        HEAD_DIM=head_dim,
-        HALF=query_map.shape[3],
-        KEY_SIZE=key_size,
-        KEY_PLACES=max(_ROWS, triton.next_power_of_2(key_size)),
-        QUERIES=queries,
-        COLUMNS=tile_columns,
-        TILES=map_tiles,
-        SHARED=shared,
-        ROTATED=rotated,
-        DTYPE=tl.float16 if query.dtype == torch.bfloat16 else tl.float32,
-        PRECISION=precision,
-        ASM=asm,
-        num_warps=tuning.map_warps,
-        num_stages=1,
-    )
-    kernels.attend_context[row_tiles * splits, heads, contexts](
-        mapped,
-        affine[0],
-        affine[1],
         tuple(key_slabs),
         tuple(value_slabs),
         key_table,
@@ -286,11 +250,13 @@ def _attend(
         partial,
         highest,
         total,
+        *query.stride()[:3],
         columns,
         columns,
         n,
         rows,
-        map_columns,
+        HEAD_DIM=head_dim,
+        HALF=query_map.shape[3],
         KEYS=key_specs,
         VALUES=value_specs,
         KEY_SIZE=key_size,
@@ -303,9 +269,11 @@ def _attend(
         ROTATED=rotated,
         T=tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
+        MAP_DTYPE=tl.float32 if exact else tl.float16,
         DTYPE=tl.float16 if half else tl.float32,
+        MAP_PRECISION=precision,
         PRECISION=precision,
-        ASM=asm,
+        ASM=half and not _interpreted(),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         **limits,
@@ -358,7 +326,6 @@ def _interpreted() -> bool:
 
 _BLOCK = 64
 _NEW_TILE = 16
-_MAP_COLUMNS = 64
 _runnable: WeakKeyDictionary[KVCodec, bool] = WeakKeyDictionary()
 _layouts: WeakKeyDictionary[KVCodec, dict[Any, KernelLayout]] = WeakKeyDictionary()
 # By the tensor of stored keys: its version, and what was made of it and of the values.
@@ -398,9 +365,10 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:
     """The layer's layout, made once."""
-    stored = tuple(context.packed)
+    stored, half = tuple(context.packed), query.dtype == torch.bfloat16
     made = _layouts.setdefault(codec, {})
-    key = (layer_idx, stored, query.device)
+    key = (layer_idx, stored, query.device, half)
     if key not in made:
-        made[key] = kernel_layout(codec, layer_idx, stored, query.device)
+        layout = kernel_layout(codec, layer_idx, stored, query.device)
+        made[key] = replace(layout, query_map=layout.query_map.half()) if half else layout
     return made[key]

@@ -1,9 +1,10 @@
-"""The Triton kernel that encodes keys and values, in Triton's interpreter and on a GPU: the same tests of the same cases.
+"""The Triton kernel that encodes keys and values, in Triton's interpreter and on a GPU: the same tests of like cases.
 
 Where the transform is exact, bytes are those of the PyTorch path. Elsewhere both round, each in its own order, so that
 a number may fall on either side of a boundary that is nearer than its rounding: such codes are counted.
 
 What the interpreter cannot find: races, the tensor cores' rounding, and all that depends on the layout of registers.
+It cuts float32 off to bfloat16 instead of rounding it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-from attention_cases import LAYER, codec_of
+from attention_cases import LAYER, _statistics, codec_of
 from codec_samples import fitted
 from conftest import random_ids
 from hypothesis import given
@@ -115,14 +116,21 @@ def encode(
 
 
 def in_pytorch(tokens: Tokens, codec: KVCodec) -> tuple[Packed, Packed]:
-    """The same without the kernel: what is packed, and protected tokens."""
+    """The same without the kernel: what is packed, and protected tokens before they are rounded."""
     packed = codec.quantize(LAYER, *codec.transform(LAYER, *tokens.ordered(), tokens.columns))
     protected: Packed = {}
     if tokens.protected is not None:
         slots = tokens.protected.clamp_min(0)
         special = codec.transform(LAYER, *tokens.ordered(slots), torch.zeros_like(slots))
-        protected = {name: x.bfloat16() for name, x in zip(("keys", "values"), special, strict=True)}
+        protected = dict(zip(("keys", "values"), special, strict=True))
     return packed, protected
+
+
+def to_bfloat16(tensors: Packed, device: str) -> Packed:
+    """As the device does it: the interpreter cuts off instead of rounding."""
+    if device == "cuda":
+        return {name: x.bfloat16() for name, x in tensors.items()}
+    return {name: (x.view(torch.int32) & -0x10000).view(torch.float32).bfloat16() for name, x in tensors.items()}
 
 
 def ordinals(codec: KVCodec, packed: Packed, layer: int = LAYER) -> Tensor:
@@ -255,7 +263,6 @@ def exact_tokens(codec: KVCodec, tokens: Tokens) -> Tokens:
     cpu=[
         *itertools.product(PRESETS, (64,), ("float32",)),
         *((preset, head_dim, "float16") for preset, head_dim in zip(PRESETS, HEAD_DIMS, strict=True)),
-        ("turbo3", 128, "bfloat16"),
     ],
     gpu=itertools.product(PRESETS, HEAD_DIMS, DTYPES),
 )
@@ -272,7 +279,7 @@ def test_same_bytes_for_the_same_transformed_numbers(device: str, preset: str, h
     assert ordinals(codec, packed).unique().numel() >= (16 if isinstance(codec, LutCodec) else 4)
     found, found_protected, rows = encode(tokens, codec, device)
     assert_equal(found, packed)
-    assert_equal(found_protected, protected)
+    assert_equal(found_protected, to_bfloat16(protected, device))
     if isinstance(codec, TurboCodec):
         assert_same_residuals(rows, found, tokens, codec)
 
@@ -280,14 +287,17 @@ def test_same_bytes_for_the_same_transformed_numbers(device: str, preset: str, h
 # ---------------------------------------------------------------- formats
 
 
-@on_devices("preset, head_dim", cpu=itertools.product(PRESETS, HEAD_DIMS), gpu=itertools.product(PRESETS, HEAD_DIMS))
+@on_devices(
+    "preset, head_dim",
+    cpu=[*itertools.product(PRESETS, (16, 64)), ("turbo3", 24), ("turbo2", 32), ("turbo4", 128), ("paper", 128)],
+    gpu=itertools.product(PRESETS, HEAD_DIMS),
+)
 def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> None:
     codec = codec_of(preset, head_dim)
     assert encode_ops.can_run(codec, LAYER)
-    tokens = random_tokens(codec, batch=1, length=65) if device == "cpu" else random_tokens(codec, batch=4, length=1000)
-    packed, protected, rows = encode(tokens, codec, device)
+    tokens = random_tokens(codec, length=65) if device == "cpu" else ragged_tokens(codec, length=1000)
+    packed, _, rows = encode(tokens, codec, device)
     assert_same_codes(packed, tokens, codec)
-    assert protected == {}
     if isinstance(codec, TurboCodec):
         assert_same_residuals(rows, packed, tokens, codec)
     else:
@@ -302,7 +312,8 @@ def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> 
 def test_half_precision(device: str, preset: str, head_dim: int, dtype: str) -> None:
     """What comes in has fewer bits; what becomes of it has not."""
     codec = codec_of(preset, head_dim)
-    tokens = random_tokens(codec, length=65 if device == "cpu" else 1000, dtype=DTYPES[dtype])
+    make, length = (random_tokens, 65) if device == "cpu" else (ragged_tokens, 1000)
+    tokens = make(codec, length=length, dtype=DTYPES[dtype])
     packed, _, rows = encode(tokens, codec, device)
     assert_same_codes(packed, tokens, codec)
     if isinstance(codec, TurboCodec):
@@ -334,8 +345,6 @@ def lut_config(bits: int, sign_correction: str, **options: object) -> TurboConfi
 
 
 def lut_codec(head_dim: int, config: TurboConfig) -> KVCodec:
-    from attention_cases import _statistics
-
     return fitted(config, _statistics(head_dim))
 
 
@@ -364,7 +373,8 @@ def test_mapped_values_of_a_table(device: str) -> None:
 def test_lengths(device: str, length: int) -> None:
     codec = codec_of("turbo3", 32)
     tokens = random_tokens(codec, length=length)
-    packed, _, rows = encode(tokens, codec, device)
+    packed, protected, rows = encode(tokens, codec, device)
+    assert protected == {}
     if length:
         assert_same_codes(packed, tokens, codec)
         assert_same_residuals(rows, packed, tokens, codec)
@@ -383,7 +393,7 @@ def test_order_counts_and_protected_tokens(device: str, preset: str) -> None:
     assert protected.keys() == expected.keys()
     for name, x in expected.items():
         assert protected[name].dtype == torch.bfloat16
-        torch.testing.assert_close(protected[name].float(), x.float(), rtol=BFLOAT16, atol=1e-5)
+        torch.testing.assert_close(protected[name].float(), x, rtol=BFLOAT16, atol=1e-5)
     if isinstance(codec, TurboCodec):
         assert_same_residuals(rows, packed, tokens, codec)
         # The third row has a single token, the first all but two.
@@ -405,7 +415,7 @@ def test_rows_that_go_on_inside_of_a_block(device: str, length: int) -> None:
     assert key_differs > 0.1
     assert value_differs < 1e-3
     for name, x in in_pytorch(tokens, codec)[1].items():
-        torch.testing.assert_close(protected[name].float(), x.float(), rtol=BFLOAT16, atol=1e-5)
+        torch.testing.assert_close(protected[name].float(), x, rtol=BFLOAT16, atol=1e-5)
 
 
 @on_devices(cpu=[64], gpu=[1, 3, 64], names="slots")
@@ -416,7 +426,7 @@ def test_as_many_protected_tokens_as_there_may_be(device: str, slots: int) -> No
     packed, protected, rows = encode(tokens, codec, device)
     expected, expected_protected = in_pytorch(tokens, codec)
     assert_equal(packed, expected)
-    assert_equal(protected, expected_protected)
+    assert_equal(protected, to_bfloat16(expected_protected, device))
     assert_same_residuals(rows, packed, tokens, codec)
 
 
@@ -451,7 +461,7 @@ ODD_NUMBERS = [float("nan"), float("inf"), float("-inf"), 60000.0, -60000.0]
 
 @on_devices(
     "preset, dtype",
-    cpu=[("turbo3", "float32"), ("turbo1", "float16"), ("paper", "float32")],
+    cpu=[("turbo3", "float16"), ("paper", "float32")],
     gpu=itertools.product(PRESETS, DTYPES),
 )
 def test_numbers_that_are_none(device: str, preset: str, dtype: str) -> None:
@@ -633,7 +643,7 @@ WITHOUT_KERNEL: dict[str, Callable[[], KVCodec]] = {
     "another codec": lambda: ExactCodec(TurboConfig.from_preset("exact"), Geometry(2, 2, 16), {}),
     "fields of three bits": lambda: lut_codec(16, lut_config(3, "none")),
     "signs of keys alone": lambda: lut_codec(16, lut_config(3, "keys")),
-    "a head of 136": lambda: codec_of("turbo3", 136),
+    "a head of 136": lambda: codec_of("paper", 136),
 }
 
 
@@ -724,7 +734,8 @@ class _Recorded(TorchDispatchMode):
 @on_devices("preset", cpu=["turbo1", "paper"], gpu=["turbo3", "paper"])
 def test_opcheck(device: str, preset: str) -> None:
     codec = codec_of(preset, 16)
-    tokens = replace(random_tokens(codec, length=65), protected=torch.tensor([[0, -1]]))
+    # Slabs of whole lines, since what lies between them is not the same each time.
+    tokens = replace(random_tokens(codec, length=64), protected=torch.tensor([[0, -1]]))
     counters = encode_ops.new_counters(1, 1, 2, torch.device(device))[0]
     with _Recorded() as recorded:
         encode(tokens, codec, device, counters=counters)
@@ -743,9 +754,7 @@ class _Layer(torch.nn.Module):
         self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, codec.geometry.head_dim, device=device))
 
     def forward(self, keys: Tensor, values: Tensor) -> list[Tensor]:
-        outputs = encode_ops.encode(
-            self.codec, LAYER, keys * self.scale, values * self.scale, protected=self.protected
-        )
+        outputs = encode_ops.encode(self.codec, LAYER, keys * self.scale, values * self.scale, protected=self.protected)
         return [x.float() * 2 for tensors in outputs for x in tensors.values()]
 
 

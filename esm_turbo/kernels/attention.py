@@ -1,7 +1,7 @@
 """Triton kernels of the packed attention. Imported only where they run; docs/kernels.md draws what happens.
 
-Three launches: `map_queries` brings the queries into the space of the stored keys, `attend_context` reads the context,
-split over programs of one warp, and `merge` joins the splits with the new tokens and maps the output back.
+Two launches: `attend_context` maps the queries into the space of the stored keys and reads the context, split over
+programs of one warp, and `merge` joins the splits with the new tokens and maps the output back.
 
 Packed words become operands of `tl.dot` in registers: a field is shifted and masked into the mantissa of 1024, two
 fields of a word at once. The order of components in an operand follows from which field of which word a lane holds
@@ -283,106 +283,75 @@ def _mean(mean_ptr, residual_ptr, d, inside):
 
 
 @triton.jit
-def map_queries(
+def _mapped_queries(
     query_ptr,
+    batch,
+    token,
+    known,
+    block,
     map_ptr,
-    map_scale_ptr,
+    map_scale,
     excess_ptr,
-    key_mean_ptr,
-    key_residual_ptr,
+    mean_ptr,
+    residual_ptr,
     angle_ptr,
-    mapped_ptr,
-    scale_ptr,
-    offset_ptr,
     stride_query_row,
-    stride_query_head,
     stride_query_token,
-    num_tokens,
-    num_rows,
-    num_columns,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
+    KEYS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
-    KEY_PLACES: tl.constexpr,
-    QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILES: tl.constexpr,
-    SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
+    MAP_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Maps queries into the space of the stored keys, for every block of columns; `attend_context` reads the result.
+    """Queries in the space of the stored keys, each turned back by the first column of its block.
 
-    Grid: (row tiles x TILES, heads, contexts). A row is a query of the context: a token of one row of the extension; a
-    row tile has QUERIES of them, and a column for each of them in each block, block by block. Programs take COLUMNS
-    columns at a time, every TILES-th time.
-
-    It writes mapped queries [contexts, heads, row tiles, num_columns, KEY_SIZE], and scale and offset of the scores to
-    base 2, [contexts, heads, row tiles, num_columns]. `num_columns` is a multiple of COLUMNS.
+    Returns scale and offset of the scores to base 2, [COLUMNS], and for every key slab the mapped queries, [size,
+    COLUMNS]. Pointers are those of a head.
     """
-    num_heads = tl.num_programs(1)
-    first_tile = tl.program_id(0) % TILES
-    row_tile = tl.program_id(0) // TILES
-    head = tl.program_id(1)
-    context = tl.program_id(2)
     d = tl.arange(0, HALF)
     in_head = d < HEAD_DIM // 2
-    residual_ptr = key_residual_ptr
-    if residual_ptr is not None:
-        residual_ptr += (context * num_heads + head).to(tl.int64) * HEAD_DIM
-    mean_low = _mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
-    mean_high = _mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
-    map_scale = tl.load(map_scale_ptr + head)
-    place = tl.arange(0, KEY_PLACES)
-    in_keys = place < KEY_SIZE
-    here = map_ptr + (head * (2 * KEY_SIZE) + place)[:, None] * HALF + d[None, :]
-    map_low = tl.load(here, mask=in_keys[:, None], other=0.0).to(DTYPE)
-    map_high = tl.load(here + KEY_SIZE * HALF, mask=in_keys[:, None], other=0.0).to(DTYPE)
-    excess = tl.load(excess_ptr + place, mask=in_keys, other=0.0)
-    if ASM:
-        # 0 marks places whose fields are looked up, or empty.
-        excess = tl.where(excess > 0, excess + 1024.0, 0.0)
-    out = ((context * num_heads + head).to(tl.int64) * (tl.num_programs(0) // TILES) + row_tile) * num_columns
-
-    for tile in range(first_tile, num_columns // COLUMNS, TILES):
-        column = tile * COLUMNS + tl.arange(0, COLUMNS)
-        row = row_tile * QUERIES + column % QUERIES
-        if SHARED:
-            batch = row // num_tokens
-            token = row % num_tokens
-        else:
-            batch = tl.zeros_like(row) + context
-            token = row
-        at = query_ptr + batch.to(tl.int64) * stride_query_row + head * stride_query_head + token * stride_query_token
-        inside = in_head[:, None] & (row < num_rows)[None, :]
-        low = tl.load(at[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)
-        high = tl.load(at[None, :] + HEAD_DIM // 2 + d[:, None], mask=inside, other=0.0).to(tl.float32)
-        if ROTATED:
-            angles = angle_ptr + (column // QUERIES)[None, :] * HEAD_DIM + d[:, None]
-            cos = tl.load(angles, mask=in_head[:, None], other=0.0)
-            sin = tl.load(angles + HEAD_DIM // 2, mask=in_head[:, None], other=0.0)
-            turned = low * cos + high * sin
-            high = high * cos - low * sin
-            low = turned
-        offset = tl.sum(low * mean_low[:, None] + high * mean_high[:, None], 0)
-        # Queries of any size fit half precision once divided by their largest component.
-        size = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
-        size = tl.where(size > 0, size, 1.0)
-        inverse = 1.0 / size
-        low = low * inverse[None, :]
-        high = high * inverse[None, :]
-        scale = size * map_scale
-        mapped = tl.dot(map_low, low.to(DTYPE), input_precision=PRECISION)
-        mapped = tl.dot(map_high, high.to(DTYPE), mapped, input_precision=PRECISION)
-        mapped = mapped.to(mapped_ptr.dtype.element_ty)
+    at = query_ptr + batch.to(tl.int64) * stride_query_row + token * stride_query_token
+    inside = in_head[:, None] & known[None, :]
+    low = tl.load(at[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at[None, :] + HEAD_DIM // 2 + d[:, None], mask=inside, other=0.0).to(tl.float32)
+    if ROTATED:
+        angles = angle_ptr + block[None, :] * HEAD_DIM + d[:, None]
+        cos = tl.load(angles, mask=in_head[:, None], other=0.0)
+        sin = tl.load(angles + HEAD_DIM // 2, mask=in_head[:, None], other=0.0)
+        turned = low * cos + high * sin
+        high = high * cos - low * sin
+        low = turned
+    mean_low = _mean(mean_ptr, residual_ptr, d, in_head)
+    mean_high = _mean(mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
+    offset = tl.sum(low * mean_low[:, None] + high * mean_high[:, None], 0)
+    # Queries of any size fit half precision once divided by their largest component.
+    size = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
+    size = tl.where(size > 0, size, 1.0)
+    inverse = 1.0 / size
+    low = (low * inverse[None, :]).to(MAP_DTYPE)
+    high = (high * inverse[None, :]).to(MAP_DTYPE)
+    scale = size * map_scale
+    excess = tl.zeros_like(offset)
+    queries = ()
+    start = 0
+    for i in tl.static_range(len(KEYS)):
+        place = start + _places(KEYS, i)
+        here = map_ptr + place[:, None] * HALF + d[None, :]
+        mapped = tl.dot(tl.load(here), low, input_precision=PRECISION)
+        mapped = tl.dot(tl.load(here + KEY_SIZE * HALF), high, mapped, input_precision=PRECISION).to(DTYPE)
+        middle = tl.load(excess_ptr + place)
+        if ASM:
+            # 0 marks places whose fields are looked up, or empty.
+            middle = tl.where(middle > 0, middle + 1024.0, 0.0)
         # Of the rounded queries, so that it cancels.
-        offset -= scale * tl.sum(mapped.to(tl.float32) * excess[:, None], 0)
-        at = mapped_ptr + (out + column)[:, None] * KEY_SIZE + place[None, :]
-        tl.store(at, tl.trans(mapped), mask=in_keys[None, :])
-        tl.store(scale_ptr + out + column, scale * _LOG2E)
-        tl.store(offset_ptr + out + column, offset * _LOG2E)
+        excess += tl.sum(mapped.to(tl.float32) * middle[:, None], 0)
+        queries = queries + (mapped,)
+        start += KEYS[i][4]
+    return (scale * _LOG2E, (offset - scale * excess) * _LOG2E) + queries
 
 
 @triton.jit
@@ -401,22 +370,14 @@ def _tile_words(
 
 
 @triton.jit
-def _tile_queries(mapped_ptr, scale_ptr, offset_ptr, column, KEY_SIZE: tl.constexpr, KEYS: tl.constexpr):
-    """Mapped queries [COLUMNS, size] of every key slab, their scales and their offsets."""
-    queries = (tl.load(scale_ptr + column), tl.load(offset_ptr + column))
-    start = 0
-    for i in tl.static_range(len(KEYS)):
-        at = mapped_ptr + column[:, None] * KEY_SIZE + start + _places(KEYS, i)[None, :]
-        queries = queries + (tl.load(at),)
-        start += KEYS[i][4]
-    return queries
-
-
-@triton.jit
 def attend_context(
-    mapped_ptr,
-    scale_ptr,
-    offset_ptr,
+    query_ptr,
+    map_ptr,
+    map_scale_ptr,
+    excess_ptr,
+    key_mean_ptr,
+    key_residual_ptr,
+    angle_ptr,
     key_slabs,
     value_slabs,
     key_table_ptr,
@@ -427,11 +388,15 @@ def attend_context(
     partial_ptr,
     highest_ptr,
     total_ptr,
+    stride_query_row,
+    stride_query_head,
+    stride_query_token,
     stride_mask,
     columns,
     num_tokens,
     num_rows,
-    num_columns,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
     KEYS: tl.constexpr,
     VALUES: tl.constexpr,
     KEY_SIZE: tl.constexpr,
@@ -444,15 +409,18 @@ def attend_context(
     ROTATED: tl.constexpr,
     T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
+    MAP_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
+    MAP_PRECISION: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Attention of mapped queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
+    """Attention of queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
 
-    Grid: (row tiles x splits, heads, contexts). QUERIES (a power of two up to COLUMNS) rows are worked on at once, with
-    as many blocks' columns of `map_queries` as fill COLUMNS; a column counts in its own block alone. Everything is
-    transposed, queries last: an operand's first dimension may not be smaller than 16, its last may be 8.
+    Grid: (row tiles x splits, heads, contexts). A row is a query of the context: a token of one row of the extension.
+    QUERIES (a power of two up to COLUMNS) rows are worked on at once, and mapped for as many blocks as fill COLUMNS; a
+    column counts in its own block alone. Everything is transposed, queries last: an operand's first dimension may not
+    be smaller than 16, its last may be 8.
     """
     num_heads = tl.num_programs(1)
     split = tl.program_id(0) % SPLITS
@@ -465,12 +433,20 @@ def attend_context(
 
     c = tl.arange(0, COLUMNS)
     row = row_tile * QUERIES + c % QUERIES
-    batch = row // num_tokens
     known = row < num_rows
-    first_column = (place * (tl.num_programs(0) // SPLITS) + row_tile) * num_columns
-    mapped_ptr += first_column * KEY_SIZE
-    scale_ptr += first_column
-    offset_ptr += first_column
+    if SHARED:
+        batch = row // num_tokens
+        token = row % num_tokens
+    else:
+        batch = tl.zeros_like(row) + context
+        token = row
+    query_ptr += head * stride_query_head
+    map_ptr += head * (2 * KEY_SIZE * HALF)
+    key_mean_ptr += head * HEAD_DIM
+    residual_ptr = key_residual_ptr
+    if residual_ptr is not None:
+        residual_ptr += place * HEAD_DIM
+    map_scale = tl.load(map_scale_ptr + head)
 
     length = tl.load(lengths_ptr + context).to(tl.int32)
     # Splits are of whole blocks, tiles whole parts of a block.
@@ -489,48 +465,79 @@ def attend_context(
         hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
 
     row_of_slabs = place * columns
-    last_group = num_columns // COLUMNS - 1
     words = _tile_words(key_slabs, value_slabs, row_of_slabs, first_tile * T, length, T, KEYS, VALUES)
-    group = tl.minimum(first_tile // group_tiles, last_group) if ROTATED else 0
-    queries = _tile_queries(mapped_ptr, scale_ptr, offset_ptr, group * COLUMNS + c, KEY_SIZE, KEYS)
-    for tile in tl.range(first_tile, last_tile):
-        # Asked for a tile ahead, so that memory has the time of a tile to answer.
-        next_words = _tile_words(key_slabs, value_slabs, row_of_slabs, (tile + 1) * T, length, T, KEYS, VALUES)
-        group = tl.minimum((tile + 1) // group_tiles, last_group) if ROTATED else 0
-        next_queries = _tile_queries(mapped_ptr, scale_ptr, offset_ptr, group * COLUMNS + c, KEY_SIZE, KEYS)
-        scores = tl.zeros((T, COLUMNS), tl.float32)
-        for i in tl.static_range(len(KEYS)):
-            keys = _key_operand(words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
-            scores = tl.dot(keys, tl.trans(queries[2 + i]), scores, input_precision=PRECISION)
-        if copies > 1:
-            own = known & (c // QUERIES == tile // BLOCK_TILES % copies) if ROTATED else known & (c // QUERIES == 0)
+    if ROTATED:
+        first_group = first_tile // group_tiles
+        last_group = tl.cdiv(last_tile, group_tiles)
+    else:
+        first_group = 0
+        last_group = 1
+    for group in tl.range(first_group, last_group):
+        queries = _mapped_queries(
+            query_ptr,
+            batch,
+            token,
+            known,
+            group * copies + c // QUERIES,
+            map_ptr,
+            map_scale,
+            excess_ptr,
+            key_mean_ptr,
+            residual_ptr,
+            angle_ptr,
+            stride_query_row,
+            stride_query_token,
+            HEAD_DIM,
+            HALF,
+            KEYS,
+            KEY_SIZE,
+            ROTATED,
+            MAP_DTYPE,
+            DTYPE,
+            MAP_PRECISION,
+            ASM,
+        )
+        if ROTATED:
+            begin = tl.maximum(first_tile, group * group_tiles)
+            end = tl.minimum(last_tile, (group + 1) * group_tiles)
         else:
-            own = known
-        scores = scores * queries[0][None, :] + tl.where(own, queries[1], float("-inf"))[None, :]
-        column = tile * T + tl.arange(0, T)
-        seen = column < length
-        for slot in tl.static_range(SLOTS):
-            seen = seen & (column != hidden[slot])
-        if mask_ptr is not None and not SHARED:
-            seen = seen & (tl.load(mask_ptr + context * stride_mask + column, mask=seen, other=0) != 0)
-        scores = tl.where(seen[:, None], scores, float("-inf"))
-        if mask_ptr is not None and SHARED:
-            at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column[:, None]
-            scores = tl.where(tl.load(at, mask=seen[:, None] & own[None, :], other=0) != 0, scores, float("-inf"))
-        peak = tl.maximum(highest, tl.max(scores, 0))
-        keep = _exp2(highest - peak, ASM)
-        weights = _exp2(scores - peak[None, :], ASM)
-        total = total * keep + tl.sum(weights, 0)
-        highest = peak
-        weights = weights.to(DTYPE)
-        new = ()
-        for i in tl.static_range(len(VALUES)):
-            even, odd = words[len(KEYS) + 2 * i], words[len(KEYS) + 2 * i + 1]
-            values = _value_operand(even, odd, value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
-            new = new + (tl.dot(tl.trans(values), weights, sums[i] * keep[None, :], input_precision=PRECISION),)
-        sums = new
-        words = next_words
-        queries = next_queries
+            begin = first_tile
+            end = last_tile
+        for tile in tl.range(begin, end):
+            # Asked for a tile ahead, so that memory has the time of a tile to answer.
+            next_words = _tile_words(key_slabs, value_slabs, row_of_slabs, (tile + 1) * T, length, T, KEYS, VALUES)
+            scores = tl.zeros((T, COLUMNS), tl.float32)
+            for i in tl.static_range(len(KEYS)):
+                keys = _key_operand(words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
+                scores = tl.dot(keys, queries[2 + i], scores, input_precision=PRECISION)
+            if copies > 1:
+                own = known & (c // QUERIES == tile // BLOCK_TILES % copies) if ROTATED else known & (c // QUERIES == 0)
+            else:
+                own = known
+            scores = scores * queries[0][None, :] + tl.where(own, queries[1], float("-inf"))[None, :]
+            column = tile * T + tl.arange(0, T)
+            seen = column < length
+            for slot in tl.static_range(SLOTS):
+                seen = seen & (column != hidden[slot])
+            if mask_ptr is not None and not SHARED:
+                seen = seen & (tl.load(mask_ptr + context * stride_mask + column, mask=seen, other=0) != 0)
+            scores = tl.where(seen[:, None], scores, float("-inf"))
+            if mask_ptr is not None and SHARED:
+                at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column[:, None]
+                scores = tl.where(tl.load(at, mask=seen[:, None] & own[None, :], other=0) != 0, scores, float("-inf"))
+            peak = tl.maximum(highest, tl.max(scores, 0))
+            keep = _exp2(highest - peak, ASM)
+            weights = _exp2(scores - peak[None, :], ASM)
+            total = total * keep + tl.sum(weights, 0)
+            highest = peak
+            weights = weights.to(DTYPE)
+            new = ()
+            for i in tl.static_range(len(VALUES)):
+                even, odd = words[len(KEYS) + 2 * i], words[len(KEYS) + 2 * i + 1]
+                values = _value_operand(even, odd, value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
+                new = new + (tl.dot(tl.trans(values), weights, sums[i] * keep[None, :], input_precision=PRECISION),)
+            sums = new
+            words = next_words
 
     out = (place * SPLITS + split) * num_rows
     query = row_tile * QUERIES + tl.arange(0, QUERIES)
