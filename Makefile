@@ -29,10 +29,10 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-gpu test-mps lint format types notebooks results clean
+.PHONY: help demo test test-oldest test-interpreter test-gpu test-mps lint format types notebooks results clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.installed  ## install, then the whole job on shipped proteins and the embedded model
 	$(VENV)/bin/esm-turbo demo
@@ -43,11 +43,14 @@ test: $(VENV)/.installed-dev  ## install, then the whole test suite
 test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the oldest supported dependencies
 	$(SINGLE_THREADED) $(VENV_OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
+test-interpreter: $(VENV)/.installed-dev  ## the tests of Triton kernels, on the CPU in Triton's interpreter
+	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/test_triton_*.py $(PYTEST_ARGS)
+
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
-	$(VENV)/bin/python -m pytest -m "not mps and not network" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network" $(PYTEST_ARGS)
 
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
-	$(VENV)/bin/python -m pytest -m "not gpu and not network" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff, and the direction of imports
 	$(VENV)/bin/ruff check .

@@ -1,12 +1,14 @@
-"""Attention over packed contexts on a CUDA device, beside PyTorch's on dense ones, and whole steps of an extension.
+"""Attention over packed contexts on a CUDA device, beside PyTorch's on dense ones and the paper's kernel structure.
 
-Everything is captured in CUDA graphs, so that no launch from Python is timed; a figure is one replay.
+Timed are the query's map, all splits of the context, their merge and the output's map, each call captured in a CUDA
+graph with the device's cache flushed before it; a second figure is for a context that may still lie in that cache.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,48 +16,67 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.measure import Case, Check, Figures, Target, spread
-from benchmarks.models import Architecture, random_calibration, random_model, random_tokens
-from esm_turbo import Calibration, TurboEsmModel
+from benchmarks import cuda_timing
+from benchmarks.measure import Case, Check, Figures, Target, ratio, spread, worst
+from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.calibration import CALIBRATION_FILE
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 
+Shape = tuple[int, int, int]
+"""Rows of a batch, tokens of their contexts, and new tokens of each."""
+
 COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
-_HEADS = 20
+SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
+PAPER_KERNEL = "one program a head, table in memory"
+HEADS, HEAD_DIM = 20, 64
+_LAYER = 6
+_SLOTS = 2
 # The kernels' and PyTorch's own rounding in bfloat16; outputs are compared by their largest.
 _TOLERANCE = 1.5e-2
-_ATTENTIONS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
-_REPEATS_IN_GRAPH = 20
+_BACKENDS = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+)  # fmt: skip
+_WARM_REPEATS = 5
 
 
 def attention_cases(
-    shapes: tuple[tuple[int, int, int], ...], targets: dict[tuple[int, int, int], dict[str, float]]
+    shapes: Sequence[Shape],
+    targets: Mapping[Shape, Mapping[str, float]],
+    ahead: Callable[[Sequence[Shape]], None] | None = None,
 ) -> Iterator[Case]:
-    """One row a shape (batch size, context, queries), 20 heads of 64: every preset, SDPA and the paper's kernel."""
-    if not torch.cuda.is_available():
+    """One row a shape, 20 heads of 64: every preset, SDPA and the paper's kernel structure.
+
+    Args:
+        shapes: of the batches.
+        targets: how many times as fast as an arm another one is to be, by shape and "arm / other".
+        ahead: what is called with the shapes before the first.
+    """
+    if not cuda_timing.available():
         return
-    codecs = {preset: embedded_codec(preset, _HEADS) for preset in COMPRESSED}
-    for batch_size, columns, queries in shapes:
-        arms = _Arms(codecs, batch_size, columns, queries)
+    if ahead is not None:
+        ahead(shapes)
+    for shape in shapes:
+        arms = Arms(shape)
         yield Case(
-            name=f"batch {batch_size} x {columns}, {queries} queries",
-            model="bit profiles and maps of esm2-mini's layers, random codes",
-            shape={
-                "batch_size": batch_size, "context_tokens": columns, "queries": queries, "heads": _HEADS,
-                "head_dim": 64, "dtype": "bfloat16",
-            },
+            name=name_of(shape),
+            model="maps and bits of a layer of esm2-mini, random codes",
+            shape=arms.described(),
             check=arms.check,
             measure=arms.measure,
-            targets=[
-                Target(("ratios", f"SDPA bf16 / {preset}"), at_least=bound)
-                for preset, bound in targets.get((batch_size, columns, queries), {}).items()
-            ],
-        )  # fmt: skip
+            targets=[Target(("ratios", name), at_least=bound) for name, bound in targets.get(shape, {}).items()],
+        )
 
 
-def embedded_codec(preset: str, heads: int, layer_idx: int = 6) -> KVCodec:
+def name_of(shape: Shape) -> str:
+    """A shape in words."""
+    rows, tokens, queries = shape
+    return f"batch {rows} x {tokens}, {queries} {'query' if queries == 1 else 'queries'}"
+
+
+@functools.cache
+def embedded_codec(preset: str, heads: int = HEADS, layer_idx: int = _LAYER) -> KVCodec:
     """The embedded model's codec of a middle layer, its heads repeated to as many as are asked for."""
     codec = Calibration.load(EMBEDDED_MODEL / CALIBRATION_FILE).codec(preset)
     state = {}
@@ -67,216 +88,164 @@ def embedded_codec(preset: str, heads: int, layer_idx: int = 6) -> KVCodec:
     return type(codec)(TurboConfig.from_preset(preset), geometry, state)
 
 
-class _Arms:
-    def __init__(self, codecs: dict[str, KVCodec], batch_size: int, columns: int, queries: int) -> None:
-        self.codecs, self.batch_size, self.columns, self.queries = codecs, batch_size, columns, queries
+def bits_of(codec: KVCodec) -> dict[str, dict[str, int]]:
+    """Components of keys and of values by the bits of their fields' slabs."""
+    return {
+        f"{kind}s": {f"{slab.name}, {slab.bits} bits": len(slab.components) for slab in codec.field_slabs(0, kind)}
+        for kind in ("key", "value")
+    }
 
-    def _new(self) -> tuple[Tensor, Tensor, Tensor]:
-        generator = torch.Generator("cuda").manual_seed(0)
-        shape = (self.batch_size, _HEADS, self.queries, 64)
-        draw = partial(torch.randn, shape, device="cuda", generator=generator, dtype=torch.bfloat16)
-        return draw() * 0.125, draw(), draw()
 
-    def _context(self, codec: KVCodec) -> PackedContext:
-        packed, shape = {}, (self.batch_size, _HEADS, self.columns)
-        for kind in ("key", "value"):
-            for slab in codec.field_slabs(0, kind):
-                num_bytes = len(slab.components) * slab.bits // 8
-                packed[slab.name] = torch.randint(0, 256, (*shape, num_bytes), dtype=torch.uint8, device="cuda")
-        rows = {}
-        if codec.block_size is not None:
-            zeros = torch.zeros(self.batch_size, _HEADS, 1, 64, dtype=torch.bfloat16, device="cuda")
-            rows = {"key_residual": zeros, "value_residual": zeros}
-        lengths = torch.full((self.batch_size,), self.columns, device="cuda")
-        hidden = torch.zeros(self.batch_size, 1, dtype=torch.int32, device="cuda")
-        mask = torch.ones(self.batch_size, self.columns, dtype=torch.bool, device="cuda")
-        mask[:, 0] = False
-        return PackedContext(packed, mask, {}, None, rows, lengths, hidden, None)
+def new_tokens(
+    shape: Shape, device: str | None = None, geometry: Geometry | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of new tokens, bfloat16."""
+    device = device or cuda_timing.DEVICE
+    generator = torch.Generator(device).manual_seed(0)
+    heads, head_dim = (HEADS, HEAD_DIM) if geometry is None else (geometry.num_heads, geometry.head_dim)
+    size = (shape[0], heads, shape[2], head_dim)
+    draw = partial(torch.randn, size, device=device, generator=generator, dtype=torch.bfloat16)
+    return draw() * 0.125, draw(), draw()
+
+
+def random_context(codec: KVCodec, rows: int, columns: int, device: str | None = None) -> PackedContext:
+    """Contexts of random codes as an extension sees them, their first token protected where the preset does that."""
+    device = device or cuda_timing.DEVICE
+    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
+    packed = {}
+    for kind in ("key", "value"):
+        for slab in codec.field_slabs(0, kind):
+            size = (rows, heads, columns, len(slab.components) * slab.bits // 8)
+            packed[slab.name] = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    # As a cache on a device has them, the second one empty.
+    slots = _SLOTS if codec.config.protect_special_tokens else 0
+    protected = torch.zeros(rows, heads, slots, head_dim, dtype=torch.bfloat16, device=device)
+    protected_columns = torch.full((rows, slots), -1, dtype=torch.int32, device=device)
+    protected_columns[:, :1] = 0
+    per_row = torch.zeros(rows, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    mask[:, : min(slots, 1)] = False
+    return PackedContext(
+        packed,
+        mask,
+        dict.fromkeys(("keys", "values"), protected) if slots else {},
+        protected_columns >= 0 if slots else None,
+        dict.fromkeys(("key_residual", "value_residual"), per_row) if codec.block_size is not None else {},
+        torch.full((rows,), columns, device=device),
+        protected_columns,
+        None,
+    )
+
+
+class Arms:
+    """Everything that is timed at one shape; nothing is made before it is asked for."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.rows, self.columns, self.queries = self.shape = shape
+        self.codecs = {preset: embedded_codec(preset) for preset in COMPRESSED}
+
+    def described(self) -> dict[str, object]:
+        return {
+            "batch_size": self.rows,
+            "context_tokens": self.columns,
+            "queries": self.queries,
+            "heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": "bfloat16",
+            "device": "cuda",
+            "bits": {preset: bits_of(codec) for preset, codec in self.codecs.items()},
+        }
 
     def check(self) -> Check:
         from esm_turbo import torch_ops, triton_kernels
 
+        rows, columns = min(self.rows, 2), min(self.columns, 1024)
+        new = new_tokens((rows, columns, self.queries))
         errors = []
-        small = _Arms(self.codecs, min(self.batch_size, 2), min(self.columns, 1024), self.queries)
-        new = small._new()
-        for codec in self.codecs.values():
-            context = small._context(codec)
+        for preset, codec in self.codecs.items():
+            context = random_context(codec, rows, columns)
             expected = torch_ops.extend_attention(*(x.float() for x in new), None, context, codec, 0)
             output = triton_kernels.extend_attention(*new, None, context, codec, 0).float()
             errors.append(float((output - expected).abs().max() / expected.abs().max()))
-        return Check(
-            "bfloat16 kernels against the PyTorch path in float32, relative to the largest", max(errors), _TOLERANCE
-        )
+            if preset == "paper" and self.queries == 1:
+                errors.append(_paper_error(new[0], context, codec))
+        what = "bfloat16 kernels against PyTorch in float32, largest difference relative to the largest output"
+        return Check(what, worst(errors), _TOLERANCE)
 
     def measure(self, repeats: int) -> Figures:
-        from esm_turbo import triton_kernels
-
-        seconds, packed_bytes = {}, {}
-        query, *_ = new = self._new()
-        dense = [
-            torch.randn(self.batch_size, _HEADS, self.columns, 64, device="cuda", dtype=torch.bfloat16) for _ in "kv"
-        ]
-        by_backend = {}
-        for backend in _ATTENTIONS:
-            with sdpa_kernel(backend):
-                times = replay_seconds(
-                    partial(functional.scaled_dot_product_attention, query, *dense, scale=1.0), repeats
-                )
-            by_backend[backend.name] = statistics.median(times)
-            if by_backend[backend.name] == min(by_backend.values()):
-                seconds["SDPA bf16"] = times
-        wide = [x.float() for x in (query, *dense)]
-        seconds["SDPA fp32"] = replay_seconds(
-            partial(functional.scaled_dot_product_attention, *wide, scale=1.0), repeats
-        )
-        dense_bytes = sum(x.nbytes for x in dense)
-        del dense, wide
-        copied = (
-            torch.empty(2**30, dtype=torch.uint8, device="cuda"),
-            torch.empty(2**30, dtype=torch.uint8, device="cuda"),
-        )
-        copy = statistics.median(replay_seconds(partial(copied[0].copy_, copied[1]), repeats))
-        del copied
-        for preset, codec in self.codecs.items():
-            context = self._context(codec)
-            packed_bytes[preset] = sum(x.nbytes for x in context.packed.values())
-            seconds[preset] = replay_seconds(
-                partial(triton_kernels.extend_attention, *new, None, context, codec, 0), repeats
-            )
-            if preset == "paper" and self.queries == 1:
-                from benchmarks.paper_kernel import decode
-
-                state = codec.layer_state(0, query.device)
-                tables = state["key_fields"].contiguous(), state["value_fields"].contiguous()
-                arm = partial(decode, query, context.packed["keys"], context.packed["values"], *tables)
-                seconds["one program a head, table in memory"] = replay_seconds(arm, repeats)
-            del context
-        figures = spread(seconds)
-        median = {name: row["p50"] for name, row in figures.items()}
-        ratios = {f"SDPA bf16 / {preset}": median["SDPA bf16"] / median[preset] for preset in self.codecs}
-        if "one program a head, table in memory" in median:
-            for preset in self.codecs:
-                ratios[f"one program a head / {preset}"] = (
-                    median["one program a head, table in memory"] / median[preset]
-                )
-        speeds = {preset: packed_bytes[preset] / median[preset] / 1e9 for preset in self.codecs}
-        return {
-            "seconds": figures,
-            "ratios": ratios,
-            "SDPA bf16 by backend": by_backend,
-            "bytes": {"dense bf16": dense_bytes, **packed_bytes},
-            "GB/s": {"copy (read and write)": 2 * 2**30 / copy / 1e9, **speeds},
+        gc.collect()
+        torch.cuda.empty_cache()
+        speed = cuda_timing.copy_speed(repeats)
+        query, *_ = new_tokens(self.shape)
+        size = (self.rows, HEADS, self.columns, HEAD_DIM)
+        dense = [torch.randn(size, device=cuda_timing.DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        by_backend, failed = _backends(query, dense)
+        best = min(by_backend, key=by_backend.__getitem__)
+        contexts = {preset: random_context(codec, self.rows, self.columns) for preset, codec in self.codecs.items()}
+        arms = self._arms(query, dense, SDPBackend.__members__[best], contexts)
+        cold, not_cold = cuda_timing.captured_seconds(arms, repeats)
+        warm, _ = cuda_timing.captured_seconds(arms, min(repeats, _WARM_REPEATS), cold=False)
+        figures = cuda_timing.figures(cold, {**failed, **not_cold})
+        seconds = figures["seconds"]
+        stored = {preset: sum(x.nbytes for x in context.packed.values()) for preset, context in contexts.items()}
+        stored[SDPA] = sum(x.nbytes for x in dense)
+        stored[SDPA_FLOAT32] = 2 * stored[SDPA]
+        stored[PAPER_KERNEL] = stored["paper"]
+        pairs = [(SDPA, preset) for preset in self.codecs] + [(PAPER_KERNEL, preset) for preset in self.codecs]
+        pairs.append((SDPA_FLOAT32, SDPA))
+        return figures | {
+            "seconds in cache": spread(warm),
+            "ratios": {f"{a} / {b}": ratio(seconds, a, b) for a, b in pairs if a in seconds and b in seconds},
+            "SDPA bf16 backend": best,
+            "SDPA bf16 seconds by backend": by_backend,
+            "bytes": stored,
+            "GB/s": {"copy": speed / 1e9, **{name: stored[name] / seconds[name]["p50"] / 1e9 for name in seconds}},
         }
 
+    def _arms(
+        self, query: Tensor, dense: list[Tensor], backend: SDPBackend, contexts: dict[str, PackedContext]
+    ) -> dict[str, Callable[[], object]]:
+        from esm_turbo import triton_kernels
 
-def step_cases(
-    architecture: Architecture, context_tokens: int, presets: tuple[str, ...], at_most: float
-) -> Iterator[Case]:
-    """A whole forward of one new token on a context, batch 1, bfloat16: eager and captured; and the prefill."""
-    if not torch.cuda.is_available():
-        return
-    model = random_model(architecture)
-    calibration = random_calibration(model)
-    for preset in presets:
-        turbo = TurboEsmModel.from_esm(model, calibration=calibration, preset=preset)
-        turbo = turbo.to("cuda", torch.bfloat16)
-        context = random_tokens(1, context_tokens - 1, seed=3).cuda()
-        new = random_tokens(1, 1, cls=False, seed=2).cuda()
-        with torch.no_grad():
-            cache = turbo(context, use_cache=True).past_key_values
-
-        @torch.no_grad()
-        def step(turbo: TurboEsmModel = turbo, new: Tensor = new, cache: object = cache) -> Tensor:
-            output: Tensor = turbo(new, past_key_values=cache).last_hidden_state
-            return output
-
-        @torch.no_grad()
-        def prefill(turbo: TurboEsmModel = turbo, context: Tensor = context, use_cache: bool = True) -> Tensor:
-            output: Tensor = turbo(context, use_cache=use_cache).last_hidden_state
-            return output
-
-        def check(turbo: TurboEsmModel = turbo, step: Callable[[], Tensor] = step) -> Check:
-            output = step().float()
-            turbo.backend = "torch"
-            expected = step().float()
-            turbo.backend = "auto"
-            return Check(
-                "hidden state of the new token, kernels against the PyTorch path in bfloat16, largest difference",
-                float((output - expected).abs().max()),
-                0.25,
-            )
-
-        def measure(
-            repeats: int,
-            step: Callable[[], Tensor] = step,
-            prefill: Callable[..., Tensor] = prefill,
-            cache: object = cache,
-        ) -> Figures:
-            seconds = {
-                "extension step, eager": eager_seconds(step, repeats),
-                "extension step, captured": replay_seconds(step, repeats),
-                "prefill without cache, eager": eager_seconds(partial(prefill, use_cache=False), repeats),
-                "prefill with cache, eager": eager_seconds(prefill, repeats),
-            }
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            step()
-            torch.cuda.synchronize()
-            extra = torch.cuda.max_memory_allocated() - before
-            return {
-                "seconds": spread(seconds),
-                "bytes": {"cache": cache.nbytes, "extra peak of an extension": extra},
-            }
-
-        yield Case(
-            name=f"1 on {context_tokens}, {preset}",
-            model=architecture.name,
-            shape={
-                "batch_size": 1,
-                "context_tokens": context_tokens,
-                "new_tokens": 1,
-                "dtype": "bfloat16",
-                "preset": preset,
-            },
-            check=check,
-            measure=measure,
-            targets=[Target(("seconds", "extension step, captured", "p50"), at_most=at_most)],
-        )
-        turbo.to("cpu")
+        new = new_tokens(self.shape)
+        wide = [x.float() for x in (query, *dense)]
+        arms: dict[str, Callable[[], object]] = {
+            SDPA: partial(sdpa, backend, query, *dense),
+            SDPA_FLOAT32: partial(functional.scaled_dot_product_attention, *wide, scale=1.0),
+        }
+        for preset, context in contexts.items():
+            arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
+        if self.queries == 1:
+            arms[PAPER_KERNEL] = partial(_paper_attention, query, contexts["paper"], self.codecs["paper"])
+        return arms
 
 
-def replay_seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of a call, captured in a CUDA graph; short ones several times in a graph."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    inner = 1 if begin.elapsed_time(end) > 1.0 else _REPEATS_IN_GRAPH
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            call()
-    return [seconds / inner for seconds in eager_seconds(graph.replay, repeats)]
+def sdpa(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """PyTorch's attention by one of its backends; queries are scaled already."""
+    with sdpa_kernel(backend):
+        return functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
 
 
-def eager_seconds(call: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of a call by the device's clock, after three that are not counted."""
-    for _ in range(3):
-        call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda.synchronize()
-        begin.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3)
-    return times
+def _backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians of SDPA's backends, and why some cannot run."""
+    arms = {backend.name: partial(sdpa, backend, query, *dense) for backend in _BACKENDS}
+    times, failed = cuda_timing.captured_seconds(arms, 3)
+    medians = {name: row["p50"] for name, row in spread(times).items()}
+    return medians, {f"SDPA bf16, {name}": why for name, why in failed.items()}
+
+
+def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> Tensor:
+    from benchmarks.paper_kernel import decode
+
+    state = codec.layer_state(0, query.device)
+    tables = state["key_fields"], state["value_fields"]
+    return decode(query, context.packed["keys"], context.packed["values"], *tables)
+
+
+def _paper_error(query: Tensor, context: PackedContext, codec: KVCodec) -> float:
+    """Of the paper's kernel structure, which takes mapped queries, relative to the largest output."""
+    keys, values = codec.dequantize_keys(0, context.packed), codec.dequantize_values(0, context.packed)
+    weights = torch.softmax(query.float() @ keys.transpose(2, 3), dim=-1)
+    expected = weights @ values
+    output = _paper_attention(query, context, codec)
+    return float((output - expected).abs().max() / expected.abs().max())

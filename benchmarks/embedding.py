@@ -51,7 +51,7 @@ def random_cases(
     if device == "cuda" and not torch.cuda.is_available():
         return
     for dtype in dtypes:
-        model = masked_lm(architecture).to(device, dtype)
+        model = masked_lm(architecture, device).to(dtype)
         yield _case(architecture.name, model, shipped_proteins()[:proteins])
 
 
@@ -85,10 +85,11 @@ def output_cases(proteins: int) -> Iterator[Case]:
     )
 
 
-def masked_lm(architecture: Architecture) -> EsmForMaskedLM:
+def masked_lm(architecture: Architecture, device: str = "cpu") -> EsmForMaskedLM:
     """A model of random weights with its language-model head, float32."""
-    model = EsmForMaskedLM(architecture.config()).eval()
-    model.esm = random_model(architecture)
+    with torch.device(device):
+        model = EsmForMaskedLM(architecture.config()).eval()
+    model.esm = random_model(architecture, device=device)
     model.tie_weights()
     return model
 
@@ -101,7 +102,7 @@ def turbo_of(model: EsmForMaskedLM, calibration: Calibration | None = None, pres
 
 def random_turbo(architecture: Architecture, preset: str, device: str = "cpu") -> TurboEsm:
     """Random weights with a calibration of random proteins, for one preset."""
-    model = masked_lm(architecture).to(device)
+    model = masked_lm(architecture, device)
     calibrator = KVCalibrator(model.esm, sample_size=256)
     calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1).to(device))
     turbo = turbo_of(model, calibrator.finalize([preset]), preset)

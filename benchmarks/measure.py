@@ -53,11 +53,15 @@ class Target:
     at_least: float | None = None
 
     def judge(self, figures: Figures) -> Figures:
-        """The bound beside what was found."""
+        """The bound beside what was found; not met where nothing was, because an arm failed."""
         found: Any = figures
         for key in self.figure:
-            found = found[key]
-        met = (self.at_most is None or found <= self.at_most) and (self.at_least is None or found >= self.at_least)
+            found = found.get(key) if isinstance(found, Mapping) else None
+        met = (
+            found is not None
+            and (self.at_most is None or found <= self.at_most)
+            and (self.at_least is None or found >= self.at_least)
+        )
         bound = {"at_most": self.at_most, "at_least": self.at_least}
         return {
             "figure": " ".join(self.figure),

@@ -53,10 +53,11 @@ class Architecture:
         )
 
 
-def random_model(architecture: Architecture, seed: int = 0) -> EsmModel:
+def random_model(architecture: Architecture, seed: int = 0, device: str = "cpu") -> EsmModel:
     """A model of random weights, float32."""
     torch.manual_seed(seed)
-    model = EsmModel(architecture.config(), add_pooling_layer=False).eval()
+    with torch.device(device):
+        model = EsmModel(architecture.config(), add_pooling_layer=False).eval()
     with torch.no_grad():
         for layer in model.encoder.layer:
             # As they are initialised, attention is all but a plain mean, in which errors would hide.

@@ -17,11 +17,11 @@ from typing import Any
 
 import matplotlib
 
-from benchmarks import plots_accuracy, plots_calibration, plots_scoring, records
+from benchmarks import plots_accuracy, plots_calibration, plots_gpu, plots_scoring, records
 
 ROOT = Path(__file__).resolve().parents[1]
 IMAGES = ROOT / "docs" / "images"
-PLOTS = plots_accuracy.PLOTS | plots_calibration.PLOTS | plots_scoring.PLOTS
+PLOTS = plots_accuracy.PLOTS | plots_calibration.PLOTS | plots_gpu.PLOTS | plots_scoring.PLOTS
 """Functions that draw, and the result files that they read, by the image's name."""
 
 # Text stays text, so that an image can be searched; ids are the same in every run.

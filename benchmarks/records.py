@@ -19,6 +19,8 @@ from esm_turbo.evaluate.environment import device_name, processor_name, source_r
 
 RESULTS = Path(__file__).resolve().parent / "results"
 FORMAT_VERSION = 1
+REVISION_VARIABLE = "ESM_TURBO_REVISION"
+"""Names the commit where a copy of the sources without its history is measured."""
 _FIELDS = ("format_version", "kind", "date", "revision", "environment", "model", "figures")
 
 
@@ -101,8 +103,12 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def _revision() -> dict[str, Any] | None:
+    """The checkout's; where there is none, that of the environment, "COMMIT" or "COMMIT dirty"."""
     revision = source_revision()
-    return None if revision is None else asdict(revision)
+    if revision is not None:
+        return asdict(revision)
+    commit, _, rest = os.environ.get(REVISION_VARIABLE, "").partition(" ")
+    return {"commit": commit, "dirty": rest == "dirty"} if commit else None
 
 
 def _records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

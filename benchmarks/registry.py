@@ -16,12 +16,19 @@ from benchmarks import (
     calibration_size,
     class_shift,
     context_store,
+    cuda_compile,
+    cuda_memory,
+    cuda_prefill,
+    cuda_steps,
+    cuda_validation,
+    decode_attention,
     embedding,
     extension,
     generation,
     imports,
     long_proteins,
     paper,
+    peers,
     prefill,
     refinements,
     scoring,
@@ -29,13 +36,17 @@ from benchmarks import (
     short_contexts,
     variant_effects,
 )
-from benchmarks.measure import Case
+from benchmarks.measure import Case, Target
 from benchmarks.models import Architecture
 from esm_turbo.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
 ESM2_650M_TWO = Architecture("650M cut to 2 layers, random weights", num_layers=2)
+ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, intermediate_size=10240)
+ESM2_15B_CUT = Architecture(
+    "15B cut to 8 of 48 layers, random weights", num_layers=8, num_heads=40, head_dim=128, intermediate_size=20480
+)
 
 
 @dataclass(frozen=True)
@@ -45,10 +56,12 @@ class Benchmark:
     Attributes:
         summary: what it answers.
         cases: its rows; a function, so that nothing is built before its turn.
+        most_repeats: of what it times, however many are asked for; None for as many.
     """
 
     summary: str
     cases: Callable[[], Iterable[Case]]
+    most_repeats: int | None = None
 
 
 @dataclass(frozen=True)
@@ -111,19 +124,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             at_least=10.0,
         ),
     ),
-    "scoring_12_on_500_cuda": Benchmark(
-        "the same in the whole geometry of 650M on a CUDA device, where there is one",
-        partial(
-            scoring.candidate_cases,
-            ESM2_650M,
-            target_residues=500,
-            candidate_residues=12,
-            full_candidates=20,
-            cached_candidates=1000,
-            device="cuda",
-            at_least=15.0,
-        ),
-    ),
     "variant_positions": Benchmark(
         "masked marginals of all positions of a protein of 263, anew and cached, embedded model",
         partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
@@ -147,10 +147,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             embedding.random_cases(ESM2_650M_CUT, proteins=8),
         ),
     ),
-    "embedding_throughput_cuda": Benchmark(
-        "the same on a CUDA device, all layers of 650M",
-        partial(embedding.random_cases, ESM2_650M, 128, "cuda", (torch.float32, torch.bfloat16)),
-    ),
     "embedding_output": Benchmark(
         "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
     ),
@@ -165,15 +161,136 @@ BENCHMARKS: dict[str, Benchmark] = {
             context_store.random_cases(ESM2_650M_CUT, (165, 512), "turbo3"),
         ),
     ),
-    "store_read_cuda": Benchmark(
-        "the same on a CUDA device, all layers of 650M",
-        partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
-    ),
     "store_compression": Benchmark(
         "zstandard on the files of a store, bytes and time",
         partial(context_store.compression_cases, ("turbo4", "turbo3", "turbo2", "turbo1", "exact"), (1, 3, 9), 24, 4),
     ),
 }
+
+_CONTEXTS = (512, 1024, 4096, 16384)
+_ATTENTION_SHAPES: tuple[decode_attention.Shape, ...] = (
+    *((rows, tokens, 1) for rows in (64, 1, 8) for tokens in _CONTEXTS),
+    (64, 4096, 16),
+)
+# What is asked of the kernels, by shape.
+_ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
+    (64, 4096, 1): {"SDPA bf16 / turbo4": 2.8, "SDPA bf16 / turbo3": 3.2, "SDPA bf16 / turbo2": 4.0},
+    (64, 1024, 1): {"SDPA bf16 / turbo4": 2.2, "SDPA bf16 / turbo2": 3.0},
+    (1, 1024, 1): {"SDPA bf16 / turbo3": 1 / 0.65},
+    (64, 4096, 16): {"SDPA bf16 / turbo4": 2.5},
+    (1, 4096, 1): {f"{decode_attention.PAPER_KERNEL} / {preset}": 10.0 for preset in ("paper", "turbo3")},
+}
+_ENCODE_TARGETS = [
+    target
+    for preset in ("turbo3", "paper")
+    for target in (
+        Target(("seconds", f"encode {preset}, captured", "p50"), at_most=0.3e-3),
+        Target(("ratios", f"encode {preset}, captured / forward"), at_most=0.06),
+    )
+]
+
+GPU_BENCHMARKS: dict[str, Benchmark] = {
+    "decode_attention_cuda": Benchmark(
+        "attention over packed contexts beside SDPA's backends and the paper's kernel structure",
+        partial(
+            decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=cuda_compile.embedded
+        ),
+        most_repeats=20,
+    ),
+    "prefill_cuda": Benchmark(
+        "encoding all layers, and prefills with and without writing a cache, eager and captured",
+        partial(
+            cuda_prefill.prefill_cases,
+            ESM2_650M,
+            (32, 143, 165, 1024),
+            ("turbo3", "paper"),
+            {165: _ENCODE_TARGETS},
+        ),
+        most_repeats=15,
+    ),
+    "extension_cuda": Benchmark(
+        "a whole extension in the geometry of 650M, eager and captured, and all tokens anew",
+        partial(
+            cuda_steps.step_cases, ESM2_650M, 1024, (16, 1), ("exact", "turbo3", "paper"), at_most=2e-3
+        ),
+        most_repeats=15,
+    ),
+    "extension_memory_cuda": Benchmark(
+        "extra peak memory of an extension of 64 contexts of 4,096 tokens",
+        partial(
+            cuda_memory.extension_cases, ESM2_650M, 64, 4096, (1, 16), ("turbo4", "turbo3", "turbo2"), at_most=0.02
+        ),
+    ),
+    "cache_bytes_cuda": Benchmark(
+        "bytes of caches of 1,024 tokens",
+        partial(cuda_memory.size_cases, ESM2_650M, 1024, ("exact", "paper", "turbo4", "turbo3", "turbo2", "turbo1")),
+    ),
+    "kernel_validation_cuda": Benchmark(
+        "every layer's attention against dense attention in float64",
+        partial(
+            cuda_validation.kernel_cases, ESM2_650M, 1024, (1, 16), ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
+        ),
+    ),
+    "prefill_similarity_cuda": Benchmark(
+        "hidden states and logits of prefills against Hugging Face's model",
+        partial(cuda_validation.similarity_cases, ESM2_650M, (32, 143, 165), "turbo3"),
+    ),
+    "decode_path_cuda": Benchmark(
+        "one new token's attention in all layers by the kernels and by PyTorch",
+        partial(cuda_validation.decode_cases, ESM2_650M, (143, 1024), ("paper", "turbo3")),
+        most_repeats=10,
+    ),
+    "resident_contexts_cuda": Benchmark(
+        "contexts of 512 tokens that stay on the device beside the model",
+        partial(
+            cuda_memory.resident_cases, ESM2_650M, "turbo2", tokens=512, at_once=64, spare=2 * 10**9, seconds=90.0,
+            at_least=10_000,
+        ),
+    ),
+    "extension_3b_cuda": Benchmark(
+        "a whole extension in the geometry of 3B",
+        partial(cuda_steps.step_cases, ESM2_3B, 1024, (16, 1), ("exact", "turbo3", "paper")),
+        most_repeats=7,
+    ),
+    "extension_15b_cut_cuda": Benchmark(
+        "a whole extension in the geometry of 15B cut to 8 layers",
+        partial(cuda_steps.step_cases, ESM2_15B_CUT, 1024, (16, 1), ("exact", "turbo3", "paper")),
+        most_repeats=7,
+    ),
+    "peers_cuda": Benchmark(
+        "other packages' quantised caches on the same shapes",
+        partial(peers.peer_cases, ((64, 4096, 1), (64, 1024, 1), (1, 1024, 1), (1, 4096, 1))),
+        most_repeats=10,
+    ),
+    "store_read_cuda": Benchmark(
+        "a context read from a store beside its prefill, all layers of 650M",
+        partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
+        most_repeats=9,
+    ),
+    "embedding_throughput_cuda": Benchmark(
+        "embeddings of shipped proteins beside plain loops over Hugging Face's model, all layers of 650M",
+        partial(embedding.random_cases, ESM2_650M, 64, "cuda", (torch.float32, torch.bfloat16)),
+        most_repeats=3,
+    ),
+    "scoring_12_on_500_cuda": Benchmark(
+        "candidates a second of 12 residues on a target of 500, anew and cached, all layers of 650M",
+        partial(
+            scoring.candidate_cases,
+            ESM2_650M,
+            target_residues=500,
+            candidate_residues=12,
+            full_candidates=4,
+            cached_candidates=64,
+            refreshes=(0, 8, 32),
+            device="cuda",
+            at_least=15.0,
+        ),
+        most_repeats=2,
+    ),
+}
+"""What needs a CUDA device; without one they have no rows. In the order in which they matter."""
+
+TIMED = BENCHMARKS | GPU_BENCHMARKS
 
 # The longest first, so that processes side by side end together.
 EXPERIMENTS: dict[str, Experiment] = {

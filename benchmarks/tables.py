@@ -14,7 +14,15 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import tables_accuracy, tables_calibration, tables_paper, tables_scoring, tables_storage, tables_windows
+from benchmarks import (
+    tables_accuracy,
+    tables_calibration,
+    tables_gpu,
+    tables_paper,
+    tables_scoring,
+    tables_storage,
+    tables_windows,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
@@ -28,10 +36,12 @@ FILES = (
     "docs/scoring.md",
     "docs/variants.md",
     "docs/when_not_to_use.md",
+    "docs/performance.md",
 )
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_calibration.TABLES
+    | tables_gpu.TABLES
     | tables_paper.TABLES
     | tables_scoring.TABLES
     | tables_storage.TABLES

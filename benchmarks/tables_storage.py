@@ -9,7 +9,7 @@ from benchmarks.embedding import DEFAULT, OURS, SAME
 from benchmarks.markdown import source, table
 from benchmarks.stored import Record
 
-_FILES = ("cpu", "h200")
+_FILES = ("cpu", "gpu")
 
 
 def embedding_throughput() -> str:

@@ -26,6 +26,7 @@ _PROGRAMS = 2048
 _MOST_SPLITS = 64
 # Rows of a tensor core's operand.
 _ROWS = 16
+_SMALL_HEAD = 64
 # Components of all operands of a token: the query's maps to them lie in shared memory.
 _MOST_PLACES = 256
 
@@ -39,7 +40,8 @@ class Tuning:
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
-        registers: the most that a thread may have; None leaves it to the compiler.
+        registers: the most that a thread may have, of kernels in half precision for heads of up to 64; None leaves it
+            to the compiler. Fewer registers let more programs run side by side.
         programs: that splits of the context are made for.
     """
 
@@ -47,7 +49,7 @@ class Tuning:
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
-    registers: int | None = None
+    registers: int | None = 168
     programs: int = _PROGRAMS
 
 
@@ -228,7 +230,7 @@ def _attend(
         protected_mask = protected_mask.expand(batch_size, -1).contiguous().view(torch.uint8)
     protected_keys, protected_values = _unmapped(protected, inverses, means) if protected else (None, None)
     slots = protected_keys.shape[2] if protected_keys is not None else 0
-    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
+    limits = {"maxnreg": tuning.registers} if tuning.registers and half and head_dim <= _SMALL_HEAD else {}
     rotated = angles is not None
     key_size = query_map.shape[2]
     exact = query.dtype != torch.bfloat16
@@ -317,7 +319,7 @@ def _attend(
 def _num_splits(blocks: int, programs: int, wanted: int) -> int:
     """Into how many parts a context is cut, none of them empty; it depends on shapes alone."""
     splits = max(1, min(blocks, _MOST_SPLITS, -(-wanted // programs)))
-    return -(-blocks // -(-blocks // splits))
+    return max(1, -(-blocks // max(1, -(-blocks // splits))))
 
 
 def _interpreted() -> bool:
