@@ -156,19 +156,17 @@ def gpu_table_4() -> str:
         size = sizes["stored"][name]
         claim = f"{PAPER_MEMORY[name]:.1f} MB" if name in PAPER_MEMORY else ""
         bits = record["figures"]["bits_per_element"].get(name, {"float32": 32, "float16": 16}.get(name, 0))
-        allocated = sizes["allocated"].get(name)
         rows.append(
             [
                 f"`{name}`" if name in sizes["allocated"] else name,
                 claim,
                 f"{size / _MIB:.1f}",
-                "" if allocated is None else f"{allocated / _MIB:.1f}",
                 f"{bits:.2f}",
                 f"{sizes['stored']['float32'] / size:.1f}x",
                 f"{sizes['stored']['float16'] / size:.1f}x",
             ]
         )
-    head = ["stored as", "paper", "MiB", "MiB, allocated", "bits per element", "vs float32", "vs fp16"]
+    head = ["stored as", "paper", "MiB", "bits per element", "vs float32", "vs fp16"]
     said = f"one context of {record['figures']['shape']['tokens']:,} tokens, model in bfloat16"
     return table(head, rows) + _source(record, said)
 
