@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,20 +70,38 @@ def read_artifact(
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Gives a temporary path in the same folder and renames it to `path` on success; on failure nothing is left."""
+    """Gives a temporary path in the same folder and renames it to `path` on success; on failure nothing is left.
+
+    Where `path` is a link, the file that it leads to is replaced. A device or a pipe, such as `/dev/stdout`, stays what
+    it is, and is written to on success.
+    """
     path = Path(path)
+    passed_on = is_device(path)
+    if path.is_symlink() and not passed_on:
+        path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    folder = tempfile.gettempdir() if passed_on else path.parent
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
+        if passed_on:
+            with temporary.open("rb") as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            return
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_device(path: str | os.PathLike[str]) -> bool:
+    """Whether something is there that is neither a file nor a folder: a device, a pipe."""
+    path = Path(path)
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def _digest(tensors: Mapping[str, Tensor], strings: Mapping[str, str]) -> str:

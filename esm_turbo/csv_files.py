@@ -15,6 +15,18 @@ from .artifacts import replacing
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
+class CsvRow(dict[str, str]):
+    """A row of a CSV file: columns by name.
+
+    Attributes:
+        line: of the file, where it begins, counted from 1.
+    """
+
+    def __init__(self, cells: dict[str, str], line: int) -> None:
+        super().__init__(cells)
+        self.line = line
+
+
 class CsvError(ValueError):
     """A CSV file that cannot be used as a whole; names the file and what to do."""
 
@@ -24,9 +36,7 @@ def is_csv(path: str | os.PathLike[str]) -> bool:
     return Path(os.fspath(path).lower().removesuffix(".gz")).suffix == ".csv"
 
 
-def read_csv(
-    path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()
-) -> list[dict[str, str]]:
+def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()) -> list[CsvRow]:
     """Reads columns of a CSV file, plain or gzip, its first line the names.
 
     Args:
@@ -35,8 +45,8 @@ def read_csv(
         optional: columns that may be.
 
     Returns:
-        Per line the columns asked for by their names as asked for, without space around; one that is not there, or ends
-        early in this line, is empty. Empty lines are left out.
+        Per row the columns asked for by their names as asked for, without space around; one that is not there, or ends
+        early in this row, is empty. Empty rows are left out.
 
     Raises:
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
@@ -75,7 +85,7 @@ def _text(path: Path) -> str:
     return content.decode("utf-8-sig")
 
 
-def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[dict[str, str]]:
+def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
     lines = csv.reader(io.StringIO(text, newline=""), strict=True)
     head = [name.strip().lower() for name in next(lines, [])]
     if not any(head):
@@ -85,8 +95,11 @@ def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[d
         raise ValueError(f"lacks the column {missing[0]!r}; there are {', '.join(map(repr, filter(None, head)))}")
     at = {name: head.index(name.lower()) for name in [*required, *optional] if name.lower() in head}
     wanted = [*required, *optional]
-    return [
-        {name: line[at[name]].strip() if name in at and at[name] < len(line) else "" for name in wanted}
-        for line in lines
-        if any(cell.strip() for cell in line)
-    ]
+    rows, begin = [], lines.line_num + 1
+    for cells in lines:
+        if any(cell.strip() for cell in cells):
+            found = {name: cells[at[name]].strip() if name in at and at[name] < len(cells) else "" for name in wanted}
+            rows.append(CsvRow(found, begin))
+        # A row goes on over several lines where a cell in quotes does.
+        begin = lines.line_num + 1
+    return rows

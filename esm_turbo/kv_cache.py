@@ -379,10 +379,22 @@ class TurboKVCache(Cache):
 
         Args:
             tokens: n >= 0 keeps the first min(n, length) tokens of each row, n < 0 removes the last -n. The same on
-                every version of transformers, whose own meaning has changed. A tensor [batch] has an n >= 0 for each.
+                every version of transformers, whose own meaning has changed. An integer tensor [batch] has an n for
+                each row, one without dimensions the same for all.
+
+        Raises:
+            ValueError: it is no integer, or a tensor of another shape.
         """
         if isinstance(tokens, Tensor):
-            lengths = torch.minimum(self.lengths, tokens.to(self.lengths).clamp_min(0))
+            if tokens.shape not in ((), self.lengths.shape) or tokens.is_floating_point():
+                raise ValueError(
+                    f"`tokens` must be integers [batch] = {list(self.lengths.shape)}, got {tokens.dtype}"
+                    f" {list(tokens.shape)}"
+                )
+            tokens = tokens.to(self.lengths)
+            lengths = torch.where(tokens >= 0, torch.minimum(self.lengths, tokens), self.lengths + tokens).clamp_min(0)
+        elif isinstance(tokens, float):
+            raise ValueError(f"`tokens` must be an integer, got {tokens}")
         else:
             lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
             self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)

@@ -330,7 +330,8 @@ class TurboEsmModel(_TurboMixin, EsmModel):
             token_counts: int64 [batch] each, the tokens and the masks of the whole input that this is a part of, for
                 token dropout; by default counted from this input, or from past and input together.
             append_mask: which of the new tokens are appended, bool [batch, n]; by default those that
-                `attention_mask` shows.
+                `attention_mask` shows. One that leaves tokens out before others needs `position_ids` on a device,
+                where nothing waits to find that out.
             return_dict: as of `EsmModel`.
             **kwargs: as of `EsmModel`.
 
@@ -426,13 +427,17 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         if token_counts is None:
             token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask)
         embeddings = self._embed(input_ids, new_mask, token_counts)
+        stored_positions = position_ids
+        if position_ids is None:
+            position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask
             _check_append_mask(keep, new_mask)
-            append = cache.plan_append(input_ids, keep, position_ids, self.special_ids)
-        if position_ids is None:
-            position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
+            # After a token that is left out, the others keep the places that they are computed at.
+            if keep.device.type == "cpu" and bool((keep[:, 1:] & ~keep[:, :-1]).any() | ~keep[:, 0].all()):
+                stored_positions = position_ids
+            append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
         session = Extension(
             cache,
             resolve_backend(self.backend, self.device),
@@ -681,11 +686,15 @@ def _check_inputs(
 ) -> None:
     if input_ids.dim() != 2 or input_ids.numel() == 0:
         raise ValueError(f"`input_ids` must be [batch, n] with n >= 1, got {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`input_ids` must be int64 or int32, got {input_ids.dtype}")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError(f"`attention_mask` must have two dimensions, got {list(attention_mask.shape)}")
     n = input_ids.shape[1]
     if position_ids is not None and position_ids.shape not in (input_ids.shape, (1, n)):
         raise ValueError(f"`position_ids` must be [batch, {n}] or [1, {n}], got {list(position_ids.shape)}")
+    if position_ids is not None and (position_ids.is_floating_point() or position_ids.dtype == torch.bool):
+        raise ValueError(f"`position_ids` must be integers, got {position_ids.dtype}")
     # Values are checked on the CPU only: elsewhere it would wait for the device.
     if input_ids.device.type == "cpu":
         if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):

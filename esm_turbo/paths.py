@@ -20,6 +20,13 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     path = Path(path)
     if path.is_dir():
         raise NotWritableError(f"{path}: is a folder; name a file")
+    if path.exists() and not path.is_file():
+        # A device or a pipe: to open it could mean to wait for its reader.
+        if not os.access(path, os.W_OK):
+            raise NotWritableError(f"{path}: cannot be written (Permission denied); choose another place")
+        return
+    if path.is_symlink():
+        path = Path(os.path.realpath(path))
     folder = path.parent
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .csv_files import is_csv, read_csv, write_csv
+from .csv_files import CsvError, is_csv, read_csv, write_csv
 from .fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from .memory import NotEnoughMemoryError
 from .options import Arm
@@ -123,9 +123,8 @@ def read_candidates(
     known = {target.id for target in targets}
     good: list[Candidate] = []
     bad = []
-    # The line of names is the first.
-    for number, row in enumerate(read_csv(path, ["sequence"], ["id", "target"]), start=2):
-        name = f"{row['id'] or 'candidate'} (line {number})"
+    for number, row in enumerate(read_csv(path, ["sequence"], ["id", "target"]), start=1):
+        name = f"{row['id'] or 'candidate'} (line {row.line})"
         try:
             sequence = normalize_sequence(row["sequence"], name=name, unknown=unknown)
         except ValueError as error:
@@ -134,7 +133,9 @@ def read_candidates(
         if row["target"] and row["target"] not in known:
             bad.append(BadRecord(name, f"there is no usable target {row['target']!r}; correct it, or leave it empty"))
             continue
-        good.append(Candidate(row["id"] or f"#{number - 1}", sequence, row["target"] or None))
+        good.append(Candidate(row["id"] or f"#{number}", sequence, row["target"] or None))
+    if not good and not bad:
+        raise CsvError(f"{os.fspath(path)}: holds no candidates; give at least one below the names of the columns")
     return good, bad
 
 

@@ -9,7 +9,7 @@ from .fasta import normalize_sequence
 
 STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 
-_SUBSTITUTION = re.compile(r"([A-Z])([0-9]+)([A-Z])", re.IGNORECASE)
+_SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE)
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,11 @@ class TokenCodes:
         """Ids of residues and `<mask>`, without `<cls>` and `<eos>`.
 
         Raises:
+            TypeError: the sequence is no string.
             ValueError: the sequence is empty or has letters that are no residues.
         """
+        if not isinstance(sequence, str):
+            raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
         symbols = _SYMBOL.findall(sequence)
         # A mask counts as one residue, so that positions in messages are the reader's.
         letters = "".join("X" if symbol.lower() == _MASK else symbol for symbol in symbols)

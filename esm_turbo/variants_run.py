@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .csv_files import read_csv, write_csv
+from .csv_files import CsvError, read_csv, write_csv
 from .fasta import BadRecord, ProteinRecord
 from .options import Arm
 from .rankings import spearman
@@ -102,12 +102,14 @@ def read_variants(
     column = "fitness" if measured is None else measured
     good: list[MeasuredVariant] = []
     bad: list[BadRecord] = []
-    for number, row in enumerate(read_csv(path, required, [column]), start=2):
+    for row in read_csv(path, required, [column]):
         try:
             parse_variant(row["mutant"], wild_type.sequence, first_position)
             good.append(MeasuredVariant(row["mutant"], _number(row[column], column)))
         except ValueError as error:
-            bad.append(BadRecord(f"line {number}", str(error)))
+            bad.append(BadRecord(f"line {row.line}", str(error)))
+    if not good and not bad:
+        raise CsvError(f"{os.fspath(path)}: holds no variants; give at least one below the names of the columns")
     return good, bad
 
 

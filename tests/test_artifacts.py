@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from esm_turbo import artifacts
 from esm_turbo.artifacts import ArtifactError, package_versions, read_artifact, replacing, write_artifact
+from esm_turbo.paths import check_writable
 
 KIND, VERSION = "calibration", 3
 TENSORS = {
@@ -258,6 +259,37 @@ def test_permissions_are_those_of_a_new_file(tmp_path, umask):
     finally:
         os.umask(previous)
     assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_pipe_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    check_writable(path)
+    # Open at both ends, so that nobody waits.
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with replacing(path) as temporary:
+            assert temporary.parent != tmp_path
+            temporary.write_bytes(b"result")
+        assert os.read(handle, 100) == b"result"
+    finally:
+        os.close(handle)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert not temporary.exists()
+
+
+def test_a_link_stays_one(tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    link, target = tmp_path / "link", folder / "x"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as temporary:
+        assert temporary.parent == folder
+        temporary.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["elsewhere", "link", "x"]
 
 
 def test_replacing_serves_any_writer(tmp_path):

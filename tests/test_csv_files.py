@@ -18,6 +18,12 @@ def test_columns_are_found_by_name_in_any_case(tmp_path):
     ]
 
 
+def test_rows_know_their_lines(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('id,sequence\n\na,MKT\n"b\nc",AC\n,\nd,\n')
+    assert [(row["id"], row.line) for row in read_csv(path, ["id", "sequence"])] == [("a", 3), ("b\nc", 4), ("d", 7)]
+
+
 @pytest.mark.parametrize("write", [lambda p, b: p.write_bytes(b), lambda p, b: p.write_bytes(gzip.compress(b))])
 def test_windows_files_and_gzip(tmp_path, write):
     path = tmp_path / "x.csv"

@@ -250,6 +250,13 @@ def test_append_mask_keeps_some(exact: TurboEsm, frozen: FrozenEsm2) -> None:
         exact.model(new_ids, past_key_values=cache, use_cache=True, append_mask=keep)
         probe = exact.model(torch.tensor([[7], [8]]), None, torch.tensor([[20], [20]]), past_key_values=cache)
     assert cache.lengths.tolist() == [11, 16]
+    # What is stored is where it was computed, and what comes next follows the last of it.
+    assert cache.positions is not None
+    assert [row[-2:] for row in (cache.positions[0, :11].tolist(), cache.positions[1, :16].tolist())] == [
+        [10, 11],
+        [14, 17],
+    ]
+    assert cache.next_positions.tolist() == [12, 18]
     for row, context_ids in enumerate(contexts):
         context = frozen.context(context_ids)
         step = frozen.extend(context_ids, context, new_ids[row].tolist())

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -269,6 +270,30 @@ def test_crop(model: TurboEsmForMaskedLM, n: int, expected: list[int]) -> None:
                 assert torch.equal(tensor, kept)
     if model.esm.turbo_config.protect_special_tokens:
         assert (cache.protected_columns >= 0).sum() == sum(length > 0 for length in expected)
+
+
+@pytest.mark.parametrize(
+    ("n", "expected"),
+    [([7, 0, 100], [7, 0, 13]), ([-1, 2, -20], [8, 2, 0]), ([9, 4, 13], [9, 4, 13]), (5, [5, 4, 5]), (-4, [5, 0, 9])],
+)
+def test_crop_by_a_tensor(model: TurboEsmForMaskedLM, n: int | list[int], expected: list[int]) -> None:
+    cache = prefill(model, [9, 4, 13])
+    rows = [cache.select(row) for row in range(3)]
+    cache.crop(torch.tensor(n))
+    assert cache.lengths.tolist() == expected
+    assert cache.columns == max(expected)
+    for row, length in enumerate(expected):
+        rows[row].crop(length)
+        for name, tensor in row_bytes(cache, row).items():
+            assert torch.equal(tensor, row_bytes(rows[row], 0)[name])
+
+
+@pytest.mark.parametrize("n", [torch.tensor([3, 4]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1, 2, 3]]), 2.5])
+def test_crop_refuses_what_fits_no_rows(model: TurboEsmForMaskedLM, n: Any) -> None:
+    cache = prefill(model, [9, 4, 13])
+    with pytest.raises(ValueError, match="`tokens` must be"):
+        cache.crop(n)
+    assert cache.lengths.tolist() == [9, 4, 13]
 
 
 def test_a_cropped_cache_extends_and_grows(model: TurboEsmForMaskedLM) -> None:

@@ -727,6 +727,8 @@ PREFILLS = {
     "no input": ({"input_ids": None}, "needs `input_ids`"),
     "embeddings": ({"input_ids": None, "inputs_embeds": torch.zeros(2, 4, 64)}, "needs `input_ids`"),
     "embeddings too": ({"inputs_embeds": torch.zeros(2, 4, 64)}, "needs `input_ids`"),
+    "ids that are no integers": ({"input_ids": torch.zeros(2, 4)}, "`input_ids` must be int64 or int32, got torch.f"),
+    "positions that are no integers": ({"position_ids": torch.zeros(2, 4)}, "`position_ids` must be integers"),
     "positions of another length": ({"position_ids": torch.arange(5)[None]}, r"`position_ids` must be \[batch, 4\]"),
     "positions of another batch": ({"position_ids": torch.arange(4).repeat(3, 1)}, "`position_ids` must be"),
     "positions of one dimension": ({"position_ids": torch.arange(4)}, "`position_ids` must be"),

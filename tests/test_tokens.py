@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +60,12 @@ def test_what_is_refused(codes: TokenCodes, text: str, position: int) -> None:
 def test_nothing(codes: TokenCodes, text: str) -> None:
     with pytest.raises(ValueError, match="sequence 7"):
         codes.encode(text, "sequence 7")
+
+
+@pytest.mark.parametrize("sequence", [None, 1.5, b"MKT", ["M"]])
+def test_what_is_no_string(codes: TokenCodes, sequence: Any) -> None:
+    with pytest.raises(TypeError, match="sequence 7: a sequence must be a string"):
+        codes.encode(sequence, "sequence 7")
 
 
 def test_batch(codes: TokenCodes) -> None:

@@ -180,6 +180,15 @@ def test_a_numbering_of_its_own(turbo: TurboEsm) -> None:
     assert [one.variant for one in shifted.scores] == ["M24A", "g51d"]
 
 
+def test_numbers_below_one(turbo: TurboEsm) -> None:
+    """Residues before the first of the mature protein, such as a tag's."""
+    everything = turbo.score_variants("MKT", first_position=-1)
+    assert [one.variant for one in everything.scores[::19]] == ["M-1A", "K0A", "T1A"]
+    assert everything.values == turbo.score_variants("MKT").values
+    with pytest.raises(ValueError, match="position -2 lies outside of the protein, -1 to 1"):
+        turbo.score_variants("MKT", "M-2A", first_position=-1)
+
+
 def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
     ours = turbo.score_variants("MKT")
     assert len(ours.scores) == 3 * 19
