@@ -12,8 +12,8 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 LOCK_FILE = ".lock"
-# What `artifacts.replacing` leaves behind where its process is killed.
-_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp")
+# What `artifacts.replacing`, and safetensors by itself, leave behind where their process is killed.
+_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp|\.tmp[A-Za-z0-9]{6}")
 
 
 class FolderBusyError(OSError, ValueError):
@@ -78,8 +78,13 @@ def remove_temporaries(folder: str | os.PathLike[str], prefix: str = ".") -> Non
         prefix: how the names begin.
     """
     for path in Path(folder).iterdir():
-        if path.name.startswith(prefix) and _TEMPORARY.fullmatch(path.name):
+        if path.name.startswith(prefix) and is_temporary(path.name):
             path.unlink(missing_ok=True)
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file is one that is being written, or was."""
+    return _TEMPORARY.fullmatch(name) is not None
 
 
 def _named(path: str | os.PathLike[str], reason: str, number: int | None) -> OSError:

@@ -609,7 +609,7 @@ def test_what_another_process_wrote_meanwhile_is_not_computed(compressed, tmp_pa
 
 
 CROWD = """
-import hashlib, json, os, sys, time
+import json, os, sys, time, traceback
 import torch
 torch.set_num_threads(1)
 from esm_turbo import ContextStore, TurboEsm
@@ -634,6 +634,8 @@ for number in range(5):
                         missing.discard(index)
             store.close()
             code = 0 if not missing else 3
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     children.append(child)

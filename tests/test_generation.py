@@ -511,9 +511,12 @@ def test_cropping_every_row_to_its_own(tiny_model: MakeModel) -> None:
     with torch.no_grad():
         cache = tiny_model(preset="turbo3")(*random_ids([12, 7, 9]), use_cache=True).past_key_values
     cache.crop(torch.tensor([10, 9, -4]))
-    assert cache.lengths.tolist() == [10, 7, 0]
+    assert cache.lengths.tolist() == [10, 7, 5]
     assert cache.columns == 10
-    assert cache.protected_columns.tolist() == [[0], [0], [-1]]
+    assert cache.protected_columns.tolist() == [[0], [0], [0]]
+    cache.crop(torch.tensor([3, -9, 0]))
+    assert cache.lengths.tolist() == [3, 0, 0]
+    assert cache.protected_columns.tolist() == [[0], [-1], [-1]]
 
 
 def test_half_precision(turbo: TurboEsm, tiny_model: MakeModel) -> None:

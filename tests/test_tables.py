@@ -23,8 +23,19 @@ def test_a_figure_typed_in_is_found(tmp_path, monkeypatch, capsys):
     assert "| 0.9999 |" not in text
 
 
+# They follow from a geometry, or from a Gaussian: no weights, no run.
+ARITHMETIC = {"distortions", "memory_by_geometry", "paper_table_4"}
+
+
+@pytest.mark.parametrize("name", ["memory_by_geometry", "paper_table_4"])
+def test_bytes_of_geometries_name_their_file(name):
+    text = tables.TABLES[name]()
+    assert "`benchmarks/results/memory.jsonl`" in text
+    assert "no weights are needed" in text
+
+
 # Those of a CUDA device are not of the embedded model, see test_gpu_benchmarks.py.
-@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys()))
+@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC))
 def test_every_table_names_commit_model_and_versions(name):
     text = tables.TABLES[name]()
     for word in ("esm2-mini", "commit", "torch", "transformers", "float32"):

@@ -30,7 +30,7 @@ from ..artifacts import ArtifactError, read_artifact, write_artifact
 from ..calibration_run import model_name
 from ..config import Geometry, TurboConfig
 from ..fingerprint import same_codec, same_model
-from ..writing import LOCK_FILE, file_errors, remove_temporaries
+from ..writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
 from .flat import Blueprint, FlatContext
 
 if TYPE_CHECKING:
@@ -65,16 +65,17 @@ class StoreFiles:
         if self.header is not None:
             return
         path = self.folder / STORE_FILE
-        if path.exists():
-            self.header = StoreHeader.read(path)
-        elif self.folder.exists():
+        if not path.exists() and self.folder.exists():
             if not self.folder.is_dir():
                 raise ValueError(f"{self.folder}: is a file; a store is a folder")
             others = [entry.name for entry in self.folder.iterdir() if not _is_own_beginning(entry.name)]
-            if others:
+            # Another process may have made the store in the meantime.
+            if others and not path.exists():
                 raise ValueError(
                     f"{self.folder}: is no store of contexts, but holds {min(others)}; give a new or an empty folder"
                 )
+        if path.exists():
+            self.header = StoreHeader.read(path)
 
     def shelf(self, blueprint: Blueprint) -> Shelf | None:
         """The shelf of contexts of this kind, or None where there is none yet.
@@ -300,4 +301,4 @@ def _files(shelf: Path) -> Iterator[os.DirEntry[str]]:
 
 def _is_own_beginning(name: str) -> bool:
     """Whether a file may stand in a folder before the store's header does."""
-    return name == LOCK_FILE or (name.startswith(f".{STORE_FILE}.") and name.endswith(".tmp"))
+    return name == LOCK_FILE or is_temporary(name)
