@@ -808,14 +808,5 @@ def _unusable(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error or type(error).__name__}") from error
 
 
-@contextlib.contextmanager
-def _job() -> Iterator[None]:
-    """Turns an error of a job that has begun to write into its failure."""
-    try:
-        yield
-    except ValueError as error:
-        raise JobError(str(error)) from error
-
-
 if __name__ == "__main__":
     main()

@@ -251,9 +251,11 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         config = TurboConfig.from_preset(preset)
         codec_class(config)
         resolve_backend(backend, self.device)
-        if calibration is not None and not isinstance(calibration, Calibration):
+        if isinstance(calibration, str | os.PathLike):
             calibration = Calibration.load(calibration)
         if calibration is not None:
+            if not isinstance(calibration, Calibration):
+                raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
         self.calibration, self.turbo_config, self.backend = calibration, config, backend
 

@@ -18,6 +18,9 @@ from .tokens import TokenCodes
 STANDARD_RESIDUES = RESIDUES[:20]
 """The 20 standard residues; X, B, U, Z and O are generated only where they are asked for."""
 
+# Logits divided by less would leave the range of float32.
+_LEAST_TEMPERATURE = 1e-6
+
 Allowed = str | Mapping[int, str] | None
 """Residues everywhere, or by position, counted from 1."""
 
@@ -42,6 +45,11 @@ class Sampling:
     def __post_init__(self) -> None:
         if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
             raise ValueError(f"`temperature` must be at least 0 and finite, got {self.temperature!r}")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(
+                f"`temperature` must be at least {_LEAST_TEMPERATURE}, or 0 for the likeliest residue,"
+                f" got {self.temperature!r}"
+            )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
         if isinstance(self.top_p, bool) or not 0 < self.top_p <= 1:

@@ -90,7 +90,7 @@ class TurboEsm:
 
         Raises:
             ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is unreadable or
-                another model's, or an option is wrong.
+                another model's, or an option is wrong, or the device cannot be used.
             ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
         """
         from transformers import EsmTokenizer
@@ -99,7 +99,7 @@ class TurboEsm:
 
         source = os.fspath(EMBEDDED_MODEL if model is None else model)
         TurboConfig.from_preset(preset)
-        device = torch.device(device or _best_device())
+        device = _usable(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options["device_map"] = device_map
@@ -112,6 +112,9 @@ class TurboEsm:
                 local_files_only=offline,
                 **options,
             )
+        except OSError as error:
+            raise not_found(source) from error
+        try:
             tokenizer = EsmTokenizer.from_pretrained(source, local_files_only=offline)
         # Without its vocabulary's file the tokenizer raises a TypeError.
         except (OSError, TypeError) as error:
@@ -360,6 +363,16 @@ def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor
     if bool((totals < own).any()):
         raise ValueError(f"`{name}` must be at least the context's own {own.tolist()}, got {totals.tolist()}")
     return totals
+
+
+def _usable(name: str | torch.device) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    # A build of torch without a kind of device says so by an AssertionError.
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"device {str(name)!r} cannot be used here: {error}") from error
+    return device
 
 
 def _best_device() -> str:

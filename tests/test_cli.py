@@ -296,9 +296,10 @@ def test_a_place_that_cannot_be_written(esm, fasta, tmp_path, tiny_folder, comma
     assert files(tmp_path) == before
 
 
-# A calibration that begins to write and never ends.
+# A calibration that begins to write and never ends. A shell's background jobs have interrupts switched off.
 SLOW_SAVE = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import esm_turbo.artifacts as artifacts
 original = artifacts.save_file
 def slow(tensors, path, metadata=None):

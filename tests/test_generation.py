@@ -430,6 +430,7 @@ def test_lower_case_constraints(exact: TurboEsm) -> None:
         ({"max_new_tokens": 1, "num_return_sequences": 0}, "`num_return_sequences` must be"),
         ({"max_new_tokens": 1, "temperature": -1}, "`temperature` must be at least 0 and finite, got -1"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "got nan"),
+        ({"max_new_tokens": 1, "temperature": 1e-45}, "or 0 for the likeliest residue, got 1e-45"),
         ({"max_new_tokens": 1, "top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
         ({"max_new_tokens": 1, "top_p": 0}, "`top_p` must be above 0 and at most 1, got 0"),
         ({"max_new_tokens": 1, "top_p": 1.5}, "got 1.5"),

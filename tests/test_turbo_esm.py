@@ -324,3 +324,14 @@ def test_a_model_of_random_weights_is_extended(folder: Path) -> None:
         # All residues run again: only <cls> is frozen.
         assert (output.logits - hf(ids).logits[:, 7:]).abs().mean() < 2
     assert output.logits.shape == (1, 3, 33)
+
+
+def test_a_device_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="device 'cuda:99' cannot be used here: "):
+        TurboEsm.from_pretrained(device="cuda:99")
+
+
+@pytest.mark.parametrize("calibration", [3, True, b"x"])
+def test_what_is_no_calibration_is_refused(calibration: object) -> None:
+    with pytest.raises(ValueError, match="`calibration` must be a Calibration or its path, got "):
+        TurboEsm.from_pretrained(calibration=calibration, device="cpu")  # type: ignore[arg-type]
