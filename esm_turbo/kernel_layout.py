@@ -8,7 +8,7 @@ maps of the query and of the output are brought into it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import torch
@@ -65,9 +65,7 @@ class SlabView:
 
 def key_view(slab: FieldSlab) -> SlabView:
     """How the kernels read a slab of keys."""
-    view = _view(slab, _KEY_LANES)
-    # Triton spreads what was loaded as bytes over operands of 32 components at least.
-    return replace(view, size=max(view.size, 32)) if view.elements * view.element_bits == 8 else view
+    return _view(slab, _KEY_LANES)
 
 
 def value_view(slab: FieldSlab) -> SlabView:
@@ -94,10 +92,11 @@ def key_order(view: SlabView) -> list[int]:
 
     A lane holds four components in a row: two fields from each half of its element.
     """
-    half, pairs = view.fields // 2, min(2, view.fields // 2)
+    half, pairs, each = view.fields // 2, min(2, view.fields // 2), view.elements // _KEY_LANES
     order = []
     for high in range(half // pairs):
-        for element in range(view.elements):
+        for index in range(view.elements):
+            element = index % _KEY_LANES * each + index // _KEY_LANES
             for pair in range(2):
                 for upper in range(2):
                     empty = pair >= pairs
@@ -111,15 +110,9 @@ def value_order(view: SlabView) -> list[int]:
     return [element * view.fields + field for field in range(view.fields) for element in range(view.elements)]
 
 
-def field_scale(view: SlabView, place: int, half: int) -> float:
-    """By how much the field at a place of an operand counts too much: kernels shift fields by whole bytes only.
-
-    Args:
-        view: of the slab.
-        place: index of the field in its element.
-        half: fields of half an element where kernels take halves side by side, else of the element.
-    """
-    return 1.0 if view.table else 2.0 ** (place % half * view.bits % 8)
+def field_scale(view: SlabView, index: int) -> float:
+    """By how much a field counts too much: kernels leave it where it is in its byte."""
+    return 1.0 if view.table else 2.0 ** (index * view.bits % 8)
 
 
 @dataclass(frozen=True)
@@ -188,10 +181,10 @@ def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     )
     keys, values = tuple(map(key_view, key_slabs)), tuple(map(value_view, value_slabs))
     key_places = [
-        _Places.of(slab, view, key_order(view), view.fields // 2) for slab, view in zip(key_slabs, keys, strict=True)
+        _Places.of(slab, view, key_order(view)) for slab, view in zip(key_slabs, keys, strict=True)
     ]
     value_places = [
-        _Places.of(slab, view, value_order(view), _value_half(view))
+        _Places.of(slab, view, value_order(view))
         for slab, view in zip(value_slabs, values, strict=True)
     ]
     query_map = [places.of_columns(key_inverse) for places in key_places]
@@ -219,11 +212,6 @@ def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     )
 
 
-def _value_half(view: SlabView) -> int:
-    """Fields that lie side by side with others of the same element when tokens are paired: of half a whole word."""
-    return view.fields // 2 if view.element_bits == 32 else view.fields
-
-
 @dataclass(frozen=True)
 class _Places:
     """The places of one slab's operand.
@@ -241,12 +229,12 @@ class _Places:
     lacking: Tensor
 
     @classmethod
-    def of(cls, slab: FieldSlab, view: SlabView, order: Sequence[int], half: int) -> _Places:
+    def of(cls, slab: FieldSlab, view: SlabView, order: Sequence[int]) -> _Places:
         components = torch.zeros(view.size, dtype=torch.int64)
         weights, middle, lacking = (torch.zeros(view.size) for _ in range(3))
         for place, index in enumerate(order):
             if 0 <= index < len(slab.components):
-                scale = field_scale(view, index % view.fields, half)
+                scale = field_scale(view, index)
                 components[place] = slab.components[index]
                 weights[place] = slab.weights[index] / scale
                 if not view.table:

@@ -275,7 +275,7 @@ def _attend(
         DTYPE=tl.float16 if half else tl.float32,
         MAP_PRECISION=precision,
         PRECISION=precision,
-        ASM=half and not _interpreted(),
+        ASM=not _interpreted(),
         num_warps=tuning.warps,
         num_stages=tuning.stages,
         **limits,

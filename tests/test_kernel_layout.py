@@ -94,14 +94,13 @@ def test_order_of_eight_lanes_a_value() -> None:
 # ---------------------------------------------------------------- maps
 
 
-def operand(view: SlabView, order: list[int], packed: Packed, half: int, table: Tensor | None, centred: bool) -> Tensor:
+def operand(view: SlabView, order: list[int], packed: Packed, table: Tensor | None, centred: bool) -> Tensor:
     """What a kernel holds of every token, [C, H, L, size].
 
     Args:
         view: of the slab.
         order: of its components.
         packed: the bytes.
-        half: of the fields of an element, see `field_scale`.
         table: float32 [H, 16] of a slab whose fields are looked up.
         centred: whether fields count from -2^(bits - 1), or from 0.
     """
@@ -113,7 +112,7 @@ def operand(view: SlabView, order: list[int], packed: Packed, half: int, table: 
             if view.table:
                 held[..., place] = torch.stack([table[head][field[:, head]] for head in range(len(table))], dim=1)
             else:
-                scale = field_scale(view, component % view.fields, half)
+                scale = field_scale(view, component)
                 held[..., place] = scale * (field - 2 ** (view.bits - 1) * centred)
     return held
 
@@ -131,7 +130,7 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
     assert (layout.query_map[..., head_dim // 2 :] == 0).all()
     assert torch.allclose(layout.query_map.abs().amax(dim=(1, 2, 3)), torch.ones(heads))
     keys = torch.cat(
-        [operand(view, key_order(view), packed, view.fields // 2, layout.key_table, False) for view in layout.keys],
+        [operand(view, key_order(view), packed, layout.key_table, False) for view in layout.keys],
         dim=3,
     )
     scores = layout.query_scale[:, None, None] * (mapped @ (keys - layout.excess).transpose(2, 3))
@@ -142,7 +141,6 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
                 view,
                 value_order(view),
                 packed,
-                view.fields // 2 if view.element_bits == 32 else view.fields,
                 layout.value_table,
                 True,
             )

@@ -166,15 +166,16 @@ def test_masks_of_every_row_over_a_shared_context(device: str, batch: int, n: in
     assert_close(attend(case, codec), case.expected())
 
 
-@on_devices("columns, programs", cpu=[(585, 1)], gpu=itertools.product((585, 1000, 2500), (1, 64, 2048)))
+@on_devices("columns, programs", cpu=[(585, 1), (585, 4)], gpu=itertools.product((585, 1000, 2500), (1, 64, 2048)))
+@pytest.mark.parametrize("preset", ["turbo1", "paper"])
 @pytest.mark.parametrize("n", [1, 5])
 def test_many_blocks_by_any_number_of_programs(
-    device: str, columns: int, programs: int, n: int, monkeypatch: pytest.MonkeyPatch
+    device: str, columns: int, programs: int, n: int, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More blocks than are worked on at once, with a query that is turned for each of them."""
+    """More blocks than are worked on at once; in `turbo1` with a query that is turned for each of them."""
     monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", replace(triton_kernels.DEFAULT_TUNING, programs=programs))
-    codec = codec_of("turbo1", 16)
-    assert codec.block_size == 64
+    codec = codec_of(preset, 16)
+    assert codec.block_size == (64 if preset == "turbo1" else None)
     case = make_case(codec, batch=1, n=n, columns=columns, masked=True, device=device)
     assert_close(attend(case, codec), case.expected())
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from esm_turbo.kernel_layout import SlabView
-from esm_turbo.kernels.attention import _key_operand, _value_operand, _words
+from esm_turbo.kernels.attention import _key_elements, _key_operand, _value_elements, _value_operand
 
 
 @triton.jit
@@ -22,8 +22,8 @@ def _show_keys(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = _words(slab_ptr, 0, 0, num_tokens, 1, T, SLABS, 0)
-    operand = _key_operand(words, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SLABS, 0)
+    operand = _key_operand(elements, table_ptr, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
@@ -39,9 +39,8 @@ def _show_values(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    even = _words(slab_ptr, 0, 0, num_tokens, 2, T // 2, SLABS, 0)
-    odd = _words(slab_ptr, 0, 1, num_tokens, 2, T // 2, SLABS, 0)
-    operand = _value_operand(even, odd, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    words = _value_elements(slab_ptr, 0, 0, num_tokens, T, SLABS, 0)
+    operand = _value_operand(words, table_ptr, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
@@ -66,7 +65,7 @@ def operand(kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtyp
         T=64,
         SLABS=(view.spec,),
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
-        ASM=dtype == torch.float16 and words.is_cuda,
+        ASM=words.is_cuda,
         num_warps=1,
     )
     return out

@@ -3,10 +3,9 @@
 Two launches: `attend_context` maps the queries into the space of the stored keys and reads the context, split over
 programs of one warp, and `merge` joins the splits with the new tokens and maps the output back.
 
-Packed words become operands of `tl.dot` in registers: a field is shifted and masked into the mantissa of 1024, two
-fields of a word at once. The order of components in an operand follows from which field of which word a lane holds
-(`kernel_layout`), so that nothing moves between lanes; the order is undone in the maps of the query and of the output,
-which cost nothing more for it.
+Packed words become operands of `tl.dot` in registers: bytes are brought into place by twos, and a field is masked into
+the mantissa of 1024 where it stands. The order of components in an operand follows from which field of which word a
+lane holds (`kernel_layout`); it is undone in the maps of the query and of the output, which cost nothing more for it.
 """
 
 from __future__ import annotations
@@ -16,74 +15,79 @@ import triton.language as tl
 
 ROWS: tl.constexpr = tl.constexpr(16)
 _LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
+# The least total that is not 0, and a normal number in float32: others would make Triton compute in float64.
+_LEAST_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _pair(
-    w, BITS: tl.constexpr, OFFSET: tl.constexpr, CENTRED: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr
-):
-    """The fields at bits OFFSET and 16 + OFFSET of int32 words, times 2^OFFSET.
-
-    Centred, 2^(BITS - 1) is taken off a field; otherwise 1024 is added to the result where `ASM`.
-    """
-    mask: tl.constexpr = (2**BITS - 1) * 2**OFFSET
-    middle: tl.constexpr = 2 ** (BITS - 1) * 2**OFFSET
+def _bytes(x, y, selector, ASM: tl.constexpr):
+    """Byte 0 and byte 2 of the result are bytes of x (0 to 3) and y (4 to 7): those in the selector's bytes."""
     if ASM:
-        # 1024, 0x6400 in half precision, has ten bits of mantissa free for a field: (w & mask) | 1024, twice in a word.
-        if CENTRED:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; sub.f16x2 t, t, $5; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r,r",
-                [w, mask * 0x00010001, 0x64006400, 0x64006400 + middle * 0x00010001],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=1,
-            )
-        else:
-            return tl.inline_asm_elementwise(
-                "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; mov.b32 {$0, $1}, t; }",
-                "=h,=h,r,r,r",
-                [w, mask * 0x00010001, 0x64006400],
-                dtype=(tl.float16, tl.float16),
-                is_pure=True,
-                pack=1,
-            )
+        return tl.inline_asm_elementwise(
+            "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], dtype=tl.int32, is_pure=True, pack=1
+        )
     else:
-        low, high = w & mask, (w >> 16) & mask
-        if CENTRED:
-            low, high = low - middle, high - middle
-        return low.to(DTYPE), high.to(DTYPE)
+        low, high = selector & 7, selector >> 8 & 7
+        low = tl.where(low < 4, x, y) >> (low % 4 * 8)
+        high = tl.where(high < 4, x, y) >> (high % 4 * 8)
+        return (low & 0xFF) | (high & 0xFF) << 16
 
 
 @triton.jit
-def _looked_up(w, table_ptr, BITS: tl.constexpr, DTYPE: tl.constexpr):
-    """What the fields at bit 0 and at bit 16 of words stand for in a table."""
-    low = tl.load(table_ptr + (w & (2**BITS - 1)))
-    high = tl.load(table_ptr + ((w >> 16) & (2**BITS - 1)))
-    return low.to(DTYPE), high.to(DTYPE)
-
-
-@triton.jit
-def _fields(
+def _pair(
     w,
     table_ptr,
-    FIELD: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLAB: tl.constexpr,
+    shift,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    BITS: tl.constexpr,
+    TABLE: tl.constexpr,
     CENTRED: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Field number FIELD of the lower and of the upper half of words: by counting, or from a table where there is one.
+    """The fields of byte 0 and byte 2 of words that begin at bits LOW and HIGH, and shift, of these bytes.
 
-    A field is shifted by whole bytes only; what it is too large by is in the maps (`kernel_layout.field_scale`).
+    A field stays where it is in its byte: it counts 2^(its bit) times, which is in the maps (`kernel_layout`). Centred,
+    2^(BITS - 1) is taken off a field; otherwise 1024 is added to half precision where `ASM`.
     """
-    bits: tl.constexpr = SLABS[SLAB][0]
-    if SLABS[SLAB][5]:
-        return _looked_up(w >> (bits * FIELD), table_ptr, bits, DTYPE)
+    mask: tl.constexpr = 2**BITS - 1
+    if TABLE:
+        low = tl.load(table_ptr + ((w >> (LOW + shift)) & mask))
+        high = tl.load(table_ptr + ((w >> (16 + HIGH + shift)) & mask))
+        return low.to(DTYPE), high.to(DTYPE)
     else:
-        return _pair(w >> (bits * FIELD // 8 * 8), bits, bits * FIELD % 8, CENTRED, DTYPE, ASM)
+        ones: tl.constexpr = 2**LOW + 2 ** (16 + HIGH)
+        fields = (mask * ones) << shift
+        middles = (2 ** (BITS - 1) * ones) << shift
+        if ASM and tl.float16 == DTYPE:
+            # 1024, 0x6400 in half precision, has ten bits of mantissa free: (w & fields) | 1024, twice in a word.
+            if CENTRED:
+                return tl.inline_asm_elementwise(
+                    "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; sub.f16x2 t, t, $5; mov.b32 {$0, $1}, t; }",
+                    "=h,=h,r,r,r,r",
+                    [w, fields, 0x64006400, 0x64006400 + middles],
+                    dtype=(tl.float16, tl.float16),
+                    is_pure=True,
+                    pack=1,
+                )
+            else:
+                return tl.inline_asm_elementwise(
+                    "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; mov.b32 {$0, $1}, t; }",
+                    "=h,=h,r,r,r",
+                    [w, fields, 0x64006400],
+                    dtype=(tl.float16, tl.float16),
+                    is_pure=True,
+                    pack=1,
+                )
+        else:
+            w = w & fields
+            if CENTRED:
+                low, high = (w & 0xFFFF) - (middles & 0xFFFF), (w >> 16) - (middles >> 16)
+            else:
+                low, high = w & 0xFFFF, w >> 16
+            return low.to(DTYPE), high.to(DTYPE)
 
 
 @triton.jit
@@ -99,32 +103,16 @@ def _stacked(parts):
 
 
 @triton.jit
-def _words(slab_ptr, row, first, end, step: tl.constexpr, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
-    """The words of T tokens, every `step`-th, int [T, words]; SLABS holds each slab's `SlabView.spec`."""
+def _value_elements(slab_ptr, row, first, end, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    """The words of T values, [T, words]."""
     words: tl.constexpr = SLABS[SLAB][1]
     stored: tl.constexpr = SLABS[SLAB][6]
-    token = first + step * tl.arange(0, T)
+    token = tl.arange(0, T)[:, None]
     word = tl.arange(0, words)[None, :]
-    mask = (token < end)[:, None]
+    mask = token < end - first
     if stored < words:
         mask = mask & (word < stored)
-    # The row moves the pointer, so that the rest is counted in 32 bits.
-    return tl.load(slab_ptr + row * stored + token[:, None] * stored + word, mask=mask, other=0)
-
-
-@triton.jit
-def _elements(x, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
-    """What each lane takes of words [T, words]: [T, elements], its bits the lowest, and others above them."""
-    words: tl.constexpr = SLABS[SLAB][1]
-    elements: tl.constexpr = SLABS[SLAB][2]
-    element_bits: tl.constexpr = SLABS[SLAB][3]
-    x = x.to(tl.int32)
-    if elements == words:
-        return x
-    else:
-        shared: tl.constexpr = elements // words
-        x = x[:, :, None] >> (tl.arange(0, shared) * element_bits)[None, None, :]
-        return tl.reshape(x, (T, elements))
+    return tl.load(slab_ptr + (row + first) * stored + (token * stored + word), mask=mask)
 
 
 @triton.jit
@@ -137,57 +125,51 @@ def _key_operand(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T keys from their words, [T, size]. Four lanes share a key, with four components in a row each."""
+    """Components of T keys from their elements, [T, size]. A lane holds four components of a key in a row."""
     bits: tl.constexpr = SLABS[SLAB][0]
+    words: tl.constexpr = SLABS[SLAB][1]
     elements: tl.constexpr = SLABS[SLAB][2]
     element_bits: tl.constexpr = SLABS[SLAB][3]
-    x = _elements(x, T, SLABS, SLAB)
-    if element_bits < 32:
-        # The upper half of the fields moves to bit 16.
-        x = (x & (2**element_bits - 1)) | (x << (16 - element_bits // 2))
+    size: tl.constexpr = SLABS[SLAB][4]
     count: tl.constexpr = element_bits // bits // 2
+    upper: tl.constexpr = count if element_bits <= 8 else 0
+    x = x.to(tl.int32)
+    shift = 0
+    if element_bits < 32:
+        # The bytes of the element's halves, or the byte that has both.
+        bit = (tl.arange(0, 4) % (elements // words) * element_bits)[:, None, None, None]
+        if element_bits < 8:
+            shift = bit % 8
+        x = _bytes(x, x, bit // 8 * 0x0101 + (0x0100 if element_bits == 16 else 0), ASM)
     parts = ()
     for i in tl.static_range(count):
-        low, high = _fields(x, table_ptr, i, SLABS, SLAB, False, DTYPE, ASM)
-        parts = parts + (tl.join(low, high),)
-    if count == 1:
-        if SLABS[SLAB][4] > 2 * elements:
-            # Half of the places stay empty.
-            operand = tl.join(parts[0], tl.zeros_like(parts[0]))
-            operand = tl.permute(operand, (0, 1, 3, 2))
-        else:
-            operand = parts[0]
-    else:
-        stacked = _stacked(parts)
-        if count == 2:
-            operand = tl.permute(stacked, (0, 1, 3, 2))
-        elif count == 4:
-            operand = tl.permute(stacked, (0, 4, 1, 3, 2))
-        elif count == 8:
-            operand = tl.permute(stacked, (0, 5, 4, 1, 3, 2))
-        else:
-            operand = tl.permute(stacked, (0, 6, 5, 4, 1, 3, 2))
-    size: tl.constexpr = SLABS[SLAB][4]
-    # One pair of fields an element leaves every other pair of places empty.
-    places: tl.constexpr = 2 * count * elements * (2 if count == 1 and size > 2 * elements else 1)
-    return _padded(tl.reshape(operand, (T, places)), T, places, size)
-
-
-@triton.jit
-def _side_by_side(x, y, ASM: tl.constexpr):
-    """The lower halves of x and y in one word, x's below."""
-    if ASM:
-        return tl.inline_asm_elementwise(
-            "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r", [x, y], dtype=tl.int32, is_pure=True, pack=1
+        pair = x >> (bits * i // 8 * 8)
+        one, other = _pair(
+            pair, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLABS[SLAB][5], False, DTYPE, ASM
         )
+        parts = parts + (tl.join(one, other),)
+    stacked = _stacked(parts)
+    # One pair of fields an element leaves every other pair of places empty.
+    empty: tl.constexpr = count == 1 and size > 2 * elements
+    if empty:
+        stacked = tl.join(stacked, tl.zeros_like(stacked))
+    if count == 1 and not empty:
+        operand = tl.permute(stacked, (2, 1, 3, 0, 4))
+    elif count <= 2:
+        operand = tl.permute(stacked, (2, 1, 3, 0, 5, 4))
+    elif count == 4:
+        operand = tl.permute(stacked, (2, 1, 6, 3, 0, 5, 4))
+    elif count == 8:
+        operand = tl.permute(stacked, (2, 1, 7, 6, 3, 0, 5, 4))
     else:
-        return (x & 0xFFFF) | (y << 16)
+        operand = tl.permute(stacked, (2, 1, 8, 7, 6, 3, 0, 5, 4))
+    places: tl.constexpr = 2 * count * elements * (2 if empty else 1)
+    return _padded(tl.reshape(operand, (T, places)), T, places, size)
 
 
 @triton.jit
 def _value_operand(
     x,
-    y,
     table_ptr,
     T: tl.constexpr,
     SLABS: tl.constexpr,
@@ -195,30 +177,31 @@ def _value_operand(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T values from the words of even and of odd tokens, [T, size].
+    """Components of T values from their words, [T, size].
 
     Eight lanes share a value; two neighbouring tokens fill a register.
     """
     bits: tl.constexpr = SLABS[SLAB][0]
+    words: tl.constexpr = SLABS[SLAB][1]
     elements: tl.constexpr = SLABS[SLAB][2]
     element_bits: tl.constexpr = SLABS[SLAB][3]
-    x = _elements(x, T // 2, SLABS, SLAB)
-    y = _elements(y, T // 2, SLABS, SLAB)
+    size: tl.constexpr = SLABS[SLAB][4]
+    shared: tl.constexpr = elements // words
     count: tl.constexpr = element_bits // bits
-    pairs = _side_by_side(x, y, ASM)
+    each: tl.constexpr = 8 // bits if element_bits > 8 else count
+    even, odd = tl.split(tl.permute(tl.reshape(x, (T // 2, 2, words)), (0, 2, 1)))
+    x = even.to(tl.int32)[:, :, None]
+    y = odd.to(tl.int32)[:, :, None]
+    bit = (tl.arange(0, shared) * element_bits)[None, None, :]
+    shift = bit % 8 if element_bits < 8 else 0
     parts = ()
-    if element_bits == 32:
-        for i in tl.static_range(count // 2):
-            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
-            parts = parts + (tl.join(even, odd),)
-        pairs = _side_by_side(x >> 16, y >> 16, ASM)
-        for i in tl.static_range(count // 2):
-            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
-            parts = parts + (tl.join(even, odd),)
-    else:
-        for i in tl.static_range(count):
-            even, odd = _fields(pairs, table_ptr, i, SLABS, SLAB, True, DTYPE, ASM)
-            parts = parts + (tl.join(even, odd),)
+    for i in tl.static_range(count):
+        if i % each == 0:
+            pairs = _bytes(x, y, (bit // 8 + i // each) * 0x0101 + 0x0400, ASM)
+        even, odd = _pair(
+            pairs, table_ptr, shift, i % each * bits, i % each * bits, bits, SLABS[SLAB][5], True, DTYPE, ASM
+        )
+        parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
     stacked = _stacked(parts)
     if count == 1:
         operand = tl.permute(stacked, (0, 2, 1))
@@ -233,7 +216,6 @@ def _value_operand(
     else:
         operand = tl.permute(stacked, (0, 2, 7, 6, 5, 4, 3, 1))
     places: tl.constexpr = elements * count
-    size: tl.constexpr = SLABS[SLAB][4]
     return _padded(tl.reshape(operand, (T, places)), T, places, size)
 
 
@@ -244,6 +226,21 @@ def _padded(x, T: tl.constexpr, n: tl.constexpr, size: tl.constexpr):
         return x
     else:
         return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), (T, size))
+
+
+@triton.jit
+def _product(fields, x, total, TABLE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + fields x.
+
+    TF32 holds a field exactly, unless it was looked up: two products, with either half of x's bits, are as good as the
+    three of float32 factors.
+    """
+    if x.dtype == tl.float32 and not TABLE:
+        high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
+        total = tl.dot(fields, x - high, total, input_precision="tf32")
+        return tl.dot(fields, high, total, input_precision="tf32")
+    else:
+        return tl.dot(fields, x, total, input_precision=PRECISION)
 
 
 @triton.jit
@@ -344,7 +341,7 @@ def _mapped_queries(
         mapped = tl.dot(tl.load(here), low, input_precision=PRECISION)
         mapped = tl.dot(tl.load(here + KEY_SIZE * HALF), high, mapped, input_precision=PRECISION).to(DTYPE)
         middle = tl.load(excess_ptr + place)
-        if ASM:
+        if ASM and tl.float16 == DTYPE:
             # 0 marks places whose fields are looked up, or empty.
             middle = tl.where(middle > 0, middle + 1024.0, 0.0)
         # Of the rounded queries, so that it cancels.
@@ -355,17 +352,44 @@ def _mapped_queries(
 
 
 @triton.jit
-def _tile_words(
-    key_slabs, value_slabs, row, first, end, T: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr
-):
-    """All words of a tile: of every key slab, then of every value slab those of even and of odd tokens."""
+def _key_elements(slab_ptr, row, first, end, one, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    """What lanes take of T keys, [4, 8, T / 8, elements / 4]: four lanes share a key, with neighbouring elements each.
+
+    The shape is that of an operand's lanes and registers, so that what is loaded need not move.
+    """
+    words: tl.constexpr = SLABS[SLAB][1]
+    elements: tl.constexpr = SLABS[SLAB][2]
+    stored: tl.constexpr = SLABS[SLAB][6]
+    each: tl.constexpr = elements // 4
+    token = tl.arange(0, 8)[None, :, None, None]
+    element = tl.arange(0, 4)[:, None, None, None] * each
+    word = element if words == elements else element // (elements // words)
+    eighth = tl.arange(0, T // 8)[None, None, :, None] * 8
+    next_word = tl.arange(0, each)[None, None, None, :]
+    mask = token + eighth < end - first
+    if stored < words:
+        mask = mask & (word + next_word < stored)
+    # Were it known that neighbouring lanes load neighbouring words, one lane would load the words of several. The row
+    # moves the pointer, so that the rest is counted in 32 bits; what lanes have in common is added last.
+    lane_ptr = slab_ptr + (row + first) * stored + (token * stored + word) * one
+    return tl.load(lane_ptr + (eighth * stored + next_word), mask=mask)
+
+
+@triton.jit
+def _key_words(slabs, row, first, end, one, T: tl.constexpr, KEYS: tl.constexpr):
+    """The elements of a tile of every key slab."""
     words = ()
     for i in tl.static_range(len(KEYS)):
-        words = words + (_words(key_slabs[i], row, first, end, 1, T, KEYS, i),)
+        words = words + (_key_elements(slabs[i], row, first, end, one, T, KEYS, i),)
+    return words
+
+
+@triton.jit
+def _value_words(slabs, row, first, end, T: tl.constexpr, VALUES: tl.constexpr):
+    """The words of a tile of every value slab."""
+    words = ()
     for i in tl.static_range(len(VALUES)):
-        even = _words(value_slabs[i], row, first, end, 2, T // 2, VALUES, i)
-        odd = _words(value_slabs[i], row, first + 1, end, 2, T // 2, VALUES, i)
-        words = words + (even, odd)
+        words = words + (_value_elements(slabs[i], row, first, end, T, VALUES, i),)
     return words
 
 
@@ -418,9 +442,10 @@ def attend_context(
     """Attention of queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
 
     Grid: (row tiles x splits, heads, contexts). A row is a query of the context: a token of one row of the extension.
-    QUERIES (a power of two up to COLUMNS) rows are worked on at once, and mapped for as many blocks as fill COLUMNS; a
-    column counts in its own block alone. Everything is transposed, queries last: an operand's first dimension may not
-    be smaller than 16, its last may be 8.
+    QUERIES (a power of two up to COLUMNS) rows are worked on at once. The columns of an operand hold them once for each
+    of `COLUMNS / QUERIES` tiles, a group, which are multiplied one after the other with their own columns alone, so
+    that scores and weights of a group fill one tile. Everything is transposed, queries last: an operand's first
+    dimension may not be smaller than 16, its last may be 8.
     """
     num_heads = tl.num_programs(1)
     split = tl.program_id(0) % SPLITS
@@ -429,7 +454,6 @@ def attend_context(
     context = tl.program_id(2)
     place = (context * num_heads + head).to(tl.int64)
     copies: tl.constexpr = COLUMNS // QUERIES
-    group_tiles: tl.constexpr = copies * BLOCK_TILES
 
     c = tl.arange(0, COLUMNS)
     row = row_tile * QUERIES + c % QUERIES
@@ -465,20 +489,18 @@ def attend_context(
         hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
 
     row_of_slabs = place * columns
-    words = _tile_words(key_slabs, value_slabs, row_of_slabs, first_tile * T, length, T, KEYS, VALUES)
-    if ROTATED:
-        first_group = first_tile // group_tiles
-        last_group = tl.cdiv(last_tile, group_tiles)
-    else:
-        first_group = 0
-        last_group = 1
-    for group in tl.range(first_group, last_group):
+    one = tl.minimum(columns, 1)
+    key_words = _key_words(key_slabs, row_of_slabs, first_tile * T, length, one, T, KEYS)
+    value_words = _value_words(value_slabs, row_of_slabs, first_tile * T, length, T, VALUES)
+    for begin in tl.range(first_tile, last_tile, copies):
+        end = tl.minimum(begin + copies, last_tile)
+        own_tile = begin + c // QUERIES
         queries = _mapped_queries(
             query_ptr,
             batch,
             token,
             known,
-            group * copies + c // QUERIES,
+            own_tile // BLOCK_TILES,
             map_ptr,
             map_scale,
             excess_ptr,
@@ -497,47 +519,56 @@ def attend_context(
             MAP_PRECISION,
             ASM,
         )
-        if ROTATED:
-            begin = tl.maximum(first_tile, group * group_tiles)
-            end = tl.minimum(last_tile, (group + 1) * group_tiles)
-        else:
-            begin = first_tile
-            end = last_tile
+        scores = tl.zeros((T, COLUMNS), tl.float32)
         for tile in tl.range(begin, end):
             # Asked for a tile ahead, so that memory has the time of a tile to answer.
-            next_words = _tile_words(key_slabs, value_slabs, row_of_slabs, (tile + 1) * T, length, T, KEYS, VALUES)
-            scores = tl.zeros((T, COLUMNS), tl.float32)
+            next_words = ()
+            products = tl.zeros((T, COLUMNS), tl.float32)
+            own = (own_tile == tile)[None, :]
             for i in tl.static_range(len(KEYS)):
-                keys = _key_operand(words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
-                scores = tl.dot(keys, queries[2 + i], scores, input_precision=PRECISION)
-            if copies > 1:
-                own = known & (c // QUERIES == tile // BLOCK_TILES % copies) if ROTATED else known & (c // QUERIES == 0)
-            else:
-                own = known
-            scores = scores * queries[0][None, :] + tl.where(own, queries[1], float("-inf"))[None, :]
-            column = tile * T + tl.arange(0, T)
-            seen = column < length
-            for slot in tl.static_range(SLOTS):
-                seen = seen & (column != hidden[slot])
-            if mask_ptr is not None and not SHARED:
-                seen = seen & (tl.load(mask_ptr + context * stride_mask + column, mask=seen, other=0) != 0)
-            scores = tl.where(seen[:, None], scores, float("-inf"))
-            if mask_ptr is not None and SHARED:
-                at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column[:, None]
-                scores = tl.where(tl.load(at, mask=seen[:, None] & own[None, :], other=0) != 0, scores, float("-inf"))
-            peak = tl.maximum(highest, tl.max(scores, 0))
-            keep = _exp2(highest - peak, ASM)
-            weights = _exp2(scores - peak[None, :], ASM)
-            total = total * keep + tl.sum(weights, 0)
-            highest = peak
-            weights = weights.to(DTYPE)
+                keys = _key_operand(key_words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
+                next_words = next_words + (
+                    _key_elements(key_slabs[i], row_of_slabs, (tile + 1) * T, length, one, T, KEYS, i),
+                )
+                products = _product(keys, queries[2 + i], products, KEYS[i][5], PRECISION)
+            scores = products if copies == 1 else tl.where(own, products, scores)
+            key_words = next_words
+        scores = scores * queries[0][None, :] + queries[1][None, :]
+        column = own_tile[None, :] * T + tl.arange(0, T)[:, None]
+        seen = (known & (own_tile < end))[None, :] & (column < length)
+        for slot in tl.static_range(SLOTS):
+            seen = seen & (column != hidden[slot])
+        if mask_ptr is not None:
+            at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column
+            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+        scores = tl.where(seen, scores, float("-inf"))
+        peak = tl.maximum(highest, tl.max(scores, 0))
+        keep = _exp2(highest - peak, ASM)
+        weights = _exp2(scores - peak[None, :], ASM)
+        total = total * keep + tl.sum(weights, 0)
+        highest = peak
+        weights = weights.to(DTYPE)
+        kept = ()
+        for i in tl.static_range(len(VALUES)):
+            kept = kept + (sums[i] * keep[None, :],)
+        sums = kept
+        for tile in tl.range(begin, end):
+            next_words = ()
+            own = (own_tile == tile)[None, :]
             new = ()
             for i in tl.static_range(len(VALUES)):
-                even, odd = words[len(KEYS) + 2 * i], words[len(KEYS) + 2 * i + 1]
-                values = _value_operand(even, odd, value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
-                new = new + (tl.dot(tl.trans(values), weights, sums[i] * keep[None, :], input_precision=PRECISION),)
+                values = _value_operand(value_words[i], value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
+                next_words = next_words + (
+                    _value_elements(value_slabs[i], row_of_slabs, (tile + 1) * T, length, T, VALUES, i),
+                )
+                if copies == 1:
+                    new = new + (_product(tl.trans(values), weights, sums[i], VALUES[i][5], PRECISION),)
+                else:
+                    none = _zeros(VALUES, i, COLUMNS, tl.float32)
+                    products = _product(tl.trans(values), weights, none, VALUES[i][5], PRECISION)
+                    new = new + (tl.where(own, sums[i] + products, sums[i]),)
             sums = new
-            words = next_words
+            value_words = next_words
 
     out = (place * SPLITS + split) * num_rows
     query = row_tile * QUERIES + tl.arange(0, QUERIES)
@@ -698,6 +729,6 @@ def merge(
             seen = _seen(mask_ptr, num_slots, first, T)
             highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
 
-    result = sums / tl.maximum(total, 1e-38)[:, None]
+    result = sums / tl.maximum(total, _LEAST_TOTAL)[:, None]
     at = output_ptr + ((batch * num_heads + head) * num_tokens + token)[:, None] * HEAD_DIM + d[None, :]
     tl.store(at, result.to(output_ptr.dtype.element_ty), mask=inside)
