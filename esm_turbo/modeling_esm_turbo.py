@@ -20,6 +20,7 @@ from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm.modeling_esm import (
+    EsmLayer,
     EsmLMHead,
     EsmRotaryEmbedding,
     EsmSelfAttention,
@@ -79,11 +80,12 @@ class TurboEsmSelfAttention(EsmSelfAttention):
             )
             return plain
         assert position_embeddings is not None
-        shape = (*hidden_states.shape[:-1], -1, self.attention_head_size)
-        query = self.query(hidden_states).view(shape).transpose(1, 2) * self.attention_head_size**-0.5
+        shape, scale = (*hidden_states.shape[:-1], -1, self.attention_head_size), self.attention_head_size**-0.5
+        query = self.query(hidden_states).view(shape).transpose(1, 2)
         keys = self.key(hidden_states).view(shape).transpose(1, 2)
         values = self.value(hidden_states).view(shape).transpose(1, 2)
-        query, keys = apply_rotary_pos_emb(query, keys, *position_embeddings)
+        rotated = kv_session.rotate(query, keys, *position_embeddings, scale)
+        query, keys = rotated or apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
         weights = None
         output = kv_session.attend(self.layer_idx, query, keys, values)
         if output is not None:
@@ -103,6 +105,20 @@ class TurboEsmSelfAttention(EsmSelfAttention):
                 **kwargs,
             )
         return output.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
+
+
+class TurboEsmLayer(EsmLayer):
+    """A layer that lets a session compute the activation."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
+        output: Tensor
+        if not isinstance(kv_session, Extension):
+            output = super().forward(hidden_states, *args, kv_session=kv_session, **kwargs)
+            return output
+        hidden_states = self.attention(hidden_states, *args, kv_session=kv_session, **kwargs)
+        activated = kv_session.gelu(self.intermediate.dense(self.LayerNorm(hidden_states)))
+        output = self.output(activated, hidden_states)
+        return output
 
 
 class TurboEsmRotaryEmbedding(EsmRotaryEmbedding):
@@ -206,12 +222,14 @@ class TurboEsmModel(_TurboMixin, EsmModel):
     """
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
+    _no_split_modules = ("TurboEsmLayer", "EsmEmbeddings")
 
     def __init__(self, config: EsmConfig, add_pooling_layer: bool = True) -> None:
         _check_config(config)
         super().__init__(config, add_pooling_layer)
         for index, layer in enumerate(self.encoder.layer):
             # Only the class changes: the parameters and their initialisation stay Hugging Face's.
+            layer.__class__ = TurboEsmLayer
             layer.attention.self.__class__ = TurboEsmSelfAttention
             layer.attention.self.layer_idx = index
         self.rotary_embeddings.__class__ = TurboEsmRotaryEmbedding

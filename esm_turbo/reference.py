@@ -11,7 +11,7 @@ from torch import Tensor
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.packing import GROUP_SIZE, check_boundaries, check_codes, check_packed
 
-__all__ = ["extend_attention", "pack_codes", "quantize", "unpack_codes"]
+__all__ = ["extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -53,6 +53,7 @@ def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
             codes[index] = np.searchsorted(thresholds[index], values[index], side="left")
     return torch.from_numpy(codes).to(x.device)
 
+
 def extend_attention(
     query: Tensor,
     keys: Tensor,
@@ -88,3 +89,21 @@ def extend_attention(
                 scores = query[row, head].float() @ k.T
                 output[row, head] = torch.softmax(scores, dim=-1) @ v
     return output.to(query.dtype)
+
+
+def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `torch_ops.rotate`, whose slow twin this is: halves of a head are complex numbers that are multiplied."""
+    half = query.shape[3] // 2
+    angle = torch.complex(cos[..., :half].double(), sin[..., :half].double())[:, None]
+    turned = []
+    for x, factor in ((query, scale), (keys, 1.0)):
+        low, high = x.double().mul(factor).chunk(2, dim=-1)
+        product = torch.complex(low, high) * angle
+        turned.append(torch.cat([product.real, product.imag], dim=-1).to(x.dtype))
+    return turned[0], turned[1]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `torch_ops.gelu`, whose slow twin this is: x times the normal distribution's probability below it."""
+    below: Tensor = torch.special.ndtr(x.double())
+    return (x.double() * below).to(x.dtype)

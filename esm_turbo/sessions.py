@@ -22,6 +22,12 @@ class KVSession(ABC):
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         """The attention output [batch, heads, n, head_dim], or None for the model's own attention."""
 
+    def rotate(
+        self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor] | None:
+        """Scaled queries and keys after RoPE, see `torch_ops.rotate`, or None for the model's own RoPE."""
+        return None
+
 
 class Prefill(KVSession):
     """Encodes the keys and values of an exact forward into an empty cache, layer by layer."""
@@ -83,6 +89,16 @@ class Extension(KVSession):
         if self.append is not None:
             self.cache.stage(self.append, layer_idx, keys, values)
         return output
+
+
+    def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        rotated: tuple[Tensor, Tensor] = self.backend.rotate(query, keys, cos, sin, scale)
+        return rotated
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The activation of [batch, n, intermediate_size], see `torch_ops.gelu`."""
+        activated: Tensor = self.backend.gelu(x)
+        return activated
 
 
 def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .codecs import KVCodec, Packed, PackedContext
 
-__all__ = ["extend_attention"]
+__all__ = ["extend_attention", "gelu", "rotate"]
 
 # Elements of a decoded slice: two megabytes in float32, few enough for the caches of a processor, many enough that
 # starting operations is not what takes the time.
@@ -180,3 +180,31 @@ def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
     if x.shape[0] == shape[0] and x.shape[2] == shape[2]:
         return x
     return x.view(x.shape[1], shape[0], shape[2], x.shape[3]).transpose(0, 1)
+
+
+def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Scales queries and turns queries and keys by their positions, as the model does (RoPE, Su et al. 2021).
+
+    Args:
+        query: [B, H, n, D].
+        keys: [B, H, n, D].
+        cos: of every position's angles, once for either half of a head, [B or 1, n, D].
+        sin: likewise.
+        scale: of the queries.
+
+    Returns:
+        Queries and keys, in their dtype; products are taken in float32.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    query, keys = (_turned(x, cos, sin) for x in (query * scale, keys))
+    return query, keys
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-high, low], dim=-1) * sin).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The model's activation (Hendrycks and Gimpel 2016), step by step as the model computes it."""
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))

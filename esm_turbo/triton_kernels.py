@@ -15,8 +15,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import torch_ops
 from .codecs import KVCodec, Packed, PackedContext
 from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, value_view
+from .layer_ops import gelu, like_tokens, rotate
 
-__all__ = ["extend_attention"]
+__all__ = ["extend_attention", "gelu", "rotate"]
 
 # The numbers of `SlabView.spec`.
 _Spec = tuple[int, int, int, int, int, bool, int]
@@ -172,7 +173,7 @@ def attend_packed(
 
 @attend_packed.register_fake
 def _(query: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape)
+    return like_tokens(query)
 
 
 def _specs(numbers: Sequence[int]) -> tuple[_Spec, ...]:
@@ -280,7 +281,7 @@ def _attend(
         num_stages=tuning.stages,
         **limits,
     )
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    output = like_tokens(query)
     kernels.merge[triton.cdiv(n, _ROWS), heads, batch_size](
         query,
         keys,

@@ -730,5 +730,5 @@ def merge(
             highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
 
     result = sums / tl.maximum(total, _LEAST_TOTAL)[:, None]
-    at = output_ptr + ((batch * num_heads + head) * num_tokens + token)[:, None] * HEAD_DIM + d[None, :]
+    at = output_ptr + ((batch * num_tokens + token) * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
     tl.store(at, result.to(output_ptr.dtype.element_ty), mask=inside)
