@@ -282,7 +282,10 @@ def _attend(
         **limits,
     )
     output = like_tokens(query)
-    kernels.merge[triton.cdiv(n, _ROWS), heads, batch_size](
+    # Few new tokens of many rows share a tile, and with it the map of the output.
+    flat = n < _ROWS
+    grid = (triton.cdiv(batch_size, _ROWS // n), heads, 1) if flat else (triton.cdiv(n, _ROWS), heads, batch_size)
+    kernels.merge[grid](
         query,
         keys,
         values,
@@ -300,6 +303,7 @@ def _attend(
         *query.stride()[:3],
         *keys.stride()[:3],
         *values.stride()[:3],
+        batch_size,
         n,
         rows,
         slots,
@@ -310,7 +314,7 @@ def _attend(
         SPLITS=splits,
         SPLIT_PLACES=triton.next_power_of_2(splits),
         SHARED=shared,
-        T=_NEW_TILE,
+        FLAT=flat,
         PRECISION=precision,
         num_warps=tuning.merge_warps,
     )
@@ -328,7 +332,6 @@ def _interpreted() -> bool:
 
 
 _BLOCK = 64
-_NEW_TILE = 16
 _runnable: WeakKeyDictionary[KVCodec, bool] = WeakKeyDictionary()
 _layouts: WeakKeyDictionary[KVCodec, dict[Any, KernelLayout]] = WeakKeyDictionary()
 # By the tensor of stored keys: its version, and what was made of it and of the values.

@@ -166,6 +166,15 @@ def test_masks_of_every_row_over_a_shared_context(device: str, batch: int, n: in
     assert_close(attend(case, codec), case.expected())
 
 
+@on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
+def test_many_rows_with_contexts_of_their_own(device: str, batch: int, n: int) -> None:
+    """Several rows share a tile of the merge, and none sees another's tokens."""
+    codec = codec_of("turbo2", 24)
+    lengths = tuple(70 - 3 * row % 69 for row in range(batch))
+    case = make_case(codec, batch=batch, n=n, slots=2, masked=True, lengths=lengths, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
 @on_devices("columns, programs", cpu=[(585, 1), (585, 4)], gpu=itertools.product((585, 1000, 2500), (1, 64, 2048)))
 @pytest.mark.parametrize("preset", ["turbo1", "paper"])
 @pytest.mark.parametrize("n", [1, 5])

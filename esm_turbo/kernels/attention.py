@@ -587,28 +587,16 @@ def attend_context(
 
 
 @triton.jit
-def _dense(at, stride, count, first, d, T: tl.constexpr, HEAD_DIM: tl.constexpr):
-    """T dense keys or values [T, SIZE] from number `first` on, zeros beyond `count`."""
-    column = first + tl.arange(0, T)
-    inside = (column < count)[:, None] & (d < HEAD_DIM)[None, :]
-    return tl.load(at + column[:, None] * stride + d[None, :], mask=inside, other=0.0)
-
-
-@triton.jit
-def _seen(mask_ptr, count, first, T: tl.constexpr):
-    """Which of T dense tokens are seen."""
-    column = first + tl.arange(0, T)
-    there = column < count
-    if mask_ptr is not None:
-        there = there & (tl.load(mask_ptr + column, mask=there, other=0) != 0)
-    return there
+def _dense(at, stride, row, d, inside):
+    """Dense keys or values at rows of so many numbers, [rows, SIZE], zeros outside."""
+    return tl.load(at + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _joined(query, keys, values, seen, highest, total, sums, PRECISION: tl.constexpr):
-    """Adds the attention to dense tokens to a running softmax."""
+    """Adds the attention to dense tokens, of which a row sees those in `seen` [rows, tokens], to a running softmax."""
     scores = tl.dot(query, tl.trans(keys.to(query.dtype)), input_precision=PRECISION) * _LOG2E
-    scores = tl.where(seen[None, :], scores, float("-inf"))
+    scores = tl.where(seen, scores, float("-inf"))
     peak = tl.maximum(highest, tl.max(scores, 1))
     keep = tl.exp2(highest - peak)
     weights = tl.exp2(scores - peak[:, None])
@@ -643,6 +631,7 @@ def merge(
     stride_value_row,
     stride_value_head,
     stride_value_token,
+    batch_size,
     num_tokens,
     num_rows,
     num_slots,
@@ -653,45 +642,61 @@ def merge(
     SPLITS: tl.constexpr,
     SPLIT_PLACES: tl.constexpr,
     SHARED: tl.constexpr,
-    T: tl.constexpr,
+    FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Joins the splits of a context, its protected tokens and the new tokens, and maps the output back.
 
-    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension. Protected keys and values are in
-    the model's coordinates here.
+    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension; with FLAT a tile holds all new
+    tokens of several rows, and the grid's last dimension is 1. Protected keys and values are in the model's
+    coordinates here.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
-    batch = tl.program_id(2).to(tl.int64)
+    i = tl.arange(0, ROWS)
+    if FLAT:
+        tile_rows = ROWS // num_tokens * num_tokens
+        row = tl.program_id(0) * tile_rows + i
+        known = (i < tile_rows) & (row < batch_size * num_tokens)
+        batch = (row // num_tokens).to(tl.int64)
+        token = row % num_tokens
+    else:
+        batch = tl.zeros_like(i).to(tl.int64) + tl.program_id(2)
+        token = tl.program_id(0) * ROWS + i
+        known = token < num_tokens
     context = batch * 0 if SHARED else batch
     place = context * num_heads + head
-    token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    known = token < num_tokens
     d = tl.arange(0, SIZE)
     in_head = d < HEAD_DIM
     inside = known[:, None] & in_head[None, :]
-    at = query_ptr + batch * stride_query_row + head * stride_query_head + token[:, None] * stride_query_token
-    query = tl.load(at + d[None, :], mask=inside, other=0.0)
+    at = batch * stride_query_row + head * stride_query_head + token * stride_query_token
+    query = _dense(query_ptr, 1, at, d, inside)
     first_row = place * SPLITS * num_rows + (batch * num_tokens if SHARED else batch * 0) + token
     split = tl.arange(0, SPLIT_PLACES)
     part = first_row[:, None] + split[None, :] * num_rows
-    there = known[:, None] & (split < SPLITS)[None, :]
-    part_highest = tl.load(highest_ptr + part, mask=there, other=_LOWEST)
-    part_total = tl.load(total_ptr + part, mask=there, other=0.0)
-    mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)
+    is_part = known[:, None] & (split < SPLITS)[None, :]
+    part_highest = tl.load(highest_ptr + part, mask=is_part, other=_LOWEST)
+    part_total = tl.load(total_ptr + part, mask=is_part, other=0.0)
+    mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)[None, :]
     if value_residual_ptr is not None:
-        mean += tl.load(value_residual_ptr + place * HEAD_DIM + d, mask=in_head, other=0.0).to(tl.float32)
+        mean += _dense(value_residual_ptr, HEAD_DIM, place, d, inside).to(tl.float32)
 
-    key_at = key_ptr + batch * stride_key_row + head * stride_key_head
-    value_at = value_ptr + batch * stride_value_row + head * stride_value_head
     # What will be wanted is asked for at once: a short kernel is waiting for memory.
-    keys = _dense(key_at, stride_key_token, num_tokens, 0, d, T, HEAD_DIM)
-    values = _dense(value_at, stride_value_token, num_tokens, 0, d, T, HEAD_DIM)
+    key_ptr += head * stride_key_head
+    value_ptr += head * stride_value_head
+    new = token if FLAT else i
+    seen = known if FLAT else i < num_tokens
+    there = seen[:, None] & in_head[None, :]
+    keys = _dense(key_ptr, 1, batch * stride_key_row + new * stride_key_token, d, there)
+    values = _dense(value_ptr, 1, batch * stride_value_row + new * stride_value_token, d, there)
+    # Of contexts of their own, rows take a slot each at a time, and see their own one alone.
+    apart: tl.constexpr = FLAT and not SHARED
+    slot = tl.zeros_like(i) if apart else i
     if protected_key_ptr is not None:
-        first_slot = place * num_slots * HEAD_DIM
-        slot_keys = _dense(protected_key_ptr + first_slot, HEAD_DIM, num_slots, 0, d, T, HEAD_DIM)
-        slot_values = _dense(protected_value_ptr + first_slot, HEAD_DIM, num_slots, 0, d, T, HEAD_DIM)
+        first_slot = place * num_slots
+        slot_inside = (known if apart else slot < num_slots)[:, None] & in_head[None, :]
+        slot_keys = _dense(protected_key_ptr, HEAD_DIM, first_slot + slot, d, slot_inside)
+        slot_values = _dense(protected_value_ptr, HEAD_DIM, first_slot + slot, d, slot_inside)
     component = tl.arange(0, VALUE_PLACES)
     stored = component < VALUE_SIZE
     back = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
@@ -705,29 +710,37 @@ def merge(
         split_keep = tl.exp2(tl.load(highest_ptr + split_row, mask=known, other=_LOWEST) - highest)
         parts = partial_ptr + split_row[:, None] * VALUE_SIZE + component[None, :]
         weighed += split_keep[:, None] * tl.load(parts, mask=known[:, None] & stored[None, :], other=0.0)
-    sums = tl.dot(weighed, back, total[:, None] * mean[None, :], input_precision=PRECISION)
+    sums = tl.dot(weighed, back, total[:, None] * mean, input_precision=PRECISION)
 
-    mask_ptr = new_mask_ptr
-    if mask_ptr is not None:
-        mask_ptr += batch * num_tokens
-    seen = _seen(mask_ptr, num_tokens, 0, T)
-    highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
-    for first in range(T, num_tokens, T):
-        keys = _dense(key_at, stride_key_token, num_tokens, first, d, T, HEAD_DIM)
-        values = _dense(value_at, stride_value_token, num_tokens, first, d, T, HEAD_DIM)
-        seen = _seen(mask_ptr, num_tokens, first, T)
-        highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
+    if new_mask_ptr is not None:
+        seen = seen & (tl.load(new_mask_ptr + batch * num_tokens + new, mask=seen, other=0) != 0)
+    same = batch[:, None] == batch[None, :]
+    highest, total, sums = _joined(query, keys, values, same & seen[None, :], highest, total, sums, PRECISION)
+    if not FLAT:
+        for first in range(ROWS, num_tokens, ROWS):
+            new = first + i
+            seen = new < num_tokens
+            there = seen[:, None] & in_head[None, :]
+            keys = _dense(key_ptr, 1, batch * stride_key_row + new * stride_key_token, d, there)
+            values = _dense(value_ptr, 1, batch * stride_value_row + new * stride_value_token, d, there)
+            if new_mask_ptr is not None:
+                seen = seen & (tl.load(new_mask_ptr + batch * num_tokens + new, mask=seen, other=0) != 0)
+            highest, total, sums = _joined(query, keys, values, seen[None, :], highest, total, sums, PRECISION)
     if protected_key_ptr is not None:
-        mask_ptr = protected_mask_ptr
-        if mask_ptr is not None:
-            mask_ptr += batch * num_slots
-        seen = _seen(mask_ptr, num_slots, 0, T)
-        highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
-        for first in range(T, num_slots, T):
-            slot_keys = _dense(protected_key_ptr + first_slot, HEAD_DIM, num_slots, first, d, T, HEAD_DIM)
-            slot_values = _dense(protected_value_ptr + first_slot, HEAD_DIM, num_slots, first, d, T, HEAD_DIM)
-            seen = _seen(mask_ptr, num_slots, first, T)
-            highest, total, sums = _joined(query, slot_keys, slot_values, seen, highest, total, sums, PRECISION)
+        step: tl.constexpr = 1 if apart else ROWS
+        own = (i[:, None] == i[None, :]) if apart else (i[:, None] >= 0)
+        for first in range(0, num_slots, step):
+            slot_seen = own & known[:, None] & (slot + first < num_slots)[None, :]
+            if protected_mask_ptr is not None:
+                slot_mask = protected_mask_ptr + batch[:, None] * num_slots + (slot + first)[None, :]
+                slot_seen = slot_seen & (tl.load(slot_mask, mask=slot_seen, other=0) != 0)
+            following = slot + first + step
+            is_slot = slot_inside & (following < num_slots)[:, None]
+            next_keys = _dense(protected_key_ptr, HEAD_DIM, first_slot + following, d, is_slot)
+            next_values = _dense(protected_value_ptr, HEAD_DIM, first_slot + following, d, is_slot)
+            highest, total, sums = _joined(query, slot_keys, slot_values, slot_seen, highest, total, sums, PRECISION)
+            slot_keys = next_keys
+            slot_values = next_values
 
     result = sums / tl.maximum(total, _LEAST_TOTAL)[:, None]
     at = output_ptr + ((batch * num_tokens + token) * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
