@@ -1,0 +1,147 @@
+"""The Triton kernels are compiled for GPUs that are not there: the interpreter accepts what the compiler does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import LAYER, codec_of, make_case
+from test_layer_ops import rotary_case
+from torch import Tensor
+
+from esm_turbo import encode_ops, triton_kernels
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from esm_turbo.kernels import attention, encode, layer  # noqa: E402
+
+KERNELS = (
+    (attention, "attend_context"),
+    (attention, "merge"),
+    (encode, "encode_context"),
+    (layer, "rotate"),
+    (layer, "gelu"),
+)
+# Bytes that a program may have, by compute capability: Ampere, the oldest that is supported, and Hopper.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+OPTIONS = ("num_warps", "num_stages", "maxnreg")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+
+
+def type_of(value: object) -> Any:
+    """As Triton writes it in signatures."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+class Compiler:
+    """Stands in for kernels: where one would be launched, it is compiled for those arguments.
+
+    Attributes:
+        made: compiled kernels by name.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.made: dict[str, Any] = {}
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module, name in KERNELS:
+            monkeypatch.setattr(module, name, _Kernel(partial(self.compile, getattr(module, name))))
+
+    def compile(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        assert list(values) == kernel.arg_names
+        signature, constants, aligned = {}, {}, {}
+        for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+                continue
+            signature[parameter.name] = type_of(value)
+            places = [(index, i) for i in range(len(value))] if isinstance(value, tuple) else [(index,)]
+            if isinstance(value, tuple | Tensor):
+                aligned |= {place: [["tt.divisibility", 16]] for place in places}
+        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+        self.made[kernel.__name__] = triton.compile(source, target=self.target, options=options)
+
+
+class _Kernel:
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids=lambda capability: f"sm{capability}")
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Compiles what a test would launch: all of it must fit the GPU, and compute nothing in float64."""
+    if triton.knobs.runtime.interpret:
+        pytest.fail("kernels are compiled here: run without TRITON_INTERPRET")
+    made = Compiler(request.param)
+    made.replace(monkeypatch)
+    yield made
+    assert made.made
+    for name, kernel in made.made.items():
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[request.param], name
+        assert "f64" not in kernel.asm["ttgir"], name
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_dim", "dtype", "n", "options"),
+    [
+        ("turbo3", 64, torch.bfloat16, 1, {"slots": 2}),
+        ("turbo4", 64, torch.bfloat16, 16, {}),
+        ("turbo1", 16, torch.float16, 3, {"shared": True, "masked": True, "slots": 1}),
+        ("turbo2", 24, torch.float32, 5, {"masked": True, "slots": 2}),
+        ("turbo4", 128, torch.float32, 17, {"masked": True}),
+        ("paper", 64, torch.bfloat16, 1, {}),
+    ],
+)
+def test_attention(
+    compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype, n: int, options: dict[str, Any]
+) -> None:
+    codec = codec_of(preset, head_dim)
+    case = make_case(codec, n=n, dtype=dtype, **options)
+    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+    assert compiler.made.keys() == {"attend_context", "merge"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_dim", "dtype"),
+    [("turbo3", 64, torch.bfloat16), ("turbo4", 128, torch.float32), ("paper", 24, torch.float16)],
+)
+def test_encoding(compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype) -> None:
+    keys, values = torch.randn(2, 2, 2, 70, head_dim).to(dtype)
+    protected = torch.tensor([[0, 5], [3, -1]])
+    encode_ops.encode(codec_of(preset, head_dim), LAYER, keys, values, protected=protected)
+    assert compiler.made.keys() == {"encode_context"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None:
+    case = rotary_case(dtype)
+    triton_kernels.rotate(*case, 0.5)
+    triton_kernels.gelu(case[0])
+    assert compiler.made.keys() == {"rotate", "gelu"}
