@@ -241,8 +241,6 @@ def _encode(
     flags: list[bool],
     tuning: Tuning,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    import triton
-
     from .kernels import encode as kernels
 
     batch_size, heads, tokens, head_dim = keys.shape
@@ -259,7 +257,8 @@ def _encode(
     if not keys.numel():
         return codes, residuals.zero_(), special.zero_()
     # Where a row begins inside of a tile, there is one tile more; the protected tokens are another one.
-    tiles = triton.cdiv(tokens if start is None else tokens + tuning.tile - 1, tuning.tile) + (slots > 0)
+    spread = tokens if start is None else tokens + tuning.tile - 1
+    tiles = -(-spread // tuning.tile) + (slots > 0)
     splits = _num_splits(tiles, 2 * heads * batch_size, tuning.programs)
     # The kernel does not look at what it does not need.
     partial = codes

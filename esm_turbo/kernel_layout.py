@@ -75,14 +75,14 @@ def value_view(slab: FieldSlab) -> SlabView:
 
 def _view(slab: FieldSlab, lanes: int) -> SlabView:
     stored = max(1, len(slab.components) * slab.bits // 32)
-    words, components = _power_of_two(stored), _power_of_two(len(slab.components))
+    words, components = power_of_two(stored), power_of_two(len(slab.components))
     elements = max(words, min(lanes, components))
     size = max(_SMALLEST_OPERAND, components)
     element_bits = components * slab.bits // elements
     return SlabView(slab.name, slab.bits, words, stored, elements, element_bits, size, slab.table is not None)
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
     """The smallest that is not smaller."""
     return 1 << (count - 1).bit_length()
 
@@ -194,7 +194,7 @@ def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     maps = torch.cat(query_map, dim=2).unflatten(1, (2, head_dim // 2)).transpose(2, 3)
     scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(torch.finfo(torch.float32).tiny)
     maps = maps / scale[:, None, None, None]
-    half_size = max(_SMALLEST_OPERAND, _power_of_two(head_dim // 2))
+    half_size = max(_SMALLEST_OPERAND, power_of_two(head_dim // 2))
     padded = maps.new_zeros(heads, 2, maps.shape[2], half_size)
     padded[..., : head_dim // 2] = maps
     return KernelLayout(

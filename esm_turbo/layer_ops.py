@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .kernel_layout import power_of_two
+
 __all__ = ["gelu", "rotate"]
 
 # Elements and heads of a program.
@@ -32,8 +34,6 @@ def like_tokens(x: Tensor) -> Tensor:
 
 @torch.library.custom_op("esm_turbo::rotate", mutates_args=())
 def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    import triton
-
     from .kernels import layer as kernels
 
     batch_size, heads, n, head_dim = query.shape
@@ -43,7 +43,7 @@ def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float)
         sin = sin.contiguous()
         cos = cos.contiguous()
     new_query, new_keys = like_tokens(query), like_tokens(keys)
-    kernels.rotate[n, triton.cdiv(heads, _HEADS), batch_size](
+    kernels.rotate[n, -(-heads // _HEADS), batch_size](
         query,
         keys,
         cos,
@@ -57,7 +57,7 @@ def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float)
         heads,
         n,
         HEAD_DIM=head_dim,
-        HALF=triton.next_power_of_2(head_dim // 2),
+        HALF=power_of_two(head_dim // 2),
         HEADS=_HEADS,
         num_warps=4,
     )
@@ -71,13 +71,11 @@ def _(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tu
 
 @torch.library.custom_op("esm_turbo::gelu", mutates_args=())
 def _gelu(x: Tensor) -> Tensor:
-    import triton
-
     from .kernels import layer as kernels
 
     x = x.contiguous()
     activated = torch.empty_like(x)
-    kernels.gelu[(triton.cdiv(x.numel(), _BLOCK),)](x, activated, x.numel(), BLOCK=_BLOCK, num_warps=4)
+    kernels.gelu[(-(-x.numel() // _BLOCK),)](x, activated, x.numel(), BLOCK=_BLOCK, num_warps=4)
     return activated
 
 

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import torch_ops
 from .codecs import KVCodec, Packed, PackedContext
-from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, value_view
+from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, power_of_two, value_view
 from .layer_ops import gelu, like_tokens, rotate
 
 __all__ = ["extend_attention", "gelu", "rotate"]
@@ -201,7 +201,6 @@ def _attend(
     value_specs: tuple[_Spec, ...],
     tuning: Tuning,
 ) -> Tensor:
-    import triton
     import triton.language as tl
 
     from .kernels import attention as kernels
@@ -216,9 +215,9 @@ def _attend(
     # A tensor core cuts float32 off to 11 bits, which bfloat16 alone hides; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
     operand_columns = 8 if rows <= 8 else _ROWS
-    queries = min(operand_columns, triton.next_power_of_2(rows))
-    row_tiles = triton.cdiv(rows, queries)
-    splits = _num_splits(triton.cdiv(columns, _BLOCK), contexts * heads * row_tiles, tuning.programs)
+    queries = min(operand_columns, power_of_two(rows))
+    row_tiles = -(-rows // queries)
+    splits = _num_splits(-(-columns // _BLOCK), contexts * heads * row_tiles, tuning.programs)
     value_size = value_map.shape[1]
     scratch = torch.empty(contexts * heads * splits * rows * (value_size + 2), dtype=torch.float32, device=query.device)
     count = contexts * heads * splits * rows
@@ -284,7 +283,7 @@ def _attend(
     output = like_tokens(query)
     # Few new tokens of many rows share a tile, and with it the map of the output.
     flat = n < _ROWS
-    grid = (triton.cdiv(batch_size, _ROWS // n), heads, 1) if flat else (triton.cdiv(n, _ROWS), heads, batch_size)
+    grid = (-(-batch_size // (_ROWS // n)), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
     kernels.merge[grid](
         query,
         keys,
@@ -308,11 +307,11 @@ def _attend(
         rows,
         slots,
         HEAD_DIM=head_dim,
-        SIZE=max(_ROWS, triton.next_power_of_2(head_dim)),
+        SIZE=max(_ROWS, power_of_two(head_dim)),
         VALUE_SIZE=value_size,
-        VALUE_PLACES=max(_ROWS, triton.next_power_of_2(value_size)),
+        VALUE_PLACES=max(_ROWS, power_of_two(value_size)),
         SPLITS=splits,
-        SPLIT_PLACES=triton.next_power_of_2(splits),
+        SPLIT_PLACES=power_of_two(splits),
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
