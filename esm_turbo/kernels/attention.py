@@ -533,7 +533,7 @@ def attend_context(
                 products = _product(keys, queries[2 + i], products, KEYS[i][5], PRECISION)
             scores = products if copies == 1 else tl.where(own, products, scores)
             key_words = next_words
-        scores = scores * queries[0][None, :] + queries[1][None, :]
+        scale, offset = queries[0], queries[1]
         column = own_tile[None, :] * T + tl.arange(0, T)[:, None]
         seen = (known & (own_tile < end))[None, :] & (column < length)
         for slot in tl.static_range(SLOTS):
@@ -542,9 +542,9 @@ def attend_context(
             at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column
             seen = seen & (tl.load(at, mask=seen, other=0) != 0)
         scores = tl.where(seen, scores, float("-inf"))
-        peak = tl.maximum(highest, tl.max(scores, 0))
+        peak = tl.maximum(highest, tl.max(scores, 0) * scale + offset)
         keep = _exp2(highest - peak, ASM)
-        weights = _exp2(scores - peak[None, :], ASM)
+        weights = _exp2(scores * scale[None, :] + (offset - peak)[None, :], ASM)
         total = total * keep + tl.sum(weights, 0)
         highest = peak
         weights = weights.to(DTYPE)
