@@ -27,7 +27,7 @@ SCREENS = (20, 100, 1000)
 REFRESHES = (0, 2, 4, 8, 16, 32)
 
 # Log-probabilities, nats; kernels on a device sum in another order than PyTorch does.
-_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
+_TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bfloat16"): 0.1, ("cuda", "bfloat16"): 0.1}
 # Twins of the fast paths, where they run.
 _SLOW_BACKEND = {"cpu": "reference", "cuda": "torch"}
 _CHECKED_RESIDUES = 60
@@ -42,6 +42,7 @@ def candidate_cases(
     cached_candidates: int,
     refreshes: Sequence[int] = REFRESHES,
     device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
     at_least: float,
 ) -> Iterator[Case]:
     """Scoring candidates on one target in the three arms, by the residues that are refreshed.
@@ -54,12 +55,31 @@ def candidate_cases(
         cached_candidates: how many the others do.
         refreshes: of the cached arms; the default one must be among them.
         device: where; nothing is yielded where there is no such device.
+        dtypes: of the model, a row each.
         at_least: how many times as many candidates a second as `full` the arm `turbo` is to score.
     """
     if device == "cuda" and not torch.cuda.is_available():
         return
     name = EMBEDDED_MODEL.name if architecture is None else architecture.name
-    turbo, slow = _models(architecture, device)
+    for dtype in dtypes:
+        yield _candidate_case(
+            name, _models(architecture, device, dtype), target_residues, candidate_residues, full_candidates,
+            cached_candidates, refreshes, at_least,
+        )  # fmt: skip
+
+
+def _candidate_case(
+    name: str,
+    models: tuple[TurboEsm, TurboEsm],
+    target_residues: int,
+    candidate_residues: int,
+    full_candidates: int,
+    cached_candidates: int,
+    refreshes: Sequence[int],
+    at_least: float,
+) -> Case:
+    turbo, slow = models
+    device, dtype = turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
     target, *candidates = _proteins([target_residues, *[candidate_residues] * cached_candidates])
     ids = [turbo.codes.cls, *turbo.codes.encode(target, "target")]
     arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
@@ -83,12 +103,12 @@ def candidate_cases(
                 ratios[f"{arm}, {screen} candidates / full"] = full * rates[f"{arm}, {screen} candidates"]
         return {"seconds": seconds, "candidates_per_second": rates, "ratios": ratios}
 
-    yield Case(
-        name=f"{candidate_residues} residues on {target_residues}, {device}",
+    return Case(
+        name=f"{candidate_residues} residues on {target_residues}, {device}" + f", {dtype}" * (dtype != "float32"),
         model=name,
         shape={
             "device": device,
-            "dtype": "float32",
+            "dtype": dtype,
             "target_residues": target_residues,
             "candidate_residues": candidate_residues,
             "full_candidates": full_candidates,
@@ -180,7 +200,7 @@ def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
         "log-probabilities: full against Hugging Face's model, cached against backend"
         f" {_SLOW_BACKEND[device]}; largest difference"
     )
-    return Check(what, worst(errors), _TOLERANCE[device])
+    return Check(what, worst(errors), _TOLERANCE[device, str(turbo.model.dtype).removeprefix("torch.")])
 
 
 def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
@@ -191,14 +211,16 @@ def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
         ours, expected = (one.score_variants(protein, variants, arm=arm).values for one in (turbo, slow))
         errors.append(_largest(ours, expected))
     what = "scores of cached arms against backend reference, largest difference"
-    return Check(what, worst(errors), _TOLERANCE["cpu"])
+    return Check(what, worst(errors), _TOLERANCE["cpu", "float32"])
 
 
-def _models(architecture: Architecture | None, device: str) -> tuple[TurboEsm, TurboEsm]:
+def _models(
+    architecture: Architecture | None, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[TurboEsm, TurboEsm]:
     """The model and the same with the slow backend."""
     if architecture is None:
         return tuple(  # type: ignore[return-value]
-            TurboEsm.from_pretrained(device=device, backend=backend) for backend in ("auto", "reference")
+            TurboEsm.from_pretrained(device=device, dtype=dtype, backend=backend) for backend in ("auto", "reference")
         )
     tokenizer = TurboEsm.from_pretrained(device="cpu").tokenizer
     encoder = random_model(architecture, device=device)
@@ -210,7 +232,7 @@ def _models(architecture: Architecture | None, device: str) -> tuple[TurboEsm, T
     made = []
     for backend in ("auto", _SLOW_BACKEND[device]):
         model = TurboEsmForMaskedLM.from_esm(whole, calibration=calibration, preset=DEFAULT_PRESET)
-        model = model.to(device)
+        model = model.to(device, dtype)
         model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET, backend=backend)
         made.append(TurboEsm(model, tokenizer))
     return made[0], made[1]
@@ -220,13 +242,15 @@ def _models(architecture: Architecture | None, device: str) -> tuple[TurboEsm, T
 def _plain(turbo: TurboEsm) -> EsmForMaskedLM:
     """Hugging Face's model with the same weights."""
     with turbo.model.device:
-        plain = EsmForMaskedLM(turbo.model.config).eval()
+        plain = EsmForMaskedLM(turbo.model.config).eval().to(turbo.model.dtype)
     plain.load_state_dict(turbo.model.state_dict(), strict=False)
     return plain
 
 
 def _prefill(turbo: TurboEsm, ids: Sequence[int], arm: str) -> None:
     prefill_ids(turbo, ids, arm)
+    if turbo.model.device.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def _proteins(lengths: Sequence[int], seed: int = 0) -> list[str]:

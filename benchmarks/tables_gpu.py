@@ -308,17 +308,18 @@ def gpu_peers() -> str:
 
 def gpu_scoring() -> str:
     """Candidates a second."""
-    [record] = _records("scoring_12_on_500_cuda")
-    figures = record["figures"]
-    rates, rows = figures["candidates_per_second"], []
-    for arm in ("frozen", "turbo"):
-        for refresh in (0, 8, 32):
-            names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in (20, 100, 1000)]
-            cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
-            rows.append([f"`{arm}`, {refresh}", *cells])
-    head = ["arm, residues refreshed", "20 candidates", "100", "1,000"]
-    said = f"candidates a second (times those of `full`, {rates['full']:.2f} a second), 12 residues on 500, float32"
-    return table(head, rows) + _source(record, said)
+    records, rows = _records("scoring_12_on_500_cuda"), []
+    for record in records:
+        figures = record["figures"]
+        rates, dtype = figures["candidates_per_second"], figures["shape"]["dtype"]
+        rows.append([f"`full`, {dtype}", *[f"{rates['full']:,.1f}"] * 3])
+        for arm in ("frozen", "turbo"):
+            for refresh in (0, 8, 32):
+                names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in (20, 100, 1000)]
+                cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
+                rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
+    head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
+    return table(head, rows) + _source(records[-1], "candidates a second (times those of `full`), 12 residues on 500")
 
 
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
