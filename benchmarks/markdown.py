@@ -26,12 +26,14 @@ def small(x: float) -> str:
     return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
 
 
-def source(record: Record, file: str) -> str:
-    """Where the figures of a table come from: one of its records, and the file."""
+def source(
+    record: Record, file: str, model: str = "the embedded model esm2-mini (9.6 M parameters, not one of Meta's)"
+) -> str:
+    """Where the figures of a table come from: one of its records, the file, and the model in words."""
     where, versions = record["environment"], record["environment"]["versions"]
     changed = " with changes" if record["revision"]["dirty"] else ""
     return (
-        f"Measured on the embedded model esm2-mini (9.6 M parameters, not one of Meta's), float32, on the CPU,"
+        f"Measured on {model}, float32, on the CPU,"
         f" {where['processor']}, torch {versions['torch']}, transformers {versions['transformers']},"
         f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`.\n"
     )

@@ -27,6 +27,7 @@ from benchmarks import (
 ROOT = Path(__file__).resolve().parents[1]
 FILES = (
     "README.md",
+    "docs/concepts.md",
     "docs/accuracy.md",
     "docs/math.md",
     "docs/embedding.md",
