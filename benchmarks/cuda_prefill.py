@@ -44,9 +44,7 @@ def prefill_cases(
             shape={
                 "batch_size": 1,
                 "tokens": n,
-                "layers": architecture.num_layers,
-                "heads": architecture.num_heads,
-                "head_dim": architecture.head_dim,
+                **architecture.described(),
                 "dtype": "bfloat16",
                 "device": "cuda",
             },

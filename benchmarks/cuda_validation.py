@@ -272,9 +272,7 @@ def _measure_decode(caches: dict[str, TurboKVCache], layers: Layers, repeats: in
 def _shape(architecture: Architecture, dtype: str) -> dict[str, Any]:
     return {
         "batch_size": 1,
-        "layers": architecture.num_layers,
-        "heads": architecture.num_heads,
-        "head_dim": architecture.head_dim,
+        **architecture.described(),
         "dtype": dtype,
         "device": "cuda",
     }

@@ -117,9 +117,7 @@ def _compressed() -> list[str]:
 
 def _shape(architecture: Architecture) -> dict[str, object]:
     return {
-        "layers": architecture.num_layers,
-        "heads": architecture.num_heads,
-        "head_dim": architecture.head_dim,
+        **architecture.described(),
         "intermediate_size": architecture.intermediate_size,
         "batch_size": 1,
         "dtype": "float32",

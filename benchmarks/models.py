@@ -33,6 +33,10 @@ class Architecture:
     head_dim: int = 64
     intermediate_size: int = 5120
 
+    def described(self) -> dict[str, int]:
+        """What records say of it."""
+        return {"layers": self.num_layers, "heads": self.num_heads, "head_dim": self.head_dim}
+
     def config(self) -> EsmConfig:
         """As in the published configurations."""
         return EsmConfig(

@@ -79,7 +79,7 @@ def _candidate_case(
     at_least: float,
 ) -> Case:
     turbo, slow = models
-    device, dtype = turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
+    device, dtype = _device_and_dtype(turbo)
     target, *candidates = _proteins([target_residues, *[candidate_residues] * cached_candidates])
     ids = [turbo.codes.cls, *turbo.codes.encode(target, "target")]
     arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
@@ -195,12 +195,12 @@ def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
     for arm in ("frozen", "turbo"):
         ours, expected = (_log_probabilities(one.score(target, candidate, arm=arm)) for one in (turbo, slow))
         errors.append(_largest(ours, expected))
-    device = turbo.model.device.type
+    device, dtype = _device_and_dtype(turbo)
     what = (
         "log-probabilities: full against Hugging Face's model, cached against backend"
         f" {_SLOW_BACKEND[device]}; largest difference"
     )
-    return Check(what, worst(errors), _TOLERANCE[device, str(turbo.model.dtype).removeprefix("torch.")])
+    return Check(what, worst(errors), _TOLERANCE[device, dtype])
 
 
 def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
@@ -212,6 +212,11 @@ def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
         errors.append(_largest(ours, expected))
     what = "scores of cached arms against backend reference, largest difference"
     return Check(what, worst(errors), _TOLERANCE["cpu", "float32"])
+
+
+def _device_and_dtype(turbo: TurboEsm) -> tuple[str, str]:
+    """Of the model, as records name them."""
+    return turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
 
 
 def _models(

@@ -35,7 +35,7 @@ def gpu_attention() -> str:
         shape, seconds = figures["shape"], figures["seconds"]
         rows.append(
             [
-                f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}",
+                _decoding(shape),
                 f"{_us(seconds, SDPA)} ({figures['SDPA bf16 backend'].partition('_')[0].lower()})",
                 _us(seconds, SDPA_FLOAT32),
                 *(f"{_us(seconds, p)}{_times(figures, f'{SDPA} / {p}')}" for p in _SHOWN),
@@ -55,7 +55,7 @@ def gpu_bandwidth() -> str:
         shape, rates = record["figures"]["shape"], record["figures"]["GB/s"]
         rows.append(
             [
-                f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}",
+                _decoding(shape),
                 f"{rates['copy']:,.0f}",
                 *(f"{rates[arm]:,.0f} ({rates[arm] / rates['copy']:.2f})" for arm in (SDPA, *_SHOWN) if arm in rates),
             ]
@@ -73,7 +73,7 @@ def gpu_in_cache() -> str:
         shape, seconds = figures["shape"], figures["seconds in cache"]
         rows.append(
             [
-                f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}",
+                _decoding(shape),
                 *(_us(seconds, arm) for arm in (SDPA, *_SHOWN)),
                 *(_times(figures, f"{PAPER_KERNEL} / {p}").strip(" ()") for p in ("paper", "turbo3")),
             ]
@@ -320,6 +320,11 @@ def gpu_scoring() -> str:
                 rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
     head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
     return table(head, rows) + _source(records[-1], "candidates a second (times those of `full`), 12 residues on 500")
+
+
+def _decoding(shape: dict[str, Any]) -> str:
+    """Contexts and queries of a row of decode attention."""
+    return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
 
 
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))

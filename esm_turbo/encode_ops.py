@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
-from .kernel_layout import block_angles
+from .kernel_layout import block_angles, power_of_two
 from .packing import GROUP_SIZE
 
 # The maps of a head lie in a multiprocessor's shared memory.
@@ -332,7 +332,7 @@ def _num_splits(tiles: int, programs: int, wanted: int) -> int:
 
 
 def _operand_size(count: int) -> int:
-    return max(_SMALLEST_OPERAND, 1 << (count - 1).bit_length())
+    return max(_SMALLEST_OPERAND, power_of_two(count))
 
 
 @dataclass(frozen=True)

@@ -84,8 +84,10 @@ class TurboEsmSelfAttention(EsmSelfAttention):
         query = self.query(hidden_states).view(shape).transpose(1, 2)
         keys = self.key(hidden_states).view(shape).transpose(1, 2)
         values = self.value(hidden_states).view(shape).transpose(1, 2)
-        rotated = kv_session.rotate(query, keys, *position_embeddings, scale)
-        query, keys = rotated or apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
+        if isinstance(kv_session, Extension):
+            query, keys = kv_session.rotate(query, keys, *position_embeddings, scale)
+        else:
+            query, keys = apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
         weights = None
         output = kv_session.attend(self.layer_idx, query, keys, values)
         if output is not None:

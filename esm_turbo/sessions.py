@@ -22,12 +22,6 @@ class KVSession(ABC):
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
         """The attention output [batch, heads, n, head_dim], or None for the model's own attention."""
 
-    def rotate(
-        self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor] | None:
-        """Scaled queries and keys after RoPE, see `torch_ops.rotate`, or None for the model's own RoPE."""
-        return None
-
 
 class Prefill(KVSession):
     """Encodes the keys and values of an exact forward into an empty cache, layer by layer."""
@@ -90,8 +84,8 @@ class Extension(KVSession):
             self.cache.stage(self.append, layer_idx, keys, values)
         return output
 
-
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
         rotated: tuple[Tensor, Tensor] = self.backend.rotate(query, keys, cos, sin, scale)
         return rotated
 

@@ -233,7 +233,6 @@ def _attend(
     limits = {"maxnreg": tuning.registers} if tuning.registers and half and head_dim <= _SMALL_HEAD else {}
     rotated = angles is not None
     key_size = query_map.shape[2]
-    exact = query.dtype != torch.bfloat16
     kernels.attend_context[row_tiles * splits, heads, contexts](
         query,
         query_map,
@@ -271,9 +270,7 @@ def _attend(
         ROTATED=rotated,
         T=tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
-        MAP_DTYPE=tl.float32 if exact else tl.float16,
         DTYPE=tl.float16 if half else tl.float32,
-        MAP_PRECISION=precision,
         PRECISION=precision,
         ASM=not _interpreted(),
         num_warps=tuning.warps,
@@ -370,10 +367,10 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:
     """The layer's layout, made once."""
-    stored, half = tuple(context.packed), query.dtype == torch.bfloat16
+    stored, rough = tuple(context.packed), query.dtype == torch.bfloat16
     made = _layouts.setdefault(codec, {})
-    key = (layer_idx, stored, query.device, half)
+    key = (layer_idx, stored, query.device, rough)
     if key not in made:
         layout = kernel_layout(codec, layer_idx, stored, query.device)
-        made[key] = replace(layout, query_map=layout.query_map.half()) if half else layout
+        made[key] = replace(layout, query_map=layout.query_map.half()) if rough else layout
     return made[key]

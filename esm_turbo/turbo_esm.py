@@ -90,7 +90,7 @@ class TurboEsm:
 
         Raises:
             ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is unreadable or
-                another model's, or an option is wrong, or the device cannot be used.
+                another model's, an option is wrong, or the device cannot be used.
             ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
         """
         from transformers import EsmTokenizer

@@ -254,9 +254,9 @@ def _exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _zeros(SLABS: tl.constexpr, SLAB: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+def _zeros(SLABS: tl.constexpr, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
     size: tl.constexpr = SLABS[SLAB][4]
-    return tl.zeros((size, COLUMNS), DTYPE)
+    return tl.zeros((size, COLUMNS), tl.float32)
 
 
 @triton.jit
@@ -299,7 +299,6 @@ def _mapped_queries(
     KEYS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     ROTATED: tl.constexpr,
-    MAP_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
@@ -329,8 +328,8 @@ def _mapped_queries(
     size = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
     size = tl.where(size > 0, size, 1.0)
     inverse = 1.0 / size
-    low = (low * inverse[None, :]).to(MAP_DTYPE)
-    high = (high * inverse[None, :]).to(MAP_DTYPE)
+    low = (low * inverse[None, :]).to(map_ptr.dtype.element_ty)
+    high = (high * inverse[None, :]).to(map_ptr.dtype.element_ty)
     scale = size * map_scale
     excess = tl.zeros_like(offset)
     queries = ()
@@ -433,9 +432,7 @@ def attend_context(
     ROTATED: tl.constexpr,
     T: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
-    MAP_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
-    MAP_PRECISION: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -483,7 +480,7 @@ def attend_context(
     total = tl.zeros((COLUMNS,), tl.float32)
     sums = ()
     for i in tl.static_range(len(VALUES)):
-        sums = sums + (_zeros(VALUES, i, COLUMNS, tl.float32),)
+        sums = sums + (_zeros(VALUES, i, COLUMNS),)
     hidden = ()
     for slot in tl.static_range(SLOTS):
         hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
@@ -514,9 +511,8 @@ def attend_context(
             KEYS,
             KEY_SIZE,
             ROTATED,
-            MAP_DTYPE,
             DTYPE,
-            MAP_PRECISION,
+            PRECISION,
             ASM,
         )
         scores = tl.zeros((T, COLUMNS), tl.float32)
@@ -564,7 +560,7 @@ def attend_context(
                 if copies == 1:
                     new = new + (_product(tl.trans(values), weights, sums[i], VALUES[i][5], PRECISION),)
                 else:
-                    none = _zeros(VALUES, i, COLUMNS, tl.float32)
+                    none = _zeros(VALUES, i, COLUMNS)
                     products = _product(tl.trans(values), weights, none, VALUES[i][5], PRECISION)
                     new = new + (tl.where(own, sums[i] + products, sums[i]),)
             sums = new

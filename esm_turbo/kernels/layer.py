@@ -13,14 +13,14 @@ _INVERSE_SQRT2: tl.constexpr = tl.constexpr(0.7071067811865475)
 
 
 @triton.jit
-def _rotated(x_ptr, out_ptr, cos, sin, scale, stride_head, stride_out_head, head, d, inside, HEAD_DIM: tl.constexpr):
+def _rotated(x_ptr, out_ptr, cos, sin, scale, stride_head, head, d, inside, HEAD_DIM: tl.constexpr):
     at = x_ptr + head[:, None] * stride_head + d[None, :]
     low = tl.load(at, mask=inside, other=0.0)
     high = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
     dtype: tl.constexpr = low.dtype
     low = (low.to(tl.float32) * scale).to(dtype).to(tl.float32)
     high = (high.to(tl.float32) * scale).to(dtype).to(tl.float32)
-    at = out_ptr + head[:, None] * stride_out_head + d[None, :]
+    at = out_ptr + head[:, None] * HEAD_DIM + d[None, :]
     tl.store(at, (low * cos - high * sin).to(dtype), mask=inside)
     tl.store(at + HEAD_DIM // 2, (high * cos + low * sin).to(dtype), mask=inside)
 
@@ -62,8 +62,8 @@ def rotate(
     query_ptr += batch * stride_query_row + token * stride_query_token
     key_ptr += batch * stride_key_row + token * stride_key_token
     out = (batch * num_tokens + token) * num_heads * HEAD_DIM
-    _rotated(query_ptr, new_query_ptr + out, cos, sin, scale, stride_query_head, HEAD_DIM, head, d, inside, HEAD_DIM)
-    _rotated(key_ptr, new_key_ptr + out, cos, sin, 1.0, stride_key_head, HEAD_DIM, head, d, inside, HEAD_DIM)
+    _rotated(query_ptr, new_query_ptr + out, cos, sin, scale, stride_query_head, head, d, inside, HEAD_DIM)
+    _rotated(key_ptr, new_key_ptr + out, cos, sin, 1.0, stride_key_head, head, d, inside, HEAD_DIM)
 
 
 @triton.jit
