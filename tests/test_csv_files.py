@@ -64,6 +64,8 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path):
         (b'sequence\n"AC\n', "is not CSV (unexpected end of data)"),
         (gzip.compress(b"sequence\nAC\n" * 99)[:-9], "the gzip file is truncated or damaged"),
     ],
+    # Named, because gzip's bytes hold the time: two test processes would not agree on what the test is called.
+    ids=["empty", "blank", "no-column", "fasta", "not-utf-8", "open-quote", "gzip"],
 )
 def test_files_that_are_refused(tmp_path, content, message):
     path = tmp_path / "x.csv"
