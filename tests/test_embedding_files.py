@@ -365,7 +365,7 @@ def test_every_byte_of_a_file_of_torch_matters_or_is_padding(run, tmp_path):
     good = path.read_bytes()
     original = torch.load(path, weights_only=True)
     found = 0
-    for position in range(0, len(good), 3):
+    for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         with contextlib.suppress(artifacts.ArtifactError):
             embedding_files._check_pt(path)
@@ -374,7 +374,7 @@ def test_every_byte_of_a_file_of_torch_matters_or_is_padding(run, tmp_path):
             assert torch.equal(again["mean_representations"][2], original["mean_representations"][2])
             continue
         found += 1
-    assert found > len(good) / 6
+    assert found > len(good) / 2
 
 
 @pytest.mark.parametrize(
