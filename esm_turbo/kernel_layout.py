@@ -105,6 +105,14 @@ def key_order(view: SlabView) -> list[int]:
     return order
 
 
+def in_pairs(count: int) -> list[int]:
+    """Which place of a key operand is computed at every column of the product that makes mapped queries.
+
+    Of sixteen places a lane multiplies four in a row, but a product leaves it pairs of either eight.
+    """
+    return [c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c in range(count)]
+
+
 def value_order(view: SlabView) -> list[int]:
     """Which of the slab's components stands at every place of a value operand, or beyond the last; without padding."""
     return [element * view.fields + field for field in range(view.fields) for element in range(view.elements)]
@@ -122,10 +130,12 @@ class KernelLayout:
     Attributes:
         keys: views of the key slabs.
         values: views of the value slabs.
-        query_map: the query's map to every place of the key operands, halves of the head apart and padded with zeros:
-            float32 [heads, 2, places, half], its largest entry of each head 1.
+        query_map: the query's map to every place of the key operands, in the order of `in_pairs`, halves of the head
+            apart and padded with zeros: float32 [heads, 2, places, half], its largest entry of each head 1.
         query_scale: what that entry was, float32 [heads].
-        excess: what the middle of a field's range amounts to at every place of the key operands, float32 [places].
+        corrections: what must be added for what the fields of the key operands count too much, at every place, in the
+            order of `query_map`, in the first two of 16 parts: -1024 where they are masked into half precision, and
+            less the middle of their range; float16 [16, places].
         value_map: from every place of the value operands to the output, float32 [heads, places, head_dim].
         value_mean: the mean, and what fields counted from -2^(bits - 1) lack, float32 [heads, head_dim].
         means: of keys and of values, float32 [2, heads, head_dim].
@@ -138,7 +148,7 @@ class KernelLayout:
     values: tuple[SlabView, ...]
     query_map: Tensor
     query_scale: Tensor
-    excess: Tensor
+    corrections: Tensor
     value_map: Tensor
     value_mean: Tensor
     means: Tensor
@@ -152,7 +162,7 @@ class KernelLayout:
         return [
             self.query_map,
             self.query_scale,
-            self.excess,
+            self.corrections,
             self.value_map,
             self.value_mean,
             self.means,
@@ -189,20 +199,23 @@ def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     ]
     query_map = [places.of_columns(key_inverse) for places in key_places]
     value_map = torch.cat([places.of_columns(value_inverse) for places in value_places], dim=2).transpose(1, 2)
-    excess = torch.cat([places.middle for places in key_places]).to(device)
+    middle = torch.cat([places.middle for places in key_places])
+    corrections = torch.zeros(_SMALLEST_OPERAND, len(middle), dtype=torch.float16)
+    order = in_pairs(len(middle))
+    corrections[:2] = -torch.stack([1024 * (middle > 0), middle])[:, order]
     lacking = torch.cat([places.lacking for places in value_places]).to(device)
     maps = torch.cat(query_map, dim=2).unflatten(1, (2, head_dim // 2)).transpose(2, 3)
     scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(torch.finfo(torch.float32).tiny)
     maps = maps / scale[:, None, None, None]
     half_size = max(_SMALLEST_OPERAND, power_of_two(head_dim // 2))
     padded = maps.new_zeros(heads, 2, maps.shape[2], half_size)
-    padded[..., : head_dim // 2] = maps
+    padded[..., : head_dim // 2] = maps[:, :, order]
     return KernelLayout(
         keys,
         values,
         padded,
         scale.contiguous(),
-        excess,
+        corrections.to(device),
         value_map.contiguous(),
         (value_mean + lacking @ value_map).contiguous(),
         torch.stack([state.get("key_mean", zero), value_mean]),

@@ -210,12 +210,12 @@ def _attend(
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
-    query_map, query_scale, excess, value_map, value_mean, means, inverses = layout
+    query_map, query_scale, corrections, value_map, value_mean, means, inverses = layout
     half = query.dtype in (torch.float16, torch.bfloat16)
     # A tensor core cuts float32 off to 11 bits, which bfloat16 alone hides; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
-    operand_columns = 8 if rows <= 8 else _ROWS
-    queries = min(operand_columns, power_of_two(rows))
+    operand_rows = 8 if rows <= 8 else _ROWS
+    queries = min(operand_rows, power_of_two(rows))
     row_tiles = -(-rows // queries)
     splits = _num_splits(-(-columns // _BLOCK), contexts * heads * row_tiles, tuning.programs)
     value_size = value_map.shape[1]
@@ -237,7 +237,7 @@ def _attend(
         query,
         query_map,
         query_scale,
-        excess,
+        corrections,
         means[0],
         key_residual,
         query_scale if angles is None else angles,
@@ -263,7 +263,7 @@ def _attend(
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         QUERIES=queries,
-        COLUMNS=operand_columns,
+        ROWS=operand_rows,
         SLOTS=protected_columns.shape[1],
         SPLITS=splits,
         SHARED=shared,

@@ -16,6 +16,7 @@ from esm_turbo.config import Geometry
 from esm_turbo.kernel_layout import (
     SlabView,
     field_scale,
+    in_pairs,
     kernel_layout,
     key_order,
     key_view,
@@ -133,7 +134,8 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
         [operand(view, key_order(view), packed, layout.key_table, False) for view in layout.keys],
         dim=3,
     )
-    scores = layout.query_scale[:, None, None] * (mapped @ (keys - layout.excess).transpose(2, 3))
+    keys = keys[..., in_pairs(keys.shape[-1])]
+    scores = layout.query_scale[:, None, None] * (mapped @ (keys + layout.corrections[1].float()).transpose(2, 3))
     scores = scores + (query * layout.means[0][:, None]).sum(-1, keepdim=True)
     values = torch.cat(
         [

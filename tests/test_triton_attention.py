@@ -97,8 +97,9 @@ OPERANDS = [
 
 @on_devices("kind, bits, components", cpu=OPERANDS, gpu=OPERANDS)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("rows", [8, 16])
 def test_operands_are_in_the_order_that_the_maps_expect(
-    device: str, kind: str, bits: int, components: int, dtype: str
+    device: str, kind: str, bits: int, components: int, dtype: str, rows: int
 ) -> None:
     """At every place the fields of one component, times a power of two, plus a constant: exactly."""
     from triton_probe import operand
@@ -109,7 +110,7 @@ def test_operands_are_in_the_order_that_the_maps_expect(
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (61, components * bits // 8), generator=generator, dtype=torch.uint8)
     fields = unpack_codes(packed, bits).float()
-    found = operand(kind, view, view.of({"slab": packed.to(device)}), None, DTYPES[dtype]).cpu()[: len(packed)]
+    found = operand(kind, view, view.of({"slab": packed.to(device)}), None, DTYPES[dtype], rows).cpu()[: len(packed)]
     assert torch.isfinite(found).all()
     assert sorted(component for component in order if component >= 0) == list(range(components))
     for place, component in enumerate(order):
@@ -124,7 +125,8 @@ def test_operands_are_in_the_order_that_the_maps_expect(
 @on_devices(cpu=["key", "value"], gpu=["key", "value"], names="kind")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("components", [16, 64])
-def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, components: int) -> None:
+@pytest.mark.parametrize("rows", [8, 16])
+def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, components: int, rows: int) -> None:
     from triton_probe import operand
 
     slab = FieldSlab("slab", 4, tuple(range(components)), (1.0,) * components, "table")
@@ -134,7 +136,7 @@ def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, compon
     packed = torch.randint(0, 256, (64, components // 2), generator=generator, dtype=torch.uint8)
     table = torch.randn(16, generator=generator)
     words = view.of({"slab": packed.to(device)})
-    found = operand(kind, view, words, table.to(device), DTYPES[dtype]).cpu()
+    found = operand(kind, view, words, table.to(device), DTYPES[dtype], rows).cpu()
     expected = table.to(DTYPES[dtype]).float()[unpack_codes(packed, 4).long()]
     assert torch.equal(found, expected[:, order])
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from esm_turbo.kernel_layout import SlabView
-from esm_turbo.kernels.attention import _key_elements, _key_operand, _value_elements, _value_operand
+from esm_turbo.kernels.attention import _in_pairs, _key_elements, _key_operand, _value_elements, _value_operand
 
 
 @triton.jit
@@ -18,14 +18,16 @@ def _show_keys(
     out_ptr,
     num_tokens,
     T: tl.constexpr,
+    ROWS: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
     elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SLABS, 0)
-    operand = _key_operand(elements, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    operand = _key_operand(elements, table_ptr, T, ROWS, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
-    tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+    token = _in_pairs(tl.arange(0, T))
+    tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
 
 
 @triton.jit
@@ -35,6 +37,7 @@ def _show_values(
     out_ptr,
     num_tokens,
     T: tl.constexpr,
+    ROWS: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
@@ -45,7 +48,9 @@ def _show_values(
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
 
-def operand(kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtype: torch.dtype) -> Tensor:
+def operand(
+    kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtype: torch.dtype, rows: int = 8
+) -> Tensor:
     """The operand of 64 tokens, float32 [64, size].
 
     Args:
@@ -54,6 +59,7 @@ def operand(kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtyp
         words: of the tokens, at most 64, [tokens, words].
         table: float32 [16] of a slab whose fields are looked up.
         dtype: of the operand, float16 or float32.
+        rows: of the operand that it is multiplied with, 8 or 16.
     """
     show = _show_keys if kind == "key" else _show_values
     out = torch.full((64, view.size), float("nan"), device=words.device)
@@ -63,6 +69,7 @@ def operand(kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtyp
         out,
         len(words),
         T=64,
+        ROWS=rows,
         SLABS=(view.spec,),
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
         ASM=words.is_cuda,

@@ -13,10 +13,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-ROWS: tl.constexpr = tl.constexpr(16)
+OPERAND: tl.constexpr = tl.constexpr(16)
 _LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 # The least total that is not 0, and a normal number in float32: others would make Triton compute in float64.
 _LEAST_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
+# Likewise a small one that has an inverse.
+_LEAST: tl.constexpr = tl.constexpr(1.0e-30)
 _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -120,12 +122,13 @@ def _key_operand(
     x,
     table_ptr,
     T: tl.constexpr,
+    ROWS: tl.constexpr,
     SLABS: tl.constexpr,
     SLAB: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T keys from their elements, [T, size]. A lane holds four components of a key in a row."""
+    """Components of T keys from their elements, [size, T]. A lane holds four components of a key in a row."""
     bits: tl.constexpr = SLABS[SLAB][0]
     words: tl.constexpr = SLABS[SLAB][1]
     elements: tl.constexpr = SLABS[SLAB][2]
@@ -154,17 +157,24 @@ def _key_operand(
     if empty:
         stacked = tl.join(stacked, tl.zeros_like(stacked))
     if count == 1 and not empty:
-        operand = tl.permute(stacked, (2, 1, 3, 0, 4))
+        order: tl.constexpr = (3, 0, 4)
     elif count <= 2:
-        operand = tl.permute(stacked, (2, 1, 3, 0, 5, 4))
+        order: tl.constexpr = (3, 0, 5, 4)
     elif count == 4:
-        operand = tl.permute(stacked, (2, 1, 6, 3, 0, 5, 4))
+        order: tl.constexpr = (6, 3, 0, 5, 4)
     elif count == 8:
-        operand = tl.permute(stacked, (2, 1, 7, 6, 3, 0, 5, 4))
+        order: tl.constexpr = (7, 6, 3, 0, 5, 4)
     else:
-        operand = tl.permute(stacked, (2, 1, 8, 7, 6, 3, 0, 5, 4))
+        order: tl.constexpr = (8, 7, 6, 3, 0, 5, 4)
     places: tl.constexpr = 2 * count * elements * (2 if empty else 1)
-    return _padded(tl.reshape(operand, (T, places)), T, places, size)
+    # As they are multiplied, for a transposition would move them.
+    if ROWS < OPERAND:
+        return tl.trans(_padded(tl.reshape(tl.permute(stacked, (2, 1) + order), (T, places)), T, places, size))
+    else:
+        operand = tl.reshape(tl.permute(stacked, () + order + (2, 1)), (places, T))
+        if places < size:
+            operand = tl.reshape(tl.permute(tl.join(operand, tl.zeros_like(operand)), (2, 0, 1)), (size, T))
+        return operand
 
 
 @triton.jit
@@ -229,18 +239,26 @@ def _padded(x, T: tl.constexpr, n: tl.constexpr, size: tl.constexpr):
 
 
 @triton.jit
-def _product(fields, x, total, TABLE: tl.constexpr, PRECISION: tl.constexpr):
-    """total + fields x.
+def _dot(x, y, total, PRECISION: tl.constexpr):
+    """total + x y, [rows, n]; eight rows are multiplied as columns, since an operand has no fewer than 16 rows."""
+    if x.shape[0] < OPERAND:
+        return tl.trans(tl.dot(tl.trans(y), tl.trans(x), tl.trans(total), input_precision=PRECISION))
+    else:
+        return tl.dot(x, y, total, input_precision=PRECISION)
+
+
+@triton.jit
+def _product(x, fields, total, TABLE: tl.constexpr, PRECISION: tl.constexpr):
+    """total + x fields.
 
     TF32 holds a field exactly, unless it was looked up: two products, with either half of x's bits, are as good as the
     three of float32 factors.
     """
     if x.dtype == tl.float32 and not TABLE:
         high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        total = tl.dot(fields, x - high, total, input_precision="tf32")
-        return tl.dot(fields, high, total, input_precision="tf32")
+        return _dot(high, fields, _dot(x - high, fields, total, "tf32"), "tf32")
     else:
-        return tl.dot(fields, x, total, input_precision=PRECISION)
+        return _dot(x, fields, total, PRECISION)
 
 
 @triton.jit
@@ -254,9 +272,18 @@ def _exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _zeros(SLABS: tl.constexpr, SLAB: tl.constexpr, COLUMNS: tl.constexpr):
+def _not_ahead(x, ASM: tl.constexpr):
+    """x; what depends on it is not computed ahead of the branch that asks for it."""
+    if ASM:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
+    else:
+        return x
+
+
+@triton.jit
+def _zeros(SLABS: tl.constexpr, SLAB: tl.constexpr, ROWS: tl.constexpr):
     size: tl.constexpr = SLABS[SLAB][4]
-    return tl.zeros((size, COLUMNS), tl.float32)
+    return tl.zeros((ROWS, size), tl.float32)
 
 
 @triton.jit
@@ -266,9 +293,32 @@ def _places(SLABS: tl.constexpr, SLAB: tl.constexpr):
 
 
 @triton.jit
-def _by_copy(x, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+def _by_copy(x, QUERIES: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
     size: tl.constexpr = SLABS[SLAB][4]
-    return tl.reshape(x, (size, COLUMNS // QUERIES, QUERIES))
+    return tl.reshape(x, (ROWS // QUERIES, QUERIES, size))
+
+
+@triton.jit
+def _power_of_two(x):
+    """The largest that is not larger than x, 0 for x below the normal numbers: its exponent alone."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scaled_queries(at, known, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """Either half of queries at `at` [rows], divided by a power of two, [rows, HALF], and the powers.
+
+    Queries of any size fit half precision once divided by their largest component, and by a power of two none of them
+    is rounded.
+    """
+    d = tl.arange(0, HALF)
+    inside = known[:, None] & (d < HEAD_DIM // 2)[None, :]
+    low = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(at[:, None] + HEAD_DIM // 2 + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = _power_of_two(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
+    size = tl.where(size > 0, size, 1.0)
+    inverse = (1.0 / size)[:, None]
+    return (low * inverse).to(DTYPE), (high * inverse).to(DTYPE), size
 
 
 @triton.jit
@@ -280,74 +330,116 @@ def _mean(mean_ptr, residual_ptr, d, inside):
 
 
 @triton.jit
+def _in_two(x, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """x [n] as the sum of two numbers of DTYPE, in the first two of PARTS columns, [n, PARTS]."""
+    part = tl.arange(0, PARTS)[None, :]
+    first = x.to(DTYPE)
+    rest = (x - first.to(tl.float32)).to(DTYPE)
+    return tl.where(part == 0, first[:, None], tl.where(part == 1, rest[:, None], 0.0))
+
+
+@triton.jit
+def _maps(map_ptr, HALF: tl.constexpr, KEYS: tl.constexpr, KEY_SIZE: tl.constexpr):
+    """Of every key slab, the map of either half of a query, [size, HALF] each."""
+    d = tl.arange(0, HALF)[None, :]
+    maps = ()
+    start = 0
+    for i in tl.static_range(len(KEYS)):
+        here = map_ptr + (start + _places(KEYS, i))[:, None] * HALF + d
+        maps = maps + (tl.load(here), tl.load(here + KEY_SIZE * HALF))
+        start += KEYS[i][4]
+    return maps
+
+
+@triton.jit
+def _corrections(
+    correction_ptr,
+    KEYS: tl.constexpr,
+    KEY_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Of every key slab, what its fields count too much, in the first two of PARTS rows, [PARTS, size]."""
+    part = tl.arange(0, PARTS)[:, None]
+    corrections = ()
+    start = 0
+    for i in tl.static_range(len(KEYS)):
+        correction = tl.load(correction_ptr + part * KEY_SIZE + (start + _places(KEYS, i))[None, :]).to(DTYPE)
+        if not ASM or tl.float16 != DTYPE:
+            # The first part is of fields that are masked into half precision.
+            correction = tl.where(part > 0, correction, 0.0)
+        corrections = corrections + (correction,)
+        start += KEYS[i][4]
+    return corrections
+
+
+@triton.jit
+def _in_fours(x):
+    """Brings neighbours of eight columns, two by two as a product leaves them, to the lanes that multiply them next.
+
+    A lane holds pairs of two neighbouring eights, and of an operand made of bytes four columns in a row.
+    """
+    rows: tl.constexpr = x.shape[0]
+    columns: tl.constexpr = x.shape[1]
+    pairs = tl.permute(tl.reshape(x, (rows, columns // 16, 2, 4, 2)), (0, 1, 3, 2, 4))
+    return tl.reshape(pairs, (rows, columns))
+
+
+@triton.jit
 def _mapped_queries(
-    query_ptr,
-    batch,
-    token,
-    known,
+    low,
+    high,
     block,
-    map_ptr,
-    map_scale,
-    excess_ptr,
-    mean_ptr,
-    residual_ptr,
+    maps,
+    mean_low,
+    mean_high,
+    mean_scale,
+    corrections,
     angle_ptr,
-    stride_query_row,
-    stride_query_token,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     KEYS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
     ROTATED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
-    ASM: tl.constexpr,
 ):
-    """Queries in the space of the stored keys, each turned back by the first column of its block.
+    """Scaled queries in the space of the stored keys, each turned back by the first column of its block.
 
-    Returns scale and offset of the scores to base 2, [COLUMNS], and for every key slab the mapped queries, [size,
-    COLUMNS]. Pointers are those of a head.
+    `block` is one for all, or [rows, 1]. Returns what all scores of a row lack, [rows]: the product with the keys'
+    mean, less what fields count too much; and for every key slab the mapped queries, [rows, size].
     """
-    d = tl.arange(0, HALF)
-    in_head = d < HEAD_DIM // 2
-    at = query_ptr + batch.to(tl.int64) * stride_query_row + token * stride_query_token
-    inside = in_head[:, None] & known[None, :]
-    low = tl.load(at[None, :] + d[:, None], mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(at[None, :] + HEAD_DIM // 2 + d[:, None], mask=inside, other=0.0).to(tl.float32)
+    rows: tl.constexpr = low.shape[0]
     if ROTATED:
-        angles = angle_ptr + block[None, :] * HEAD_DIM + d[:, None]
-        cos = tl.load(angles, mask=in_head[:, None], other=0.0)
-        sin = tl.load(angles + HEAD_DIM // 2, mask=in_head[:, None], other=0.0)
-        turned = low * cos + high * sin
-        high = high * cos - low * sin
+        d = tl.arange(0, HALF)[None, :]
+        in_head = d < HEAD_DIM // 2
+        angles = angle_ptr + block * HEAD_DIM + d
+        cos = tl.load(angles, mask=in_head, other=0.0)
+        sin = tl.load(angles + HEAD_DIM // 2, mask=in_head, other=0.0)
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+        turned = (low * cos + high * sin).to(DTYPE)
+        high = (high * cos - low * sin).to(DTYPE)
         low = turned
-    mean_low = _mean(mean_ptr, residual_ptr, d, in_head)
-    mean_high = _mean(mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
-    offset = tl.sum(low * mean_low[:, None] + high * mean_high[:, None], 0)
-    # Queries of any size fit half precision once divided by their largest component.
-    size = tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 0)
-    size = tl.where(size > 0, size, 1.0)
-    inverse = 1.0 / size
-    low = (low * inverse[None, :]).to(map_ptr.dtype.element_ty)
-    high = (high * inverse[None, :]).to(map_ptr.dtype.element_ty)
-    scale = size * map_scale
-    excess = tl.zeros_like(offset)
+    lacking = tl.zeros((rows, mean_low.shape[1]), tl.float32)
+    lacking = _dot(low, mean_low, lacking, PRECISION)
+    lacking = _dot(high, mean_high, lacking, PRECISION) * mean_scale
+    low = low.to(maps[0].dtype)
+    high = high.to(maps[0].dtype)
     queries = ()
-    start = 0
     for i in tl.static_range(len(KEYS)):
-        place = start + _places(KEYS, i)
-        here = map_ptr + place[:, None] * HALF + d[None, :]
-        mapped = tl.dot(tl.load(here), low, input_precision=PRECISION)
-        mapped = tl.dot(tl.load(here + KEY_SIZE * HALF), high, mapped, input_precision=PRECISION).to(DTYPE)
-        middle = tl.load(excess_ptr + place)
-        if ASM and tl.float16 == DTYPE:
-            # 0 marks places whose fields are looked up, or empty.
-            middle = tl.where(middle > 0, middle + 1024.0, 0.0)
+        mapped = _dot(low, tl.trans(maps[2 * i]), _zeros(KEYS, i, rows), PRECISION)
+        mapped = _dot(high, tl.trans(maps[2 * i + 1]), mapped, PRECISION).to(DTYPE)
         # Of the rounded queries, so that it cancels.
-        excess += tl.sum(mapped.to(tl.float32) * middle[:, None], 0)
-        queries = queries + (mapped,)
-        start += KEYS[i][4]
-    return (scale * _LOG2E, (offset - scale * excess) * _LOG2E) + queries
+        lacking = _dot(mapped, tl.trans(corrections[i]), lacking, PRECISION)
+        queries = queries + (_in_fours(mapped),)
+    return (tl.sum(lacking, 1),) + queries
+
+
+@triton.jit
+def _in_pairs(row):
+    """The token at a row of a tile's keys: an order that `_in_fours` brings the scores out of."""
+    return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
 
 
 @triton.jit
@@ -360,10 +452,10 @@ def _key_elements(slab_ptr, row, first, end, one, T: tl.constexpr, SLABS: tl.con
     elements: tl.constexpr = SLABS[SLAB][2]
     stored: tl.constexpr = SLABS[SLAB][6]
     each: tl.constexpr = elements // 4
-    token = tl.arange(0, 8)[None, :, None, None]
+    token = _in_pairs(tl.arange(0, 8))[None, :, None, None]
     element = tl.arange(0, 4)[:, None, None, None] * each
     word = element if words == elements else element // (elements // words)
-    eighth = tl.arange(0, T // 8)[None, None, :, None] * 8
+    eighth = _in_pairs(tl.arange(0, T // 8) * 8)[None, None, :, None]
     next_word = tl.arange(0, each)[None, None, None, :]
     mask = token + eighth < end - first
     if stored < words:
@@ -393,11 +485,73 @@ def _value_words(slabs, row, first, end, T: tl.constexpr, VALUES: tl.constexpr):
 
 
 @triton.jit
+def _tile_scores(
+    queries,
+    key_words,
+    slabs,
+    table_ptr,
+    row,
+    next_first,
+    end,
+    one,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Products of mapped queries with a tile's keys, [ROWS, T], and the words of the next tile.
+
+    Those are asked for a tile ahead, so that memory has the time of a tile to answer.
+    """
+    products = tl.zeros((ROWS, T), tl.float32)
+    next_words = ()
+    for i in tl.static_range(len(KEYS)):
+        keys = _key_operand(key_words[i], table_ptr, T, ROWS, KEYS, i, DTYPE, ASM)
+        next_words = next_words + (_key_elements(slabs[i], row, next_first, end, one, T, KEYS, i),)
+        products = _product(queries[i], keys, products, KEYS[i][5], PRECISION)
+    return (products,) + next_words
+
+
+@triton.jit
+def _tile_sums(
+    weights,
+    own,
+    sums,
+    value_words,
+    slabs,
+    table_ptr,
+    row,
+    next_first,
+    end,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    VALUES: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
+):
+    """Adds a tile's values by weight to the sums of the rows in `own`, None for all; and the words of the next tile."""
+    new = ()
+    next_words = ()
+    for i in tl.static_range(len(VALUES)):
+        values = _value_operand(value_words[i], table_ptr, T, VALUES, i, DTYPE, ASM)
+        next_words = next_words + (_value_elements(slabs[i], row, next_first, end, T, VALUES, i),)
+        if own is None:
+            new = new + (_product(weights, values, sums[i], VALUES[i][5], PRECISION),)
+        else:
+            products = _product(weights, values, _zeros(VALUES, i, ROWS), VALUES[i][5], PRECISION)
+            new = new + (tl.where(own, sums[i] + products, sums[i]),)
+    return new + next_words
+
+
+@triton.jit
 def attend_context(
     query_ptr,
     map_ptr,
     map_scale_ptr,
-    excess_ptr,
+    correction_ptr,
     key_mean_ptr,
     key_residual_ptr,
     angle_ptr,
@@ -425,7 +579,7 @@ def attend_context(
     KEY_SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SHARED: tl.constexpr,
@@ -439,10 +593,9 @@ def attend_context(
     """Attention of queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
 
     Grid: (row tiles x splits, heads, contexts). A row is a query of the context: a token of one row of the extension.
-    QUERIES (a power of two up to COLUMNS) rows are worked on at once. The columns of an operand hold them once for each
-    of `COLUMNS / QUERIES` tiles, a group, which are multiplied one after the other with their own columns alone, so
-    that scores and weights of a group fill one tile. Everything is transposed, queries last: an operand's first
-    dimension may not be smaller than 16, its last may be 8.
+    QUERIES (a power of two up to ROWS, 8 or 16) are worked on at once. The rows of an operand hold them once for each
+    of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
+    scores and weights of a group fill one tile.
     """
     num_heads = tl.num_programs(1)
     split = tl.program_id(0) % SPLITS
@@ -450,10 +603,12 @@ def attend_context(
     head = tl.program_id(1)
     context = tl.program_id(2)
     place = (context * num_heads + head).to(tl.int64)
-    copies: tl.constexpr = COLUMNS // QUERIES
+    copies: tl.constexpr = ROWS // QUERIES
+    # Of a small operand, of which two are used.
+    parts: tl.constexpr = 24 - ROWS
 
-    c = tl.arange(0, COLUMNS)
-    row = row_tile * QUERIES + c % QUERIES
+    i = tl.arange(0, ROWS)
+    row = row_tile * QUERIES + i % QUERIES
     known = row < num_rows
     if SHARED:
         batch = row // num_tokens
@@ -461,13 +616,27 @@ def attend_context(
     else:
         batch = tl.zeros_like(row) + context
         token = row
-    query_ptr += head * stride_query_head
     map_ptr += head * (2 * KEY_SIZE * HALF)
     key_mean_ptr += head * HEAD_DIM
     residual_ptr = key_residual_ptr
     if residual_ptr is not None:
         residual_ptr += place * HEAD_DIM
-    map_scale = tl.load(map_scale_ptr + head)
+    d = tl.arange(0, HALF)
+    in_head = d < HEAD_DIM // 2
+    mean_low = _mean(key_mean_ptr, residual_ptr, d, in_head)
+    mean_high = _mean(key_mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
+    at = query_ptr + head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
+    low, high, size = _scaled_queries(at, known, HEAD_DIM, HALF, DTYPE)
+    # Scores are counted in units in which the maps are at most 1. The mean may be far more.
+    unit = tl.load(map_scale_ptr + head)
+    largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
+    mean_scale = tl.maximum(_power_of_two(largest / unit), 1.0)
+    mean_low = _in_two(mean_low / unit / mean_scale, parts, DTYPE)
+    mean_high = _in_two(mean_high / unit / mean_scale, parts, DTYPE)
+    maps = _maps(map_ptr, HALF, KEYS, KEY_SIZE)
+    corrections = _corrections(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+    # Not so small that a score of minus infinity would become none.
+    scale = tl.maximum(size * (unit * _LOG2E), _LEAST)
 
     length = tl.load(lengths_ptr + context).to(tl.int32)
     # Splits are of whole blocks, tiles whole parts of a block.
@@ -476,95 +645,96 @@ def attend_context(
     first_tile = split * tiles_per_split
     last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(length, T))
 
-    highest = tl.full((COLUMNS,), _LOWEST, tl.float32)
-    total = tl.zeros((COLUMNS,), tl.float32)
+    highest = tl.full((ROWS,), _LOWEST, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
     sums = ()
-    for i in tl.static_range(len(VALUES)):
-        sums = sums + (_zeros(VALUES, i, COLUMNS),)
+    for slab in tl.static_range(len(VALUES)):
+        sums = sums + (_zeros(VALUES, slab, ROWS),)
     hidden = ()
     for slot in tl.static_range(SLOTS):
         hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
 
     row_of_slabs = place * columns
     one = tl.minimum(columns, 1)
+    key_table = key_table_ptr + head * 16
+    value_table = value_table_ptr + head * 16
     key_words = _key_words(key_slabs, row_of_slabs, first_tile * T, length, one, T, KEYS)
     value_words = _value_words(value_slabs, row_of_slabs, first_tile * T, length, T, VALUES)
     for begin in tl.range(first_tile, last_tile, copies):
         end = tl.minimum(begin + copies, last_tile)
-        own_tile = begin + c // QUERIES
+        own_tile = begin + i // QUERIES
         queries = _mapped_queries(
-            query_ptr,
-            batch,
-            token,
-            known,
-            own_tile // BLOCK_TILES,
-            map_ptr,
-            map_scale,
-            excess_ptr,
-            key_mean_ptr,
-            residual_ptr,
+            low,
+            high,
+            begin // BLOCK_TILES if copies == 1 else own_tile[:, None] // BLOCK_TILES,
+            maps,
+            mean_low,
+            mean_high,
+            mean_scale,
+            corrections,
             angle_ptr,
-            stride_query_row,
-            stride_query_token,
             HEAD_DIM,
             HALF,
             KEYS,
-            KEY_SIZE,
             ROTATED,
             DTYPE,
             PRECISION,
-            ASM,
         )
-        scores = tl.zeros((T, COLUMNS), tl.float32)
-        for tile in tl.range(begin, end):
-            # Asked for a tile ahead, so that memory has the time of a tile to answer.
-            next_words = ()
-            products = tl.zeros((T, COLUMNS), tl.float32)
-            own = (own_tile == tile)[None, :]
-            for i in tl.static_range(len(KEYS)):
-                keys = _key_operand(key_words[i], key_table_ptr + head * 16, T, KEYS, i, DTYPE, ASM)
-                next_words = next_words + (
-                    _key_elements(key_slabs[i], row_of_slabs, (tile + 1) * T, length, one, T, KEYS, i),
-                )
-                products = _product(keys, queries[2 + i], products, KEYS[i][5], PRECISION)
-            scores = products if copies == 1 else tl.where(own, products, scores)
-            key_words = next_words
-        scale, offset = queries[0], queries[1]
-        column = own_tile[None, :] * T + tl.arange(0, T)[:, None]
-        seen = (known & (own_tile < end))[None, :] & (column < length)
+        if copies == 1:
+            scored = _tile_scores(
+                queries[1:], key_words, key_slabs, key_table, row_of_slabs, end * T, length, one,
+                T, ROWS, KEYS, DTYPE, PRECISION, ASM,
+            )  # fmt: skip
+            scores = scored[0]
+            key_words = scored[1:]
+        else:
+            scores = tl.zeros((ROWS, T), tl.float32)
+            for tile in tl.range(begin, end):
+                scored = _tile_scores(
+                    queries[1:], key_words, key_slabs, key_table, row_of_slabs, (tile + 1) * T, length, one,
+                    T, ROWS, KEYS, DTYPE, PRECISION, ASM,
+                )  # fmt: skip
+                scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
+                key_words = scored[1:]
+        # All of most groups is seen.
+        partly = (begin + copies > last_tile) | ((begin + copies) * T > length)
         for slot in tl.static_range(SLOTS):
-            seen = seen & (column != hidden[slot])
-        if mask_ptr is not None:
-            at = mask_ptr + batch[None, :].to(tl.int64) * stride_mask + column
-            seen = seen & (tl.load(at, mask=seen, other=0) != 0)
-        scores = tl.where(seen, scores, float("-inf"))
-        peak = tl.maximum(highest, tl.max(scores, 0) * scale + offset)
+            partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
+        if mask_ptr is not None or partly:
+            column = _not_ahead(own_tile[:, None] * T, ASM) + _in_pairs(tl.arange(0, T))[None, :]
+            seen = (known & (own_tile < end))[:, None] & (column < length)
+            for slot in tl.static_range(SLOTS):
+                seen = seen & (column != hidden[slot])
+            if mask_ptr is not None:
+                at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
+                seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+            scores = tl.where(seen, scores, float("-inf"))
+        lacking = queries[0] * scale
+        peak = tl.maximum(highest, tl.max(scores, 1) * scale + lacking)
         keep = _exp2(highest - peak, ASM)
-        weights = _exp2(scores * scale[None, :] + (offset - peak)[None, :], ASM)
-        total = total * keep + tl.sum(weights, 0)
+        weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
+        total = total * keep + tl.sum(weights, 1)
         highest = peak
-        weights = weights.to(DTYPE)
+        weights = _in_fours(weights.to(DTYPE))
         kept = ()
-        for i in tl.static_range(len(VALUES)):
-            kept = kept + (sums[i] * keep[None, :],)
+        for slab in tl.static_range(len(VALUES)):
+            kept = kept + (sums[slab] * keep[:, None],)
         sums = kept
-        for tile in tl.range(begin, end):
-            next_words = ()
-            own = (own_tile == tile)[None, :]
-            new = ()
-            for i in tl.static_range(len(VALUES)):
-                values = _value_operand(value_words[i], value_table_ptr + head * 16, T, VALUES, i, DTYPE, ASM)
-                next_words = next_words + (
-                    _value_elements(value_slabs[i], row_of_slabs, (tile + 1) * T, length, T, VALUES, i),
-                )
-                if copies == 1:
-                    new = new + (_product(tl.trans(values), weights, sums[i], VALUES[i][5], PRECISION),)
-                else:
-                    none = _zeros(VALUES, i, COLUMNS)
-                    products = _product(tl.trans(values), weights, none, VALUES[i][5], PRECISION)
-                    new = new + (tl.where(own, sums[i] + products, sums[i]),)
-            sums = new
-            value_words = next_words
+        if copies == 1:
+            summed = _tile_sums(
+                weights, None, sums, value_words, value_slabs, value_table, row_of_slabs, end * T, length,
+                T, ROWS, VALUES, DTYPE, PRECISION, ASM,
+            )  # fmt: skip
+            sums = summed[: len(VALUES)]
+            value_words = summed[len(VALUES) :]
+        else:
+            for tile in tl.range(begin, end):
+                summed = _tile_sums(
+                    weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_table, row_of_slabs,
+                    (tile + 1) * T, length, T, ROWS, VALUES, DTYPE, PRECISION, ASM,
+                )  # fmt: skip
+                sums = summed[: len(VALUES)]
+                value_words = summed[len(VALUES) :]
 
     out = (place * SPLITS + split) * num_rows
     query = row_tile * QUERIES + tl.arange(0, QUERIES)
@@ -572,11 +742,11 @@ def attend_context(
     peak = tl.max(by_copy, 0)
     keep = _exp2(by_copy - peak[None, :], ASM)
     start = 0
-    for i in tl.static_range(len(VALUES)):
-        joined = tl.sum(_by_copy(sums[i], QUERIES, COLUMNS, VALUES, i) * keep[None, :, :], 1)
-        at = partial_ptr + (out + query)[None, :] * VALUE_SIZE + start + _places(VALUES, i)[:, None]
-        tl.store(at, joined, mask=(query < num_rows)[None, :])
-        start += VALUES[i][4]
+    for slab in tl.static_range(len(VALUES)):
+        joined = tl.sum(_by_copy(sums[slab], QUERIES, ROWS, VALUES, slab) * keep[:, :, None], 0)
+        at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + _places(VALUES, slab)[None, :]
+        tl.store(at, joined, mask=(query < num_rows)[:, None])
+        start += VALUES[slab][4]
     tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
     joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
     tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)
@@ -649,16 +819,16 @@ def merge(
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
-    i = tl.arange(0, ROWS)
+    i = tl.arange(0, OPERAND)
     if FLAT:
-        tile_rows = ROWS // num_tokens * num_tokens
+        tile_rows = OPERAND // num_tokens * num_tokens
         row = tl.program_id(0) * tile_rows + i
         known = (i < tile_rows) & (row < batch_size * num_tokens)
         batch = (row // num_tokens).to(tl.int64)
         token = row % num_tokens
     else:
         batch = tl.zeros_like(i).to(tl.int64) + tl.program_id(2)
-        token = tl.program_id(0) * ROWS + i
+        token = tl.program_id(0) * OPERAND + i
         known = token < num_tokens
     context = batch * 0 if SHARED else batch
     place = context * num_heads + head
@@ -700,7 +870,7 @@ def merge(
 
     highest = tl.max(part_highest, 1)
     total = tl.sum(tl.exp2(part_highest - highest[:, None]) * part_total, 1)
-    weighed = tl.zeros((ROWS, VALUE_PLACES), tl.float32)
+    weighed = tl.zeros((OPERAND, VALUE_PLACES), tl.float32)
     for s in tl.static_range(SPLITS):
         split_row = first_row + s * num_rows
         split_keep = tl.exp2(tl.load(highest_ptr + split_row, mask=known, other=_LOWEST) - highest)
@@ -713,7 +883,7 @@ def merge(
     same = batch[:, None] == batch[None, :]
     highest, total, sums = _joined(query, keys, values, same & seen[None, :], highest, total, sums, PRECISION)
     if not FLAT:
-        for first in range(ROWS, num_tokens, ROWS):
+        for first in range(OPERAND, num_tokens, OPERAND):
             new = first + i
             seen = new < num_tokens
             there = seen[:, None] & in_head[None, :]
@@ -723,7 +893,7 @@ def merge(
                 seen = seen & (tl.load(new_mask_ptr + batch * num_tokens + new, mask=seen, other=0) != 0)
             highest, total, sums = _joined(query, keys, values, seen[None, :], highest, total, sums, PRECISION)
     if protected_key_ptr is not None:
-        step: tl.constexpr = 1 if apart else ROWS
+        step: tl.constexpr = 1 if apart else OPERAND
         own = (i[:, None] == i[None, :]) if apart else (i[:, None] >= 0)
         for first in range(0, num_slots, step):
             slot_seen = own & known[:, None] & (slot + first < num_slots)[None, :]
