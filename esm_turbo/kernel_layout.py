@@ -19,6 +19,8 @@ from .codecs import FieldSlab, KVCodec, Packed
 _SMALLEST_OPERAND = 16
 # A tensor core's operand spreads the components of a key over four lanes, those of a value over eight.
 _KEY_LANES, _VALUE_LANES = 4, 8
+# Keys that vary less are all alike; by what is less, their mean could not be divided.
+_LEAST_SCALE = 1e-20
 # Programs work on up to so many blocks at once, the last of them beyond the end.
 _ANGLES_BEYOND = 16
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
@@ -205,7 +207,7 @@ def kernel_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     corrections[:2] = -torch.stack([1024 * (middle > 0), middle])[:, order]
     lacking = torch.cat([places.lacking for places in value_places]).to(device)
     maps = torch.cat(query_map, dim=2).unflatten(1, (2, head_dim // 2)).transpose(2, 3)
-    scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(torch.finfo(torch.float32).tiny)
+    scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(_LEAST_SCALE)
     maps = maps / scale[:, None, None, None]
     half_size = max(_SMALLEST_OPERAND, power_of_two(head_dim // 2))
     padded = maps.new_zeros(heads, 2, maps.shape[2], half_size)

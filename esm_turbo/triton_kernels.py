@@ -269,6 +269,7 @@ def _attend(
         SHARED=shared,
         ROTATED=rotated,
         T=tuning.tile,
+        SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
         DTYPE=tl.float16 if half else tl.float32,
         PRECISION=precision,

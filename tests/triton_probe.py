@@ -19,11 +19,12 @@ def _show_keys(
     num_tokens,
     T: tl.constexpr,
     ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SLABS, 0)
+    elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SHORT, SLABS, 0)
     operand = _key_operand(elements, table_ptr, T, ROWS, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     token = _in_pairs(tl.arange(0, T))
@@ -38,11 +39,12 @@ def _show_values(
     num_tokens,
     T: tl.constexpr,
     ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = _value_elements(slab_ptr, 0, 0, num_tokens, T, SLABS, 0)
+    words = _value_elements(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
     operand = _value_operand(words, table_ptr, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
@@ -70,6 +72,7 @@ def operand(
         len(words),
         T=64,
         ROWS=rows,
+        SHORT=len(words) < 64,
         SLABS=(view.spec,),
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
         ASM=words.is_cuda,

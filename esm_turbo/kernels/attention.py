@@ -105,15 +105,28 @@ def _stacked(parts):
 
 
 @triton.jit
-def _value_elements(slab_ptr, row, first, end, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+def _first_loaded(tile, columns, T: tl.constexpr):
+    """The first column that is loaded for a tile: its own, or, so that no load needs a mask, of the context's last T.
+
+    A context shorter than a tile is loaded from its first on.
+    """
+    return tl.maximum(tl.minimum(tile * T, columns - T), 0)
+
+
+@triton.jit
+def _value_elements(
+    slab_ptr, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr
+):
     """The words of T values, [T, words]."""
     words: tl.constexpr = SLABS[SLAB][1]
     stored: tl.constexpr = SLABS[SLAB][6]
     token = tl.arange(0, T)[:, None]
     word = tl.arange(0, words)[None, :]
-    mask = token < end - first
+    mask = None
+    if SHORT:
+        mask = token < columns
     if stored < words:
-        mask = mask & (word < stored)
+        mask = (word < stored) if mask is None else mask & (word < stored)
     return tl.load(slab_ptr + (row + first) * stored + (token * stored + word), mask=mask)
 
 
@@ -418,12 +431,12 @@ def _mapped_queries(
         sin = tl.load(angles + HEAD_DIM // 2, mask=in_head, other=0.0)
         low = low.to(tl.float32)
         high = high.to(tl.float32)
-        turned = (low * cos + high * sin).to(DTYPE)
-        high = (high * cos - low * sin).to(DTYPE)
+        turned = low * cos + high * sin
+        high = high * cos - low * sin
         low = turned
     lacking = tl.zeros((rows, mean_low.shape[1]), tl.float32)
-    lacking = _dot(low, mean_low, lacking, PRECISION)
-    lacking = _dot(high, mean_high, lacking, PRECISION) * mean_scale
+    lacking = _dot(low.to(DTYPE), mean_low, lacking, PRECISION)
+    lacking = _dot(high.to(DTYPE), mean_high, lacking, PRECISION) * mean_scale
     low = low.to(maps[0].dtype)
     high = high.to(maps[0].dtype)
     queries = ()
@@ -443,7 +456,9 @@ def _in_pairs(row):
 
 
 @triton.jit
-def _key_elements(slab_ptr, row, first, end, one, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+def _key_elements(
+    slab_ptr, row, first, columns, one, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr
+):
     """What lanes take of T keys, [4, 8, T / 8, elements / 4]: four lanes share a key, with neighbouring elements each.
 
     The shape is that of an operand's lanes and registers, so that what is loaded need not move.
@@ -457,9 +472,12 @@ def _key_elements(slab_ptr, row, first, end, one, T: tl.constexpr, SLABS: tl.con
     word = element if words == elements else element // (elements // words)
     eighth = _in_pairs(tl.arange(0, T // 8) * 8)[None, None, :, None]
     next_word = tl.arange(0, each)[None, None, None, :]
-    mask = token + eighth < end - first
+    mask = None
+    if SHORT:
+        mask = token + eighth < columns
     if stored < words:
-        mask = mask & (word + next_word < stored)
+        is_stored = word + next_word < stored
+        mask = is_stored if mask is None else mask & is_stored
     # Were it known that neighbouring lanes load neighbouring words, one lane would load the words of several. The row
     # moves the pointer, so that the rest is counted in 32 bits; what lanes have in common is added last.
     lane_ptr = slab_ptr + (row + first) * stored + (token * stored + word) * one
@@ -467,20 +485,20 @@ def _key_elements(slab_ptr, row, first, end, one, T: tl.constexpr, SLABS: tl.con
 
 
 @triton.jit
-def _key_words(slabs, row, first, end, one, T: tl.constexpr, KEYS: tl.constexpr):
+def _key_words(slabs, row, first, columns, one, T: tl.constexpr, SHORT: tl.constexpr, KEYS: tl.constexpr):
     """The elements of a tile of every key slab."""
     words = ()
     for i in tl.static_range(len(KEYS)):
-        words = words + (_key_elements(slabs[i], row, first, end, one, T, KEYS, i),)
+        words = words + (_key_elements(slabs[i], row, first, columns, one, T, SHORT, KEYS, i),)
     return words
 
 
 @triton.jit
-def _value_words(slabs, row, first, end, T: tl.constexpr, VALUES: tl.constexpr):
+def _value_words(slabs, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, VALUES: tl.constexpr):
     """The words of a tile of every value slab."""
     words = ()
     for i in tl.static_range(len(VALUES)):
-        words = words + (_value_elements(slabs[i], row, first, end, T, VALUES, i),)
+        words = words + (_value_elements(slabs[i], row, first, columns, T, SHORT, VALUES, i),)
     return words
 
 
@@ -492,10 +510,11 @@ def _tile_scores(
     table_ptr,
     row,
     next_first,
-    end,
+    columns,
     one,
     T: tl.constexpr,
     ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
     KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -509,7 +528,7 @@ def _tile_scores(
     next_words = ()
     for i in tl.static_range(len(KEYS)):
         keys = _key_operand(key_words[i], table_ptr, T, ROWS, KEYS, i, DTYPE, ASM)
-        next_words = next_words + (_key_elements(slabs[i], row, next_first, end, one, T, KEYS, i),)
+        next_words = next_words + (_key_elements(slabs[i], row, next_first, columns, one, T, SHORT, KEYS, i),)
         products = _product(queries[i], keys, products, KEYS[i][5], PRECISION)
     return (products,) + next_words
 
@@ -524,9 +543,10 @@ def _tile_sums(
     table_ptr,
     row,
     next_first,
-    end,
+    columns,
     T: tl.constexpr,
     ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
     VALUES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -537,7 +557,7 @@ def _tile_sums(
     next_words = ()
     for i in tl.static_range(len(VALUES)):
         values = _value_operand(value_words[i], table_ptr, T, VALUES, i, DTYPE, ASM)
-        next_words = next_words + (_value_elements(slabs[i], row, next_first, end, T, VALUES, i),)
+        next_words = next_words + (_value_elements(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
         if own is None:
             new = new + (_product(weights, values, sums[i], VALUES[i][5], PRECISION),)
         else:
@@ -585,6 +605,7 @@ def attend_context(
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
     T: tl.constexpr,
+    SHORT: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -625,8 +646,8 @@ def attend_context(
     in_head = d < HEAD_DIM // 2
     mean_low = _mean(key_mean_ptr, residual_ptr, d, in_head)
     mean_high = _mean(key_mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
-    at = query_ptr + head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
-    low, high, size = _scaled_queries(at, known, HEAD_DIM, HALF, DTYPE)
+    query_ptr += head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
+    low, high, size = _scaled_queries(query_ptr, known, HEAD_DIM, HALF, DTYPE)
     # Scores are counted in units in which the maps are at most 1. The mean may be far more.
     unit = tl.load(map_scale_ptr + head)
     largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
@@ -658,8 +679,9 @@ def attend_context(
     one = tl.minimum(columns, 1)
     key_table = key_table_ptr + head * 16
     value_table = value_table_ptr + head * 16
-    key_words = _key_words(key_slabs, row_of_slabs, first_tile * T, length, one, T, KEYS)
-    value_words = _value_words(value_slabs, row_of_slabs, first_tile * T, length, T, VALUES)
+    first_loaded = _first_loaded(first_tile, columns, T)
+    key_words = _key_words(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
+    value_words = _value_words(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
     for begin in tl.range(first_tile, last_tile, copies):
         end = tl.minimum(begin + copies, last_tile)
         own_tile = begin + i // QUERIES
@@ -682,8 +704,8 @@ def attend_context(
         )
         if copies == 1:
             scored = _tile_scores(
-                queries[1:], key_words, key_slabs, key_table, row_of_slabs, end * T, length, one,
-                T, ROWS, KEYS, DTYPE, PRECISION, ASM,
+                queries[1:], key_words, key_slabs, key_table, row_of_slabs, _first_loaded(end, columns, T),
+                columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
             )  # fmt: skip
             scores = scored[0]
             key_words = scored[1:]
@@ -691,8 +713,8 @@ def attend_context(
             scores = tl.zeros((ROWS, T), tl.float32)
             for tile in tl.range(begin, end):
                 scored = _tile_scores(
-                    queries[1:], key_words, key_slabs, key_table, row_of_slabs, (tile + 1) * T, length, one,
-                    T, ROWS, KEYS, DTYPE, PRECISION, ASM,
+                    queries[1:], key_words, key_slabs, key_table, row_of_slabs, _first_loaded(tile + 1, columns, T),
+                    columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                 key_words = scored[1:]
@@ -701,8 +723,9 @@ def attend_context(
         for slot in tl.static_range(SLOTS):
             partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
         if mask_ptr is not None or partly:
-            column = _not_ahead(own_tile[:, None] * T, ASM) + _in_pairs(tl.arange(0, T))[None, :]
-            seen = (known & (own_tile < end))[:, None] & (column < length)
+            own_first = _not_ahead(own_tile * T, ASM)
+            column = _first_loaded(own_tile, columns, T)[:, None] + _in_pairs(tl.arange(0, T))[None, :]
+            seen = (known & (own_tile < end))[:, None] & (column >= own_first[:, None]) & (column < length)
             for slot in tl.static_range(SLOTS):
                 seen = seen & (column != hidden[slot])
             if mask_ptr is not None:
@@ -722,8 +745,8 @@ def attend_context(
         sums = kept
         if copies == 1:
             summed = _tile_sums(
-                weights, None, sums, value_words, value_slabs, value_table, row_of_slabs, end * T, length,
-                T, ROWS, VALUES, DTYPE, PRECISION, ASM,
+                weights, None, sums, value_words, value_slabs, value_table, row_of_slabs,
+                _first_loaded(end, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
             )  # fmt: skip
             sums = summed[: len(VALUES)]
             value_words = summed[len(VALUES) :]
@@ -731,7 +754,7 @@ def attend_context(
             for tile in tl.range(begin, end):
                 summed = _tile_sums(
                     weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_table, row_of_slabs,
-                    (tile + 1) * T, length, T, ROWS, VALUES, DTYPE, PRECISION, ASM,
+                    _first_loaded(tile + 1, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 sums = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
