@@ -142,7 +142,7 @@ class CapturedExtension:
         seen = self.cache.columns + num_new_tokens
         self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None
         options = {"past_key_values": self.cache, **kwargs}
-        with torch.no_grad():
+        with torch.no_grad(), model.joined_projections() as self._weights:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):

@@ -12,6 +12,9 @@ __all__ = ["gelu", "rotate"]
 # Elements and heads of a program.
 _BLOCK = 1024
 _HEADS = 8
+# Programmatic dependent launch: where it may be used, and from which compute capability on there is one.
+OVERLAP = False
+_OVERLAPPING = (9, 0)
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -24,6 +27,11 @@ def gelu(x: Tensor) -> Tensor:
     """See `torch_ops.gelu`; one launch."""
     activated: Tensor = torch.ops.esm_turbo.gelu(x)
     return activated
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether a kernel may begin before the one that it depends on has ended, up to where it waits for it."""
+    return OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAPPING
 
 
 def like_tokens(x: Tensor) -> Tensor:
@@ -59,6 +67,7 @@ def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float)
         HEAD_DIM=head_dim,
         HALF=power_of_two(head_dim // 2),
         HEADS=_HEADS,
+        OVERLAP=overlaps(query.device),
         num_warps=4,
     )
     return new_query, new_keys

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Self, TypeVar
 
@@ -57,7 +58,13 @@ class TurboMaskedLMOutput(MaskedLMOutput):
 
 
 class TurboEsmSelfAttention(EsmSelfAttention):
-    """Self-attention that hands queries, keys and values to a session where there is one."""
+    """Self-attention that hands queries, keys and values to a session where there is one.
+
+    Attributes:
+        joined: weight and bias of the three projections as one, for extensions; see `joined_projections`.
+    """
+
+    joined: tuple[Tensor, Tensor] | None = None
 
     def forward(
         self,
@@ -81,9 +88,12 @@ class TurboEsmSelfAttention(EsmSelfAttention):
             return plain
         assert position_embeddings is not None
         shape, scale = (*hidden_states.shape[:-1], -1, self.attention_head_size), self.attention_head_size**-0.5
-        query = self.query(hidden_states).view(shape).transpose(1, 2)
-        keys = self.key(hidden_states).view(shape).transpose(1, 2)
-        values = self.value(hidden_states).view(shape).transpose(1, 2)
+        extends = isinstance(kv_session, Extension)
+        if extends and self.joined is not None:
+            projected = nn.functional.linear(hidden_states, *self.joined).chunk(3, dim=-1)
+        else:
+            projected = self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+        query, keys, values = (x.unflatten(-1, shape[-2:]).transpose(1, 2) for x in projected)
         if isinstance(kv_session, Extension):
             query, keys = kv_session.rotate(query, keys, *position_embeddings, scale)
         else:
@@ -147,6 +157,26 @@ class _AttentionWeights(KVSession):
         scores = query @ keys.transpose(2, 3)
         scores = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min)
         self.weights.append(scores.softmax(dim=-1))
+
+
+def _joined(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
+    """Weights and biases of linear layers as one each, of which their own become parts; None for any other modules."""
+    if not all(type(x) is nn.Linear and x.bias is not None and not x._forward_hooks for x in linears):
+        return None
+    weight, bias = (_side_by_side([getattr(x, name) for x in linears]) for name in ("weight", "bias"))
+    return weight, bias
+
+
+def _side_by_side(parts: Sequence[nn.Parameter]) -> Tensor:
+    first, sizes = parts[0], [part.shape[0] for part in parts]
+    starts = [first.data_ptr() + first[0].nbytes * sum(sizes[:i]) for i in range(len(parts))]
+    shared = all(part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for part in parts)
+    if shared and all(part.is_contiguous() for part in parts) and [part.data_ptr() for part in parts] == starts:
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    whole = torch.cat([part.detach() for part in parts])
+    for part, own in zip(parts, whole.split(sizes), strict=True):
+        part.data = own
+    return whole
 
 
 class _TurboMixin:
@@ -214,6 +244,24 @@ class _TurboMixin:
         super().save_pretrained(  # type: ignore[misc]
             save_directory, state_dict=_published_keys(state, self.config.num_hidden_layers), **kwargs
         )
+
+
+    @contextmanager
+    def joined_projections(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
+        """Lets extensions make queries, keys and values in one multiplication: with few tokens each takes as long as all.
+
+        The parameters stay what they are, but come to lie side by side: what a graph captures of them stays right while
+        they are written into, and is kept alive by what is returned. Projections that are more than linear layers,
+        such as adapters', are left as they are.
+        """
+        attentions = [x for x in self.modules() if isinstance(x, TurboEsmSelfAttention)]  # type: ignore[attr-defined]
+        for attention in attentions:
+            attention.joined = _joined([attention.query, attention.key, attention.value])
+        try:
+            yield [attention.joined for attention in attentions if attention.joined is not None]
+        finally:
+            for attention in attentions:
+                attention.joined = None
 
 
 class TurboEsmModel(_TurboMixin, EsmModel):

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import torch_ops
 from .codecs import KVCodec, Packed, PackedContext
 from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, power_of_two, value_view
-from .layer_ops import gelu, like_tokens, rotate
+from .layer_ops import gelu, like_tokens, overlaps, rotate
 
 __all__ = ["extend_attention", "gelu", "rotate"]
 
@@ -232,6 +232,7 @@ def _attend(
     slots = protected_keys.shape[2] if protected_keys is not None else 0
     limits = {"maxnreg": tuning.registers} if tuning.registers and half and head_dim <= _SMALL_HEAD else {}
     rotated = angles is not None
+    overlap = overlaps(query.device)
     key_size = query_map.shape[2]
     kernels.attend_context[row_tiles * splits, heads, contexts](
         query,
@@ -274,8 +275,10 @@ def _attend(
         DTYPE=tl.float16 if half else tl.float32,
         PRECISION=precision,
         ASM=not _interpreted(),
+        OVERLAP=overlap,
         num_warps=tuning.warps,
         num_stages=tuning.stages,
+        launch_pdl=overlap,
         **limits,
     )
     output = like_tokens(query)
@@ -313,7 +316,9 @@ def _attend(
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
+        OVERLAP=overlap,
         num_warps=tuning.merge_warps,
+        launch_pdl=overlap,
     )
     return output
 

@@ -12,7 +12,7 @@ from attention_cases import LAYER, codec_of, make_case
 from test_layer_ops import rotary_case
 from torch import Tensor
 
-from esm_turbo import encode_ops, triton_kernels
+from esm_turbo import encode_ops, layer_ops, triton_kernels
 
 triton = pytest.importorskip("triton")
 
@@ -30,7 +30,7 @@ KERNELS = (
 )
 # Bytes that a program may have, by compute capability: Ampere, the oldest that is supported, and Hopper.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-OPTIONS = ("num_warps", "num_stages", "maxnreg")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -145,3 +145,32 @@ def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None
     triton_kernels.rotate(*case, 0.5)
     triton_kernels.gelu(case[0])
     assert compiler.made.keys() == {"rotate", "gelu"}
+
+
+def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the one before it, and the first two let the next one begin."""
+    compiler = Compiler(90)
+    compiler.replace(monkeypatch)
+    for module in (layer_ops, triton_kernels):
+        monkeypatch.setattr(module, "overlaps", lambda device: True)
+    codec = codec_of("turbo3", 64)
+    triton_kernels.rotate(*rotary_case(torch.bfloat16), 0.5)
+    triton_kernels.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
+    found = {
+        name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+        for name, kernel in compiler.made.items()
+    }
+    assert found == {"rotate": [False, True], "attend_context": [True, True], "merge": [True, False]}
+    assert [compiler.made[name].metadata.launch_pdl for name in found] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("capability", "allowed", "expected"), [((9, 0), True, True), ((8, 9), True, False), ((9, 0), False, False)]
+)
+def test_where_kernels_overlap(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(layer_ops, "OVERLAP", allowed)
+    assert layer_ops.overlaps(torch.device("cuda")) is expected
+    assert not layer_ops.overlaps(torch.device("cpu"))

@@ -610,6 +610,7 @@ def attend_context(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Attention of queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
 
@@ -617,6 +618,8 @@ def attend_context(
     QUERIES (a power of two up to ROWS, 8 or 16) are worked on at once. The rows of an operand hold them once for each
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
     scores and weights of a group fill one tile.
+
+    With OVERLAP, all that does not change from one call to the next is loaded while the kernel before may still run.
     """
     num_heads = tl.num_programs(1)
     split = tl.program_id(0) % SPLITS
@@ -637,7 +640,31 @@ def attend_context(
     else:
         batch = tl.zeros_like(row) + context
         token = row
-    map_ptr += head * (2 * KEY_SIZE * HALF)
+    unit = tl.load(map_scale_ptr + head)
+    maps = _maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
+    corrections = _corrections(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    length = tl.load(lengths_ptr + context).to(tl.int32)
+    # Splits are of whole blocks, tiles whole parts of a block.
+    blocks = tl.cdiv(columns, BLOCK_TILES * T)
+    tiles_per_split = tl.cdiv(blocks, SPLITS) * BLOCK_TILES
+    first_tile = split * tiles_per_split
+    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(length, T))
+    # Asked for first, because they come from furthest.
+    row_of_slabs = place * columns
+    one = tl.minimum(columns, 1)
+    first_loaded = _first_loaded(first_tile, columns, T)
+    key_words = _key_words(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
+    value_words = _value_words(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
+    hidden = ()
+    for slot in tl.static_range(SLOTS):
+        hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
+
+    query_ptr += head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
+    low, high, size = _scaled_queries(query_ptr, known, HEAD_DIM, HALF, DTYPE)
     key_mean_ptr += head * HEAD_DIM
     residual_ptr = key_residual_ptr
     if residual_ptr is not None:
@@ -646,42 +673,21 @@ def attend_context(
     in_head = d < HEAD_DIM // 2
     mean_low = _mean(key_mean_ptr, residual_ptr, d, in_head)
     mean_high = _mean(key_mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
-    query_ptr += head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
-    low, high, size = _scaled_queries(query_ptr, known, HEAD_DIM, HALF, DTYPE)
     # Scores are counted in units in which the maps are at most 1. The mean may be far more.
-    unit = tl.load(map_scale_ptr + head)
     largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
     mean_scale = tl.maximum(_power_of_two(largest / unit), 1.0)
     mean_low = _in_two(mean_low / unit / mean_scale, parts, DTYPE)
     mean_high = _in_two(mean_high / unit / mean_scale, parts, DTYPE)
-    maps = _maps(map_ptr, HALF, KEYS, KEY_SIZE)
-    corrections = _corrections(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
     # Not so small that a score of minus infinity would become none.
     scale = tl.maximum(size * (unit * _LOG2E), _LEAST)
-
-    length = tl.load(lengths_ptr + context).to(tl.int32)
-    # Splits are of whole blocks, tiles whole parts of a block.
-    blocks = tl.cdiv(columns, BLOCK_TILES * T)
-    tiles_per_split = tl.cdiv(blocks, SPLITS) * BLOCK_TILES
-    first_tile = split * tiles_per_split
-    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(length, T))
 
     highest = tl.full((ROWS,), _LOWEST, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     sums = ()
     for slab in tl.static_range(len(VALUES)):
         sums = sums + (_zeros(VALUES, slab, ROWS),)
-    hidden = ()
-    for slot in tl.static_range(SLOTS):
-        hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
-
-    row_of_slabs = place * columns
-    one = tl.minimum(columns, 1)
     key_table = key_table_ptr + head * 16
     value_table = value_table_ptr + head * 16
-    first_loaded = _first_loaded(first_tile, columns, T)
-    key_words = _key_words(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
-    value_words = _value_words(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
     for begin in tl.range(first_tile, last_tile, copies):
         end = tl.minimum(begin + copies, last_tile)
         own_tile = begin + i // QUERIES
@@ -833,12 +839,13 @@ def merge(
     SHARED: tl.constexpr,
     FLAT: tl.constexpr,
     PRECISION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Joins the splits of a context, its protected tokens and the new tokens, and maps the output back.
 
     Grid: (row tiles, heads, batch). A row is a new token of one row of the extension; with FLAT a tile holds all new
     tokens of several rows, and the grid's last dimension is 1. Protected keys and values are in the model's
-    coordinates here.
+    coordinates here. With OVERLAP, all but the splits is loaded while `attend_context` still runs.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
@@ -860,12 +867,6 @@ def merge(
     inside = known[:, None] & in_head[None, :]
     at = batch * stride_query_row + head * stride_query_head + token * stride_query_token
     query = _dense(query_ptr, 1, at, d, inside)
-    first_row = place * SPLITS * num_rows + (batch * num_tokens if SHARED else batch * 0) + token
-    split = tl.arange(0, SPLIT_PLACES)
-    part = first_row[:, None] + split[None, :] * num_rows
-    is_part = known[:, None] & (split < SPLITS)[None, :]
-    part_highest = tl.load(highest_ptr + part, mask=is_part, other=_LOWEST)
-    part_total = tl.load(total_ptr + part, mask=is_part, other=0.0)
     mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)[None, :]
     if value_residual_ptr is not None:
         mean += _dense(value_residual_ptr, HEAD_DIM, place, d, inside).to(tl.float32)
@@ -891,6 +892,14 @@ def merge(
     back = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
     back = tl.load(back, mask=stored[:, None] & in_head[None, :], other=0.0)
 
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    first_row = place * SPLITS * num_rows + (batch * num_tokens if SHARED else batch * 0) + token
+    split = tl.arange(0, SPLIT_PLACES)
+    part = first_row[:, None] + split[None, :] * num_rows
+    is_part = known[:, None] & (split < SPLITS)[None, :]
+    part_highest = tl.load(highest_ptr + part, mask=is_part, other=_LOWEST)
+    part_total = tl.load(total_ptr + part, mask=is_part, other=0.0)
     highest = tl.max(part_highest, 1)
     total = tl.sum(tl.exp2(part_highest - highest[:, None]) * part_total, 1)
     weighed = tl.zeros((OPERAND, VALUE_PLACES), tl.float32)

@@ -47,8 +47,14 @@ def rotate(
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    """RoPE of queries, which are scaled first, and of keys. Grid: (tokens, head tiles, batch)."""
+    """RoPE of queries, which are scaled first, and of keys. Grid: (tokens, head tiles, batch).
+
+    With OVERLAP, the kernel that follows may begin with what does not depend on this one.
+    """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     batch = tl.program_id(2).to(tl.int64)
