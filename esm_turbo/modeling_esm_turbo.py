@@ -248,7 +248,7 @@ class _TurboMixin:
 
     @contextmanager
     def joined_projections(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Lets extensions make queries, keys and values in one multiplication: with few tokens each takes as long as all.
+        """Lets extensions make queries, keys and values in one multiplication: of few tokens, one takes as long as all.
 
         The parameters stay what they are, but come to lie side by side: what a graph captures of them stays right while
         they are written into, and is kept alive by what is returned. Projections that are more than linear layers,
