@@ -151,7 +151,7 @@ def attend_packed(
         key_slabs: [C, H, L, elements] each, see `SlabView`.
         value_slabs: likewise.
         layout: `KernelLayout.tensors`.
-        tables: of keys and of values, [H, 16] each, or empty.
+        tables: of keys and of values, [H, 16] each, or empty; float32, or float16 for queries of half precision.
         residuals: of keys and of values, [C, H, 1, D] each, or empty.
         angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
         lengths: of the contexts, [C].
@@ -373,10 +373,14 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:
     """The layer's layout, made once."""
-    stored, rough = tuple(context.packed), query.dtype == torch.bfloat16
+    stored, dtype = tuple(context.packed), query.dtype
     made = _layouts.setdefault(codec, {})
-    key = (layer_idx, stored, query.device, rough)
+    key = (layer_idx, stored, query.device, dtype)
     if key not in made:
         layout = kernel_layout(codec, layer_idx, stored, query.device)
-        made[key] = replace(layout, query_map=layout.query_map.half()) if rough else layout
+        if dtype == torch.bfloat16:
+            layout = replace(layout, query_map=layout.query_map.half())
+        if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
+            layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
+        made[key] = layout
     return made[key]

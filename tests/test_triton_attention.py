@@ -136,7 +136,7 @@ def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, compon
     packed = torch.randint(0, 256, (64, components // 2), generator=generator, dtype=torch.uint8)
     table = torch.randn(16, generator=generator)
     words = view.of({"slab": packed.to(device)})
-    found = operand(kind, view, words, table.to(device), DTYPES[dtype], rows).cpu()
+    found = operand(kind, view, words, table.to(device, DTYPES[dtype]), DTYPES[dtype], rows).cpu()
     expected = table.to(DTYPES[dtype]).float()[unpack_codes(packed, 4).long()]
     assert torch.equal(found, expected[:, order])
 

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from esm_turbo.kernel_layout import SlabView
-from esm_turbo.kernels.attention import _in_pairs, _key_elements, _key_operand, _value_elements, _value_operand
+from esm_turbo.kernels.attention import _in_pairs, _key_elements, _key_operand, _table, _value_elements, _value_operand
 
 
 @triton.jit
@@ -25,7 +25,8 @@ def _show_keys(
     ASM: tl.constexpr,
 ):
     elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SHORT, SLABS, 0)
-    operand = _key_operand(elements, table_ptr, T, ROWS, SLABS, 0, DTYPE, ASM)
+    table = _table(table_ptr, SLABS, DTYPE, ASM)
+    operand = _key_operand(elements, table_ptr, table, T, ROWS, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     token = _in_pairs(tl.arange(0, T))
     tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
@@ -45,7 +46,8 @@ def _show_values(
     ASM: tl.constexpr,
 ):
     words = _value_elements(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
-    operand = _value_operand(words, table_ptr, T, SLABS, 0, DTYPE, ASM)
+    table = _table(table_ptr, SLABS, DTYPE, ASM)
+    operand = _value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
@@ -59,7 +61,7 @@ def operand(
         kind: `key` or `value`.
         view: of the slab.
         words: of the tokens, at most 64, [tokens, words].
-        table: float32 [16] of a slab whose fields are looked up.
+        table: [16] of a slab whose fields are looked up, in the operand's dtype.
         dtype: of the operand, float16 or float32.
         rows: of the operand that it is multiplied with, 8 or 16.
     """

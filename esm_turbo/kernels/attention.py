@@ -24,16 +24,76 @@ _LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _bytes(x, y, selector, ASM: tl.constexpr):
-    """Byte 0 and byte 2 of the result are bytes of x (0 to 3) and y (4 to 7): those in the selector's bytes."""
+    """Four bytes of x (0 to 3) and y (4 to 7): those in the selector's lowest four digits of four bits."""
     if ASM:
         return tl.inline_asm_elementwise(
             "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [x, y, selector], dtype=tl.int32, is_pure=True, pack=1
         )
     else:
-        low, high = selector & 7, selector >> 8 & 7
-        low = tl.where(low < 4, x, y) >> (low % 4 * 8)
-        high = tl.where(high < 4, x, y) >> (high % 4 * 8)
-        return (low & 0xFF) | (high & 0xFF) << 16
+        result = 0
+        for i in tl.static_range(4):
+            digit = selector >> 4 * i & 7
+            result |= (tl.where(digit < 4, x, y) >> (digit % 4 * 8) & 0xFF) << 8 * i
+        return result
+
+
+@triton.jit
+def _in_lanes(x, ASM: tl.constexpr):
+    """x, as if every lane had its own: `prmt` takes one operand of those that all have alike, and others are moved."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t; mov.u32 t, %laneid; or.b32 t, t, 32; bfind.u32 t, t; sub.u32 t, t, 5; or.b32 $0, $1, t; }",
+            "=r,r",
+            [x],
+            dtype=tl.int32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        return x
+
+
+@triton.jit
+def _table(table_ptr, SLABS: tl.constexpr, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Bytes of 16 numbers of half precision, by fours: the first eight's lower and upper ones, then the others'.
+
+    Empty where nothing is looked up, or in float32.
+    """
+    table = ()
+    if SLABS[0][5] and tl.float16 == DTYPE:
+        words = table_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
+        for i in tl.static_range(0, 8, 4):
+            a, b = tl.load(words + i), tl.load(words + i + 1)
+            c, d = tl.load(words + i + 2), tl.load(words + i + 3)
+            for selector in tl.static_range(0x6420, 0x7531 + 1, 0x1111):
+                table = table + (_in_lanes(_bytes(a, b, selector, ASM), ASM),)
+                table = table + (_in_lanes(_bytes(c, d, selector, ASM), ASM),)
+    return table
+
+
+@triton.jit
+def _looked_up(word, table, ASM: tl.constexpr):
+    """What a table holds at the eight fields of a word: of bytes 0 and 2, and of bytes 1 and 3, four pairs.
+
+    A pair is the same field of the lower and of the upper byte of either two, in half precision.
+    """
+    index = word & 0x77777777
+    upper = word >> 3 & 0x11111111
+    ones = _in_lanes(tl.zeros_like(table[0]) + 0xFF00, ASM)
+    pairs = ()
+    for _ in tl.static_range(2):
+        # Bytes of ones for fields above seven.
+        above = _bytes(ones, ones, upper, ASM)
+        low = _bytes(table[0], table[1], index, ASM) & ~above | _bytes(table[4], table[5], index, ASM) & above
+        high = _bytes(table[2], table[3], index, ASM) & ~above | _bytes(table[6], table[7], index, ASM) & above
+        for selector in tl.static_range(0x6240, 0x7351 + 1, 0x1111):
+            pair = _bytes(low, high, selector, ASM)
+            one = pair.to(tl.int16).to(tl.float16, bitcast=True)
+            other = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+            pairs = pairs + ((one, other),)
+        index = index >> 16
+        upper = upper >> 16
+    return pairs
 
 
 @triton.jit
@@ -134,6 +194,7 @@ def _value_elements(
 def _key_operand(
     x,
     table_ptr,
+    table,
     T: tl.constexpr,
     ROWS: tl.constexpr,
     SLABS: tl.constexpr,
@@ -158,12 +219,18 @@ def _key_operand(
             shift = bit % 8
         x = _bytes(x, x, bit // 8 * 0x0101 + (0x0100 if element_bits == 16 else 0), ASM)
     parts = ()
-    for i in tl.static_range(count):
-        pair = x >> (bits * i // 8 * 8)
-        one, other = _pair(
-            pair, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLABS[SLAB][5], False, DTYPE, ASM
-        )
-        parts = parts + (tl.join(one, other),)
+    if len(table) > 0 and element_bits == 32:
+        # Bytes 0 and 2, 1 and 3: the same of either half.
+        pairs = _looked_up(_bytes(x, x, 0x3120, ASM), table, ASM)
+        for i in tl.static_range(count):
+            parts = parts + (tl.join(pairs[i][0], pairs[i][1]),)
+    else:
+        for i in tl.static_range(count):
+            pair = x >> (bits * i // 8 * 8)
+            one, other = _pair(
+                pair, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLABS[SLAB][5], False, DTYPE, ASM
+            )
+            parts = parts + (tl.join(one, other),)
     stacked = _stacked(parts)
     # One pair of fields an element leaves every other pair of places empty.
     empty: tl.constexpr = count == 1 and size > 2 * elements
@@ -194,6 +261,7 @@ def _key_operand(
 def _value_operand(
     x,
     table_ptr,
+    table,
     T: tl.constexpr,
     SLABS: tl.constexpr,
     SLAB: tl.constexpr,
@@ -218,13 +286,20 @@ def _value_operand(
     bit = (tl.arange(0, shared) * element_bits)[None, None, :]
     shift = bit % 8 if element_bits < 8 else 0
     parts = ()
-    for i in tl.static_range(count):
-        if i % each == 0:
-            pairs = _bytes(x, y, (bit // 8 + i // each) * 0x0101 + 0x0400, ASM)
-        even, odd = _pair(
-            pairs, table_ptr, shift, i % each * bits, i % each * bits, bits, SLABS[SLAB][5], True, DTYPE, ASM
-        )
-        parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
+    if len(table) > 0 and element_bits == 32:
+        # Bytes of either token take turns.
+        pairs = _looked_up(_bytes(x, y, 0x5140, ASM), table, ASM)
+        pairs = pairs + _looked_up(_bytes(x, y, 0x7362, ASM), table, ASM)
+        for i in tl.static_range(count):
+            parts = parts + (tl.reshape(tl.join(pairs[i][0], pairs[i][1]), (T // 2, elements, 2)),)
+    else:
+        for i in tl.static_range(count):
+            if i % each == 0:
+                pairs = _bytes(x, y, (bit // 8 + i // each) * 0x0101 + 0x0400, ASM)
+            even, odd = _pair(
+                pairs, table_ptr, shift, i % each * bits, i % each * bits, bits, SLABS[SLAB][5], True, DTYPE, ASM
+            )
+            parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
     stacked = _stacked(parts)
     if count == 1:
         operand = tl.permute(stacked, (0, 2, 1))
@@ -508,6 +583,7 @@ def _tile_scores(
     key_words,
     slabs,
     table_ptr,
+    table,
     row,
     next_first,
     columns,
@@ -527,7 +603,7 @@ def _tile_scores(
     products = tl.zeros((ROWS, T), tl.float32)
     next_words = ()
     for i in tl.static_range(len(KEYS)):
-        keys = _key_operand(key_words[i], table_ptr, T, ROWS, KEYS, i, DTYPE, ASM)
+        keys = _key_operand(key_words[i], table_ptr, table, T, ROWS, KEYS, i, DTYPE, ASM)
         next_words = next_words + (_key_elements(slabs[i], row, next_first, columns, one, T, SHORT, KEYS, i),)
         products = _product(queries[i], keys, products, KEYS[i][5], PRECISION)
     return (products,) + next_words
@@ -541,6 +617,7 @@ def _tile_sums(
     value_words,
     slabs,
     table_ptr,
+    table,
     row,
     next_first,
     columns,
@@ -556,7 +633,7 @@ def _tile_sums(
     new = ()
     next_words = ()
     for i in tl.static_range(len(VALUES)):
-        values = _value_operand(value_words[i], table_ptr, T, VALUES, i, DTYPE, ASM)
+        values = _value_operand(value_words[i], table_ptr, table, T, VALUES, i, DTYPE, ASM)
         next_words = next_words + (_value_elements(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
         if own is None:
             new = new + (_product(weights, values, sums[i], VALUES[i][5], PRECISION),)
@@ -643,6 +720,10 @@ def attend_context(
     unit = tl.load(map_scale_ptr + head)
     maps = _maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
     corrections = _corrections(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+    key_table_ptr += head * 16
+    value_table_ptr += head * 16
+    key_table = _table(key_table_ptr, KEYS, DTYPE, ASM)
+    value_table = _table(value_table_ptr, VALUES, DTYPE, ASM)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -686,8 +767,6 @@ def attend_context(
     sums = ()
     for slab in tl.static_range(len(VALUES)):
         sums = sums + (_zeros(VALUES, slab, ROWS),)
-    key_table = key_table_ptr + head * 16
-    value_table = value_table_ptr + head * 16
     for begin in tl.range(first_tile, last_tile, copies):
         end = tl.minimum(begin + copies, last_tile)
         own_tile = begin + i // QUERIES
@@ -710,8 +789,8 @@ def attend_context(
         )
         if copies == 1:
             scored = _tile_scores(
-                queries[1:], key_words, key_slabs, key_table, row_of_slabs, _first_loaded(end, columns, T),
-                columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                queries[1:], key_words, key_slabs, key_table_ptr, key_table, row_of_slabs,
+                _first_loaded(end, columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
             )  # fmt: skip
             scores = scored[0]
             key_words = scored[1:]
@@ -719,8 +798,8 @@ def attend_context(
             scores = tl.zeros((ROWS, T), tl.float32)
             for tile in tl.range(begin, end):
                 scored = _tile_scores(
-                    queries[1:], key_words, key_slabs, key_table, row_of_slabs, _first_loaded(tile + 1, columns, T),
-                    columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                    queries[1:], key_words, key_slabs, key_table_ptr, key_table, row_of_slabs,
+                    _first_loaded(tile + 1, columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                 key_words = scored[1:]
@@ -751,7 +830,7 @@ def attend_context(
         sums = kept
         if copies == 1:
             summed = _tile_sums(
-                weights, None, sums, value_words, value_slabs, value_table, row_of_slabs,
+                weights, None, sums, value_words, value_slabs, value_table_ptr, value_table, row_of_slabs,
                 _first_loaded(end, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
             )  # fmt: skip
             sums = summed[: len(VALUES)]
@@ -759,8 +838,9 @@ def attend_context(
         else:
             for tile in tl.range(begin, end):
                 summed = _tile_sums(
-                    weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_table, row_of_slabs,
-                    _first_loaded(tile + 1, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
+                    weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_table_ptr, value_table,
+                    row_of_slabs, _first_loaded(tile + 1, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE,
+                    PRECISION, ASM,
                 )  # fmt: skip
                 sums = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
