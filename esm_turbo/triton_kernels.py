@@ -203,7 +203,8 @@ def _attend(
 ) -> Tensor:
     import triton.language as tl
 
-    from .kernels import attention as kernels
+    from .kernels.attention import attend_context
+    from .kernels.merge import merge
 
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
@@ -234,7 +235,7 @@ def _attend(
     rotated = angles is not None
     overlap = overlaps(query.device)
     key_size = query_map.shape[2]
-    kernels.attend_context[row_tiles * splits, heads, contexts](
+    attend_context[row_tiles * splits, heads, contexts](
         query,
         query_map,
         query_scale,
@@ -285,7 +286,7 @@ def _attend(
     # Few new tokens of many rows share a tile, and with it the map of the output.
     flat = n < _ROWS
     grid = (-(-batch_size // (_ROWS // n)), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
-    kernels.merge[grid](
+    merge[grid](
         query,
         keys,
         values,

@@ -19,11 +19,11 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from esm_turbo.kernels import attention, encode, layer  # noqa: E402
+from esm_turbo.kernels import attention, encode, layer, merge  # noqa: E402
 
 KERNELS = (
     (attention, "attend_context"),
-    (attention, "merge"),
+    (merge, "merge"),
     (encode, "encode_context"),
     (layer, "rotate"),
     (layer, "gelu"),

@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from esm_turbo.kernel_layout import SlabView
-from esm_turbo.kernels.attention import _in_pairs, _key_elements, _key_operand, _table, _value_elements, _value_operand
+from esm_turbo.kernels.operands import (
+    in_pairs,
+    key_operand,
+    load_key_slab,
+    load_value_slab,
+    packed_table,
+    value_operand,
+)
 
 
 @triton.jit
@@ -24,11 +31,11 @@ def _show_keys(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    elements = _key_elements(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SHORT, SLABS, 0)
-    table = _table(table_ptr, SLABS, DTYPE, ASM)
-    operand = _key_operand(elements, table_ptr, table, T, ROWS, SLABS, 0, DTYPE, ASM)
+    elements = load_key_slab(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SHORT, SLABS, 0)
+    table = packed_table(table_ptr, SLABS, DTYPE, ASM)
+    operand = key_operand(elements, table_ptr, table, T, ROWS, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
-    token = _in_pairs(tl.arange(0, T))
+    token = in_pairs(tl.arange(0, T))
     tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
 
 
@@ -45,9 +52,9 @@ def _show_values(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = _value_elements(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
-    table = _table(table_ptr, SLABS, DTYPE, ASM)
-    operand = _value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
+    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
+    table = packed_table(table_ptr, SLABS, DTYPE, ASM)
+    operand = value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
