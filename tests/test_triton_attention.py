@@ -88,6 +88,33 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: 
     assert_as_good_as_plain(attend(case, codec), case)
 
 
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "preset, head_dim", [("turbo4", 64), ("turbo2", 32), ("turbo1", 16), ("turbo3", 128), ("paper", 64), ("paper", 24)]
+)
+@pytest.mark.parametrize("n", [1, 9])
+def test_half_precision_with_assembly(
+    monkeypatch: pytest.MonkeyPatch, preset: str, head_dim: int, n: int
+) -> None:
+    """What a GPU runs instead of arithmetic that the interpreter knows."""
+    import triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    codec = codec_of(preset, head_dim)
+    case = make_case(codec, n=n, lengths=(130, 33), slots=1, masked=n > 1, dtype=torch.float16, device="cpu")
+    assert_as_good_as_plain(attend(case, codec), case)
+
+
+@pytest.mark.interpreter
+def test_float32_with_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    codec = codec_of("turbo3", 32)
+    case = make_case(codec, n=3, lengths=(70, 33), slots=2, device="cpu")
+    assert_close(attend(case, codec), case.expected())
+
+
 # Every kind of operand there is: fields of all sizes, in elements of 1 to 32 bits.
 OPERANDS = [
     (kind, bits, components)
@@ -120,6 +147,30 @@ def test_operands_are_in_the_order_that_the_maps_expect(
             slope = (place_holds[high] - place_holds[low]) / (field[high] - field[low])
             assert slope.log2() in range(11)
             assert torch.equal(place_holds, place_holds[low] + slope * (field - field[low]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind, bits, components", OPERANDS)
+@pytest.mark.parametrize("rows", [8, 16])
+def test_operands_with_assembly(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bits: int, components: int, rows: int
+) -> None:
+    """They are what the same kernels make without: keys and 1024, where there is a field."""
+    import triton_assembly
+    from triton_probe import operand
+
+    triton_assembly.use(monkeypatch)
+    slab = FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components)
+    view = key_view(slab) if kind == "key" else value_view(slab)
+    packed = torch.randint(0, 256, (64, components * bits // 8), dtype=torch.uint8)
+    words = view.of({"slab": packed})
+    found, expected = (
+        operand(kind, view, words, None, torch.float16, rows, assembly=assembly) for assembly in (True, False)
+    )
+    if kind == "key":
+        order = torch.tensor(key_order(view))
+        expected[:, : len(order)] += 1024 * (order >= 0)
+    assert torch.equal(found, expected)
 
 
 @on_devices(cpu=["key", "value"], gpu=["key", "value"], names="kind")

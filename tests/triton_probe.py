@@ -60,7 +60,13 @@ def _show_values(
 
 
 def operand(
-    kind: str, view: SlabView, words: Tensor, table: Tensor | None, dtype: torch.dtype, rows: int = 8
+    kind: str,
+    view: SlabView,
+    words: Tensor,
+    table: Tensor | None,
+    dtype: torch.dtype,
+    rows: int = 8,
+    assembly: bool | None = None,
 ) -> Tensor:
     """The operand of 64 tokens, float32 [64, size].
 
@@ -71,6 +77,7 @@ def operand(
         table: [16] of a slab whose fields are looked up, in the operand's dtype.
         dtype: of the operand, float16 or float32.
         rows: of the operand that it is multiplied with, 8 or 16.
+        assembly: whether it is made with inline assembly; None for where there is a GPU.
     """
     show = _show_keys if kind == "key" else _show_values
     out = torch.full((64, view.size), float("nan"), device=words.device)
@@ -84,7 +91,7 @@ def operand(
         SHORT=len(words) < 64,
         SLABS=(view.spec,),
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
-        ASM=words.is_cuda,
+        ASM=words.is_cuda if assembly is None else assembly,
         num_warps=1,
     )
     return out

@@ -1,0 +1,42 @@
+"""Inline assembly in Triton's interpreter, which has none. Imports triton: import it within tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import ptx
+import pytest
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from esm_turbo import triton_kernels
+
+_NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}
+
+
+class _Results:
+    def __init__(self, results: Sequence[TensorHandle]) -> None:
+        self.results = results
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self.results[index]
+
+
+def _create_inline_asm(
+    self: Any, asm: str, constraints: str, values: Sequence[TensorHandle], types: Sequence[Any], pure: bool, pack: int
+) -> _Results:
+    assert pack == 1
+    arrays = np.broadcast_arrays(*(value.data for value in values)) if values else []
+    results = []
+    for bits, kind in zip(ptx.run(asm, constraints.count("="), arrays), types, strict=True):
+        dtype = kind.scalar
+        bits = np.broadcast_to(bits, arrays[0].shape if arrays else (1,))
+        results.append(TensorHandle(np.ascontiguousarray(bits).view(_NUMPY[dtype.name]), dtype))
+    return _Results(results)
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take the way that they take on a GPU."""
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
+    monkeypatch.setattr(triton_kernels, "_interpreted", lambda: False)
