@@ -41,8 +41,9 @@ class Tuning:
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
-        registers: the most that a thread may have, of kernels in half precision for heads of up to 64; None leaves it
-            to the compiler. Fewer registers let more programs run side by side.
+        registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
+            queries; None leaves it to the compiler. Fewer registers let more programs run side by side.
+        registers_of_many: the same where there are more queries, whose scores and sums take more registers.
         programs: that splits of the context are made for.
     """
 
@@ -51,6 +52,7 @@ class Tuning:
     stages: int = 3
     merge_warps: int = 4
     registers: int | None = 168
+    registers_of_many: int | None = 224
     programs: int = _PROGRAMS
 
 
@@ -231,7 +233,8 @@ def _attend(
         protected_mask = protected_mask.expand(batch_size, -1).contiguous().view(torch.uint8)
     protected_keys, protected_values = _unmapped(protected, inverses, means) if protected else (None, None)
     slots = protected_keys.shape[2] if protected_keys is not None else 0
-    limits = {"maxnreg": tuning.registers} if tuning.registers and half and head_dim <= _SMALL_HEAD else {}
+    registers = tuning.registers if operand_rows < _ROWS else tuning.registers_of_many
+    limits = {"maxnreg": registers} if registers and half and head_dim <= _SMALL_HEAD else {}
     rotated = angles is not None
     overlap = overlaps(query.device)
     key_size = query_map.shape[2]
