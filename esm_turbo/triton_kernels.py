@@ -41,6 +41,7 @@ class Tuning:
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
+        merge_programs: that there are at least before rows of several contexts share one.
         registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
             queries; None leaves it to the compiler. Fewer registers let more programs run side by side.
         registers_of_many: the same where there are more queries, whose scores and sums take more registers.
@@ -51,6 +52,7 @@ class Tuning:
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
+    merge_programs: int = 264
     registers: int | None = 168
     registers_of_many: int | None = 224
     programs: int = _PROGRAMS
@@ -287,8 +289,8 @@ def _attend(
     )
     output = like_tokens(query)
     # Few new tokens of many rows share a tile, and with it the map of the output.
-    flat = n < _ROWS
-    grid = (-(-batch_size // (_ROWS // n)), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
+    flat = max(1, min(_ROWS // n, batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
+    grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
     merge[grid](
         query,
         keys,

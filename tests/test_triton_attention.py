@@ -34,6 +34,10 @@ COLUMNS = (1, 17, 63, 64, 70, 1000)
 TOLERANCE = 1e-5
 
 
+def tune(monkeypatch: pytest.MonkeyPatch, **settings: int) -> None:
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", replace(triton_kernels.DEFAULT_TUNING, **settings))
+
+
 def attend(case: Case, codec: KVCodec) -> Tensor:
     return triton_kernels.extend_attention(*case.arguments, codec, LAYER)
 
@@ -213,15 +217,23 @@ def test_lengths(device: str, n: int, columns: int, shared: bool, preset: str) -
     cpu=[(20, 1), (3, 7)],
     gpu=[(1, 1), (2, 1), (5, 1), (20, 1), (3, 7), (300, 2)],
 )
-def test_masks_of_every_row_over_a_shared_context(device: str, batch: int, n: int) -> None:
+@pytest.mark.parametrize("merge_programs", [1, 264])
+def test_masks_of_every_row_over_a_shared_context(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+) -> None:
+    tune(monkeypatch, merge_programs=merge_programs)
     codec = codec_of("turbo2", 24)
     case = make_case(codec, batch=batch, shared=True, n=n, slots=2, masked=True, device=device)
     assert_close(attend(case, codec), case.expected())
 
 
 @on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
-def test_many_rows_with_contexts_of_their_own(device: str, batch: int, n: int) -> None:
-    """Several rows share a tile of the merge, and none sees another's tokens."""
+@pytest.mark.parametrize("merge_programs", [1, 30])
+def test_many_rows_with_contexts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+) -> None:
+    """Several rows share a tile of the merge, as many as fit or fewer, and none sees another's tokens."""
+    tune(monkeypatch, merge_programs=merge_programs)
     codec = codec_of("turbo2", 24)
     lengths = tuple(70 - 3 * row % 69 for row in range(batch))
     case = make_case(codec, batch=batch, n=n, slots=2, masked=True, lengths=lengths, device=device)
@@ -235,7 +247,7 @@ def test_many_blocks_by_any_number_of_programs(
     device: str, columns: int, programs: int, n: int, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More blocks than are worked on at once; in `turbo1` with a query that is turned for each of them."""
-    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", replace(triton_kernels.DEFAULT_TUNING, programs=programs))
+    tune(monkeypatch, programs=programs)
     codec = codec_of(preset, 16)
     assert codec.block_size == (64 if preset == "turbo1" else None)
     case = make_case(codec, batch=1, n=n, columns=columns, masked=True, device=device)

@@ -74,15 +74,15 @@ def merge(
 ):
     """Joins the splits of a context, its protected tokens and the new tokens, and maps the output back.
 
-    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension; with FLAT a tile holds all new
-    tokens of several rows, and the grid's last dimension is 1. Protected keys and values are in the model's
-    coordinates here. With OVERLAP, all but the splits is loaded while `attend_context` still runs.
+    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension; a tile holds all new tokens of
+    FLAT rows, and the grid's last dimension is 1, or with FLAT 0 those of one row. Protected keys and values are in the
+    model's coordinates here. With OVERLAP, all but the splits is loaded while `attend_context` still runs.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
     i = tl.arange(0, OPERAND)
-    if FLAT:
-        tile_rows = OPERAND // num_tokens * num_tokens
+    if FLAT > 0:
+        tile_rows = FLAT * num_tokens
         row = tl.program_id(0) * tile_rows + i
         known = (i < tile_rows) & (row < batch_size * num_tokens)
         batch = (row // num_tokens).to(tl.int64)
@@ -105,13 +105,13 @@ def merge(
     # What will be wanted is asked for at once: a short kernel is waiting for memory.
     key_ptr += head * stride_key_head
     value_ptr += head * stride_value_head
-    new = token if FLAT else i
-    seen = known if FLAT else i < num_tokens
+    new = token if FLAT > 0 else i
+    seen = known if FLAT > 0 else i < num_tokens
     there = seen[:, None] & in_head[None, :]
     keys = _dense(key_ptr, 1, batch * stride_key_row + new * stride_key_token, d, there)
     values = _dense(value_ptr, 1, batch * stride_value_row + new * stride_value_token, d, there)
     # Of contexts of their own, rows take a slot each at a time, and see their own one alone.
-    apart: tl.constexpr = FLAT and not SHARED
+    apart: tl.constexpr = FLAT > 0 and not SHARED
     slot = tl.zeros_like(i) if apart else i
     if protected_key_ptr is not None:
         first_slot = place * num_slots
@@ -145,7 +145,7 @@ def merge(
         seen = seen & (tl.load(new_mask_ptr + batch * num_tokens + new, mask=seen, other=0) != 0)
     same = batch[:, None] == batch[None, :]
     highest, total, sums = _joined(query, keys, values, same & seen[None, :], highest, total, sums, PRECISION)
-    if not FLAT:
+    if FLAT == 0:
         for first in range(OPERAND, num_tokens, OPERAND):
             new = first + i
             seen = new < num_tokens
