@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
 from .kernel_layout import block_angles, power_of_two
+from .layer_ops import overlaps, settle
 from .packing import GROUP_SIZE
 
 # The maps of a head lie in a multiprocessor's shared memory.
@@ -267,6 +268,7 @@ def _encode(
         if counters is None:
             counters = new_counters(1, batch_size, heads, keys.device)
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
+    overlap = overlaps(keys.device)
     kernels.encode_context[splits, 2 * heads, batch_size](
         keys,
         values,
@@ -301,8 +303,10 @@ def _encode(
         VALUE_DIGITS=value_digits,
         LEVELS=levels,
         RESIDUAL=residual,
+        OVERLAP=overlap,
         num_warps=tuning.warps_for(size),
         num_stages=tuning.stages,
+        launch_pdl=overlap,
         **limits,
     )
     return codes, residuals, special
@@ -454,4 +458,5 @@ def _layout(codec: KVCodec, layer_idx: int, device: torch.device, tuning: Tuning
     key = (layer_idx, device)
     if key not in made:
         made[key] = encode_layout(codec, layer_idx, device, tuning)
+        settle(device)
     return made[key]

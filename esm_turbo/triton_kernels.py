@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from . import torch_ops
 from .codecs import KVCodec, Packed, PackedContext
 from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, power_of_two, value_view
-from .layer_ops import gelu, like_tokens, overlaps, rotate
+from .layer_ops import gelu, like_tokens, overlaps, rotate, settle
 
 __all__ = ["extend_attention", "gelu", "rotate"]
 
@@ -389,4 +389,5 @@ def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tenso
         if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
             layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
         made[key] = layout
+        settle(query.device)
     return made[key]

@@ -148,20 +148,27 @@ def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each waits for the one before it, and the first two let the next one begin."""
+    """Who begins early waits for the one before it, and who is followed by one lets it begin."""
     compiler = Compiler(90)
     compiler.replace(monkeypatch)
-    for module in (layer_ops, triton_kernels):
+    for module in (encode_ops, layer_ops, triton_kernels):
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     codec = codec_of("turbo3", 64)
+    encode_ops.encode(codec, LAYER, *torch.randn(2, 2, 2, 70, 64))
     triton_kernels.rotate(*rotary_case(torch.bfloat16), 0.5)
     triton_kernels.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
     found = {
         name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
         for name, kernel in compiler.made.items()
     }
-    assert found == {"rotate": [False, True], "attend_context": [True, True], "merge": [True, False]}
-    assert [compiler.made[name].metadata.launch_pdl for name in found] == [False, True, True]
+    assert found == {
+        "encode_context": [True, True],
+        "rotate": [False, True],
+        "attend_context": [True, True],
+        "merge": [True, False],
+    }
+    early = [name for name in found if compiler.made[name].metadata.launch_pdl]
+    assert early == ["encode_context", "attend_context", "merge"]
 
 
 @pytest.mark.parametrize(

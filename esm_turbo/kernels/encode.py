@@ -250,6 +250,7 @@ def _encode(
     DIGITS: tl.constexpr,
     LEVELS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """One kind of one head of one row, or a split of it, see `encode_context`: pointers are to what is theirs."""
     G: tl.constexpr = N // 8
@@ -261,14 +262,7 @@ def _encode(
     in_head = n < HEAD_DIM
     in_half = k < (half if MAPPED else HEAD_DIM)
 
-    # All that is known beforehand is asked for at once.
-    begin = 0
-    if start_ptr is not None:
-        begin = tl.load(start_ptr).to(tl.int32)
-    num_kept = num_tokens
-    if counts_ptr is not None:
-        num_kept = tl.load(counts_ptr).to(tl.int32)
-    hidden = _hidden(protected_ptr, SLOTS)
+    # All that is known beforehand is asked for at once: first what no kernel writes.
     mean = tl.load(mean_ptr + k, mask=in_half, other=0.0)
     upper_mean = mean
     maps = ()
@@ -288,6 +282,15 @@ def _encode(
     early: tl.constexpr = RESIDUAL and N <= _EARLY
     if early:
         inverse = tl.load(inverse_at, mask=inside, other=0.0)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    begin = 0
+    if start_ptr is not None:
+        begin = tl.load(start_ptr).to(tl.int32)
+    num_kept = num_tokens
+    if counts_ptr is not None:
+        num_kept = tl.load(counts_ptr).to(tl.int32)
+    hidden = _hidden(protected_ptr, SLOTS)
 
     highest = ((1 << width) - 1).to(tl.float32)[None, :, None]
     # A tile stands in one block of columns.
@@ -397,11 +400,15 @@ def encode_context(
     VALUE_DIGITS: tl.constexpr,
     LEVELS: tl.constexpr,
     RESIDUAL: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Encodes a layer's keys and values. Grid: (splits, 2 x heads, rows); keys and values take turns.
 
-    The slabs lie one after the other in `codes_ptr`, each as if there were `padded` tokens of a head.
+    The slabs lie one after the other in `codes_ptr`, each as if there were `padded` tokens of a head. With OVERLAP,
+    maps are loaded while the kernel before may still run, and the next one may begin likewise.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     num_heads = tl.num_programs(1) // 2
     kind = tl.program_id(1) % 2
     head = tl.program_id(1) // 2
@@ -450,6 +457,7 @@ def encode_context(
             KEY_DIGITS,
             LEVELS,
             RESIDUAL,
+            OVERLAP,
         )
     else:
         value_place = tl.num_programs(2) * num_heads + place
@@ -487,4 +495,5 @@ def encode_context(
             VALUE_DIGITS,
             LEVELS,
             RESIDUAL,
+            OVERLAP,
         )
