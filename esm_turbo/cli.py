@@ -347,7 +347,10 @@ def generate(
     if out is not None:
         check_writable(out)
     if (max_new_tokens is None) == (positions is None):
-        raise ValueError("give --max-new-tokens to append residues, or --positions to replace some")
+        raise ValueError(
+            "give --max-new-tokens to append residues, or --positions to replace some"
+            + (", not both" if positions is not None else "")
+        )
     good, bad = read_fasta(proteins, unknown=unknown)
     if not good:
         _list_bad(proteins, bad)
@@ -701,10 +704,11 @@ def info(
     batch: int = 1,
     json: JsonFile = None,
 ) -> None:
-    """What a model, calibration, cache or store is, and what caches take; the environment if nothing is named.
+    """What a model, calibration, cache, store or folder of embeddings is, and what caches take; the environment if
+    nothing is named.
 
     Args:
-        target: Hub id or folder of an ESM-2 checkpoint, or a file or store written by this program.
+        target: Hub id or folder of an ESM-2 checkpoint, or a file, store or folder written by this program.
         calibration: Of the model, to count the bytes of its own caches.
         length: Tokens of each protein, special tokens included, for the bytes of caches.
         batch: Proteins in a cache, likewise.
@@ -717,12 +721,14 @@ def info(
         quiet_transformers()
     from .assets import EMBEDDED_MODEL
     from .context_store import is_store, store_info
-    from .info import file_info, model_info
+    from .info import embeddings_info, file_info, is_embeddings, model_info
     from .report import info_report
 
     with _unusable(f"{target} cannot be read"):
         if target is not None and is_store(target):
             result = store_info(target)
+        elif target is not None and is_embeddings(target):
+            result = embeddings_info(target)
         elif target is not None and Path(target).is_file():
             result = file_info(target, length, batch)
         else:
@@ -784,10 +790,9 @@ def _check_counts(**counts: tuple[int | None, int]) -> None:
 
 def _check_device(device: str | None) -> None:
     if device is not None:
-        import torch
+        from .turbo_esm import usable_device
 
-        with _unusable(f"--device {device} cannot be used here"):
-            torch.empty(0, device=device)
+        usable_device(device)
 
 
 def _list_bad(source: Path, bad: Sequence[BadRecord]) -> None:

@@ -27,7 +27,7 @@ class Generated:
         sequence: all residues, given and new.
         positions: of the new residues, counted from 1.
         log_probs: see `GenerationOutput`.
-        seed: of this row: `generate(sequence, seed=[seed], ...)` makes it again.
+        seed: of this row: `generate(sequence, seed=seed, ...)` makes it again.
     """
 
     record: str

@@ -36,22 +36,22 @@ def local_files_only(source: str) -> bool:
         raise ModelNotFoundError(
             f"{source}: there is no such folder, and it is no name of a hub model; check the path"
         ) from None
-    except RepositoryNotFoundError as error:
+    except RepositoryNotFoundError:
         if copied:
             return True
-        raise not_found(source, "the Hugging Face hub has no such model, or does not show it to you") from error
+        raise not_found(source, "the Hugging Face hub has no such model, or does not show it to you") from None
     except HfHubHTTPError:
         # The hub or a mirror answered: loading will say what is wrong, if anything is.
         return False
-    except OfflineModeIsEnabled as error:
+    except OfflineModeIsEnabled:
         if copied:
             return True
-        raise not_found(source, "there is no local copy and HF_HUB_OFFLINE forbids the Hugging Face hub") from error
+        raise not_found(source, "there is no local copy and HF_HUB_OFFLINE forbids the Hugging Face hub") from None
     # The exceptions of the HTTP client have changed their package between versions of the hub's client.
-    except Exception as error:
+    except Exception:
         if copied:
             return True
-        raise not_found(source, "the Hugging Face hub cannot be reached") from error
+        raise not_found(source, "the Hugging Face hub cannot be reached") from None
     return False
 
 

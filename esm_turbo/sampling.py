@@ -165,11 +165,15 @@ class ResidueSampler:
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """A seed for every row: those given, or ones that follow from a single seed and the row's number alone.
 
+    The first row has the single seed itself, so that any row can be made again, by itself, from its own.
+
     Raises:
         ValueError: they are not as many as rows, or negative.
     """
     if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
-        return [int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] >> 1) for row in range(rows)]
+        words = (np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] for row in range(rows))
+        following = [int(word >> 1) for word in words]
+        return [seed, *following[1:]] if rows and seed < 2**63 else following
     if isinstance(seed, Iterable):
         seeds = list(seed)
         if len(seeds) == rows and all(type(one) is int and 0 <= one < 2**63 for one in seeds):

@@ -66,7 +66,13 @@ def _target_table(result: TargetResult, top: int) -> Table:
     rest = len(result.candidates) - len(shown)
     made = table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
-        ["rank", "candidate", "sequence", *(f"pseudo-perplexity, {arm}" for arm in result.scores), "pseudo-log-lik."],
+        [
+            "rank",
+            "candidate",
+            "sequence",
+            *(f"pseudo-perplexity, {arm}" for arm in result.scores),
+            f"pseudo-log-lik., {result.reference}",
+        ],
         rows,
         caption=f"and {rest:,} more" if rest else None,
     )

@@ -99,7 +99,7 @@ class TurboEsm:
 
         source = os.fspath(EMBEDDED_MODEL if model is None else model)
         TurboConfig.from_preset(preset)
-        device = _usable(device or _best_device())
+        device = usable_device(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options["device_map"] = device_map
@@ -365,13 +365,22 @@ def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor
     return totals
 
 
-def _usable(name: str | torch.device) -> torch.device:
+def usable_device(name: str | torch.device) -> torch.device:
+    """A device, where this build of torch and this machine have it.
+
+    Raises:
+        ValueError: they do not.
+    """
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
     # A build of torch without a kind of device says so by an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"device {str(name)!r} cannot be used here: {error}") from error
+        # Some of torch's messages go on for pages.
+        reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
+        raise ValueError(
+            f"device {str(name)!r} cannot be used here: {reason}; use 'cpu', or a machine and a torch that have it"
+        ) from None
     return device
 
 

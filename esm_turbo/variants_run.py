@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from .turbo_esm import TurboEsm
 
 
+# Where more variants than this are wrong, and more than are right, what is wrong is all of them.
+_LISTED = 20
+
+
 @dataclass(frozen=True)
 class MeasuredVariant:
     """A variant of a file.
@@ -108,6 +112,11 @@ def read_variants(
             good.append(MeasuredVariant(row["mutant"], _number(row[column], column)))
         except ValueError as error:
             bad.append(BadRecord(f"line {row.line}", str(error)))
+    if len(bad) > max(len(good), _LISTED):
+        raise CsvError(
+            f"{os.fspath(path)}: {len(bad):,} of {len(good) + len(bad):,} variants are not of {wild_type.id}; is"
+            f" {first_position} the number of its first residue? {bad[0].record}: {bad[0].reason}"
+        )
     if not good and not bad:
         raise CsvError(f"{os.fspath(path)}: holds no variants; give at least one below the names of the columns")
     return good, bad

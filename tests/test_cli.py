@@ -455,7 +455,7 @@ def test_a_hub_model_without_a_network(esm, fasta, tmp_path, command):
 def test_a_device_that_is_not_there(esm, fasta, tmp_path):
     result = esm("calibrate", fasta, "--out", tmp_path / "c", "--device", "warp")
     assert result.code == 2
-    assert "--device warp cannot be used" in result.error
+    assert "device 'warp' cannot be used here" in result.error
 
 
 # --- calibrations that cannot be used
@@ -823,6 +823,20 @@ def test_info_of_artifacts(esm, tmp_path, tiny_calibration, tiny):
         result = esm("info", path)
         assert (result.code, result.err) == (0, "")
         assert "2 layers x 4 heads x 16" in result.out
+
+
+def test_info_of_embeddings(esm, tmp_path, tiny_folder):
+    fasta, folder = tmp_path / "a.fasta", tmp_path / "embeddings"
+    fasta.write_text(">a\nMKT\n>b\nMKTAYI\n")
+    assert esm("embed", fasta, folder, "--model", tiny_folder, "--include", "mean").code == 0
+    found = json.loads(esm("info", folder, "--json", "-").out)
+    assert (found["kind"], found["proteins"], found["model"]) == ("embeddings", 2, "tiny")
+    assert (found["include"], found["format"]) == (["mean"], "pt")
+    assert "proteins" in esm("info", folder).out
+    (folder / "settings.json").write_text("[1, 2]")
+    result = esm("info", folder)
+    assert result.code == 2
+    assert "damaged" in result.error
 
 
 @pytest.mark.parametrize("damage", [truncated, altered, other_version])

@@ -333,6 +333,10 @@ def test_seeds_of_rows() -> None:
     seeds = [one for seed in range(50) for one in row_seeds(seed, 50)]
     assert len(set(seeds)) == 2500
     assert row_seeds(3, 7)[:4] == row_seeds(3, 4)
+    assert row_seeds(3, 0) == []
+    # A row's own seed makes it again where it is alone; what is too large for a generator is no row's.
+    assert [row_seeds(seed, 1) for seed in row_seeds(3, 4)] == [[seed] for seed in row_seeds(3, 4)]
+    assert all(0 <= seed < 2**63 for seed in row_seeds(2**70, 3))
     assert row_seeds((5, 6), 2) == [5, 6]
     for wrong in (-1, True, 1.5, [1], [1, 2, 3], [1, -2], "ab", None):
         with pytest.raises(ValueError, match="`seed` must be an integer of at least 0, or one for each of the 2 rows"):

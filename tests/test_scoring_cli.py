@@ -281,6 +281,17 @@ def test_the_shipped_measurements_fit_their_wild_type():
     assert good[0].variant == "H24C" and good[0].measured == -0.418259925
 
 
+def test_a_wrong_first_position_is_one_error():
+    from esm_turbo.csv_files import CsvError
+    from esm_turbo.fasta import read_fasta_strict
+    from esm_turbo.variants_run import read_variants
+
+    folder = evaluation_proteins().parent
+    [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
+    with pytest.raises(CsvError, match=r"4,806 of 4,996 variants are not of BLAT_ECOLX; is 1 the .* line 2: "):
+        read_variants(folder / "blat_ecolx_ranganathan2015.csv", record)
+
+
 def test_the_shipped_targets_and_peptides_can_be_read():
     from esm_turbo.csv_files import read_csv
     from esm_turbo.fasta import normalize_sequence, read_fasta_strict
