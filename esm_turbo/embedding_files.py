@@ -245,11 +245,14 @@ class _Index:
         # What follows the last line break was being written when its process died.
         self._whole_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._whole_bytes].splitlines()):
-            row = line.decode("utf-8", errors="replace")
+            try:
+                row = line.decode()
+            except UnicodeDecodeError:
+                row = ""
             cells = row.split("\t")
             if row == _INDEX_HEADER:
                 continue
-            if number == 0 or len(cells) != _COLUMNS or "\ufffd" in row:
+            if number == 0 or len(cells) != _COLUMNS:
                 self.damaged = True
                 continue
             self._rows[cells[0]] = row

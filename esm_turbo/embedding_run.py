@@ -47,6 +47,15 @@ class UnfinishedError(OSError):
     """A run could not go on; what it has written so far is kept."""
 
 
+def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
+    known: dict[str, str] = {}
+    for record in records:
+        if any(character in record.id for character in "\t\n\r"):
+            raise ValueError(f"identifier {record.id!r} has a tab or a line break; leave it out")
+        if known.setdefault(record.id, record.sequence) != record.sequence:
+            raise ValueError(f"identifier {record.id!r} stands for two sequences; call one of them otherwise")
+
+
 def embed_records(
     turbo: TurboEsm,
     records: Sequence[ProteinRecord],
@@ -74,11 +83,13 @@ def embed_records(
         progress: see `Progress`.
 
     Raises:
-        ValueError: the place holds embeddings made with other settings, or another process writes there.
+        ValueError: the place holds embeddings made with other settings, or another process writes there; an identifier
+            has a tab or a line break, which the index could not hold, or stands for two sequences.
         UnfinishedError: (an OSError) a file could not be written, as on a full disk, or the model failed.
         ImportError: h5py is missing.
     """
     report = progress or (lambda stage, done, total: None)
+    _check_identifiers(records)
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     groups = _by_sequence(records)
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]

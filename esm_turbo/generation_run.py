@@ -113,6 +113,10 @@ def _of_record(record: ProteinRecord, output: GenerationOutput, seeds: Sequence[
     ]
 
 
+# Far beyond the longest protein.
+_MOST_POSITIONS = 1_000_000
+
+
 def parse_positions(text: str) -> list[int]:
     """Positions written as `10-25,40`.
 
@@ -125,6 +129,8 @@ def parse_positions(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"positions are written as 10-25,40 and counted from 1, got {text!r}")
         span = range(int(first), int(last or first) + 1)
+        if span.stop > _MOST_POSITIONS:
+            raise ValueError(f"no protein has a position {span.stop - 1:,}, got {part.strip()!r}")
         if not span or span[0] < 1:
             raise ValueError(f"positions are counted from 1, from the lower to the higher, got {part.strip()!r}")
         positions += span

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 1
 
 _DEVICE_SLOTS = 2
+# More than any row has, and small enough for any integer type.
+_MOST_TOKENS = 2**31 - 1
 
 
 class TurboCacheLayer(CacheLayerMixin):
@@ -141,6 +143,8 @@ class TurboKVCache(Cache):
         self.positions: Tensor | None = None
         self._seq_length: int | None = None
         self._longest = 0
+        # Of a cache on a device, where looking would be waiting.
+        self._maybe_empty = False
         self.reset()
 
     def __repr__(self) -> str:
@@ -269,16 +273,30 @@ class TurboKVCache(Cache):
         start = self.lengths.to(keys.device)[:, None] if self.batch_size else 0
         keys, values = self.codec.transform(layer_idx, keys, values, (start + steps).expand(len(keys), -1))
         packed = self.codec.quantize(layer_idx, keys, values)
-        rows = self.layers[layer_idx].rows
-        if not self.columns:
+        rows: Packed = {}
+        if self._begins():
             read = (steps < append.counts.to(keys.device)[:, None]) & ~_among(steps, append.protected.to(keys.device))
             rows = self.codec.summarize(layer_idx, keys, values, packed, read)
-        append.layers.append((packed, protected, rows))
+        append.layers.append((packed, protected, self._with_begun(layer_idx, rows)))
+
+    def _begins(self) -> bool:
+        """Whether there may be rows without tokens: what is stored once a row is made of the first that are written."""
+        if not self.columns:
+            return True
+        return bool((self.lengths == 0).any()) if self._on_cpu else self._maybe_empty
+
+    def _with_begun(self, layer_idx: int, new: Packed) -> Packed:
+        """What is stored once a row: new for rows that begin."""
+        old = self.layers[layer_idx].rows
+        if not self.columns or not new:
+            return new or old
+        empty = (self.lengths == 0)[:, None, None, None]
+        return {name: torch.where(empty.to(x.device), new[name], x) for name, x in old.items()}
 
     def _encode(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Packed, Packed, Packed]:
         """What `stage` adds, in one launch."""
         assert self.codec is not None
-        device, new = keys.device, not self.columns
+        device, new = keys.device, self._begins()
         if append.counters is None or append.counters.device != device:
             append.counters = encode_ops.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
         packed, protected, rows = encode_ops.encode(
@@ -294,7 +312,7 @@ class TurboKVCache(Cache):
             summarize=new,
             counters=append.counters[layer_idx],
         )
-        return packed, protected, rows if new else self.layers[layer_idx].rows
+        return packed, protected, self._with_begun(layer_idx, rows)
 
     def commit(self, append: Append) -> None:
         """Adds the staged tokens to every row."""
@@ -386,18 +404,20 @@ class TurboKVCache(Cache):
             ValueError: it is no integer, or a tensor of another shape.
         """
         if isinstance(tokens, Tensor):
-            if tokens.shape not in ((), self.lengths.shape) or tokens.is_floating_point():
+            if tokens.shape not in ((), self.lengths.shape) or tokens.is_floating_point() or tokens.dtype == torch.bool:
                 raise ValueError(
                     f"`tokens` must be integers [batch] = {list(self.lengths.shape)}, got {tokens.dtype}"
                     f" {list(tokens.shape)}"
                 )
             tokens = tokens.to(self.lengths)
             lengths = torch.where(tokens >= 0, torch.minimum(self.lengths, tokens), self.lengths + tokens).clamp_min(0)
-        elif isinstance(tokens, float):
+        elif isinstance(tokens, float | bool):
             raise ValueError(f"`tokens` must be an integer, got {tokens}")
         else:
+            tokens = max(min(tokens, _MOST_TOKENS), -_MOST_TOKENS)
             lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
             self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
+        self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
         self.lengths = lengths
         self.protected_columns = torch.where(
             self.protected_columns < lengths[:, None], self.protected_columns, -1
@@ -439,6 +459,7 @@ class TurboKVCache(Cache):
         self.lengths = (self.lengths - tokens).clamp_min(0)
         self.protected_columns = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
         self._longest = max(self._longest - tokens, 0)
+        self._maybe_empty = True
         self._changed()
 
     @property
@@ -468,6 +489,8 @@ class TurboKVCache(Cache):
         self.positions = None
         self.protected_columns = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self._longest = 0
+        # Of a cache on a device, where looking would be waiting.
+        self._maybe_empty = False
         self._changed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -475,12 +498,15 @@ class TurboKVCache(Cache):
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Keeps the rows `indices`, in their order.
+        """Keeps the rows `indices`, in their order; integers [rows], or bool [batch].
 
         Raises:
             IndexError: there is no such row.
+            ValueError: `indices` are of another kind or shape.
         """
         indices = torch.as_tensor(indices).to(self.device)
+        if indices.dim() != 1 or indices.is_floating_point():
+            raise ValueError(f"rows are integers [rows] or bool [batch], got {indices.dtype} {list(indices.shape)}")
         self._apply_to_rows(lambda tensor: tensor[indices.to(tensor.device)])
 
     def select(self, rows: int | Sequence[int] | Tensor) -> Self:
@@ -488,15 +514,18 @@ class TurboKVCache(Cache):
 
         Raises:
             IndexError: there is no such row.
+            ValueError: `rows` are of another kind, see `batch_select_indices`.
         """
-        rows = torch.as_tensor(rows, dtype=torch.int64).reshape(-1)
+        rows = torch.as_tensor(rows)
+        rows = rows.reshape(1) if rows.dim() == 0 and rows.dtype != torch.bool else rows
+        rows = rows.to(torch.int64) if rows.numel() == 0 else rows
         selected = type(self)(self.config, self.geometry, self.fingerprint, self.codec, self.device)
         selected.codec_fingerprint = self.codec_fingerprint
         for mine, theirs in zip(selected.layers, self.layers, strict=True):
             mine.packed, mine.protected, mine.rows = theirs.packed, theirs.protected, theirs.rows
         selected.lengths, selected.token_ids = self.lengths, self.token_ids
         selected.positions, selected.protected_columns = self.positions, self.protected_columns
-        selected._longest = self._longest
+        selected._longest, selected._maybe_empty = self._longest, self._maybe_empty
         selected.batch_select_indices(rows)
         selected._trim(selected.get_seq_length())
         return selected
@@ -588,6 +617,7 @@ class TurboKVCache(Cache):
                 ]
             )
         joined._longest = max(cache._longest for cache in caches)
+        joined._maybe_empty = any(cache._maybe_empty for cache in caches)
         joined._changed()
         return joined
 
@@ -645,7 +675,7 @@ class TurboKVCache(Cache):
         except (KeyError, TypeError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
         cache._check_shapes(path)
-        cache._longest = cache.columns
+        cache._longest, cache._maybe_empty = cache.columns, True
         cache._changed()
         if model is not None:
             model.claim_cache(cache)

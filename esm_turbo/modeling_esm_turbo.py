@@ -431,7 +431,9 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         elif use_cache:
             assert input_ids is not None
             written = self.new_cache() if past is None else past
-            output = self._prefill(written, input_ids, attention_mask, position_ids, token_counts, kwargs)
+            output = self._prefill(
+                written, input_ids, attention_mask, position_ids, append_mask, token_counts, kwargs
+            )
         else:
             written = None
             kwargs["use_cache"] = False
@@ -449,6 +451,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
+        append_mask: Tensor | None,
         token_counts: tuple[Tensor, Tensor] | None,
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
@@ -458,7 +461,10 @@ class TurboEsmModel(_TurboMixin, EsmModel):
                 f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
             )
         mask = _token_mask(input_ids, attention_mask)
-        append = cache.plan_append(input_ids, mask, position_ids, self.special_ids)
+        keep = mask if append_mask is None else append_mask
+        computed = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
+        stored_positions = _stored_positions(keep, mask, position_ids, computed.expand_as(input_ids))
+        append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
         session = Prefill(cache, append)
         if token_counts is None:
             _check_not_all_masked(_counts(input_ids, mask, self.config.mask_token_id))
@@ -497,17 +503,15 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         if token_counts is None:
             token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask)
         embeddings = self._embed(input_ids, new_mask, token_counts)
-        stored_positions = position_ids
+        given = position_ids
         if position_ids is None:
             position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask
-            _check_append_mask(keep, new_mask)
-            # After a token that is left out, the others keep the places that they are computed at.
-            if keep.device.type == "cpu" and bool((keep[:, 1:] & ~keep[:, :-1]).any() | ~keep[:, 0].all()):
-                stored_positions = position_ids
-            append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
+            append = cache.plan_append(
+                input_ids, keep, _stored_positions(keep, new_mask, given, position_ids), self.special_ids
+            )
         session = Extension(
             cache,
             resolve_backend(self.backend, self.device),
@@ -777,11 +781,15 @@ def _check_inputs(
             _check_right_padded(attention_mask != 0)
 
 
-def _check_append_mask(keep: Tensor, mask: Tensor) -> None:
+def _stored_positions(keep: Tensor, mask: Tensor, given: Tensor | None, computed: Tensor) -> Tensor | None:
+    """Positions to store of the tokens that are kept of those in `mask`; None for the next ones of each row."""
     if keep.shape != mask.shape or keep.dtype != torch.bool:
         raise ValueError(f"`append_mask` must be bool {list(mask.shape)}, got {keep.dtype} {list(keep.shape)}")
     if keep.device.type == "cpu" and bool((keep & ~mask).any()):
         raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
+    # After a token that is left out, the others keep the places that they are computed at.
+    holes = keep.device.type == "cpu" and bool((keep[:, 1:] & ~keep[:, :-1]).any() | ~keep[:, 0].all())
+    return computed if holes else given
 
 
 def _check_right_padded(mask: Tensor) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,8 @@ STANDARD_RESIDUES = RESIDUES[:20]
 """The 20 standard residues; X, B, U, Z and O are generated only where they are asked for."""
 
 # Logits divided by less would leave the range of float32.
-_LEAST_TEMPERATURE = 1e-6
+# Logits divided by less, or by more, would leave float32.
+_LEAST_TEMPERATURE, _MOST_TEMPERATURE = 1e-6, 1e6
 
 Allowed = str | Mapping[int, str] | None
 """Residues everywhere, or by position, counted from 1."""
@@ -43,16 +43,15 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.temperature, bool) or not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`temperature` must be at least 0 and finite, got {self.temperature!r}")
-        if 0 < self.temperature < _LEAST_TEMPERATURE:
+        warm = _is_number(self.temperature) and _LEAST_TEMPERATURE <= self.temperature <= _MOST_TEMPERATURE
+        if not warm and (not _is_number(self.temperature) or self.temperature != 0):
             raise ValueError(
-                f"`temperature` must be at least {_LEAST_TEMPERATURE}, or 0 for the likeliest residue,"
-                f" got {self.temperature!r}"
+                f"`temperature` must be from {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:.0f}, or 0 for the likeliest"
+                f" residue, got {self.temperature!r}"
             )
         if self.top_k is not None:
             check_count("top_k", self.top_k)
-        if isinstance(self.top_p, bool) or not 0 < self.top_p <= 1:
+        if not _is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"`top_p` must be above 0 and at most 1, got {self.top_p!r}")
 
     def warpers(self) -> LogitsProcessorList:
@@ -85,6 +84,8 @@ class AllowedResidues(LogitsProcessor):
 
     def __init__(self, codes: TokenCodes, vocab_size: int, allowed: Allowed = None, banned: str = "") -> None:
         self.codes = codes
+        if not (allowed is None or isinstance(allowed, str | Mapping)):
+            raise ValueError(f"`allowed` must be residues, or residues by position, got {allowed!r}")
         by_position = allowed if isinstance(allowed, Mapping) else {}
         everywhere = allowed if isinstance(allowed, str) else STANDARD_RESIDUES
         out = _residues("banned", banned)
@@ -160,6 +161,10 @@ class ResidueSampler:
             chosen = torch.cat(draws)
         log_probs = logits.to("cpu", torch.float32).log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
         return chosen.tolist(), log_probs.tolist()
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:

@@ -71,7 +71,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
             "candidate",
             "sequence",
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
-            f"pseudo-log-lik., {result.reference}",
+            "pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else ""),
         ],
         rows,
         caption=f"and {rest:,} more" if rest else None,

@@ -59,7 +59,10 @@ class CandidateScore:
     @property
     def pseudo_perplexity(self) -> float:
         """From 1 up, the lower the likelier; does not grow with the length."""
-        return math.exp(-self.mean_log_probability)
+        try:
+            return math.exp(-self.mean_log_probability)
+        except OverflowError:
+            return math.inf
 
     def is_finite(self) -> bool:
         """Whether no residue's probability is NaN or zero."""

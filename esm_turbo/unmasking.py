@@ -55,7 +55,7 @@ class MaskedBatch:
         self.refresh_every = refresh_every
         self.steps = 0
         self.running = [
-            sorted({c + k for c in columns for k in range(-refresh, refresh + 1) if 0 < c + k < len(row) - 1})
+            sorted({x for c in columns for x in range(max(c - refresh, 1), min(c + refresh, len(row) - 2) + 1)})
             for row, columns in zip(self.rows, self.chosen, strict=True)
         ]
         self.cache: TurboKVCache | None = None

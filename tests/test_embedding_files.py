@@ -402,6 +402,23 @@ def test_a_line_cut_short_in_the_index_is_not_believed(run, tmp_path, computed):
     assert files(out) == expected
 
 
+def test_identifiers_that_the_index_cannot_hold(run, tmp_path):
+    for wrong in ("a\tb", "a\nb", "a\rb"):
+        with pytest.raises(ValueError, match="has a tab or a line break"):
+            run(tmp_path / "out", [ProteinRecord(wrong, "MKT")])
+    with pytest.raises(ValueError, match="identifier 'a' stands for two sequences"):
+        run(tmp_path / "out", [ProteinRecord("a", "MKT"), ProteinRecord("a", "MKTA")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_letter_may_stand_in_an_identifier(run, tmp_path, computed):
+    records = [ProteinRecord("a\ufffdb \u2028 \x85", "MKT"), ProteinRecord("../x", "MKTA")]
+    run(tmp_path / "out", records)
+    computed.clear()
+    result = run(tmp_path / "out", records)
+    assert (result.reused, result.damaged, computed) == (2, [], [])
+
+
 # --- a full disk
 
 

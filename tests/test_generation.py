@@ -432,7 +432,12 @@ def test_lower_case_constraints(exact: TurboEsm) -> None:
         ({"positions": [1], "per_step": 0}, "`per_step` must be an integer of at least 1, got 0"),
         ({"positions": [1], "sweeps": None}, "`sweeps` must be an integer of at least 1, got None"),
         ({"max_new_tokens": 1, "num_return_sequences": 0}, "`num_return_sequences` must be"),
-        ({"max_new_tokens": 1, "temperature": -1}, "`temperature` must be at least 0 and finite, got -1"),
+        ({"max_new_tokens": 1, "temperature": -1}, "`temperature` must be from 1e-06 to 1000000, or 0 .*, got -1"),
+        ({"max_new_tokens": 1, "temperature": 1e39}, "got 1e[+]39"),
+        ({"max_new_tokens": 1, "temperature": "1"}, "got '1'"),
+        ({"max_new_tokens": 1, "temperature": None}, "got None"),
+        ({"max_new_tokens": 1, "top_p": "a"}, "got 'a'"),
+        ({"max_new_tokens": 1, "allowed": ["A"]}, r"`allowed` must be residues, or residues by position, got \['A'\]"),
         ({"max_new_tokens": 1, "temperature": float("nan")}, "got nan"),
         ({"max_new_tokens": 1, "temperature": 1e-45}, "or 0 for the likeliest residue, got 1e-45"),
         ({"max_new_tokens": 1, "top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
@@ -565,3 +570,22 @@ def test_on_a_device(turbo: TurboEsm, tiny_model: MakeModel, preset: str) -> Non
         first = device.generate(sequences, seed=3, **options).sequences
         torch.cuda.manual_seed(2)
         assert device.generate(sequences, seed=3, **options).sequences == first
+
+
+@pytest.mark.parametrize("preset", ["turbo1", "turbo3"])
+@pytest.mark.parametrize("refresh_every", [1, 3])
+def test_a_short_prefix_does_not_depend_on_its_batch(turbo: TurboEsm, preset: str, refresh_every: int) -> None:
+    """All of it is taken off the cache at a refresh, while more of the other rows stays."""
+    own = TurboEsm.from_pretrained(preset=preset, device="cpu")
+    long = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
+    alone = own.generate("MKTA", max_new_tokens=6, seed=[3], refresh_every=refresh_every)
+    beside = own.generate(["MKTA", long], max_new_tokens=6, seed=[3, 4], refresh_every=refresh_every)
+    assert alone.sequences[0] == beside.sequences[0]
+    # A code that rounding puts on the other side of a boundary is let pass.
+    assert torch.allclose(torch.tensor(alone.log_probs[0]), torch.tensor(beside.log_probs[0]), atol=5e-3)
+
+
+def test_a_refresh_beyond_the_protein_is_all_of_it(exact: TurboEsm) -> None:
+    options = {"positions": [1, 5], "seed": 1}
+    all_of_it = exact.generate("MKTAYIAK", refresh=8, **options)
+    assert exact.generate("MKTAYIAK", refresh=10**18, **options).sequences == all_of_it.sequences

@@ -160,7 +160,7 @@ def test_bad_records_are_listed_and_the_others_done(esm: Callable[..., Result], 
         (["--positions", "0-2"], "counted from 1"),
         (["--positions", "x"], "positions are written as 10-25,40 and counted from 1, got 'x'"),
         (["--positions", "1", "--order", "best"], "best"),
-        (["--max-new-tokens", 1, "--temperature", "-1"], "`temperature` must be at least 0"),
+        (["--max-new-tokens", 1, "--temperature", "-1"], "`temperature` must be from 1e-06 to 1000000, or 0"),
         (["--max-new-tokens", 1, "--allowed", "AJ"], "`allowed` holds 'J'"),
         (["--max-new-tokens", 1, "--allowed", "AC", "5=G"], "letters for all positions, or as 10=AG 12-15=HP"),
         (["--max-new-tokens", 1, "--banned", "LAGVSERTIDPKQNFYMHWC"], "no residue may stand anywhere"),
@@ -224,3 +224,8 @@ def test_embed_in_windows(esm: Callable[..., Result], tmp_path: Path, tiny: Turb
     assert "holds embeddings made with" in esm("embed", fasta, out, *options[2:], "--window", 41).error
     assert "`overlap` must be smaller" in esm("embed", fasta, out, "--window", 4, "--overlap", 4).error
     assert "no contacts" in esm("embed", fasta, tmp_path / "x", "--include", "contacts", "--window", 4).error
+
+
+def test_positions_beyond_any_protein() -> None:
+    with pytest.raises(ValueError, match="no protein has a position 999,999,999,999, got '1-999999999999'"):
+        parse_positions("3,1-999999999999")

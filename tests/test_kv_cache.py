@@ -288,7 +288,17 @@ def test_crop_by_a_tensor(model: TurboEsmForMaskedLM, n: int | list[int], expect
             assert torch.equal(tensor, row_bytes(rows[row], 0)[name])
 
 
-@pytest.mark.parametrize("n", [torch.tensor([3, 4]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([[1, 2, 3]]), 2.5])
+@pytest.mark.parametrize(
+    "n",
+    [
+        torch.tensor([3, 4]),
+        torch.tensor([1.0, 2.0, 3.0]),
+        torch.tensor([[1, 2, 3]]),
+        torch.tensor([True, False, True]),
+        2.5,
+        True,
+    ],
+)
 def test_crop_refuses_what_fits_no_rows(model: TurboEsmForMaskedLM, n: Any) -> None:
     cache = prefill(model, [9, 4, 13])
     with pytest.raises(ValueError, match="`tokens` must be"):
@@ -387,6 +397,67 @@ def test_choosing_no_row_empties_the_cache(model: TurboEsmForMaskedLM) -> None:
     with torch.no_grad():
         model(*random_ids([5], seed=2), past_key_values=cache, use_cache=True)
     assert_caches_equal(cache, prefill(model, [5], seed=2))
+
+
+def test_crop_by_more_than_any_integer_holds(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4])
+    cache.crop(10**30)
+    assert cache.lengths.tolist() == [9, 4]
+    cache.crop(-(10**30))
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def test_rows_are_chosen_by_integers_or_a_mask(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [9, 4, 6])
+    assert cache.select(torch.tensor([True, False, True])).lengths.tolist() == [9, 6]
+    assert cache.select([2, 0]).lengths.tolist() == [6, 9]
+    assert cache.select(1).lengths.tolist() == [4]
+    for wrong in (torch.tensor([0.5]), torch.tensor([[0, 1]]), torch.tensor(True)):
+        with pytest.raises(ValueError, match=r"rows are integers \[rows\] or bool \[batch\]"):
+            cache.select(wrong)
+    for wrong in (torch.tensor(1), torch.tensor([[0, 1]])):
+        with pytest.raises(ValueError, match="rows are integers"):
+            cache.reorder_cache(wrong)
+    assert cache.lengths.tolist() == [9, 4, 6]
+
+
+@pytest.mark.parametrize("on_a_device", [False, True])
+def test_a_row_that_begins_again_is_stored_as_a_new_one(
+    tiny_model: Callable[..., TurboEsmForMaskedLM], monkeypatch: pytest.MonkeyPatch, on_a_device: bool
+) -> None:
+    """Also what is stored once a row, where other rows have tokens left; a device does not look who has none."""
+    if on_a_device:
+        monkeypatch.setattr(TurboKVCache, "_on_cpu", False)
+    model = tiny_model(preset="turbo3")
+    cache = prefill(model, [9, 4])
+    kept = {name: x.clone() for name, x in cache.layers[0].rows.items()}
+    cache.crop(torch.tensor([5, 0]))
+    ids, mask = random_ids([3, 6], seed=5)
+    with torch.no_grad():
+        model(ids, mask, past_key_values=cache, use_cache=True)
+        fresh = model(ids[1:], mask[1:], use_cache=True).past_key_values
+    for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+        assert kept.keys() == ours.rows.keys() == theirs.rows.keys()
+        for name, expected in theirs.rows.items():
+            assert torch.allclose(ours.rows[name][1].float(), expected[0].float(), atol=1e-2, rtol=1e-2)
+    assert all(torch.equal(cache.layers[0].rows[name][0], x[0]) for name, x in kept.items())
+    assert not any(torch.equal(cache.layers[0].rows[name][1], x[1]) for name, x in kept.items())
+
+
+def test_a_prefill_may_store_less_than_it_sees(model: TurboEsmForMaskedLM) -> None:
+    ids, mask = random_ids([6, 5])
+    keep = mask.bool()
+    keep[:, 4:] = False
+    with torch.no_grad():
+        output = model(ids, mask, use_cache=True, append_mask=keep)
+        expected = model(ids, mask, use_cache=True)
+    assert torch.equal(output.logits, expected.logits)
+    cache = output.past_key_values
+    assert cache.lengths.tolist() == [4, 4]
+    # Codes of a token are its own; what is stored once a row is of the tokens that are.
+    for ours, theirs in zip(cache.layers, expected.past_key_values.layers, strict=True):
+        for name, tensor in ours.packed.items():
+            assert torch.equal(tensor, theirs.packed[name][:, :, :4])
 
 
 def test_choosing_a_row_that_is_not_there(model: TurboEsmForMaskedLM) -> None:

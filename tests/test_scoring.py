@@ -327,3 +327,8 @@ def test_a_long_target_warns_once(turbo: TurboEsm) -> None:
         turbo.score("ACDEFGHIKL" * 103, "AC")
     assert [one.category for one in caught] == [LongProteinWarning]
     assert caught[0].filename == __file__
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    score = CandidateScore("A", (-800.0,))
+    assert score.is_finite() and score.pseudo_perplexity == float("inf")
