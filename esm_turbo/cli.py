@@ -113,7 +113,6 @@ def demo(*, device: str | None = None, json: JsonFile = None) -> None:
 
     import torch
 
-    _check_device(device)
     # Two threads gain little on so small a model, and on a busy machine they mostly wait for each other.
     torch.set_num_threads(1)
     with progress_bar("done") as progress:
@@ -721,7 +720,8 @@ def info(
         quiet_transformers()
     from .assets import EMBEDDED_MODEL
     from .context_store import is_store, store_info
-    from .info import embeddings_info, file_info, is_embeddings, model_info
+    from .embedding_files import embeddings_info, is_embeddings
+    from .info import file_info, model_info
     from .report import info_report
 
     with _unusable(f"{target} cannot be read"):
@@ -745,7 +745,6 @@ def _load(model: str | None, *, calibration: str | Literal[False] | None, **opti
     from .console import progress_bar, quiet_transformers, working
 
     options = {name: value for name, value in options.items() if value is not None}
-    _check_device(options.get("device"))
     with _unusable(f"{model or 'the embedded model'} cannot be loaded"):
         with working("loading the model"):
             quiet_transformers()
@@ -786,13 +785,6 @@ def _check_counts(**counts: tuple[int | None, int]) -> None:
     for name, (value, least) in counts.items():
         if value is not None and value < least:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
-
-
-def _check_device(device: str | None) -> None:
-    if device is not None:
-        from .turbo_esm import usable_device
-
-        usable_device(device)
 
 
 def _list_bad(source: Path, bad: Sequence[BadRecord]) -> None:

@@ -99,6 +99,21 @@ def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[s
     return metadata, tensors
 
 
+def is_embeddings(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder of embeddings."""
+    return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
+
+
+def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """How the embeddings of a folder were made, and of how many proteins they are.
+
+    Raises:
+        ValueError: the settings are damaged.
+    """
+    proteins = sum(1 for _ in _Index(Path(folder) / INDEX_FILE).rows)
+    return {"kind": "embeddings", "proteins": proteins, **_read_settings(Path(folder))}
+
+
 def check_same_settings(place: object, there: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     """Makes sure that embeddings were made as new ones will be.
 
@@ -208,16 +223,9 @@ class FolderWriter(EmbeddingWriter):
 
     def _check_settings(self) -> bool:
         """Whether the folder has settings, which then are the same."""
-        path = self.folder / SETTINGS_FILE
-        if not path.exists():
+        if not (self.folder / SETTINGS_FILE).exists():
             return False
-        try:
-            there = json.loads(path.read_text(encoding="utf-8"))
-            if not isinstance(there, dict):
-                raise ValueError("no settings")
-        except ValueError as error:
-            raise ValueError(f"{path}: damaged ({error}); give another folder") from error
-        check_same_settings(self.folder, there, self.settings)
+        check_same_settings(self.folder, _read_settings(self.folder), self.settings)
         return True
 
     def _write_settings(self) -> None:
@@ -226,6 +234,17 @@ class FolderWriter(EmbeddingWriter):
             with file_errors(path), replacing(path) as temporary:
                 temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
             self._known_settings = True
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    path = folder / SETTINGS_FILE
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("no settings")
+    except ValueError as error:
+        raise ValueError(f"{path}: damaged ({error}); give another folder") from error
+    return settings
 
 
 class _Index:

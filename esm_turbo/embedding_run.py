@@ -47,15 +47,6 @@ class UnfinishedError(OSError):
     """A run could not go on; what it has written so far is kept."""
 
 
-def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
-    known: dict[str, str] = {}
-    for record in records:
-        if any(character in record.id for character in "\t\n\r"):
-            raise ValueError(f"identifier {record.id!r} has a tab or a line break; leave it out")
-        if known.setdefault(record.id, record.sequence) != record.sequence:
-            raise ValueError(f"identifier {record.id!r} stands for two sequences; call one of them otherwise")
-
-
 def embed_records(
     turbo: TurboEsm,
     records: Sequence[ProteinRecord],
@@ -154,6 +145,15 @@ def embedding_writer(
     else:
         with only_writer(out):
             yield FolderWriter(out, file_format, settings)
+
+
+def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
+    known: dict[str, str] = {}
+    for record in records:
+        if any(character in record.id for character in "\t\n\r"):
+            raise ValueError(f"identifier {record.id!r} has a tab or a line break; leave it out")
+        if known.setdefault(record.id, record.sequence) != record.sequence:
+            raise ValueError(f"identifier {record.id!r} stands for two sequences; call one of them otherwise")
 
 
 def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:

@@ -13,6 +13,9 @@ from .sampling import row_seeds
 if TYPE_CHECKING:
     from .turbo_esm import TurboEsm
 
+# Far beyond the longest protein.
+_MOST_POSITIONS = 1_000_000
+
 Progress = Callable[[str, int, int], None]
 """Called with a stage's name, records done, and records in all."""
 
@@ -111,10 +114,6 @@ def _of_record(record: ProteinRecord, output: GenerationOutput, seeds: Sequence[
         Generated(record.id, sample, output.sequences[row], output.positions[row], output.log_probs[row], seeds[row])
         for sample, row in enumerate(rows, start=1)
     ]
-
-
-# Far beyond the longest protein.
-_MOST_POSITIONS = 1_000_000
 
 
 def parse_positions(text: str) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -111,29 +110,6 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
         tensors, metadata = read_artifact(path, kind, FORMAT_VERSION)
         return {"kind": kind, **metadata, "tensors": {name: list(t.shape) for name, t in sorted(tensors.items())}}
     raise ArtifactError(f"{path}: no calibration, cache or embedding of esm_turbo; give one, or a model")
-
-
-def is_embeddings(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder of embeddings."""
-    from .embedding_files import INDEX_FILE, SETTINGS_FILE
-
-    return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
-
-
-def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """How the embeddings of a folder were made, and of how many proteins they are.
-
-    Raises:
-        ValueError: what the folder says of itself is damaged.
-    """
-    from .embedding_files import INDEX_FILE, SETTINGS_FILE
-
-    try:
-        settings = json.loads((Path(folder) / SETTINGS_FILE).read_text(encoding="utf-8"))
-        proteins = len((Path(folder) / INDEX_FILE).read_text(encoding="utf-8").splitlines()) - 1
-        return {"kind": "embeddings", "proteins": proteins, **settings}
-    except (ValueError, TypeError) as error:
-        raise ArtifactError(f"{folder}: damaged ({error}); `esm-turbo embed` makes it anew") from error
 
 
 def cache_sizes(

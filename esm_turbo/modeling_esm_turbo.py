@@ -461,9 +461,12 @@ class TurboEsmModel(_TurboMixin, EsmModel):
                 f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
             )
         mask = _token_mask(input_ids, attention_mask)
-        keep = mask if append_mask is None else append_mask
-        computed = torch.arange(input_ids.shape[1], device=input_ids.device) if position_ids is None else position_ids
-        stored_positions = _stored_positions(keep, mask, position_ids, computed.expand_as(input_ids))
+        keep, stored_positions = mask, position_ids
+        if append_mask is not None:
+            computed = torch.arange(mask.shape[1], device=mask.device) if position_ids is None else position_ids
+            keep, stored_positions = append_mask, _stored_positions(
+                append_mask, mask, position_ids, computed.expand_as(input_ids)
+            )
         append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
         session = Prefill(cache, append)
         if token_counts is None:

@@ -43,8 +43,9 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        warm = _is_number(self.temperature) and _LEAST_TEMPERATURE <= self.temperature <= _MOST_TEMPERATURE
-        if not warm and (not _is_number(self.temperature) or self.temperature != 0):
+        if not _is_number(self.temperature) or not (
+            self.temperature == 0 or _LEAST_TEMPERATURE <= self.temperature <= _MOST_TEMPERATURE
+        ):
             raise ValueError(
                 f"`temperature` must be from {_LEAST_TEMPERATURE} to {_MOST_TEMPERATURE:.0f}, or 0 for the likeliest"
                 f" residue, got {self.temperature!r}"

@@ -99,7 +99,7 @@ class TurboEsm:
 
         source = os.fspath(EMBEDDED_MODEL if model is None else model)
         TurboConfig.from_preset(preset)
-        device = usable_device(device or _best_device())
+        device = _usable(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
             options["device_map"] = device_map
@@ -365,12 +365,7 @@ def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor
     return totals
 
 
-def usable_device(name: str | torch.device) -> torch.device:
-    """A device, where this build of torch and this machine have it.
-
-    Raises:
-        ValueError: they do not.
-    """
+def _usable(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)

@@ -29,9 +29,9 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
         The outputs: uint32, or uint16 where a register was taken apart.
     """
     registers: dict[str, Array] = {f"${outputs + i}": _bits(x) for i, x in enumerate(inputs)}
-    for statement in re.sub(r"//.*", "", asm).strip(" {}").split(";"):
+    for statement in asm.strip(" {};").split(";"):
         name, _, rest = statement.strip().partition(" ")
-        if not name or name in (".reg", "}"):
+        if name == ".reg":
             continue
         target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
         values = [_value(source, registers) for source in sources]
@@ -41,7 +41,7 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
             registers[low], registers[high] = _half(result, 0), _half(result, 1)
         else:
             registers[target] = result
-    return [registers.get(f"${i}", np.zeros((), np.uint32)) for i in range(outputs)]
+    return [registers[f"${i}"] for i in range(outputs)]
 
 
 def _bits(x: Array) -> Array:

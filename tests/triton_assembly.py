@@ -27,11 +27,11 @@ def _create_inline_asm(
     self: Any, asm: str, constraints: str, values: Sequence[TensorHandle], types: Sequence[Any], pure: bool, pack: int
 ) -> _Results:
     assert pack == 1
-    arrays = np.broadcast_arrays(*(value.data for value in values)) if values else []
+    arrays = np.broadcast_arrays(*(value.data for value in values))
     results = []
     for bits, kind in zip(ptx.run(asm, constraints.count("="), arrays), types, strict=True):
         dtype = kind.scalar
-        bits = np.broadcast_to(bits, arrays[0].shape if arrays else (1,))
+        bits = np.broadcast_to(bits, arrays[0].shape)
         results.append(TensorHandle(np.ascontiguousarray(bits).view(_NUMPY[dtype.name]), dtype))
     return _Results(results)
 

@@ -22,7 +22,7 @@ from .operands import (
     value_operand,
 )
 from .products import in_fours, product, zeros_of
-from .queries import corrections_of, in_two, mapped_queries, maps_of, mean_of, power_of_two, scaled_queries
+from .queries import corrections_of, in_two, mapped_queries, maps_of, mean_of, power_below, scaled_queries
 
 # A maximum that is below all others, and the logarithm by which exponentials become powers of two.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
@@ -235,7 +235,7 @@ def attend_context(
     mean_high = mean_of(key_mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
     # Scores are counted in units in which the maps are at most 1. The mean may be far more.
     largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
-    mean_scale = tl.maximum(power_of_two(largest / unit), 1.0)
+    mean_scale = tl.maximum(power_below(largest / unit), 1.0)
     mean_low = in_two(mean_low / unit / mean_scale, parts, DTYPE)
     mean_high = in_two(mean_high / unit / mean_scale, parts, DTYPE)
     # Not so small that a score of minus infinity would become none.
@@ -266,6 +266,7 @@ def attend_context(
             DTYPE,
             PRECISION,
         )
+        # A group of one tile is no loop: its bounds and what it carries would be instructions.
         if copies == 1:
             scored = _tile_scores(
                 queries[1:], key_words, key_slabs, key_table_ptr, key_table, row_of_slabs,

@@ -14,7 +14,7 @@ from .products import dot, in_fours, zeros_of
 
 
 @triton.jit
-def power_of_two(x):
+def power_below(x):
     """The largest that is not larger than x, 0 for x below the normal numbers: its exponent alone."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
@@ -30,7 +30,7 @@ def scaled_queries(at, known, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, DTYPE:
     inside = known[:, None] & (d < HEAD_DIM // 2)[None, :]
     low = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
     high = tl.load(at[:, None] + HEAD_DIM // 2 + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = power_of_two(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
+    size = power_below(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
     size = tl.where(size > 0, size, 1.0)
     inverse = (1.0 / size)[:, None]
     return (low * inverse).to(DTYPE), (high * inverse).to(DTYPE), size
