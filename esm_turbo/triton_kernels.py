@@ -22,9 +22,12 @@ __all__ = ["extend_attention", "gelu", "rotate"]
 # The numbers of `SlabView.spec`.
 _Spec = tuple[int, int, int, int, int, bool, int]
 
-# Programs that keep a large GPU busy, each of one warp.
-_PROGRAMS = 2048
-_MOST_SPLITS = 64
+# Of a multiprocessor; a thread that has no limit of its own may take 255.
+_REGISTERS = 65536
+_MOST_REGISTERS = 256
+# What a device without multiprocessors counts as.
+_MULTIPROCESSORS = 132
+_MOST_PARTS = 64
 # Rows of a tensor core's operand.
 _ROWS = 16
 _SMALL_HEAD = 64
@@ -38,6 +41,7 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
+        ahead: how many tiles ahead the second-level cache is asked for one; 0 for never.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
@@ -45,17 +49,18 @@ class Tuning:
         registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
             queries; None leaves it to the compiler. Fewer registers let more programs run side by side.
         registers_of_many: the same where there are more queries, whose scores and sums take more registers.
-        programs: that splits of the context are made for.
+        programs: among how many the contexts' blocks are shared out; None for as many as run side by side.
     """
 
     tile: int = 64
+    ahead: int = 4
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
     merge_programs: int = 264
     registers: int | None = 168
     registers_of_many: int | None = 224
-    programs: int = _PROGRAMS
+    programs: int | None = None
 
 
 DEFAULT_TUNING = Tuning()
@@ -222,10 +227,14 @@ def _attend(
     operand_rows = 8 if rows <= 8 else _ROWS
     queries = min(operand_rows, power_of_two(rows))
     row_tiles = -(-rows // queries)
-    splits = _num_splits(-(-columns // _BLOCK), contexts * heads * row_tiles, tuning.programs)
+    registers = tuning.registers if operand_rows < _ROWS else tuning.registers_of_many
+    limits = {"maxnreg": registers} if registers and half and head_dim <= _SMALL_HEAD else {}
+    blocks, items = max(1, -(-columns // _BLOCK)), contexts * heads * row_tiles
+    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps, limits.get("maxnreg")))
+    most_parts = _most_parts(blocks, share)
     value_size = value_map.shape[1]
-    scratch = torch.empty(contexts * heads * splits * rows * (value_size + 2), dtype=torch.float32, device=query.device)
-    count = contexts * heads * splits * rows
+    count = contexts * heads * most_parts * rows
+    scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
     partial, highest, total = scratch[: count * value_size], scratch[count * value_size : -count], scratch[-count:]
     key_table, value_table = tables or (query_scale, query_scale)
     key_residual, value_residual = residuals or (None, None)
@@ -235,12 +244,10 @@ def _attend(
         protected_mask = protected_mask.expand(batch_size, -1).contiguous().view(torch.uint8)
     protected_keys, protected_values = _unmapped(protected, inverses, means) if protected else (None, None)
     slots = protected_keys.shape[2] if protected_keys is not None else 0
-    registers = tuning.registers if operand_rows < _ROWS else tuning.registers_of_many
-    limits = {"maxnreg": registers} if registers and half and head_dim <= _SMALL_HEAD else {}
     rotated = angles is not None
     overlap = overlaps(query.device)
     key_size = query_map.shape[2]
-    attend_context[row_tiles * splits, heads, contexts](
+    attend_context[(-(-items * blocks // share),)](
         query,
         query_map,
         query_scale,
@@ -263,6 +270,10 @@ def _attend(
         columns,
         n,
         rows,
+        heads,
+        items,
+        share,
+        most_parts,
         HEAD_DIM=head_dim,
         HALF=query_map.shape[3],
         KEYS=key_specs,
@@ -272,9 +283,9 @@ def _attend(
         QUERIES=queries,
         ROWS=operand_rows,
         SLOTS=protected_columns.shape[1],
-        SPLITS=splits,
         SHARED=shared,
         ROTATED=rotated,
+        AHEAD=tuning.ahead,
         T=tuning.tile,
         SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
@@ -289,7 +300,8 @@ def _attend(
     )
     output = like_tokens(query)
     # Few new tokens of many rows share a tile, and with it the map of the output.
-    flat = max(1, min(_ROWS // n, batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
+    flat = max(1, min(_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
+    merged_rows = power_of_two(flat * n) if flat else _ROWS
     grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
     merge[grid](
         query,
@@ -313,12 +325,16 @@ def _attend(
         n,
         rows,
         slots,
+        blocks,
+        share,
+        most_parts,
         HEAD_DIM=head_dim,
         SIZE=max(_ROWS, power_of_two(head_dim)),
         VALUE_SIZE=value_size,
         VALUE_PLACES=max(_ROWS, power_of_two(value_size)),
-        SPLITS=splits,
-        SPLIT_PLACES=power_of_two(splits),
+        QUERIES=queries,
+        ROWS=merged_rows,
+        ROUNDS=power_of_two(-(-most_parts * merged_rows // _ROWS)),
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
@@ -329,10 +345,33 @@ def _attend(
     return output
 
 
-def _num_splits(blocks: int, programs: int, wanted: int) -> int:
-    """Into how many parts a context is cut, none of them empty; it depends on shapes alone."""
-    splits = max(1, min(blocks, _MOST_SPLITS, -(-wanted // programs)))
-    return max(1, -(-blocks // max(1, -(-blocks // splits))))
+def _side_by_side(device: torch.device, warps: int, registers: int | None) -> int:
+    """How many programs a device runs at a time."""
+    multiprocessors = _MULTIPROCESSORS
+    if device.type == "cuda":
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    return multiprocessors * (_REGISTERS // (32 * warps * (registers or _MOST_REGISTERS)))
+
+
+def _share(items: int, blocks: int, programs: int) -> int:
+    """How many blocks a program takes, so that all do the same; it depends on shapes alone.
+
+    Args:
+        items: tiles of rows, of all heads and contexts.
+        blocks: of each.
+        programs: among which they are shared out.
+    """
+    share = max(1, -(-items * blocks // programs))
+    while _most_parts(blocks, share) > _MOST_PARTS:
+        share += 1
+    return share
+
+
+def _most_parts(blocks: int, share: int) -> int:
+    """Of how many programs' blocks an item can consist, wherever it begins."""
+    if blocks % share == 0 or share % blocks == 0:
+        return -(-blocks // share)
+    return -(-(blocks - 1) // share) + 1
 
 
 def _interpreted() -> bool:

@@ -23,7 +23,7 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
     Args:
         asm: operands are $0, $1, ..., first the outputs.
         outputs: how many there are.
-        inputs: of 32 bits.
+        inputs: of 32 bits, addresses of 64.
 
     Returns:
         The outputs: uint32, or uint16 where a register was taken apart.
@@ -31,7 +31,7 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
     registers: dict[str, Array] = {f"${outputs + i}": _bits(x) for i, x in enumerate(inputs)}
     for statement in asm.strip(" {};").split(";"):
         name, _, rest = statement.strip().partition(" ")
-        if name == ".reg":
+        if name == ".reg" or name.startswith("prefetch."):
             continue
         target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
         values = [_value(source, registers) for source in sources]
@@ -45,8 +45,8 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
 
 
 def _bits(x: Array) -> Array:
-    x = np.ascontiguousarray(x)
-    return x.view(np.uint32).reshape(x.shape)
+    made = np.ascontiguousarray(x)
+    return made.view(np.uint64 if x.dtype.itemsize == 8 else np.uint32).reshape(x.shape)
 
 
 def _half(x: Array, index: int) -> Array:
@@ -90,6 +90,10 @@ def _bfind(x: Array) -> Array:
     return np.floor(np.log2(x.astype(np.float64))).astype(np.uint32)
 
 
+def _mad_wide(a: Array, b: Array, c: Array) -> Array:
+    return np.asarray(a).astype(np.uint64) * np.asarray(b).astype(np.uint64) + c
+
+
 def _ex2(x: Array) -> Array:
     with np.errstate(under="ignore", over="ignore"):
         power = np.exp2(np.asarray(x).view(np.float32))
@@ -105,5 +109,6 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "or.b32": lambda a, b: a | b,
     "sub.u32": lambda a, b: a - b,
     "bfind.u32": _bfind,
+    "mad.wide.u32": _mad_wide,
     "ex2.approx.ftz.f32": _ex2,
 }

@@ -254,12 +254,27 @@ def test_many_blocks_by_any_number_of_programs(
     assert_close(attend(case, codec), case.expected())
 
 
-@given(blocks=st.integers(1, 5000), programs=st.integers(1, 100_000), wanted=st.integers(1, 10_000))
-def test_no_split_is_empty(blocks: int, programs: int, wanted: int) -> None:
-    splits = triton_kernels._num_splits(blocks, programs, wanted)
-    each = -(-blocks // splits)
-    assert 1 <= splits <= blocks
-    assert (splits - 1) * each < blocks <= splits * each
+@given(items=st.integers(1, 300), blocks=st.integers(1, 600), programs=st.integers(1, 3000))
+def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int) -> None:
+    share = triton_kernels._share(items, blocks, programs)
+    most = triton_kernels._most_parts(blocks, share)
+    assert 1 <= most <= 64
+    assert share >= 1
+    for item in range(items):
+        first, last = item * blocks // share, ((item + 1) * blocks - 1) // share
+        assert last - first + 1 <= most
+
+
+@on_devices("batch, columns, programs", cpu=[(3, 300, 2), (5, 190, 7)], gpu=[(3, 300, 2), (64, 1000, 1000), (5, 4000, 7)])
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_a_program_reads_the_end_of_one_context_and_the_beginning_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, columns: int, programs: int, n: int
+) -> None:
+    tune(monkeypatch, programs=programs)
+    codec = codec_of("turbo2", 16)
+    lengths = tuple(columns - 67 * row % columns for row in range(batch))
+    case = make_case(codec, batch=batch, n=n, columns=columns, slots=1, lengths=lengths, device=device)
+    assert_close(attend(case, codec), case.expected())
 
 
 # ---------------------------------------------------------------- hidden columns

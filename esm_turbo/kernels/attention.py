@@ -1,7 +1,7 @@
 """Triton kernel that reads packed contexts. Imported only where it runs; docs/kernels.md draws what happens.
 
-`attend_context` maps the queries into the space of the stored keys and reads the context, split over programs of one
-warp; `merge` joins the splits.
+`attend_context` maps the queries into the space of the stored keys and reads the contexts, whose blocks are shared out
+evenly to programs of one warp; `merge` joins the parts.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from .operands import (
+    ask_for,
     first_column_of,
     in_pairs,
     key_operand,
@@ -148,6 +149,10 @@ def attend_context(
     columns,
     num_tokens,
     num_rows,
+    num_heads,
+    num_items,
+    share,
+    most_parts,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     KEYS: tl.constexpr,
@@ -157,9 +162,9 @@ def attend_context(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
+    AHEAD: tl.constexpr,
     T: tl.constexpr,
     SHORT: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -168,174 +173,194 @@ def attend_context(
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attention of queries to a split of a packed context: sums, maxima and totals, to be joined by `merge`.
+    """Attention of queries to parts of packed contexts: sums, maxima and totals, to be joined by `merge`.
 
-    Grid: (row tiles x splits, heads, contexts). A row is a query of the context: a token of one row of the extension.
+    Grid: (programs,). An item is a tile of rows, of a head of a context; a row is a query of the context: a token of one
+    row of the extension. The blocks of all items, in a row, are shared out by `share`: a program reads the end of one
+    item and the beginning of the next, or a part of one, or several.
+
     QUERIES (a power of two up to ROWS, 8 or 16) are worked on at once. The rows of an operand hold them once for each
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
     scores and weights of a group fill one tile.
 
-    With OVERLAP, all that does not change from one call to the next is loaded while the kernel before may still run.
+    With OVERLAP, the first tiles are asked for while the kernel before may still run.
     """
-    num_heads = tl.num_programs(1)
-    split = tl.program_id(0) % SPLITS
-    row_tile = tl.program_id(0) // SPLITS
-    head = tl.program_id(1)
-    context = tl.program_id(2)
-    place = (context * num_heads + head).to(tl.int64)
+    blocks = tl.maximum(tl.cdiv(columns, BLOCK_TILES * T), 1)
+    first_block = tl.program_id(0) * share
+    last_block = tl.minimum(first_block + share, num_items * blocks)
+    row_tiles = tl.cdiv(num_rows, QUERIES)
+    one = tl.minimum(columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
-
     i = tl.arange(0, ROWS)
-    row = row_tile * QUERIES + i % QUERIES
-    known = row < num_rows
-    if SHARED:
-        batch = row // num_tokens
-        token = row % num_tokens
-    else:
-        batch = tl.zeros_like(row) + context
-        token = row
-    unit = tl.load(map_scale_ptr + head)
-    maps = maps_of(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
     corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
-    key_table_ptr += head * 16
-    value_table_ptr += head * 16
-    key_table = packed_table(key_table_ptr, KEYS, DTYPE, ASM)
-    value_table = packed_table(value_table_ptr, VALUES, DTYPE, ASM)
     if OVERLAP:
+        # The second-level cache sees what is written later, so that nothing old can be read.
+        first_row = (first_block // blocks // row_tiles).to(tl.int64) * columns
+        ahead = first_column_of(first_block % blocks * BLOCK_TILES, columns, T)
+        ask_for(key_slabs, first_row, ahead, T, SHORT, KEYS, ASM)
+        ask_for(value_slabs, first_row, ahead, T, SHORT, VALUES, ASM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    length = tl.load(lengths_ptr + context).to(tl.int32)
-    # Splits are of whole blocks, tiles whole parts of a block.
-    blocks = tl.cdiv(columns, BLOCK_TILES * T)
-    tiles_per_split = tl.cdiv(blocks, SPLITS) * BLOCK_TILES
-    first_tile = split * tiles_per_split
-    last_tile = tl.minimum(first_tile + tiles_per_split, tl.cdiv(length, T))
-    # Asked for first, because they come from furthest.
-    row_of_slabs = place * columns
-    one = tl.minimum(columns, 1)
-    first_loaded = first_column_of(first_tile, columns, T)
-    key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
-    value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
-    hidden = ()
-    for slot in tl.static_range(SLOTS):
-        hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
-
-    query_ptr += head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
-    low, high, size = scaled_queries(query_ptr, known, HEAD_DIM, HALF, DTYPE)
-    key_mean_ptr += head * HEAD_DIM
-    residual_ptr = key_residual_ptr
-    if residual_ptr is not None:
-        residual_ptr += place * HEAD_DIM
-    d = tl.arange(0, HALF)
-    in_head = d < HEAD_DIM // 2
-    mean_low = mean_of(key_mean_ptr, residual_ptr, d, in_head)
-    mean_high = mean_of(key_mean_ptr, residual_ptr, HEAD_DIM // 2 + d, in_head)
-    # Scores are counted in units in which the maps are at most 1. The mean may be far more.
-    largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
-    mean_scale = tl.maximum(power_below(largest / unit), 1.0)
-    mean_low = in_two(mean_low / unit / mean_scale, parts, DTYPE)
-    mean_high = in_two(mean_high / unit / mean_scale, parts, DTYPE)
-    # Not so small that a score of minus infinity would become none.
-    scale = tl.maximum(size * (unit * LOG2E), _LEAST)
-
-    highest = tl.full((ROWS,), LOWEST, tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    sums = ()
-    for slab in tl.static_range(len(VALUES)):
-        sums = sums + (zeros_of(VALUES, slab, ROWS),)
-    for begin in tl.range(first_tile, last_tile, copies):
-        end = tl.minimum(begin + copies, last_tile)
-        own_tile = begin + i // QUERIES
-        queries = mapped_queries(
-            low,
-            high,
-            begin // BLOCK_TILES if copies == 1 else own_tile[:, None] // BLOCK_TILES,
-            maps,
-            mean_low,
-            mean_high,
-            mean_scale,
-            corrections,
-            angle_ptr,
-            HEAD_DIM,
-            HALF,
-            KEYS,
-            ROTATED,
-            DTYPE,
-            PRECISION,
-        )
-        # A group of one tile is no loop: its bounds and what it carries would be instructions.
-        if copies == 1:
-            scored = _tile_scores(
-                queries[1:], key_words, key_slabs, key_table_ptr, key_table, row_of_slabs,
-                first_column_of(end, columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
-            )  # fmt: skip
-            scores = scored[0]
-            key_words = scored[1:]
-        else:
-            scores = tl.zeros((ROWS, T), tl.float32)
-            for tile in tl.range(begin, end):
-                scored = _tile_scores(
-                    queries[1:], key_words, key_slabs, key_table_ptr, key_table, row_of_slabs,
-                    first_column_of(tile + 1, columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
-                )  # fmt: skip
-                scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
-                key_words = scored[1:]
-        # All of most groups is seen.
-        partly = (begin + copies > last_tile) | ((begin + copies) * T > length)
+    for item in tl.range(first_block // blocks, tl.cdiv(last_block, blocks), num_stages=1):
+        row_tile = item % row_tiles
+        head = item // row_tiles % num_heads
+        context = item // row_tiles // num_heads
+        place = (item // row_tiles).to(tl.int64)
+        part = tl.program_id(0) - item * blocks // share
+        length = tl.load(lengths_ptr + context).to(tl.int32)
+        first_tile = tl.maximum(first_block - item * blocks, 0) * BLOCK_TILES
+        last_tile = tl.minimum(tl.minimum(last_block - item * blocks, blocks) * BLOCK_TILES, tl.cdiv(length, T))
+        # Asked for first, because they come from furthest.
+        row_of_slabs = place * columns
+        first_loaded = first_column_of(first_tile, columns, T)
+        key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
+        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
+        for further in tl.static_range(1, AHEAD):
+            ahead = first_column_of(tl.minimum(first_tile + further, tl.maximum(last_tile - 1, 0)), columns, T)
+            ask_for(key_slabs, row_of_slabs, ahead, T, SHORT, KEYS, ASM)
+            ask_for(value_slabs, row_of_slabs, ahead, T, SHORT, VALUES, ASM)
+        hidden = ()
         for slot in tl.static_range(SLOTS):
-            partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
-        if mask_ptr is not None or partly:
-            own_first = _not_ahead(own_tile * T, ASM)
-            column = first_column_of(own_tile, columns, T)[:, None] + in_pairs(tl.arange(0, T))[None, :]
-            seen = (known & (own_tile < end))[:, None] & (column >= own_first[:, None]) & (column < length)
-            for slot in tl.static_range(SLOTS):
-                seen = seen & (column != hidden[slot])
-            if mask_ptr is not None:
-                at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
-                seen = seen & (tl.load(at, mask=seen, other=0) != 0)
-            scores = tl.where(seen, scores, float("-inf"))
-        lacking = queries[0] * scale
-        peak = tl.maximum(highest, tl.max(scores, 1) * scale + lacking)
-        keep = _exp2(highest - peak, ASM)
-        weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
-        total = total * keep + tl.sum(weights, 1)
-        highest = peak
-        weights = in_fours(weights.to(DTYPE))
-        kept = ()
-        for slab in tl.static_range(len(VALUES)):
-            kept = kept + (sums[slab] * keep[:, None],)
-        sums = kept
-        if copies == 1:
-            summed = _tile_sums(
-                weights, None, sums, value_words, value_slabs, value_table_ptr, value_table, row_of_slabs,
-                first_column_of(end, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
-            )  # fmt: skip
-            sums = summed[: len(VALUES)]
-            value_words = summed[len(VALUES) :]
+            hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
+
+        row = row_tile * QUERIES + i % QUERIES
+        known = row < num_rows
+        if SHARED:
+            batch = row // num_tokens
+            token = row % num_tokens
         else:
-            for tile in tl.range(begin, end):
+            batch = tl.zeros_like(row) + context
+            token = row
+        unit = tl.load(map_scale_ptr + head)
+        maps = maps_of(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
+        key_tables = key_table_ptr + head * 16
+        value_tables = value_table_ptr + head * 16
+        key_table = packed_table(key_tables, KEYS, DTYPE, ASM)
+        value_table = packed_table(value_tables, VALUES, DTYPE, ASM)
+        at = query_ptr + head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
+        low, high, size = scaled_queries(at, known, HEAD_DIM, HALF, DTYPE)
+        residual_ptr = key_residual_ptr
+        if residual_ptr is not None:
+            residual_ptr += place * HEAD_DIM
+        d = tl.arange(0, HALF)
+        in_head = d < HEAD_DIM // 2
+        mean_low = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
+        mean_high = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
+        # Scores are counted in units in which the maps are at most 1. The mean may be far more.
+        largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
+        mean_scale = tl.maximum(power_below(largest / unit), 1.0)
+        mean_low = in_two(mean_low / unit / mean_scale, parts, DTYPE)
+        mean_high = in_two(mean_high / unit / mean_scale, parts, DTYPE)
+        # Not so small that a score of minus infinity would become none.
+        scale = tl.maximum(size * (unit * LOG2E), _LEAST)
+
+        highest = tl.full((ROWS,), LOWEST, tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        sums = ()
+        for slab in tl.static_range(len(VALUES)):
+            sums = sums + (zeros_of(VALUES, slab, ROWS),)
+        for begin in tl.range(first_tile, last_tile, copies):
+            end = tl.minimum(begin + copies, last_tile)
+            own_tile = begin + i // QUERIES
+            queries = mapped_queries(
+                low,
+                high,
+                begin // BLOCK_TILES if copies == 1 else own_tile[:, None] // BLOCK_TILES,
+                maps,
+                mean_low,
+                mean_high,
+                mean_scale,
+                corrections,
+                angle_ptr,
+                HEAD_DIM,
+                HALF,
+                KEYS,
+                ROTATED,
+                DTYPE,
+                PRECISION,
+            )
+            # A group of one tile is no loop: its bounds and what it carries would be instructions.
+            if copies == 1:
+                ahead = first_column_of(tl.minimum(begin + AHEAD, last_tile - 1), columns, T)
+                ask_for(key_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, KEYS, ASM)
+                ask_for(value_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, VALUES, ASM)
+                scored = _tile_scores(
+                    queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
+                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                )  # fmt: skip
+                scores = scored[0]
+                key_words = scored[1:]
+            else:
+                scores = tl.zeros((ROWS, T), tl.float32)
+                for tile in tl.range(begin, end):
+                    ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
+                    ask_for(key_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, KEYS, ASM)
+                    scored = _tile_scores(
+                        queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
+                        first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
+                        T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                    )  # fmt: skip
+                    scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
+                    key_words = scored[1:]
+            # All of most groups is seen.
+            partly = (begin + copies > last_tile) | ((begin + copies) * T > length)
+            for slot in tl.static_range(SLOTS):
+                partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
+            if mask_ptr is not None or partly:
+                own_first = _not_ahead(own_tile * T, ASM)
+                column = first_column_of(own_tile, columns, T)[:, None] + in_pairs(tl.arange(0, T))[None, :]
+                seen = (known & (own_tile < end))[:, None] & (column >= own_first[:, None]) & (column < length)
+                for slot in tl.static_range(SLOTS):
+                    seen = seen & (column != hidden[slot])
+                if mask_ptr is not None:
+                    at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
+                    seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+                scores = tl.where(seen, scores, float("-inf"))
+            lacking = queries[0] * scale
+            peak = tl.maximum(highest, tl.max(scores, 1) * scale + lacking)
+            keep = _exp2(highest - peak, ASM)
+            weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
+            total = total * keep + tl.sum(weights, 1)
+            highest = peak
+            weights = in_fours(weights.to(DTYPE))
+            kept = ()
+            for slab in tl.static_range(len(VALUES)):
+                kept = kept + (sums[slab] * keep[:, None],)
+            sums = kept
+            if copies == 1:
                 summed = _tile_sums(
-                    weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_table_ptr, value_table,
-                    row_of_slabs, first_column_of(tile + 1, columns, T), columns, T, ROWS, SHORT, VALUES, DTYPE,
-                    PRECISION, ASM,
+                    weights, None, sums, value_words, value_slabs, value_tables, value_table, row_of_slabs,
+                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns,
+                    T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 sums = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
+            else:
+                for tile in tl.range(begin, end):
+                    ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
+                    ask_for(value_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, VALUES, ASM)
+                    summed = _tile_sums(
+                        weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
+                        row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,
+                        T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
+                    )  # fmt: skip
+                    sums = summed[: len(VALUES)]
+                    value_words = summed[len(VALUES) :]
 
-    out = (place * SPLITS + split) * num_rows
-    query = row_tile * QUERIES + tl.arange(0, QUERIES)
-    by_copy = tl.reshape(highest, (copies, QUERIES))
-    peak = tl.max(by_copy, 0)
-    keep = _exp2(by_copy - peak[None, :], ASM)
-    start = 0
-    for slab in tl.static_range(len(VALUES)):
-        joined = tl.sum(_by_copy(sums[slab], QUERIES, ROWS, VALUES, slab) * keep[:, :, None], 0)
-        at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + places_of(VALUES, slab)[None, :]
-        tl.store(at, joined, mask=(query < num_rows)[:, None])
-        start += VALUES[slab][4]
-    tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
-    joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
-    tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)
+        out = (place * most_parts + part) * num_rows
+        query = row_tile * QUERIES + tl.arange(0, QUERIES)
+        by_copy = tl.reshape(highest, (copies, QUERIES))
+        peak = tl.max(by_copy, 0)
+        keep = _exp2(by_copy - peak[None, :], ASM)
+        start = 0
+        for slab in tl.static_range(len(VALUES)):
+            joined = tl.sum(_by_copy(sums[slab], QUERIES, ROWS, VALUES, slab) * keep[:, :, None], 0)
+            at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + places_of(VALUES, slab)[None, :]
+            tl.store(at, joined, mask=(query < num_rows)[:, None])
+            start += VALUES[slab][4]
+        tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
+        joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
+        tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)

@@ -186,6 +186,31 @@ def in_pairs(row):
 
 
 @triton.jit
+def _ask_for_slab(slab_ptr, row, first, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    stored: tl.constexpr = SLABS[SLAB][6]
+    at = (slab_ptr + (row + first) * stored).to(tl.int64)
+    # Every lane asks for an equal part.
+    each = T * stored * slab_ptr.dtype.element_ty.primitive_bitwidth // (8 * 32)
+    tl.inline_asm_elementwise(
+        "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; mad.wide.u32 a, t, $2, $1; prefetch.global.L2 [a];"
+        " mov.b32 $0, 0; }",
+        "=r,l,r",
+        [at, each],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def ask_for(slabs, row, first, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
+    """Has a tile of all slabs brought to the second-level cache, which takes no register; nothing where `SHORT`."""
+    if ASM and not SHORT:
+        for i in tl.static_range(len(SLABS)):
+            _ask_for_slab(slabs[i], row, first, T, SLABS, i)
+
+
+@triton.jit
 def load_key_slab(
     slab_ptr, row, first, columns, one, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr
 ):
