@@ -13,7 +13,7 @@ __all__ = ["gelu", "rotate"]
 _BLOCK = 1024
 _HEADS = 8
 # Programmatic dependent launch: where it may be used, and from which compute capability on there is one.
-OVERLAP = False
+OVERLAP = True
 _OVERLAPPING = (9, 0)
 
 

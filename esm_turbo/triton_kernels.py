@@ -22,12 +22,14 @@ __all__ = ["extend_attention", "gelu", "rotate"]
 # The numbers of `SlabView.spec`.
 _Spec = tuple[int, int, int, int, int, bool, int]
 
-# Of a multiprocessor; a thread that has no limit of its own may take 255.
-_REGISTERS = 65536
+# Of either of a multiprocessor's four parts, which do not share them; a thread may have 255.
+_REGISTERS = 16384
 _MOST_REGISTERS = 256
 # What a device without multiprocessors counts as.
 _MULTIPROCESSORS = 132
 _MOST_PARTS = 64
+# Blocks of a program from which on it pays to ask for tiles further ahead.
+_LONG = 8
 # Rows of a tensor core's operand.
 _ROWS = 16
 _SMALL_HEAD = 64
@@ -41,25 +43,26 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
-        ahead: how many tiles ahead the second-level cache is asked for one; 0 for never.
+        ahead: how many tiles ahead the second-level cache is asked for one, by programs that read many; 0 for never.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
         merge_programs: that there are at least before rows of several contexts share one.
-        registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
-            queries; None leaves it to the compiler. Fewer registers let more programs run side by side.
-        registers_of_many: the same where there are more queries, whose scores and sums take more registers.
+        registers: the most that a thread may have, of kernels in half precision for heads of up to 64, where up to
+            eight queries read contexts of `narrow` bytes a token and less, and programs many blocks of them; others
+            leave it to the compiler. Fewer registers let more programs run side by side, and may be too few.
+        narrow: see `registers`; bytes of a token and head.
         programs: among how many the contexts' blocks are shared out; None for as many as run side by side.
     """
 
     tile: int = 64
-    ahead: int = 4
+    ahead: int = 2
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
     merge_programs: int = 264
-    registers: int | None = 168
-    registers_of_many: int | None = 224
+    registers: int = 168
+    narrow: int = 40
     programs: int | None = None
 
 
@@ -227,10 +230,14 @@ def _attend(
     operand_rows = 8 if rows <= 8 else _ROWS
     queries = min(operand_rows, power_of_two(rows))
     row_tiles = -(-rows // queries)
-    registers = tuning.registers if operand_rows < _ROWS else tuning.registers_of_many
-    limits = {"maxnreg": registers} if registers and half and head_dim <= _SMALL_HEAD else {}
     blocks, items = max(1, -(-columns // _BLOCK)), contexts * heads * row_tiles
-    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps, limits.get("maxnreg")))
+    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps))
+    token_bytes = sum(slab.shape[3] * slab.element_size() for slab in (*key_slabs, *value_slabs))
+    limits = {}
+    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS and share >= _LONG and token_bytes <= tuning.narrow:
+        limits = {"maxnreg": tuning.registers}
+        programs = tuning.programs or _side_by_side(query.device, tuning.warps, tuning.registers)
+        share = _share(items, blocks, programs)
     most_parts = _most_parts(blocks, share)
     value_size = value_map.shape[1]
     count = contexts * heads * most_parts * rows
@@ -285,7 +292,7 @@ def _attend(
         SLOTS=protected_columns.shape[1],
         SHARED=shared,
         ROTATED=rotated,
-        AHEAD=tuning.ahead,
+        AHEAD=tuning.ahead if share >= _LONG else 0,
         T=tuning.tile,
         SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
@@ -345,12 +352,12 @@ def _attend(
     return output
 
 
-def _side_by_side(device: torch.device, warps: int, registers: int | None) -> int:
-    """How many programs a device runs at a time."""
+def _side_by_side(device: torch.device, warps: int, registers: int = _MOST_REGISTERS) -> int:
+    """How many programs a device runs at a time, if a thread has so many registers."""
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * (_REGISTERS // (32 * warps * (registers or _MOST_REGISTERS)))
+    return multiprocessors * 4 * (_REGISTERS // (32 * registers)) // warps
 
 
 def _share(items: int, blocks: int, programs: int) -> int:

@@ -13,6 +13,9 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
+# Addresses of what was asked for.
+prefetched: set[int] = set()
+
 # Any lane but the first; which one it is must not matter.
 _LANE = 13
 
@@ -31,7 +34,10 @@ def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
     registers: dict[str, Array] = {f"${outputs + i}": _bits(x) for i, x in enumerate(inputs)}
     for statement in asm.strip(" {};").split(";"):
         name, _, rest = statement.strip().partition(" ")
-        if name == ".reg" or name.startswith("prefetch."):
+        if name == ".reg":
+            continue
+        if name == "prefetch.global.L2":
+            prefetched.update(np.unique(registers[rest.strip("[]")]).tolist())
             continue
         target, *sources = re.findall(r"\{[^}]*\}|[^\s,]+", rest)
         values = [_value(source, registers) for source in sources]

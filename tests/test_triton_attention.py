@@ -97,9 +97,7 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: 
     "preset, head_dim", [("turbo4", 64), ("turbo2", 32), ("turbo1", 16), ("turbo3", 128), ("paper", 64), ("paper", 24)]
 )
 @pytest.mark.parametrize("n", [1, 9])
-def test_half_precision_with_assembly(
-    monkeypatch: pytest.MonkeyPatch, preset: str, head_dim: int, n: int
-) -> None:
+def test_half_precision_with_assembly(monkeypatch: pytest.MonkeyPatch, preset: str, head_dim: int, n: int) -> None:
     """What a GPU runs instead of arithmetic that the interpreter knows."""
     import triton_assembly
 
@@ -107,6 +105,27 @@ def test_half_precision_with_assembly(
     codec = codec_of(preset, head_dim)
     case = make_case(codec, n=n, lengths=(130, 33), slots=1, masked=n > 1, dtype=torch.float16, device="cpu")
     assert_as_good_as_plain(attend(case, codec), case)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("n", [1, 16])
+def test_long_contexts_are_asked_for_ahead_of_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    import ptx
+    import triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    tune(monkeypatch, programs=1)
+    codec = codec_of("turbo2", 32)
+    case = make_case(codec, batch=1, n=n, columns=700, slots=1, dtype=torch.float16, device="cpu")
+    ptx.prefetched.clear()
+    assert_as_good_as_plain(attend(case, codec), case)
+    slabs = case.context.packed.values()
+    ends = [(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in slabs]
+    for first, last in ends:
+        # Not the first tile, and each of the others by one of its tokens.
+        inside = [address for address in ptx.prefetched if first <= address < last]
+        assert len(inside) == codec.geometry.num_heads * 10
+    assert all(any(first <= address < last for first, last in ends) for address in ptx.prefetched)
 
 
 @pytest.mark.interpreter
@@ -265,7 +284,9 @@ def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, prog
         assert last - first + 1 <= most
 
 
-@on_devices("batch, columns, programs", cpu=[(3, 300, 2), (5, 190, 7)], gpu=[(3, 300, 2), (64, 1000, 1000), (5, 4000, 7)])
+@on_devices(
+    "batch, columns, programs", cpu=[(3, 300, 2), (5, 190, 7)], gpu=[(3, 300, 2), (64, 1000, 1000), (5, 4000, 7)]
+)
 @pytest.mark.parametrize("n", [1, 3, 16])
 def test_a_program_reads_the_end_of_one_context_and_the_beginning_of_the_next(
     monkeypatch: pytest.MonkeyPatch, device: str, batch: int, columns: int, programs: int, n: int

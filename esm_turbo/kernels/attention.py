@@ -175,9 +175,9 @@ def attend_context(
 ):
     """Attention of queries to parts of packed contexts: sums, maxima and totals, to be joined by `merge`.
 
-    Grid: (programs,). An item is a tile of rows, of a head of a context; a row is a query of the context: a token of one
-    row of the extension. The blocks of all items, in a row, are shared out by `share`: a program reads the end of one
-    item and the beginning of the next, or a part of one, or several.
+    Grid: (programs,). A row is a query of a context: a token of one row of the extension. An item is a tile of rows, of
+    one head of one context. The blocks of all items, one after the other, are shared out by `share`: a program reads
+    the end of one item and the beginning of the next, or a part of one, or several.
 
     QUERIES (a power of two up to ROWS, 8 or 16) are worked on at once. The rows of an operand hold them once for each
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
@@ -193,6 +193,8 @@ def attend_context(
     copies: tl.constexpr = ROWS // QUERIES
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
+    # The next tile's words are asked for anyway.
+    unasked: tl.constexpr = AHEAD < 2 or SHORT
     i = tl.arange(0, ROWS)
     corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
     if OVERLAP:
@@ -285,11 +287,12 @@ def attend_context(
             # A group of one tile is no loop: its bounds and what it carries would be instructions.
             if copies == 1:
                 ahead = first_column_of(tl.minimum(begin + AHEAD, last_tile - 1), columns, T)
-                ask_for(key_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, KEYS, ASM)
-                ask_for(value_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, VALUES, ASM)
+                ask_for(key_slabs, row_of_slabs, ahead, T, unasked, KEYS, ASM)
+                ask_for(value_slabs, row_of_slabs, ahead, T, unasked, VALUES, ASM)
                 scored = _tile_scores(
                     queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
-                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns, one, T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns, one,
+                    T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 scores = scored[0]
                 key_words = scored[1:]
@@ -297,7 +300,7 @@ def attend_context(
                 scores = tl.zeros((ROWS, T), tl.float32)
                 for tile in tl.range(begin, end):
                     ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
-                    ask_for(key_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, KEYS, ASM)
+                    ask_for(key_slabs, row_of_slabs, ahead, T, unasked, KEYS, ASM)
                     scored = _tile_scores(
                         queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
                         first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
@@ -341,7 +344,7 @@ def attend_context(
             else:
                 for tile in tl.range(begin, end):
                     ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
-                    ask_for(value_slabs, row_of_slabs, ahead, T, AHEAD < 2 or SHORT, VALUES, ASM)
+                    ask_for(value_slabs, row_of_slabs, ahead, T, unasked, VALUES, ASM)
                     summed = _tile_sums(
                         weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
                         row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,
