@@ -252,6 +252,7 @@ def _read_again(model: TurboEsmModel, caches: Sequence[TurboKVCache], tokens: in
     """Extensions of the first, a middle and the last batch, against those of the same contexts encoded anew."""
     new = gpu_models.tokens(at_once, 1, cls=False, seed=2)
     differences = []
+    torch.cuda.empty_cache()
     places = sorted({0, len(caches) // 2, len(caches) - 1}) if caches else []
     for place in places:
         again = prefilled(model, _proteins(tokens, at_once, place))

@@ -8,6 +8,7 @@ Tensors are replaced, never written into, so that copies may share them.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -232,7 +233,8 @@ class TurboKVCache(Cache):
         stored = torch.arange(order.shape[1], device=order.device) < counts[:, None]
         protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
         if self.config.protect_special_tokens:
-            special = stored & torch.isin(token_ids, torch.tensor(list(special_ids), device=order.device))
+            # Compared one by one: a tensor of them would have to come from the host, which waits for the device.
+            special = stored & functools.reduce(torch.logical_or, [token_ids == special for special in special_ids])
             # A context has one <cls> and at most one <eos>; on a device that is taken for granted, to not wait for it.
             slots = int(special.sum(1).max()) if self._on_cpu else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)

@@ -28,7 +28,7 @@ _MOST_REGISTERS = 256
 # What a device without multiprocessors counts as.
 _MULTIPROCESSORS = 132
 _MOST_PARTS = 64
-# Blocks of a program from which on it pays to ask for tiles further ahead.
+# Blocks of a program from which on it pays to ask for words ahead of time, and to have more programs.
 _LONG = 8
 # Rows of a tensor core's operand.
 _ROWS = 16
@@ -43,7 +43,8 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
-        ahead: how many tiles ahead the second-level cache is asked for one, by programs that read many; 0 for never.
+        ask: whether the second-level cache is asked for words ahead of time, where a group has several tiles and a
+            program several groups.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
@@ -56,7 +57,7 @@ class Tuning:
     """
 
     tile: int = 64
-    ahead: int = 2
+    ask: bool = True
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
@@ -292,7 +293,7 @@ def _attend(
         SLOTS=protected_columns.shape[1],
         SHARED=shared,
         ROTATED=rotated,
-        AHEAD=tuning.ahead if share >= _LONG else 0,
+        ASK=tuning.ask and queries < operand_rows and share >= _LONG,
         T=tuning.tile,
         SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,

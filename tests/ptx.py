@@ -16,8 +16,8 @@ Array = np.ndarray[Any, Any]
 # Addresses of what was asked for.
 prefetched: set[int] = set()
 
-# Any lane but the first; which one it is must not matter.
-_LANE = 13
+# Any lane but the first; which one it is must not matter to results.
+LANE = 13
 
 
 def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
@@ -61,7 +61,7 @@ def _half(x: Array, index: int) -> Array:
 
 def _value(source: str, registers: dict[str, Array]) -> Array:
     if source == "%laneid":
-        return np.uint32(_LANE)  # type: ignore[return-value]
+        return np.uint32(LANE)  # type: ignore[return-value]
     return registers[source] if source in registers else np.uint32(int(source, 0))  # type: ignore[return-value]
 
 
@@ -96,8 +96,8 @@ def _bfind(x: Array) -> Array:
     return np.floor(np.log2(x.astype(np.float64))).astype(np.uint32)
 
 
-def _mad_wide(a: Array, b: Array, c: Array) -> Array:
-    return np.asarray(a).astype(np.uint64) * np.asarray(b).astype(np.uint64) + c
+def _sign_extended(x: Array) -> Array:
+    return np.asarray(x).view(np.int32).astype(np.int64).view(np.uint64)
 
 
 def _ex2(x: Array) -> Array:
@@ -115,6 +115,10 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "or.b32": lambda a, b: a | b,
     "sub.u32": lambda a, b: a - b,
     "bfind.u32": _bfind,
-    "mad.wide.u32": _mad_wide,
+    "add.u32": lambda a, b: a + b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "min.s32": lambda a, b: np.minimum(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32)).view(np.uint32),
+    "cvt.s64.s32": _sign_extended,
+    "add.s64": lambda a, b: a + b,
     "ex2.approx.ftz.f32": _ex2,
 }

@@ -107,25 +107,53 @@ def test_half_precision_with_assembly(monkeypatch: pytest.MonkeyPatch, preset: s
     assert_as_good_as_plain(attend(case, codec), case)
 
 
+LINE = 128
+
+
 @pytest.mark.interpreter
-@pytest.mark.parametrize("n", [1, 16])
-def test_long_contexts_are_asked_for_ahead_of_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+@pytest.mark.parametrize("bits, components", [(1, 8), (2, 16), (4, 64), (8, 128)])
+@pytest.mark.parametrize("first, last", [(0, 512), (448, 700), (640, 700), (700, 700)])
+def test_every_line_is_asked_for_and_none_beyond(
+    monkeypatch: pytest.MonkeyPatch, bits: int, components: int, first: int, last: int
+) -> None:
+    import ptx
+    import triton_assembly
+    from triton_probe import ask
+
+    triton_assembly.use(monkeypatch)
+    view = key_view(FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components))
+    words = view.of({"slab": torch.zeros(700, components * bits // 8, dtype=torch.uint8)})
+    ptx.prefetched.clear()
+    for lane in range(32):
+        monkeypatch.setattr(ptx, "LANE", lane)
+        ask(view, words, first, last, count=512)
+    size = words[0].nbytes
+    begin, end = words.data_ptr() + first * size, words.data_ptr() + min(first + 512, last) * size
+    asked = {(address - begin) // LINE for address in ptx.prefetched}
+    assert asked >= set(range(-(-(end - begin) // LINE)))
+    assert all(begin <= address < words.data_ptr() + last * size for address in ptx.prefetched)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("n, asks", [(1, True), (3, True), (16, False)])
+def test_long_contexts_are_asked_for_ahead_of_time(monkeypatch: pytest.MonkeyPatch, n: int, asks: bool) -> None:
     import ptx
     import triton_assembly
 
     triton_assembly.use(monkeypatch)
     tune(monkeypatch, programs=1)
     codec = codec_of("turbo2", 32)
-    case = make_case(codec, batch=1, n=n, columns=700, slots=1, dtype=torch.float16, device="cpu")
+    lengths = (700, 50)
+    case = make_case(codec, n=n, columns=700, lengths=lengths, slots=1, dtype=torch.float16, device="cpu")
     ptx.prefetched.clear()
     assert_as_good_as_plain(attend(case, codec), case)
-    slabs = case.context.packed.values()
-    ends = [(slab.data_ptr(), slab.data_ptr() + slab.numel()) for slab in slabs]
-    for first, last in ends:
-        # Not the first tile, and each of the others by one of its tokens.
-        inside = [address for address in ptx.prefetched if first <= address < last]
-        assert len(inside) == codec.geometry.num_heads * 10
-    assert all(any(first <= address < last for first, last in ends) for address in ptx.prefetched)
+    for slab in case.context.packed.values():
+        for row, length in enumerate(lengths):
+            for head in slab[row]:
+                tiles = -(-length // 64)
+                first, last = head.data_ptr(), head.data_ptr() + min(64 * tiles, 700) * head.shape[1]
+                assert any(first <= address < last for address in ptx.prefetched) == asks
+                assert not any(last <= address < first + head.nbytes for address in ptx.prefetched)
 
 
 @pytest.mark.interpreter

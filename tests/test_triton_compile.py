@@ -128,6 +128,18 @@ def test_attention(
     assert compiler.made.keys() == {"attend_context", "merge"}
 
 
+@pytest.mark.parametrize(("preset", "limit"), [("turbo4", None), ("turbo1", 168)])
+def test_long_contexts(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, limit: int | None) -> None:
+    """Words are asked for ahead of time; where a token has few, registers are limited."""
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    codec = codec_of(preset, 64)
+    case = make_case(codec, n=1, columns=700, dtype=torch.bfloat16)
+    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+    attend = compiler.made["attend_context"]
+    assert "prefetch.global.L2" in attend.asm["ptx"]
+    assert attend.metadata.maxnreg == limit
+
+
 @pytest.mark.parametrize(
     ("preset", "head_dim", "dtype"),
     [("turbo3", 64, torch.bfloat16), ("turbo4", 128, torch.float32), ("paper", 24, torch.float16)],

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from esm_turbo.kernel_layout import SlabView
 from esm_turbo.kernels.operands import (
+    ask_for,
     in_pairs,
     key_operand,
     load_key_slab,
@@ -57,6 +58,16 @@ def _show_values(
     operand = value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
     tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+
+
+@triton.jit
+def _ask(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr):
+    ask_for((slab_ptr,), first, last, COUNT, SLABS, True)
+
+
+def ask(view: SlabView, words: Tensor, first: int, last: int, count: int) -> None:
+    """Asks for `count` columns of a slab from `first` on, up to `last`."""
+    _ask[(1,)](words, first, last, COUNT=count, SLABS=(view.spec,), num_warps=1)
 
 
 def operand(

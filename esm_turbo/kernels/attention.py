@@ -115,11 +115,12 @@ def _tile_sums(
     for i in tl.static_range(len(VALUES)):
         values = value_operand(value_words[i], table_ptr, table, T, VALUES, i, DTYPE, ASM)
         next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
-        if own is None:
+        if own is None and tl.float16 == DTYPE:
             new = new + (product(weights, values, sums[i], VALUES[i][5], PRECISION),)
         else:
+            # Tensor cores cut off what they add up: over many tiles float32 would show it.
             products = product(weights, values, zeros_of(VALUES, i, ROWS), VALUES[i][5], PRECISION)
-            new = new + (tl.where(own, sums[i] + products, sums[i]),)
+            new = new + ((sums[i] + products) if own is None else tl.where(own, sums[i] + products, sums[i]),)
     return new + next_words
 
 
@@ -164,7 +165,7 @@ def attend_context(
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
-    AHEAD: tl.constexpr,
+    ASK: tl.constexpr,
     T: tl.constexpr,
     SHORT: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -183,7 +184,8 @@ def attend_context(
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
     scores and weights of a group fill one tile.
 
-    With OVERLAP, the first tiles are asked for while the kernel before may still run.
+    With ASK, the second-level cache is asked for the words of a group's values before its scores are made, and for
+    those of the next group's keys before the sums; with OVERLAP, for the first tiles while the kernel before may run.
     """
     blocks = tl.maximum(tl.cdiv(columns, BLOCK_TILES * T), 1)
     first_block = tl.program_id(0) * share
@@ -193,16 +195,14 @@ def attend_context(
     copies: tl.constexpr = ROWS // QUERIES
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
-    # The next tile's words are asked for anyway.
-    unasked: tl.constexpr = AHEAD < 2 or SHORT
     i = tl.arange(0, ROWS)
     corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
     if OVERLAP:
         # The second-level cache sees what is written later, so that nothing old can be read.
         first_row = (first_block // blocks // row_tiles).to(tl.int64) * columns
-        ahead = first_column_of(first_block % blocks * BLOCK_TILES, columns, T)
-        ask_for(key_slabs, first_row, ahead, T, SHORT, KEYS, ASM)
-        ask_for(value_slabs, first_row, ahead, T, SHORT, VALUES, ASM)
+        first_column = first_row + first_block % blocks * (BLOCK_TILES * T)
+        ask_for(key_slabs, first_column, first_row + columns, T, KEYS, ASM)
+        ask_for(value_slabs, first_column, first_row + columns, T, VALUES, ASM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -220,10 +220,9 @@ def attend_context(
         first_loaded = first_column_of(first_tile, columns, T)
         key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
         value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
-        for further in tl.static_range(1, AHEAD):
-            ahead = first_column_of(tl.minimum(first_tile + further, tl.maximum(last_tile - 1, 0)), columns, T)
-            ask_for(key_slabs, row_of_slabs, ahead, T, SHORT, KEYS, ASM)
-            ask_for(value_slabs, row_of_slabs, ahead, T, SHORT, VALUES, ASM)
+        last_column = row_of_slabs + tl.minimum(last_tile * T, columns)
+        if ASK:
+            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, copies * T, KEYS, ASM)
         hidden = ()
         for slot in tl.static_range(SLOTS):
             hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
@@ -242,8 +241,9 @@ def attend_context(
         value_tables = value_table_ptr + head * 16
         key_table = packed_table(key_tables, KEYS, DTYPE, ASM)
         value_table = packed_table(value_tables, VALUES, DTYPE, ASM)
-        at = query_ptr + head * stride_query_head + batch.to(tl.int64) * stride_query_row + token * stride_query_token
-        low, high, size = scaled_queries(at, known, HEAD_DIM, HALF, DTYPE)
+        queries_at = query_ptr + head * stride_query_head
+        queries_at += batch.to(tl.int64) * stride_query_row + token * stride_query_token
+        low, high, size = scaled_queries(queries_at, known, HEAD_DIM, HALF, DTYPE)
         residual_ptr = key_residual_ptr
         if residual_ptr is not None:
             residual_ptr += place * HEAD_DIM
@@ -266,6 +266,8 @@ def attend_context(
             sums = sums + (zeros_of(VALUES, slab, ROWS),)
         for begin in tl.range(first_tile, last_tile, copies):
             end = tl.minimum(begin + copies, last_tile)
+            if ASK:
+                ask_for(value_slabs, row_of_slabs + begin * T, last_column, copies * T, VALUES, ASM)
             own_tile = begin + i // QUERIES
             queries = mapped_queries(
                 low,
@@ -286,9 +288,6 @@ def attend_context(
             )
             # A group of one tile is no loop: its bounds and what it carries would be instructions.
             if copies == 1:
-                ahead = first_column_of(tl.minimum(begin + AHEAD, last_tile - 1), columns, T)
-                ask_for(key_slabs, row_of_slabs, ahead, T, unasked, KEYS, ASM)
-                ask_for(value_slabs, row_of_slabs, ahead, T, unasked, VALUES, ASM)
                 scored = _tile_scores(
                     queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
                     first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns, one,
@@ -299,8 +298,6 @@ def attend_context(
             else:
                 scores = tl.zeros((ROWS, T), tl.float32)
                 for tile in tl.range(begin, end):
-                    ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
-                    ask_for(key_slabs, row_of_slabs, ahead, T, unasked, KEYS, ASM)
                     scored = _tile_scores(
                         queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
                         first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
@@ -319,8 +316,8 @@ def attend_context(
                 for slot in tl.static_range(SLOTS):
                     seen = seen & (column != hidden[slot])
                 if mask_ptr is not None:
-                    at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
-                    seen = seen & (tl.load(at, mask=seen, other=0) != 0)
+                    mask_at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
+                    seen = seen & (tl.load(mask_at, mask=seen, other=0) != 0)
                 scores = tl.where(seen, scores, float("-inf"))
             lacking = queries[0] * scale
             peak = tl.maximum(highest, tl.max(scores, 1) * scale + lacking)
@@ -329,6 +326,8 @@ def attend_context(
             total = total * keep + tl.sum(weights, 1)
             highest = peak
             weights = in_fours(weights.to(DTYPE))
+            if ASK:
+                ask_for(key_slabs, row_of_slabs + end * T, last_column, copies * T, KEYS, ASM)
             kept = ()
             for slab in tl.static_range(len(VALUES)):
                 kept = kept + (sums[slab] * keep[:, None],)
@@ -343,8 +342,6 @@ def attend_context(
                 value_words = summed[len(VALUES) :]
             else:
                 for tile in tl.range(begin, end):
-                    ahead = first_column_of(tl.minimum(tile + AHEAD, last_tile - 1), columns, T)
-                    ask_for(value_slabs, row_of_slabs, ahead, T, unasked, VALUES, ASM)
                     summed = _tile_sums(
                         weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
                         row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,
@@ -361,8 +358,8 @@ def attend_context(
         start = 0
         for slab in tl.static_range(len(VALUES)):
             joined = tl.sum(_by_copy(sums[slab], QUERIES, ROWS, VALUES, slab) * keep[:, :, None], 0)
-            at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + places_of(VALUES, slab)[None, :]
-            tl.store(at, joined, mask=(query < num_rows)[:, None])
+            sums_at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + places_of(VALUES, slab)[None, :]
+            tl.store(sums_at, joined, mask=(query < num_rows)[:, None])
             start += VALUES[slab][4]
         tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
         joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)

@@ -186,16 +186,16 @@ def in_pairs(row):
 
 
 @triton.jit
-def _ask_for_slab(slab_ptr, row, first, T: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
-    stored: tl.constexpr = SLABS[SLAB][6]
-    at = (slab_ptr + (row + first) * stored).to(tl.int64)
-    # Every lane asks for an equal part.
-    each = T * stored * slab_ptr.dtype.element_ty.primitive_bitwidth // (8 * 32)
+def _ask_for_line(slab_ptr, first, last, LINE: tl.constexpr, STORED: tl.constexpr):
+    """Asks for a line of a slab's columns each lane, from the LINE-th on, up to a column."""
+    size: tl.constexpr = STORED * slab_ptr.dtype.element_ty.primitive_bitwidth // 8
+    at = (slab_ptr + first * STORED).to(tl.int64)
+    end = ((last - first) * size).to(tl.int32) - 1
     tl.inline_asm_elementwise(
-        "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; mad.wide.u32 a, t, $2, $1; prefetch.global.L2 [a];"
-        " mov.b32 $0, 0; }",
-        "=r,l,r",
-        [at, each],
+        "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; add.u32 t, t, $3; mul.lo.u32 t, t, 128; min.s32 t, t, $2;"
+        " cvt.s64.s32 a, t; add.s64 a, a, $1; prefetch.global.L2 [a]; mov.b32 $0, 0; }",
+        "=r,l,r,r",
+        [at, end, LINE],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -203,11 +203,12 @@ def _ask_for_slab(slab_ptr, row, first, T: tl.constexpr, SLABS: tl.constexpr, SL
 
 
 @triton.jit
-def ask_for(slabs, row, first, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
-    """Has a tile of all slabs brought to the second-level cache, which takes no register; nothing where `SHORT`."""
-    if ASM and not SHORT:
+def ask_for(slabs, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
+    """Has COUNT columns of all slabs brought to the second-level cache, up to a last one, which takes no register."""
+    if ASM and first < last:
         for i in tl.static_range(len(SLABS)):
-            _ask_for_slab(slabs[i], row, first, T, SLABS, i)
+            for line in tl.static_range(0, COUNT * SLABS[i][6] * (SLABS[i][2] * SLABS[i][3] // SLABS[i][1]) // 8, 4096):
+                _ask_for_line(slabs[i], first, last, line // 128, SLABS[i][6])
 
 
 @triton.jit
