@@ -196,33 +196,31 @@ def attend_context(
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
     i = tl.arange(0, ROWS)
-    corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+    item = first_block // blocks
+    item_start = item * blocks
+    part = tl.program_id(0) - item_start // share
+    row_tile = item % row_tiles
+    head = item // row_tiles % num_heads
+    context = item // row_tiles // num_heads
     if OVERLAP:
         # The second-level cache sees what is written later, so that nothing old can be read.
-        first_row = (first_block // blocks // row_tiles).to(tl.int64) * columns
-        first_column = first_row + first_block % blocks * (BLOCK_TILES * T)
+        first_row = (context * num_heads + head).to(tl.int64) * columns
+        first_column = first_row + (first_block - item_start) * (BLOCK_TILES * T)
         ask_for(key_slabs, first_column, first_row + columns, T, KEYS, ASM)
         ask_for(value_slabs, first_column, first_row + columns, T, VALUES, ASM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    for item in tl.range(first_block // blocks, tl.cdiv(last_block, blocks), num_stages=1):
-        row_tile = item % row_tiles
-        head = item // row_tiles % num_heads
-        context = item // row_tiles // num_heads
-        place = (item // row_tiles).to(tl.int64)
-        part = tl.program_id(0) - item * blocks // share
+    for first_of_item in tl.range(item_start, last_block, blocks, num_stages=1):
+        place = (context * num_heads + head).to(tl.int64)
         length = tl.load(lengths_ptr + context).to(tl.int32)
-        first_tile = tl.maximum(first_block - item * blocks, 0) * BLOCK_TILES
-        last_tile = tl.minimum(tl.minimum(last_block - item * blocks, blocks) * BLOCK_TILES, tl.cdiv(length, T))
+        first_tile = tl.maximum(first_block - first_of_item, 0) * BLOCK_TILES
+        last_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * BLOCK_TILES, tl.cdiv(length, T))
         # Asked for first, because they come from furthest.
         row_of_slabs = place * columns
         first_loaded = first_column_of(first_tile, columns, T)
         key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
         value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
-        last_column = row_of_slabs + tl.minimum(last_tile * T, columns)
-        if ASK:
-            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, copies * T, KEYS, ASM)
         hidden = ()
         for slot in tl.static_range(SLOTS):
             hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
@@ -237,6 +235,7 @@ def attend_context(
             token = row
         unit = tl.load(map_scale_ptr + head)
         maps = maps_of(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
+        corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
         key_tables = key_table_ptr + head * 16
         value_tables = value_table_ptr + head * 16
         key_table = packed_table(key_tables, KEYS, DTYPE, ASM)
@@ -251,6 +250,11 @@ def attend_context(
         in_head = d < HEAD_DIM // 2
         mean_low = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
         mean_high = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
+        # This waits for the length, and all that comes after it waits, too.
+        last_column = row_of_slabs + tl.minimum(last_tile * T, columns)
+        if ASK:
+            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, copies * T, KEYS, ASM)
+
         # Scores are counted in units in which the maps are at most 1. The mean may be far more.
         largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
         mean_scale = tl.maximum(power_below(largest / unit), 1.0)
@@ -364,3 +368,10 @@ def attend_context(
         tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
         joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
         tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)
+
+        # Divisions are slow: the next item is counted up to. It begins here, so that this is its first part.
+        part = part * 0
+        row_tile = tl.where(row_tile + 1 == row_tiles, 0, row_tile + 1)
+        head = tl.where(row_tile > 0, head, head + 1)
+        context = tl.where(head == num_heads, context + 1, context)
+        head = tl.where(head == num_heads, 0, head)

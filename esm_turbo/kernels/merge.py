@@ -186,8 +186,6 @@ def merge(
             seen = seen | slot_seen
         highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     row = batch * num_tokens + token if SHARED else token
     item = (context * num_heads + head) * tl.cdiv(num_rows, QUERIES) + row // QUERIES
     count = ((item + 1) * blocks - 1) // share - item * blocks // share + 1
@@ -196,6 +194,8 @@ def merge(
     is_part = known[:, None] & (part < count[:, None])
     first_row = place * most_parts * num_rows + row
     part_row = first_row[:, None] + part * num_rows
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     part_highest = tl.load(highest_ptr + part_row, mask=is_part, other=LOWEST)
     part_total = tl.load(total_ptr + part_row, mask=is_part, other=0.0)
     peak = tl.maximum(highest, _highest_of_lanes(tl.max(part_highest, 1), ROWS))
