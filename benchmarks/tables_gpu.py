@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from benchmarks import stored
@@ -44,7 +44,27 @@ def gpu_attention() -> str:
         )
     head = ["batch x context, queries", "SDPA bf16 (backend)", "SDPA fp32", *(f"`{p}`" for p in _SHOWN),
             "the paper's structure"]  # fmt: skip
-    return table(head, rows) + _source(records[-1], "20 heads of 64, bfloat16, microseconds (times as fast as SDPA)")
+    return table(head, rows) + _source(records, "20 heads of 64, bfloat16, microseconds (times as fast as SDPA)")
+
+
+def gpu_overview() -> str:
+    """How many times as fast as SDPA attention over compressed contexts is, for some shapes."""
+    records = [r for r in _records("decode_attention_cuda") if _decoding(r["figures"]["shape"]) in _OVERVIEW]
+    rows = [
+        [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
+        for record in records
+    ]
+    said = "Times as fast as SDPA in bfloat16 by its fastest backend: a layer of 20 heads of 64, random codes, captured"
+    return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
+
+
+def gpu_profile() -> str:
+    """Hardware counters of the kernel that reads contexts, a column a case."""
+    [record] = stored.newest("gpu_profile", lambda figures: figures["kernel"]).values()
+    cases = record["figures"]["cases"]
+    counters = next(iter(cases.values()))
+    rows = [[counter, *(_counted(case[counter]) for case in cases.values())] for counter in counters]
+    return table(["", *cases], rows) + _source([record], "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
 
 
 def gpu_bandwidth() -> str:
@@ -61,7 +81,7 @@ def gpu_bandwidth() -> str:
             ]
         )
     head = ["batch x context, queries", "copy, read and written", SDPA, *(f"`{p}`" for p in _SHOWN)]
-    return table(head, rows) + _source(records[-1], "GB/s of what is stored (part of the copy's)")
+    return table(head, rows) + _source(records, "GB/s of what is stored (part of the copy's)")
 
 
 def gpu_in_cache() -> str:
@@ -80,12 +100,13 @@ def gpu_in_cache() -> str:
         )
     head = ["batch x context, queries", SDPA, *(f"`{p}`" for p in _SHOWN), "the paper's structure / `paper`, flushed",
             "/ `turbo3`, flushed"]  # fmt: skip
-    return table(head, rows) + _source(records[-1], "microseconds, the device's cache not flushed")
+    return table(head, rows) + _source(records, "microseconds, the device's cache not flushed")
 
 
 def gpu_targets() -> str:
     """Everything that was asked for."""
-    rows, last = [], None
+    rows: list[list[str]] = []
+    records: list[Record] = []
     for record in _newest(lambda benchmark: True):
         for target in record["figures"]["targets"]:
             bound = f"at most {_number(target['at_most'])}" if "at_most" in target else (
@@ -94,10 +115,10 @@ def gpu_targets() -> str:
             where = f"{name}: {record['figures']['case']}"
             found = _number(target["found"])
             rows.append([where, target["figure"], bound, found, "yes" if target["met"] else "**no**"])
-            last = record
-    if last is None:
+            records.append(record)
+    if not rows:
         raise LookupError("no targets")
-    return table(["what", "figure", "asked for", "found", "met"], rows) + _source(last, "times in seconds")
+    return table(["what", "figure", "asked for", "found", "met"], rows) + _source(records, "times in seconds")
 
 
 def gpu_table_2() -> str:
@@ -120,7 +141,7 @@ def gpu_table_2() -> str:
     head = ["tokens, dtype", "paper: cosine", "here: lowest layer's mean", "lowest token of any layer",
             "largest difference", "lowest token, logits"]  # fmt: skip
     said = f"all {records[-1]['figures']['layers']} layers, preset `{records[-1]['figures']['shape']['preset']}`"
-    return table(head, rows) + _source(records[-1], said)
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_table_3() -> str:
@@ -145,7 +166,7 @@ def gpu_table_3() -> str:
             "relative to the largest output", "PyTorch's in this dtype"]  # fmt: skip
     claim = "the paper: 33/33 layers, mean cosine 1.000000, largest error below 1e-6, in float32; here against float64"
     said = f"context of {records[-1]['figures']['shape']['context_tokens']:,} tokens; {claim}"
-    return table(head, rows) + _source(records[-1], said)
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_table_4() -> str:
@@ -168,7 +189,7 @@ def gpu_table_4() -> str:
         )
     head = ["stored as", "paper", "MiB", "bits per element", "vs float32", "vs fp16"]
     said = f"one context of {record['figures']['shape']['tokens']:,} tokens, model in bfloat16"
-    return table(head, rows) + _source(record, said)
+    return table(head, rows) + _source([record], said)
 
 
 def gpu_table_5() -> str:
@@ -192,7 +213,7 @@ def gpu_table_5() -> str:
     head = ["tokens, preset", "paper: ms", "eager, ms", "encoding alone, eager", "captured, ms",
             "encoding alone, captured", "part of the forward"]  # fmt: skip
     said = "milliseconds without -> with a cache (overhead); all layers, batch of one, bfloat16"
-    return table(head, rows) + _source(records[-1], said)
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_table_6() -> str:
@@ -215,7 +236,7 @@ def gpu_table_6() -> str:
         "attention of one new token in all 33 layers, bfloat16; the paper's claim is of fetching keys alone, at 143"
         f" tokens: {PAPER_FETCH[0]} ms -> {PAPER_FETCH[1]} ms, {PAPER_FETCH[2]} times"
     )
-    return table(head, rows) + _source(records[-1], said)
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_extension() -> str:
@@ -236,7 +257,7 @@ def gpu_extension() -> str:
             )
     head = ["geometry", "new tokens on context", "recompute, ms", "`exact`", "`turbo3`", "`paper`",
             "recompute / `turbo3`"]  # fmt: skip
-    return table(head, rows) + _source(records[-1], "batch of one, bfloat16, milliseconds of a whole step of the model")
+    return table(head, rows) + _source(records, "batch of one, bfloat16, milliseconds of a whole step of the model")
 
 
 def gpu_memory() -> str:
@@ -256,7 +277,7 @@ def gpu_memory() -> str:
     head = ["preset, new tokens of a row", "dense bfloat16 cache, MiB", "packed, MiB", "extra peak, MiB",
             "part of the packed cache"]  # fmt: skip
     said = f"batch of {shape['batch_size']} x {shape['context_tokens']:,}, after a first extension"
-    return table(head, rows) + _source(records[-1], said)
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_resident() -> str:
@@ -279,7 +300,7 @@ def gpu_resident() -> str:
     said = (
         f"contexts of {shape['tokens']} tokens under `{shape['preset']}`, device of {sizes['device'] / 2**30:.0f} GiB"
     )
-    return table(["", ""], rows) + _source(record, said)
+    return table(["", ""], rows) + _source([record], said)
 
 
 def gpu_peers() -> str:
@@ -303,7 +324,7 @@ def gpu_peers() -> str:
     head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in OURS), *named]
     said = "one query, 20 heads of 64, microseconds"
     reasons = "".join(f" {name} did not run: {why}." for name, why in failed.items())
-    return table(head, rows) + _source(records[-1], said + "." + reasons if reasons else said)
+    return table(head, rows) + _source(records, said + "." + reasons if reasons else said)
 
 
 def gpu_scoring() -> str:
@@ -319,7 +340,7 @@ def gpu_scoring() -> str:
                 cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
                 rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
     head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
-    return table(head, rows) + _source(records[-1], "candidates a second (times those of `full`), 12 residues on 500")
+    return table(head, rows) + _source(records, "candidates a second (times those of `full`), 12 residues on 500")
 
 
 def _decoding(shape: dict[str, Any]) -> str:
@@ -327,6 +348,7 @@ def _decoding(shape: dict[str, Any]) -> str:
     return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
 
 
+_OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
 
 
@@ -344,8 +366,8 @@ def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
-        gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_table_2, gpu_table_3, gpu_table_4, gpu_table_5,
-        gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring,
+        gpu_overview, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2, gpu_table_3,
+        gpu_table_4, gpu_table_5, gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring,
     )
 }  # fmt: skip
 
@@ -380,18 +402,31 @@ def _small(x: float) -> str:
     return small(x) if x < 1 else f"{x:.1f}"
 
 
+def _ratio(figures: dict[str, Any], name: str) -> str:
+    return _times(figures, name).strip(" ()")
+
+
 def _number(x: float | None) -> str:
     if x is None:
         return "not measured"
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def _source(record: Record, said: str) -> str:
-    where, versions, revision = record["environment"], record["environment"]["versions"], record["revision"]
-    commit = "not known" if revision is None else revision["commit"][:10] + (" with changes" * revision["dirty"])
+def _counted(x: float) -> str:
+    return f"{x:,.0f}" if x >= 100 else f"{x:.2f}"
+
+
+def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
+    where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
+    commits = dict.fromkeys(_commit(record["revision"]) for record in records)
+    commit = "commit " + " and ".join(commits) if len(commits) == 1 else "commits " + " and ".join(commits)
     text = said[0].upper() + said[1:].removesuffix(".")
     return (
         f"{text}. Measured on {where['device_name']}, torch {versions['torch']}, triton"
-        f" {versions.get('triton', 'missing')}, transformers {versions['transformers']}, commit {commit};"
-        f" `benchmarks/results/{FILE}.jsonl`.\n"
+        f" {versions.get('triton', 'missing')}, transformers {versions['transformers']}, {commit};"
+        f" `benchmarks/results/{file}.jsonl`.\n"
     )
+
+
+def _commit(revision: dict[str, Any] | None) -> str:
+    return "not known" if revision is None else revision["commit"][:10] + (" with changes" * revision["dirty"])

@@ -28,7 +28,7 @@ _MOST_REGISTERS = 256
 # What a device without multiprocessors counts as.
 _MULTIPROCESSORS = 132
 _MOST_PARTS = 64
-# Blocks of a program from which on it pays to ask for words ahead of time, and to have more programs.
+# Blocks of a program from which on it pays to have more programs of fewer registers.
 _LONG = 8
 # Rows of a tensor core's operand.
 _ROWS = 16
@@ -43,8 +43,9 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
-        ask: whether the second-level cache is asked for words ahead of time, where a group has several tiles and a
-            program several groups.
+        ask: whether the second-level cache is asked for words ahead of time, where a group and a program have several
+            tiles.
+        unroll: how many tiles of a group the loops over them take at once.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
@@ -58,6 +59,7 @@ class Tuning:
 
     tile: int = 64
     ask: bool = True
+    unroll: int = 1
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
@@ -293,7 +295,8 @@ def _attend(
         SLOTS=protected_columns.shape[1],
         SHARED=shared,
         ROTATED=rotated,
-        ASK=tuning.ask and queries < operand_rows and share >= _LONG,
+        ASK=tuning.ask and queries < operand_rows and share > 1,
+        UNROLL=tuning.unroll,
         T=tuning.tile,
         SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,
