@@ -43,8 +43,8 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
-        ask: whether the second-level cache is asked for words ahead of time, where a group and a program have several
-            tiles.
+        asks: in how many parts, 1 or 2, the second-level cache is asked for a group's words ahead of time, where groups
+            and programs have several tiles; 0 for not at all.
         unroll: how many tiles of a group the loops over them take at once.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
@@ -58,7 +58,7 @@ class Tuning:
     """
 
     tile: int = 64
-    ask: bool = True
+    asks: int = 2
     unroll: int = 1
     warps: int = 1
     stages: int = 3
@@ -295,7 +295,7 @@ def _attend(
         SLOTS=protected_columns.shape[1],
         SHARED=shared,
         ROTATED=rotated,
-        ASK=tuning.ask and queries < operand_rows and share > 1,
+        ASKS=tuning.asks if queries < operand_rows and share > 1 else 0,
         UNROLL=tuning.unroll,
         T=tuning.tile,
         SHORT=columns < tuning.tile,

@@ -165,7 +165,7 @@ def attend_context(
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
-    ASK: tl.constexpr,
+    ASKS: tl.constexpr,
     UNROLL: tl.constexpr,
     T: tl.constexpr,
     SHORT: tl.constexpr,
@@ -185,8 +185,9 @@ def attend_context(
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
     scores and weights of a group fill one tile.
 
-    With ASK, the second-level cache is asked for the words of a group's values before its scores are made, and for
-    those of the next group's keys before the sums; with OVERLAP, for the first tiles while the kernel before may run.
+    The second-level cache is asked for the words of a group in ASKS parts: for keys before the sums of the group before
+    (and before the scores), for values before the scores (and before the sums); with OVERLAP, for the first tiles while
+    the kernel before may run.
     """
     blocks = tl.maximum(tl.cdiv(columns, BLOCK_TILES * T), 1)
     first_block = tl.program_id(0) * share
@@ -194,6 +195,7 @@ def attend_context(
     row_tiles = tl.cdiv(num_rows, QUERIES)
     one = tl.minimum(columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
+    asked: tl.constexpr = copies // ASKS if ASKS > 0 else 0
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
     i = tl.arange(0, ROWS)
@@ -253,8 +255,8 @@ def attend_context(
         mean_high = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
         # This waits for the length, and all that comes after it waits, too.
         last_column = row_of_slabs + tl.minimum(last_tile * T, columns)
-        if ASK:
-            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, copies * T, KEYS, ASM)
+        if ASKS > 0:
+            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, asked * T, KEYS, ASM)
 
         # Scores are counted in units in which the maps are at most 1. The mean may be far more.
         largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
@@ -271,8 +273,10 @@ def attend_context(
             sums = sums + (zeros_of(VALUES, slab, ROWS),)
         for begin in tl.range(first_tile, last_tile, copies):
             end = tl.minimum(begin + copies, last_tile)
-            if ASK:
-                ask_for(value_slabs, row_of_slabs + begin * T, last_column, copies * T, VALUES, ASM)
+            if ASKS > 0:
+                ask_for(value_slabs, row_of_slabs + begin * T, last_column, asked * T, VALUES, ASM)
+            if ASKS > 1:
+                ask_for(key_slabs, row_of_slabs + (begin + asked) * T, last_column, asked * T, KEYS, ASM)
             own_tile = begin + i // QUERIES
             queries = mapped_queries(
                 low,
@@ -331,8 +335,10 @@ def attend_context(
             total = total * keep + tl.sum(weights, 1)
             highest = peak
             weights = in_fours(weights.to(DTYPE))
-            if ASK:
-                ask_for(key_slabs, row_of_slabs + end * T, last_column, copies * T, KEYS, ASM)
+            if ASKS > 0:
+                ask_for(key_slabs, row_of_slabs + end * T, last_column, asked * T, KEYS, ASM)
+            if ASKS > 1:
+                ask_for(value_slabs, row_of_slabs + (begin + asked) * T, last_column, asked * T, VALUES, ASM)
             kept = ()
             for slab in tl.static_range(len(VALUES)):
                 kept = kept + (sums[slab] * keep[:, None],)
