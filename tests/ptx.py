@@ -85,11 +85,17 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     return result  # type: ignore[return-value]
 
 
-def _sub_f16x2(a: Array, b: Array) -> Array:
-    halves = [
-        (_half(a, i).view(np.float16) - _half(np.asarray(b), i).view(np.float16)).view(np.uint16) for i in range(2)
-    ]
-    return halves[0].astype(np.uint32) | halves[1].astype(np.uint32) << np.uint32(16)
+def _f16x2(function: Callable[..., Array]) -> Callable[..., Array]:
+    """An instruction on two numbers of half precision: worked out in double precision, and rounded once."""
+
+    def run(*operands: Array) -> Array:
+        halves = []
+        for i in range(2):
+            numbers = [_half(np.asarray(x), i).view(np.float16).astype(np.float64) for x in operands]
+            halves.append(function(*numbers).astype(np.float16).view(np.uint16).astype(np.uint32))
+        return halves[0] | halves[1] << np.uint32(16)  # type: ignore[no-any-return]
+
+    return run
 
 
 def _bfind(x: Array) -> Array:
@@ -109,7 +115,10 @@ def _ex2(x: Array) -> Array:
 _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "prmt.b32": _prmt,
     "lop3.b32": _lop3,
-    "sub.f16x2": _sub_f16x2,
+    "sub.f16x2": _f16x2(lambda a, b: a - b),
+    "mul.rn.f16x2": _f16x2(lambda a, b: a * b),
+    "fma.rn.f16x2": _f16x2(lambda a, b, c: a * b + c),
+    "neg.f16x2": _f16x2(lambda a: -a),
     "mov.b32": lambda x: x,
     "mov.u32": lambda x: x,
     "or.b32": lambda a, b: a | b,

@@ -26,11 +26,16 @@ class _Results:
 def _create_inline_asm(
     self: Any, asm: str, constraints: str, values: Sequence[TensorHandle], types: Sequence[Any], pure: bool, pack: int
 ) -> _Results:
-    assert pack == 1
     arrays = np.broadcast_arrays(*(value.data for value in values))
+    if pack == 2:
+        # Two numbers of 16 bits in a register: the same one twice will do.
+        arrays = [np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) * np.uint32(0x10001) for x in arrays]
     results = []
     for bits, kind in zip(ptx.run(asm, constraints.count("="), arrays), types, strict=True):
         dtype = kind.scalar
+        if pack == 2:
+            assert np.array_equal(bits >> 16, bits & 0xFFFF)
+            bits = (bits & 0xFFFF).astype(np.uint16)
         bits = np.broadcast_to(bits, arrays[0].shape)
         results.append(TensorHandle(np.ascontiguousarray(bits).view(_NUMPY[dtype.name]), dtype))
     return _Results(results)

@@ -294,6 +294,7 @@ def attend_context(
                 ROTATED,
                 DTYPE,
                 PRECISION,
+                ASM,
             )
             # A group of one tile is no loop: its bounds and what it carries would be instructions.
             if copies == 1:

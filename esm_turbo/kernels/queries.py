@@ -90,6 +90,28 @@ def corrections_of(
 
 
 @triton.jit
+def _turned(low, high, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Either half of queries [rows, HALF], turned back by angles [rows or 1, HALF], in DTYPE.
+
+    In half precision two numbers are turned at once, which rounds products as well as sums.
+    """
+    if ASM and tl.float16 == DTYPE:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b32 t, u; mul.rn.f16x2 t, $3, $5; fma.rn.f16x2 $0, $2, $4, t; mul.rn.f16x2 u, $2, $5;"
+            " neg.f16x2 u, u; fma.rn.f16x2 $1, $3, $4, u; }",
+            "=r,=r,r,r,r,r",
+            [low, high, cos.to(tl.float16), sin.to(tl.float16)],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        low = low.to(tl.float32)
+        high = high.to(tl.float32)
+        return (low * cos + high * sin).to(DTYPE), (high * cos - low * sin).to(DTYPE)
+
+
+@triton.jit
 def mapped_queries(
     low,
     high,
@@ -106,6 +128,7 @@ def mapped_queries(
     ROTATED: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    ASM: tl.constexpr,
 ):
     """Scaled queries in the space of the stored keys, each turned back by the first column of its block.
 
@@ -119,14 +142,10 @@ def mapped_queries(
         angles = angle_ptr + block * HEAD_DIM + d
         cos = tl.load(angles, mask=in_head, other=0.0)
         sin = tl.load(angles + HEAD_DIM // 2, mask=in_head, other=0.0)
-        low = low.to(tl.float32)
-        high = high.to(tl.float32)
-        turned = low * cos + high * sin
-        high = high * cos - low * sin
-        low = turned
+        low, high = _turned(low, high, cos, sin, DTYPE, ASM)
     lacking = tl.zeros((rows, mean_low.shape[1]), tl.float32)
-    lacking = dot(low.to(DTYPE), mean_low, lacking, PRECISION)
-    lacking = dot(high.to(DTYPE), mean_high, lacking, PRECISION) * mean_scale
+    lacking = dot(low, mean_low, lacking, PRECISION)
+    lacking = dot(high, mean_high, lacking, PRECISION) * mean_scale
     low = low.to(maps[0].dtype)
     high = high.to(maps[0].dtype)
     queries = ()
