@@ -54,7 +54,7 @@ def gpu_overview() -> str:
         [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
         for record in records
     ]
-    said = "Times as fast as SDPA in bfloat16 by its fastest backend: a layer of 20 heads of 64, random codes, captured"
+    said = "Times as fast as SDPA in bfloat16 by its fastest backend: a layer of 20 heads of 64, captured"
     return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
 
 
@@ -63,7 +63,7 @@ def gpu_profile() -> str:
     [record] = stored.newest("gpu_profile", lambda figures: figures["kernel"]).values()
     cases = record["figures"]["cases"]
     counters = next(iter(cases.values()))
-    rows = [[counter, *(_counted(case[counter]) for case in cases.values())] for counter in counters]
+    rows = [[counter, *(_number(case[counter]) for case in cases.values())] for counter in counters]
     return table(["", *cases], rows) + _source([record], "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
 
 
@@ -393,17 +393,18 @@ def _ms(seconds: dict[str, Any], arm: str) -> str:
     return f"{1e3 * seconds[arm]['p50']:,.2f}" if arm in seconds else "–"
 
 
-def _times(figures: dict[str, Any], name: str) -> str:
+def _ratio(figures: dict[str, Any], name: str) -> str:
     found = figures["ratios"].get(name)
-    return "" if found is None else f" ({found:.2f}x)"
+    return "" if found is None else f"{found:.2f}x"
+
+
+def _times(figures: dict[str, Any], name: str) -> str:
+    ratio = _ratio(figures, name)
+    return f" ({ratio})" if ratio else ""
 
 
 def _small(x: float) -> str:
     return small(x) if x < 1 else f"{x:.1f}"
-
-
-def _ratio(figures: dict[str, Any], name: str) -> str:
-    return _times(figures, name).strip(" ()")
 
 
 def _number(x: float | None) -> str:
@@ -412,17 +413,14 @@ def _number(x: float | None) -> str:
     return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
 
 
-def _counted(x: float) -> str:
-    return f"{x:,.0f}" if x >= 100 else f"{x:.2f}"
-
-
 def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
     where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
     commits = dict.fromkeys(_commit(record["revision"]) for record in records)
     commit = "commit " + " and ".join(commits) if len(commits) == 1 else "commits " + " and ".join(commits)
+    models = "; ".join(dict.fromkeys(record["model"] for record in records))
     text = said[0].upper() + said[1:].removesuffix(".")
     return (
-        f"{text}. Measured on {where['device_name']}, torch {versions['torch']}, triton"
+        f"{text}. Measured with {models}, on {where['device_name']}, torch {versions['torch']}, triton"
         f" {versions.get('triton', 'missing')}, transformers {versions['transformers']}, {commit};"
         f" `benchmarks/results/{file}.jsonl`.\n"
     )

@@ -234,7 +234,7 @@ class TurboKVCache(Cache):
         protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
         if self.config.protect_special_tokens:
             # Compared one by one: a tensor of them would have to come from the host, which waits for the device.
-            special = stored & functools.reduce(torch.logical_or, [token_ids == special for special in special_ids])
+            special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in special_ids])
             # A context has one <cls> and at most one <eos>; on a device that is taken for granted, to not wait for it.
             slots = int(special.sum(1).max()) if self._on_cpu else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)

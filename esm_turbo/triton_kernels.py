@@ -45,7 +45,6 @@ class Tuning:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
         asks: in how many parts, 1 or 2, the second-level cache is asked for a group's words ahead of time, where groups
             and programs have several tiles; 0 for not at all.
-        unroll: how many tiles of a group the loops over them take at once.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
         merge_warps: of a program that joins.
@@ -59,7 +58,6 @@ class Tuning:
 
     tile: int = 64
     asks: int = 2
-    unroll: int = 1
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
@@ -296,7 +294,6 @@ def _attend(
         SHARED=shared,
         ROTATED=rotated,
         ASKS=tuning.asks if queries < operand_rows and share > 1 else 0,
-        UNROLL=tuning.unroll,
         T=tuning.tile,
         SHORT=columns < tuning.tile,
         BLOCK_TILES=_BLOCK // tuning.tile,

@@ -49,4 +49,4 @@ def test_adding_a_page_and_the_table_of_it(tmp_path: Path, monkeypatch: pytest.M
     text = tables_gpu.TABLES["gpu_profile"]()
     stored.forget()
     assert "| registers | 1,000 |" in text
-    assert "Measured on a device" in text
+    assert "random codes, on a device" in text

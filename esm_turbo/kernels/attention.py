@@ -166,7 +166,6 @@ def attend_context(
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
     ASKS: tl.constexpr,
-    UNROLL: tl.constexpr,
     T: tl.constexpr,
     SHORT: tl.constexpr,
     BLOCK_TILES: tl.constexpr,
@@ -307,7 +306,7 @@ def attend_context(
                 key_words = scored[1:]
             else:
                 scores = tl.zeros((ROWS, T), tl.float32)
-                for tile in tl.range(begin, end, loop_unroll_factor=UNROLL):
+                for tile in tl.range(begin, end):
                     scored = _tile_scores(
                         queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
                         first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
@@ -353,7 +352,7 @@ def attend_context(
                 sums = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
             else:
-                for tile in tl.range(begin, end, loop_unroll_factor=UNROLL):
+                for tile in tl.range(begin, end):
                     summed = _tile_sums(
                         weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
                         row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,

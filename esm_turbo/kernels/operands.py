@@ -186,20 +186,22 @@ def in_pairs(row):
 
 
 @triton.jit
-def _ask_for_line(slab_ptr, first, last, LINE: tl.constexpr, STORED: tl.constexpr):
-    """Asks for a line of a slab's columns each lane, from the LINE-th on, up to a column."""
-    size: tl.constexpr = STORED * slab_ptr.dtype.element_ty.primitive_bitwidth // 8
-    at = (slab_ptr + first * STORED).to(tl.int64)
+def _ask_for_slab(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+    stored: tl.constexpr = SLABS[SLAB][6]
+    size: tl.constexpr = stored * slab_ptr.dtype.element_ty.primitive_bitwidth // 8
+    at = (slab_ptr + first * stored).to(tl.int64)
     end = ((last - first) * size).to(tl.int32) - 1
-    tl.inline_asm_elementwise(
-        "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; add.u32 t, t, $3; mul.lo.u32 t, t, 128; min.s32 t, t, $2;"
-        " cvt.s64.s32 a, t; add.s64 a, a, $1; prefetch.global.L2 [a]; mov.b32 $0, 0; }",
-        "=r,l,r,r",
-        [at, end, LINE],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    # A line of 128 bytes each lane.
+    for begin in tl.static_range(0, COUNT * size, 32 * 128):
+        tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; add.u32 t, t, $3; mul.lo.u32 t, t, 128; min.s32 t, t, $2;"
+            " cvt.s64.s32 a, t; add.s64 a, a, $1; prefetch.global.L2 [a]; mov.b32 $0, 0; }",
+            "=r,l,r,r",
+            [at, end, begin // 128],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit
@@ -207,8 +209,7 @@ def ask_for(slabs, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, ASM: t
     """Has COUNT columns of all slabs brought to the second-level cache, up to a last one, which takes no register."""
     if ASM and first < last:
         for i in tl.static_range(len(SLABS)):
-            for line in tl.static_range(0, COUNT * SLABS[i][6] * (SLABS[i][2] * SLABS[i][3] // SLABS[i][1]) // 8, 4096):
-                _ask_for_line(slabs[i], first, last, line // 128, SLABS[i][6])
+            _ask_for_slab(slabs[i], first, last, COUNT, SLABS, i)
 
 
 @triton.jit
