@@ -30,6 +30,7 @@ Shape = tuple[int, int, int]
 COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 PAPER_KERNEL = "one program a head, table in memory"
+EMPTY = "two empty launches"
 HEADS, HEAD_DIM = 20, 64
 _LAYER = 6
 _SLOTS = 2
@@ -199,7 +200,10 @@ class Arms:
             "SDPA bf16 backend": best,
             "SDPA bf16 seconds by backend": by_backend,
             "bytes": stored,
-            "GB/s": {"copy": speed / 1e9, **{name: stored[name] / seconds[name]["p50"] / 1e9 for name in seconds}},
+            "GB/s": {
+                "copy": speed / 1e9,
+                **{name: size / seconds[name]["p50"] / 1e9 for name, size in stored.items() if name in seconds},
+            },
         }
 
     def _arms(
@@ -212,6 +216,7 @@ class Arms:
         arms: dict[str, Callable[[], object]] = {
             SDPA: partial(sdpa, backend, query, *dense),
             SDPA_FLOAT32: partial(functional.scaled_dot_product_attention, *wide, scale=1.0),
+            EMPTY: _empty_launches,
         }
         for preset, context in contexts.items():
             arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
@@ -232,6 +237,12 @@ def _backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dic
     times, failed = cuda_timing.captured_seconds(arms, 3)
     medians = {name: row["p50"] for name, row in spread(times).items()}
     return medians, {f"SDPA bf16, {name}": why for name, why in failed.items()}
+
+
+def _empty_launches() -> None:
+    from benchmarks.launches import empty_launches
+
+    empty_launches(2)
 
 
 def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> Tensor:

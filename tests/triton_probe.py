@@ -10,11 +10,11 @@ from torch import Tensor
 from esm_turbo.kernel_layout import SlabView
 from esm_turbo.kernels.operands import (
     ask_for,
-    in_pairs,
     key_operand,
     load_key_slab,
     load_value_slab,
     packed_table,
+    token_at,
     value_operand,
 )
 
@@ -36,7 +36,7 @@ def _show_keys(
     table = packed_table(table_ptr, SLABS, DTYPE, ASM)
     operand = key_operand(elements, table_ptr, table, T, ROWS, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
-    token = in_pairs(tl.arange(0, T))
+    token = tl.arange(0, T)
     tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
 
 
@@ -53,11 +53,12 @@ def _show_values(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
+    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, ROWS, SHORT, SLABS, 0)
     table = packed_table(table_ptr, SLABS, DTYPE, ASM)
     operand = value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
-    tl.store(out_ptr + tl.arange(0, T)[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+    token = token_at(tl.arange(0, T), ROWS)
+    tl.store(out_ptr + token[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
 
 @triton.jit

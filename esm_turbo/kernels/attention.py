@@ -12,7 +12,6 @@ import triton.language as tl
 from .operands import (
     ask_for,
     first_column_of,
-    in_pairs,
     key_operand,
     load_key_slab,
     load_keys,
@@ -22,7 +21,7 @@ from .operands import (
     places_of,
     value_operand,
 )
-from .products import in_fours, product, zeros_of
+from .products import OPERAND, in_fours, product, zeros_of
 from .queries import corrections_of, in_two, mapped_queries, maps_of, mean_of, power_below, scaled_queries
 
 # A maximum that is below all others, and the logarithm by which exponentials become powers of two.
@@ -114,7 +113,7 @@ def _tile_sums(
     next_words = ()
     for i in tl.static_range(len(VALUES)):
         values = value_operand(value_words[i], table_ptr, table, T, VALUES, i, DTYPE, ASM)
-        next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
+        next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, ROWS, SHORT, VALUES, i),)
         if own is None and tl.float16 == DTYPE:
             new = new + (product(weights, values, sums[i], VALUES[i][5], PRECISION),)
         else:
@@ -222,7 +221,7 @@ def attend_context(
         row_of_slabs = place * columns
         first_loaded = first_column_of(first_tile, columns, T)
         key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
-        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
+        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, ROWS, SHORT, VALUES)
         hidden = ()
         for slot in tl.static_range(SLOTS):
             hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
@@ -320,7 +319,7 @@ def attend_context(
                 partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
             if mask_ptr is not None or partly:
                 own_first = _not_ahead(own_tile * T, ASM)
-                column = first_column_of(own_tile, columns, T)[:, None] + in_pairs(tl.arange(0, T))[None, :]
+                column = first_column_of(own_tile, columns, T)[:, None] + tl.arange(0, T)[None, :]
                 seen = (known & (own_tile < end))[:, None] & (column >= own_first[:, None]) & (column < length)
                 for slot in tl.static_range(SLOTS):
                     seen = seen & (column != hidden[slot])
@@ -334,7 +333,9 @@ def attend_context(
             weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
             total = total * keep + tl.sum(weights, 1)
             highest = peak
-            weights = in_fours(weights.to(DTYPE))
+            weights = weights.to(DTYPE)
+            if ROWS == OPERAND:
+                weights = in_fours(weights)
             if ASKS > 0:
                 ask_for(key_slabs, row_of_slabs + end * T, last_column, asked * T, KEYS, ASM)
             if ASKS > 1:

@@ -180,12 +180,6 @@ def first_column_of(tile, columns, T: tl.constexpr):
 
 
 @triton.jit
-def in_pairs(row):
-    """The token at a row of a tile's keys: an order that `in_fours` brings the scores out of."""
-    return row // 16 * 16 + row % 8 // 2 * 4 + row // 8 % 2 * 2 + row % 2
-
-
-@triton.jit
 def _ask_for_slab(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
     stored: tl.constexpr = SLABS[SLAB][6]
     size: tl.constexpr = stored * slab_ptr.dtype.element_ty.primitive_bitwidth // 8
@@ -224,10 +218,10 @@ def load_key_slab(
     elements: tl.constexpr = SLABS[SLAB][2]
     stored: tl.constexpr = SLABS[SLAB][6]
     each: tl.constexpr = elements // 4
-    token = in_pairs(tl.arange(0, 8))[None, :, None, None]
+    token = tl.arange(0, 8)[None, :, None, None]
     element = tl.arange(0, 4)[:, None, None, None] * each
     word = element if words == elements else element // (elements // words)
-    eighth = in_pairs(tl.arange(0, T // 8) * 8)[None, None, :, None]
+    eighth = (tl.arange(0, T // 8) * 8)[None, None, :, None]
     next_word = tl.arange(0, each)[None, None, None, :]
     mask = None
     if SHORT:
@@ -318,13 +312,33 @@ def key_operand(
 
 
 @triton.jit
+def token_at(row, ROWS: tl.constexpr):
+    """The token at a row of a tile's values: the order in which `in_fours` has the weights of sixteen rows.
+
+    Those of eight go through shared memory anyhow, so that tokens may stand as they are stored.
+    """
+    if ROWS < OPERAND:
+        return row
+    else:
+        return row // 16 * 16 + row % 4 // 2 * 8 + row % 16 // 4 * 2 + row % 2
+
+
+@triton.jit
 def load_value_slab(
-    slab_ptr, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr
+    slab_ptr,
+    row,
+    first,
+    columns,
+    T: tl.constexpr,
+    ROWS: tl.constexpr,
+    SHORT: tl.constexpr,
+    SLABS: tl.constexpr,
+    SLAB: tl.constexpr,
 ):
     """The words of T values, [T, words]."""
     words: tl.constexpr = SLABS[SLAB][1]
     stored: tl.constexpr = SLABS[SLAB][6]
-    token = tl.arange(0, T)[:, None]
+    token = token_at(tl.arange(0, T), ROWS)[:, None]
     word = tl.arange(0, words)[None, :]
     mask = None
     if SHORT:
@@ -335,11 +349,13 @@ def load_value_slab(
 
 
 @triton.jit
-def load_values(slabs, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, VALUES: tl.constexpr):
+def load_values(
+    slabs, row, first, columns, T: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, VALUES: tl.constexpr
+):
     """The words of a tile of every value slab."""
     words = ()
     for i in tl.static_range(len(VALUES)):
-        words = words + (load_value_slab(slabs[i], row, first, columns, T, SHORT, VALUES, i),)
+        words = words + (load_value_slab(slabs[i], row, first, columns, T, ROWS, SHORT, VALUES, i),)
     return words
 
 
