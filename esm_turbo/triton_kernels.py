@@ -28,8 +28,8 @@ _MOST_REGISTERS = 256
 # What a device without multiprocessors counts as.
 _MULTIPROCESSORS = 132
 _MOST_PARTS = 64
-# Blocks of a program from which on it pays to have more programs of fewer registers.
-_LONG = 8
+# Rounds of lanes over the parts from which on more warps join them.
+_MANY_ROUNDS = 4
 # Rows of a tensor core's operand.
 _ROWS = 16
 _SMALL_HEAD = 64
@@ -43,16 +43,14 @@ class Tuning:
 
     Attributes:
         tile: tokens of a tile: a block of 64 columns, or a part of it.
-        asks: in how many parts, 1 or 2, the second-level cache is asked for a group's words ahead of time, where groups
-            and programs have several tiles; 0 for not at all.
+        asks: for how many tiles at a time the second-level cache is asked ahead of time, where groups and programs have
+            several; 0 for none.
         warps: of a program that reads contexts.
         stages: of its software pipeline.
-        merge_warps: of a program that joins.
+        merge_warps: of a program that joins few parts; twice as many join many.
         merge_programs: that there are at least before rows of several contexts share one.
-        registers: the most that a thread may have, of kernels in half precision for heads of up to 64, where up to
-            eight queries read contexts of `narrow` bytes a token and less, and programs many blocks of them; others
-            leave it to the compiler. Fewer registers let more programs run side by side, and may be too few.
-        narrow: see `registers`; bytes of a token and head.
+        registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
+            queries; others leave it to the compiler. Fewer registers let more programs run side by side.
         programs: among how many the contexts' blocks are shared out; None for as many as run side by side.
     """
 
@@ -61,9 +59,8 @@ class Tuning:
     warps: int = 1
     stages: int = 3
     merge_warps: int = 4
-    merge_programs: int = 264
+    merge_programs: int = 132
     registers: int = 168
-    narrow: int = 40
     programs: int | None = None
 
 
@@ -112,6 +109,7 @@ def extend_attention(
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
     tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
+    exact = query.dtype == torch.float32
     output: Tensor = torch.ops.esm_turbo.attend_packed(
         query,
         keys,
@@ -122,7 +120,7 @@ def extend_attention(
         layout.tensors,
         tables,
         residuals,
-        block_angles(codec, layer_idx, columns, query.device),
+        block_angles(codec, layer_idx, columns, query.device, torch.float32 if exact else torch.float16),
         lengths,
         protected_columns,
         protected,
@@ -166,7 +164,8 @@ def attend_packed(
         layout: `KernelLayout.tensors`.
         tables: of keys and of values, [H, 16] each, or empty; float32, or float16 for queries of half precision.
         residuals: of keys and of values, [C, H, 1, D] each, or empty.
-        angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
+        angles: cosine and sine of every block's first column, [blocks, 2, D / 2], float16 for queries of half precision;
+            None for keys without blocks.
         lengths: of the contexts, [C].
         protected_columns: that are not read from slabs, int32 [C, P], -1 for none.
         protected: keys and values of protected tokens as they are stored, [C, H, P, D] each, or empty.
@@ -232,13 +231,10 @@ def _attend(
     queries = min(operand_rows, power_of_two(rows))
     row_tiles = -(-rows // queries)
     blocks, items = max(1, -(-columns // _BLOCK)), contexts * heads * row_tiles
-    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps))
-    token_bytes = sum(slab.shape[3] * slab.element_size() for slab in (*key_slabs, *value_slabs))
-    limits = {}
-    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS and share >= _LONG and token_bytes <= tuning.narrow:
-        limits = {"maxnreg": tuning.registers}
-        programs = tuning.programs or _side_by_side(query.device, tuning.warps, tuning.registers)
-        share = _share(items, blocks, programs)
+    registers, limits = _MOST_REGISTERS, {}
+    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS:
+        registers = limits["maxnreg"] = tuning.registers
+    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps, registers))
     most_parts = _most_parts(blocks, share)
     value_size = value_map.shape[1]
     count = contexts * heads * most_parts * rows
@@ -310,6 +306,7 @@ def _attend(
     # Few new tokens of many rows share a tile, and with it the map of the output.
     flat = max(1, min(_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
     merged_rows = power_of_two(flat * n) if flat else _ROWS
+    rounds = power_of_two(-(-most_parts * merged_rows // _ROWS))
     grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
     merge[grid](
         query,
@@ -342,18 +339,18 @@ def _attend(
         VALUE_PLACES=max(_ROWS, power_of_two(value_size)),
         QUERIES=queries,
         ROWS=merged_rows,
-        ROUNDS=power_of_two(-(-most_parts * merged_rows // _ROWS)),
+        ROUNDS=rounds,
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
         OVERLAP=overlap,
-        num_warps=tuning.merge_warps,
+        num_warps=tuning.merge_warps * (2 if rounds >= _MANY_ROUNDS else 1),
         launch_pdl=overlap,
     )
     return output
 
 
-def _side_by_side(device: torch.device, warps: int, registers: int = _MOST_REGISTERS) -> int:
+def _side_by_side(device: torch.device, warps: int, registers: int) -> int:
     """How many programs a device runs at a time, if a thread has so many registers."""
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":

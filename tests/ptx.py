@@ -102,10 +102,6 @@ def _bfind(x: Array) -> Array:
     return np.floor(np.log2(x.astype(np.float64))).astype(np.uint32)
 
 
-def _sign_extended(x: Array) -> Array:
-    return np.asarray(x).view(np.int32).astype(np.int64).view(np.uint64)
-
-
 def _ex2(x: Array) -> Array:
     with np.errstate(under="ignore", over="ignore"):
         power = np.exp2(np.asarray(x).view(np.float32))
@@ -124,10 +120,8 @@ _INSTRUCTIONS: dict[str, Callable[..., Array]] = {
     "or.b32": lambda a, b: a | b,
     "sub.u32": lambda a, b: a - b,
     "bfind.u32": _bfind,
-    "add.u32": lambda a, b: a + b,
-    "mul.lo.u32": lambda a, b: a * b,
-    "min.s32": lambda a, b: np.minimum(np.asarray(a).view(np.int32), np.asarray(b).view(np.int32)).view(np.uint32),
-    "cvt.s64.s32": _sign_extended,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "cvt.u64.u32": lambda a: np.asarray(a).astype(np.uint64),
     "add.s64": lambda a, b: a + b,
     "ex2.approx.ftz.f32": _ex2,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -128,16 +129,39 @@ def test_attention(
     assert compiler.made.keys() == {"attend_context", "merge"}
 
 
-@pytest.mark.parametrize(("preset", "limit"), [("turbo4", None), ("turbo1", 168)])
-def test_long_contexts(compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, limit: int | None) -> None:
-    """Words are asked for ahead of time; where a token has few, registers are limited."""
+@pytest.mark.parametrize(
+    ("preset", "n", "dtype", "limit"),
+    [
+        ("turbo4", 1, torch.bfloat16, 168),
+        ("turbo1", 8, torch.float16, 168),
+        ("turbo4", 16, torch.bfloat16, None),
+        ("turbo4", 1, torch.float32, None),
+    ],
+)
+def test_long_contexts(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, n: int, dtype: torch.dtype, limit: int | None
+) -> None:
+    """Of up to eight queries: words are asked for ahead of time, and registers are limited in half precision."""
     monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
     codec = codec_of(preset, 64)
-    case = make_case(codec, n=1, columns=700, dtype=torch.bfloat16)
+    case = make_case(codec, n=n, columns=700, dtype=dtype)
     triton_kernels.extend_attention(*case.arguments, codec, LAYER)
     attend = compiler.made["attend_context"]
-    assert "prefetch.global.L2" in attend.asm["ptx"]
+    assert ("prefetch.global.L2" in attend.asm["ptx"]) == (n == 1)
     assert attend.metadata.maxnreg == limit
+
+
+def test_what_is_multiplied_with_every_tile_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and weights are brought to their lanes before a group's tiles, not for each of them."""
+    compiler = Compiler(90)
+    compiler.replace(monkeypatch)
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    codec = codec_of("turbo2", 64)
+    triton_kernels.extend_attention(*make_case(codec, n=1, columns=700, dtype=torch.bfloat16).arguments, codec, LAYER)
+    code = compiler.made["attend_context"].asm["ttgir"]
+    tiles = re.findall(r"scf\.while .*?^ +} do {(.*?)^ +scf\.yield", code, flags=re.DOTALL | re.MULTILINE)
+    assert len(tiles) == 2
+    assert all("tt.dot" in tile and "local_load" not in tile for tile in tiles)
 
 
 @pytest.mark.parametrize(

@@ -53,17 +53,17 @@ def _show_values(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, ROWS, SHORT, SLABS, 0)
+    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
     table = packed_table(table_ptr, SLABS, DTYPE, ASM)
     operand = value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
     size: tl.constexpr = SLABS[0][4]
-    token = token_at(tl.arange(0, T), ROWS)
+    token = token_at(tl.arange(0, T))
     tl.store(out_ptr + token[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
 
 @triton.jit
 def _ask(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr):
-    ask_for((slab_ptr,), first, last, COUNT, SLABS, True)
+    ask_for((slab_ptr,), 0, first, last, COUNT, SLABS, True)
 
 
 def ask(view: SlabView, words: Tensor, first: int, last: int, count: int) -> None:

@@ -21,12 +21,14 @@ from .operands import (
     places_of,
     value_operand,
 )
-from .products import OPERAND, in_fours, product, zeros_of
+from .products import in_fours, oriented, product, zeros_of
 from .queries import corrections_of, in_two, mapped_queries, maps_of, mean_of, power_below, scaled_queries
 
 # A maximum that is below all others, and the logarithm by which exponentials become powers of two.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+# So many tiles before their turn words are asked for.
+AHEAD: tl.constexpr = tl.constexpr(2)
 # A small number that has an inverse.
 _LEAST: tl.constexpr = tl.constexpr(1.0e-30)
 
@@ -113,7 +115,7 @@ def _tile_sums(
     next_words = ()
     for i in tl.static_range(len(VALUES)):
         values = value_operand(value_words[i], table_ptr, table, T, VALUES, i, DTYPE, ASM)
-        next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, ROWS, SHORT, VALUES, i),)
+        next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
         if own is None and tl.float16 == DTYPE:
             new = new + (product(weights, values, sums[i], VALUES[i][5], PRECISION),)
         else:
@@ -183,9 +185,8 @@ def attend_context(
     of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
     scores and weights of a group fill one tile.
 
-    The second-level cache is asked for the words of a group in ASKS parts: for keys before the sums of the group before
-    (and before the scores), for values before the scores (and before the sums); with OVERLAP, for the first tiles while
-    the kernel before may run.
+    The second-level cache is asked for the words of ASKS tiles at a time, AHEAD tiles before their turn; with OVERLAP,
+    for the first tiles while the kernel before may run.
     """
     blocks = tl.maximum(tl.cdiv(columns, BLOCK_TILES * T), 1)
     first_block = tl.program_id(0) * share
@@ -193,7 +194,6 @@ def attend_context(
     row_tiles = tl.cdiv(num_rows, QUERIES)
     one = tl.minimum(columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
-    asked: tl.constexpr = copies // ASKS if ASKS > 0 else 0
     # Of a small operand, of which two are used.
     parts: tl.constexpr = 24 - ROWS
     i = tl.arange(0, ROWS)
@@ -206,9 +206,9 @@ def attend_context(
     if OVERLAP:
         # The second-level cache sees what is written later, so that nothing old can be read.
         first_row = (context * num_heads + head).to(tl.int64) * columns
-        first_column = first_row + (first_block - item_start) * (BLOCK_TILES * T)
-        ask_for(key_slabs, first_column, first_row + columns, T, KEYS, ASM)
-        ask_for(value_slabs, first_column, first_row + columns, T, VALUES, ASM)
+        first_column = (first_block - item_start) * (BLOCK_TILES * T)
+        ask_for(key_slabs, first_row, first_column, columns, T, KEYS, ASM)
+        ask_for(value_slabs, first_row, first_column, columns, T, VALUES, ASM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -221,7 +221,7 @@ def attend_context(
         row_of_slabs = place * columns
         first_loaded = first_column_of(first_tile, columns, T)
         key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
-        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, ROWS, SHORT, VALUES)
+        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
         hidden = ()
         for slot in tl.static_range(SLOTS):
             hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
@@ -252,9 +252,10 @@ def attend_context(
         mean_low = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
         mean_high = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
         # This waits for the length, and all that comes after it waits, too.
-        last_column = row_of_slabs + tl.minimum(last_tile * T, columns)
+        last_column = tl.minimum(last_tile * T, columns)
         if ASKS > 0:
-            ask_for(key_slabs, row_of_slabs + first_tile * T, last_column, asked * T, KEYS, ASM)
+            ask_for(key_slabs, row_of_slabs, first_tile * T, last_column, AHEAD * T, KEYS, ASM)
+            ask_for(value_slabs, row_of_slabs, first_tile * T, last_column, AHEAD * T, VALUES, ASM)
 
         # Scores are counted in units in which the maps are at most 1. The mean may be far more.
         largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
@@ -271,10 +272,6 @@ def attend_context(
             sums = sums + (zeros_of(VALUES, slab, ROWS),)
         for begin in tl.range(first_tile, last_tile, copies):
             end = tl.minimum(begin + copies, last_tile)
-            if ASKS > 0:
-                ask_for(value_slabs, row_of_slabs + begin * T, last_column, asked * T, VALUES, ASM)
-            if ASKS > 1:
-                ask_for(key_slabs, row_of_slabs + (begin + asked) * T, last_column, asked * T, KEYS, ASM)
             own_tile = begin + i // QUERIES
             queries = mapped_queries(
                 low,
@@ -294,7 +291,8 @@ def attend_context(
                 PRECISION,
                 ASM,
             )
-            # A group of one tile is no loop: its bounds and what it carries would be instructions.
+            # A group of one tile is no loop: its bounds and what it carries would be instructions. The others are loops
+            # over conditions, for into those over ranges Triton moves what brings queries and weights to their lanes.
             if copies == 1:
                 scored = _tile_scores(
                     queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
@@ -305,7 +303,10 @@ def attend_context(
                 key_words = scored[1:]
             else:
                 scores = tl.zeros((ROWS, T), tl.float32)
-                for tile in tl.range(begin, end):
+                tile = begin
+                while tile < end:
+                    if ASKS > 0 and (tile - begin) % ASKS == 0:
+                        ask_for(key_slabs, row_of_slabs, (tile + AHEAD) * T, last_column, ASKS * T, KEYS, ASM)
                     scored = _tile_scores(
                         queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
                         first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
@@ -313,6 +314,7 @@ def attend_context(
                     )  # fmt: skip
                     scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                     key_words = scored[1:]
+                    tile += 1
             # All of most groups is seen.
             partly = (begin + copies > last_tile) | ((begin + copies) * T > length)
             for slot in tl.static_range(SLOTS):
@@ -333,13 +335,7 @@ def attend_context(
             weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
             total = total * keep + tl.sum(weights, 1)
             highest = peak
-            weights = weights.to(DTYPE)
-            if ROWS == OPERAND:
-                weights = in_fours(weights)
-            if ASKS > 0:
-                ask_for(key_slabs, row_of_slabs + end * T, last_column, asked * T, KEYS, ASM)
-            if ASKS > 1:
-                ask_for(value_slabs, row_of_slabs + (begin + asked) * T, last_column, asked * T, VALUES, ASM)
+            weights = oriented(in_fours(weights.to(DTYPE)))
             kept = ()
             for slab in tl.static_range(len(VALUES)):
                 kept = kept + (sums[slab] * keep[:, None],)
@@ -353,7 +349,10 @@ def attend_context(
                 sums = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
             else:
-                for tile in tl.range(begin, end):
+                tile = begin
+                while tile < end:
+                    if ASKS > 0 and (tile - begin) % ASKS == 0:
+                        ask_for(value_slabs, row_of_slabs, (tile + AHEAD) * T, last_column, ASKS * T, VALUES, ASM)
                     summed = _tile_sums(
                         weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
                         row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,
@@ -361,6 +360,7 @@ def attend_context(
                     )  # fmt: skip
                     sums = summed[: len(VALUES)]
                     value_words = summed[len(VALUES) :]
+                    tile += 1
 
         out = (place * most_parts + part) * num_rows
         query = row_tile * QUERIES + tl.arange(0, QUERIES)

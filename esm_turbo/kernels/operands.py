@@ -180,18 +180,18 @@ def first_column_of(tile, columns, T: tl.constexpr):
 
 
 @triton.jit
-def _ask_for_slab(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
+def _ask_for_slab(slab_ptr, row, first, COUNT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
     stored: tl.constexpr = SLABS[SLAB][6]
     size: tl.constexpr = stored * slab_ptr.dtype.element_ty.primitive_bitwidth // 8
-    at = (slab_ptr + first * stored).to(tl.int64)
-    end = ((last - first) * size).to(tl.int32) - 1
-    # A line of 128 bytes each lane.
-    for begin in tl.static_range(0, COUNT * size, 32 * 128):
+    # The bytes that a lane asks for: memory gives no more at once.
+    each: tl.constexpr = min(64, COUNT * size // 32)
+    at = (slab_ptr + row * stored).to(tl.int64)
+    for begin in tl.static_range(0, COUNT * size, 32 * each):
         tl.inline_asm_elementwise(
-            "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; add.u32 t, t, $3; mul.lo.u32 t, t, 128; min.s32 t, t, $2;"
-            " cvt.s64.s32 a, t; add.s64 a, a, $1; prefetch.global.L2 [a]; mov.b32 $0, 0; }",
+            "{ .reg .b32 t; .reg .b64 a; mov.u32 t, %laneid; mad.lo.u32 t, t, $3, $2; cvt.u64.u32 a, t;"
+            " add.s64 a, a, $1; prefetch.global.L2 [a]; mov.b32 $0, 0; }",
             "=r,l,r,r",
-            [at, end, begin // 128],
+            [at, first * size + begin, each],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -199,11 +199,14 @@ def _ask_for_slab(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexp
 
 
 @triton.jit
-def ask_for(slabs, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
-    """Has COUNT columns of all slabs brought to the second-level cache, up to a last one, which takes no register."""
-    if ASM and first < last:
+def ask_for(slabs, row, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr, ASM: tl.constexpr):
+    """Has COUNT columns of all slabs brought to the second-level cache, which takes no register.
+
+    Nothing where not all of them are before the last one: what is not there must not be asked for.
+    """
+    if ASM and first + COUNT <= last:
         for i in tl.static_range(len(SLABS)):
-            _ask_for_slab(slabs[i], first, last, COUNT, SLABS, i)
+            _ask_for_slab(slabs[i], row, first, COUNT, SLABS, i)
 
 
 @triton.jit
@@ -312,33 +315,19 @@ def key_operand(
 
 
 @triton.jit
-def token_at(row, ROWS: tl.constexpr):
-    """The token at a row of a tile's values: the order in which `in_fours` has the weights of sixteen rows.
-
-    Those of eight go through shared memory anyhow, so that tokens may stand as they are stored.
-    """
-    if ROWS < OPERAND:
-        return row
-    else:
-        return row // 16 * 16 + row % 4 // 2 * 8 + row % 16 // 4 * 2 + row % 2
+def token_at(row):
+    """The token at a row of a tile's values: the order in which `in_fours` has the weights."""
+    return row // 16 * 16 + row % 4 // 2 * 8 + row % 16 // 4 * 2 + row % 2
 
 
 @triton.jit
 def load_value_slab(
-    slab_ptr,
-    row,
-    first,
-    columns,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    SHORT: tl.constexpr,
-    SLABS: tl.constexpr,
-    SLAB: tl.constexpr,
+    slab_ptr, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr
 ):
     """The words of T values, [T, words]."""
     words: tl.constexpr = SLABS[SLAB][1]
     stored: tl.constexpr = SLABS[SLAB][6]
-    token = token_at(tl.arange(0, T), ROWS)[:, None]
+    token = token_at(tl.arange(0, T))[:, None]
     word = tl.arange(0, words)[None, :]
     mask = None
     if SHORT:
@@ -349,13 +338,11 @@ def load_value_slab(
 
 
 @triton.jit
-def load_values(
-    slabs, row, first, columns, T: tl.constexpr, ROWS: tl.constexpr, SHORT: tl.constexpr, VALUES: tl.constexpr
-):
+def load_values(slabs, row, first, columns, T: tl.constexpr, SHORT: tl.constexpr, VALUES: tl.constexpr):
     """The words of a tile of every value slab."""
     words = ()
     for i in tl.static_range(len(VALUES)):
-        words = words + (load_value_slab(slabs[i], row, first, columns, T, ROWS, SHORT, VALUES, i),)
+        words = words + (load_value_slab(slabs[i], row, first, columns, T, SHORT, VALUES, i),)
     return words
 
 

@@ -10,26 +10,41 @@ OPERAND: tl.constexpr = tl.constexpr(16)
 
 
 @triton.jit
-def dot(x, y, total, PRECISION: tl.constexpr):
-    """total + x y, [rows, n]; eight rows are multiplied as columns, since an operand has no fewer than 16 rows."""
+def oriented(x):
+    """Rows as `product` takes them: eight are multiplied as columns, since an operand has no fewer than 16 rows."""
     if x.shape[0] < OPERAND:
-        return tl.trans(tl.dot(tl.trans(y), tl.trans(x), tl.trans(total), input_precision=PRECISION))
+        return tl.trans(x)
+    else:
+        return x
+
+
+@triton.jit
+def _oriented_dot(x, y, total, PRECISION: tl.constexpr):
+    """total + x y, [rows, n], of `oriented` rows."""
+    if total.shape[0] < OPERAND:
+        return tl.trans(tl.dot(tl.trans(y), x, tl.trans(total), input_precision=PRECISION))
     else:
         return tl.dot(x, y, total, input_precision=PRECISION)
 
 
 @triton.jit
+def dot(x, y, total, PRECISION: tl.constexpr):
+    """total + x y, [rows, n]."""
+    return _oriented_dot(oriented(x), y, total, PRECISION)
+
+
+@triton.jit
 def product(x, fields, total, TABLE: tl.constexpr, PRECISION: tl.constexpr):
-    """total + x fields.
+    """total + x fields, of `oriented` rows.
 
     TF32 holds a field exactly, unless it was looked up: two products, with either half of x's bits, are as good as the
     three of float32 factors.
     """
     if x.dtype == tl.float32 and not TABLE:
         high = (x.to(tl.int32, bitcast=True) & -8192).to(tl.float32, bitcast=True)
-        return dot(high, fields, dot(x - high, fields, total, "tf32"), "tf32")
+        return _oriented_dot(high, fields, _oriented_dot(x - high, fields, total, "tf32"), "tf32")
     else:
-        return dot(x, fields, total, PRECISION)
+        return _oriented_dot(x, fields, total, PRECISION)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .operands import places_of
-from .products import dot, in_fours, zeros_of
+from .products import dot, in_fours, oriented, zeros_of
 
 
 @triton.jit
@@ -154,5 +154,5 @@ def mapped_queries(
         mapped = dot(high, tl.trans(maps[2 * i + 1]), mapped, PRECISION).to(DTYPE)
         # Of the rounded queries, so that it cancels.
         lacking = dot(mapped, tl.trans(corrections[i]), lacking, PRECISION)
-        queries = queries + (in_fours(mapped),)
+        queries = queries + (oriented(in_fours(mapped)),)
     return (tl.sum(lacking, 1),) + queries
