@@ -36,11 +36,13 @@ class Job:
         codec: class, options, geometry of one layer, and state.
         shape: rows, tokens of a context, and new tokens; with no new tokens, contexts that are encoded.
         dtype: of queries, keys and values.
+        shared: whether all rows have one context.
     """
 
     codec: tuple[type[KVCodec], TurboConfig, Geometry, Mapping[str, np.ndarray[Any, Any]]]
     shape: Shape
     dtype: torch.dtype
+    shared: bool = False
 
 
 def embedded(shapes: Sequence[Shape]) -> None:
@@ -55,11 +57,19 @@ def embedded(shapes: Sequence[Shape]) -> None:
 
 
 def model(
-    codecs: Iterable[KVCodec], shapes: Sequence[Shape], dtypes: Sequence[torch.dtype] = (torch.bfloat16,)
+    codecs: Iterable[KVCodec],
+    shapes: Sequence[Shape],
+    dtypes: Sequence[torch.dtype] = (torch.bfloat16,),
+    *,
+    shared: bool = False,
 ) -> None:
     """Compiles the kernels of all layers of some codecs; layers of the same widths share theirs."""
     compile_all(
-        Job(parts, shape, dtype) for codec in codecs for parts in _layers(codec) for shape in shapes for dtype in dtypes
+        Job(parts, shape, dtype, shared)
+        for codec in codecs
+        for parts in _layers(codec)
+        for shape in shapes
+        for dtype in dtypes
     )
 
 
@@ -121,7 +131,7 @@ def _compile(job: Job) -> None:
         from esm_turbo import triton_kernels
 
         new = (x.to(job.dtype) for x in new_tokens(job.shape, geometry=geometry))
-        triton_kernels.extend_attention(*new, None, random_context(codec, rows, columns), codec, 0)
+        triton_kernels.extend_attention(*new, None, random_context(codec, 1 if job.shared else rows, columns), codec, 0)
     else:
         _encode(codec, rows, columns, job.dtype)
     torch.cuda.synchronize()

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from transformers import EsmForMaskedLM
 
+from benchmarks import cuda_compile
 from benchmarks.measure import Case, Check, Figures, Target, interleave, spread, worst
 from benchmarks.models import Architecture, random_calibration, random_model
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
@@ -31,6 +32,7 @@ _TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bflo
 # Twins of the fast paths, where they run.
 _SLOW_BACKEND = {"cpu": "reference", "cuda": "torch"}
 _CHECKED_RESIDUES = 60
+_COMPILED_ROWS = 64
 
 
 def candidate_cases(
@@ -62,8 +64,11 @@ def candidate_cases(
         return
     name = EMBEDDED_MODEL.name if architecture is None else architecture.name
     for dtype in dtypes:
+        models = _models(architecture, device, dtype)
+        if device == "cuda":
+            _compile_ahead(models[0], target_residues, candidate_residues, refreshes)
         yield _candidate_case(
-            name, _models(architecture, device, dtype), target_residues, candidate_residues, full_candidates,
+            name, models, target_residues, candidate_residues, full_candidates,
             cached_candidates, refreshes, at_least,
         )  # fmt: skip
 
@@ -186,6 +191,17 @@ def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
         with torch.no_grad():
             found.append(float(model(masked).logits[0, at].float().log_softmax(0)[ids[at]]))
     return found
+
+
+def _compile_ahead(turbo: TurboEsm, target_residues: int, candidate_residues: int, refreshes: Sequence[int]) -> None:
+    """Compiles what scoring candidates on a device runs: the context's encoding, and extensions of one context."""
+    esm = turbo.model.esm
+    codec, dtype = esm.codec(esm.turbo_config), esm.dtype
+    # Tokens beside the residues: of the target <cls>, of a candidate <eos>.
+    context = 1 + target_residues
+    cuda_compile.model([codec], [(1, context, 0)], [dtype])
+    new = [refresh + candidate_residues + 1 for refresh in refreshes]
+    cuda_compile.model([codec], [(_COMPILED_ROWS, context, n) for n in new], [dtype], shared=True)
 
 
 def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:

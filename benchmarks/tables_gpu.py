@@ -11,6 +11,7 @@ from benchmarks.decode_attention import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, S
 from benchmarks.markdown import small, table
 from benchmarks.peers import OURS, PACKAGES
 from benchmarks.peers import SDPA as PEER_SDPA
+from benchmarks.scoring import REFRESHES, SCREENS
 from benchmarks.stored import Record
 
 FILE = "gpu"
@@ -336,8 +337,10 @@ def gpu_scoring() -> str:
         rates, dtype = figures["candidates_per_second"], figures["shape"]["dtype"]
         rows.append([f"`full`, {dtype}", *[f"{rates['full']:,.1f}"] * 3])
         for arm in ("frozen", "turbo"):
-            for refresh in (0, 8, 32):
-                names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in (20, 100, 1000)]
+            for refresh in REFRESHES:
+                names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in SCREENS]
+                if names[0] not in rates:
+                    continue
                 cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
                 rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
     head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]

@@ -164,8 +164,8 @@ def attend_packed(
         layout: `KernelLayout.tensors`.
         tables: of keys and of values, [H, 16] each, or empty; float32, or float16 for queries of half precision.
         residuals: of keys and of values, [C, H, 1, D] each, or empty.
-        angles: cosine and sine of every block's first column, [blocks, 2, D / 2], float16 for queries of half precision;
-            None for keys without blocks.
+        angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; float32, or float16 for queries of
+            half precision; None for keys without blocks.
         lengths: of the contexts, [C].
         protected_columns: that are not read from slabs, int32 [C, P], -1 for none.
         protected: keys and values of protected tokens as they are stored, [C, H, P, D] each, or empty.
