@@ -28,8 +28,8 @@ _MOST_REGISTERS = 256
 # What a device without multiprocessors counts as.
 _MULTIPROCESSORS = 132
 _MOST_PARTS = 64
-# Rounds of lanes over the parts from which on more warps join them.
-_MANY_ROUNDS = 4
+# From so many parts on more warps join them.
+_MANY_PARTS = 32
 # Rows of a tensor core's operand.
 _ROWS = 16
 _SMALL_HEAD = 64
@@ -49,8 +49,8 @@ class Tuning:
         stages: of its software pipeline.
         merge_warps: of a program that joins few parts; twice as many join many.
         merge_programs: that there are at least before rows of several contexts share one.
-        registers: the most that a thread may have, of kernels in half precision for heads of up to 64 and up to eight
-            queries; others leave it to the compiler. Fewer registers let more programs run side by side.
+        registers: the most that a thread may have, of kernels in half precision without tables, for heads of up to 64
+            and up to eight queries; others leave it to the compiler. Fewer let more programs run side by side.
         programs: among how many the contexts' blocks are shared out; None for as many as run side by side.
     """
 
@@ -109,7 +109,6 @@ def extend_attention(
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
     tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
-    exact = query.dtype == torch.float32
     output: Tensor = torch.ops.esm_turbo.attend_packed(
         query,
         keys,
@@ -120,7 +119,7 @@ def extend_attention(
         layout.tensors,
         tables,
         residuals,
-        block_angles(codec, layer_idx, columns, query.device, torch.float32 if exact else torch.float16),
+        block_angles(codec, layer_idx, columns, query.device),
         lengths,
         protected_columns,
         protected,
@@ -164,8 +163,7 @@ def attend_packed(
         layout: `KernelLayout.tensors`.
         tables: of keys and of values, [H, 16] each, or empty; float32, or float16 for queries of half precision.
         residuals: of keys and of values, [C, H, 1, D] each, or empty.
-        angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; float32, or float16 for queries of
-            half precision; None for keys without blocks.
+        angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
         lengths: of the contexts, [C].
         protected_columns: that are not read from slabs, int32 [C, P], -1 for none.
         protected: keys and values of protected tokens as they are stored, [C, H, P, D] each, or empty.
@@ -232,7 +230,7 @@ def _attend(
     row_tiles = -(-rows // queries)
     blocks, items = max(1, -(-columns // _BLOCK)), contexts * heads * row_tiles
     registers, limits = _MOST_REGISTERS, {}
-    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS:
+    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS and not tables:
         registers = limits["maxnreg"] = tuning.registers
     share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps, registers))
     most_parts = _most_parts(blocks, share)
@@ -306,7 +304,6 @@ def _attend(
     # Few new tokens of many rows share a tile, and with it the map of the output.
     flat = max(1, min(_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
     merged_rows = power_of_two(flat * n) if flat else _ROWS
-    rounds = power_of_two(-(-most_parts * merged_rows // _ROWS))
     grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
     merge[grid](
         query,
@@ -339,12 +336,12 @@ def _attend(
         VALUE_PLACES=max(_ROWS, power_of_two(value_size)),
         QUERIES=queries,
         ROWS=merged_rows,
-        ROUNDS=rounds,
+        ROUNDS=power_of_two(-(-most_parts * merged_rows // _ROWS)),
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
         OVERLAP=overlap,
-        num_warps=tuning.merge_warps * (2 if rounds >= _MANY_ROUNDS else 1),
+        num_warps=tuning.merge_warps * (2 if most_parts >= _MANY_PARTS else 1),
         launch_pdl=overlap,
     )
     return output
