@@ -1,11 +1,14 @@
 """Runs the tests that need a CUDA device, and adds what became of them to benchmarks/results/gpu_tests.jsonl.
 
-    python -m benchmarks.gpu_tests [--out FILE] [PYTEST ARGUMENT ...]
+    python -m benchmarks.gpu_tests [--out FILE] [FILE OF TESTS ...] [PYTEST ARGUMENT ...]
+
+Every file of tests is run by itself and has its own row, which stays where a later one is stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -44,15 +47,23 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=records.RESULTS / "gpu_tests.jsonl", metavar="FILE")
     options, rest = parser.parse_known_args(arguments)
+    files = [argument for argument in rest if Path(argument).is_file()]
+    others = [argument for argument in rest if argument not in files]
+    return max(_run(options.out, [*others, *file]) for file in ([[file] for file in files] or [[]]))
+
+
+def _run(out: Path, arguments: list[str]) -> int:
+    """Runs pytest, adds a row, and returns pytest's exit code."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = ["-m", "pytest", "-m", "gpu", f"--junitxml={report}", *rest]
+        command = ["-m", "pytest", "-m", "gpu", f"--junitxml={report}", *arguments]
         code = subprocess.run([sys.executable, *command], check=False).returncode
         if not report.exists():
             print("pytest wrote no report", file=sys.stderr)
             return code or 1
         figures = summary(report)
-    records.append(options.out, "gpu_tests", {"command": "python -m benchmarks.gpu_tests", **figures}, device="cuda")
+    ran = shlex.join(["python", "-m", "benchmarks.gpu_tests", *arguments])
+    records.append(out, "gpu_tests", {"command": ran, **figures}, device="cuda")
     print(figures["outcomes"])
     return code
 

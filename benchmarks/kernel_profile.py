@@ -37,6 +37,7 @@ COUNTERS = {
     "memory, %": f"gpu__dram_throughput{_PART}",
     "second-level cache, %": f"lts__throughput{_PART}",
     "first-level cache's data, %": f"l1tex__data_pipe_lsu_wavefronts{_PART}",
+    "of this for shared memory, %": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
     "instructions issued, %": f"sm__issue_active{_PART}",
     "integer and logic, %": f"sm__pipe_alu_cycles_active{_PART}",
     "tensor cores, %": f"sm__pipe_tensor_cycles_active{_PART}",

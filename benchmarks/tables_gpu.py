@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks import stored
 from benchmarks.decode_attention import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.kernel_profile import COUNTERS
 from benchmarks.markdown import small, table
 from benchmarks.peers import OURS, PACKAGES
 from benchmarks.peers import SDPA as PEER_SDPA
@@ -62,11 +63,10 @@ def gpu_overview() -> str:
 
 def gpu_profile() -> str:
     """Hardware counters of the kernel that reads contexts, a column a case."""
-    [record] = stored.newest("gpu_profile", lambda figures: figures["kernel"]).values()
-    cases = record["figures"]["cases"]
-    counters = next(iter(cases.values()))
-    rows = [[counter, *(_number(case[counter]) for case in cases.values())] for counter in counters]
-    return table(["", *cases], rows) + _source([record], "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
+    records = list(stored.newest("gpu_profile", lambda figures: tuple(figures["cases"])).values())
+    cases = {name: case for record in records for name, case in record["figures"]["cases"].items()}
+    rows = [[counter, *(_number(case.get(counter)) for case in cases.values())] for counter in COUNTERS]
+    return table(["", *cases], rows) + _source(records, "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
 
 
 def gpu_bandwidth() -> str:

@@ -1,5 +1,10 @@
 """The record of a run of the tests that need a GPU."""
 
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+from benchmarks import gpu_tests, records
 from benchmarks.gpu_tests import summary
 
 REPORT = """<testsuites><testsuite>
@@ -18,3 +23,24 @@ def test_outcomes_are_counted_by_file_and_failures_named(tmp_path):
         "failed": ["test_graphs::test_b[x]"],
         "test_seconds": 2.0,
     }
+
+
+def test_every_file_has_a_row(tmp_path, monkeypatch):
+    """Also where a later one writes no report; and what failed is the exit code."""
+    files = [tmp_path / f"test_{name}.py" for name in "abc"]
+    for file in files:
+        file.touch()
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        report = next(word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml="))
+        if command[-1] != str(files[2]):
+            Path(report).write_text(REPORT)
+        return SimpleNamespace(returncode=int(command[-1] == str(files[1])))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(records, "append", lambda out, kind, figures, device: rows.append((out, kind, figures)))
+    rows: list = []
+    out = tmp_path / "out.jsonl"
+    assert gpu_tests.main(["--out", str(out), "-q", *map(str, files)]) == 1
+    assert [figures["command"].split()[-2:] for _, _, figures in rows] == [["-q", str(file)] for file in files[:2]]
+    assert {(path, kind) for path, kind, _ in rows} == {(out, "gpu_tests")}
