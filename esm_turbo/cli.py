@@ -151,10 +151,8 @@ def calibrate(
     """
     from .console import progress_bar, show, working
     from .fasta import read_fasta_strict
-    from .paths import check_writable
 
-    _check_json(json)
-    check_writable(out)
+    _check_outputs(json, proteins, out=out)
     records = read_fasta_strict(proteins, unknown=unknown)
     turbo = _load(model, calibration=False, device=device, dtype=dtype)
     from .calibration_run import calibrate_records
@@ -225,7 +223,7 @@ def embed(
     from .console import progress_bar, say, show
     from .fasta import read_fasta
 
-    _check_json(json)
+    _check_outputs(json, proteins)
     if truncation_seq_length is not None and truncation_seq_length < 1:
         raise ValueError(f"--truncation-seq-length must be at least 1, got {truncation_seq_length}")
     if format == "h5" and "cache" in include:
@@ -340,11 +338,8 @@ def generate(
     from .artifacts import replacing
     from .console import progress_bar, show
     from .fasta import read_fasta
-    from .paths import check_writable
 
-    _check_json(json)
-    if out is not None:
-        check_writable(out)
+    _check_outputs(json, proteins, out=out)
     if (max_new_tokens is None) == (positions is None):
         raise ValueError(
             "give --max-new-tokens to append residues, or --positions to replace some"
@@ -430,7 +425,7 @@ def store(
     from .console import progress_bar, show
     from .fasta import read_fasta
 
-    _check_json(json)
+    _check_outputs(json, proteins)
     good, bad = read_fasta(proteins, unknown=unknown)
     if not good:
         _list_bad(proteins, bad)
@@ -503,7 +498,7 @@ def evaluate(
     from .console import progress_bar, show, width
     from .fasta import read_fasta_strict
 
-    _check_json(json)
+    _check_outputs(json, proteins)
     if not preset:
         raise ValueError("--preset must name at least one preset")
     for name in preset:
@@ -579,7 +574,7 @@ def score(
     from .console import progress_bar, show
     from .fasta import read_fasta
 
-    _check_outputs(json, out)
+    _check_outputs(json, targets, candidates, out=out)
     _check_counts(refresh=(refresh, 0), top=(top, 0), top_k=(top_k, 1), toks_per_batch=(toks_per_batch, 1))
     if not arm:
         raise ValueError("--arm must name at least one arm")
@@ -631,6 +626,7 @@ def variants(
     device: str | None = None,
     dtype: DType | None = None,
     backend: Backend = Backend.AUTO,
+    unknown: str | None = None,
     json: JsonFile = None,
 ) -> int:
     """Score substitutions of residues by what the model would put in their place, and compare with measurements.
@@ -655,16 +651,19 @@ def variants(
         device: Where the model runs, such as cpu, cuda or mps; the best there is by default.
         dtype: Of the model; float32 on CPU and MPS and the checkpoint's on CUDA by default.
         backend: What runs the attention over compressed caches.
+        unknown: X replaces letters that are no residue codes by X instead of refusing them.
         json: Write the scores as JSON to this file, - for standard output.
     """
     from .console import progress_bar, show
     from .fasta import BadRecord, read_fasta_strict
 
-    _check_outputs(json, out)
+    _check_outputs(json, wild_type, variants, out=out)
     _check_counts(refresh=(refresh, 0), top=(top, 0), toks_per_batch=(toks_per_batch, 1))
     if not arm:
         raise ValueError("--arm must name at least one arm")
-    records = read_fasta_strict(wild_type)
+    if measured is not None and variants is None:
+        raise ValueError(f"--measured {measured} names a column; give the CSV file of variants that has it")
+    records = read_fasta_strict(wild_type, unknown=unknown)
     if len(records) != 1:
         raise ValueError(f"{wild_type}: holds {len(records)} proteins; give a file with the wild type alone")
     from .variants_run import read_variants, score_file
@@ -715,7 +714,7 @@ def info(
     """
     from .console import quiet_transformers, show, working
 
-    _check_json(json)
+    _check_outputs(json, target, calibration)
     with working("loading libraries"):
         quiet_transformers()
     from .assets import EMBEDDED_MODEL
@@ -772,12 +771,15 @@ def _check_json(to_json: str | None) -> None:
         check_writable(to_json)
 
 
-def _check_outputs(to_json: str | None, out: Path | None) -> None:
-    from .paths import check_writable
+def _check_outputs(to_json: str | None, *inputs: Path | str | None, out: Path | None = None) -> None:
+    """Makes sure that files can be written, and that none of them is what is read."""
+    from .paths import check_apart, check_writable
 
     _check_json(to_json)
     if out is not None:
         check_writable(out)
+    to_json = None if to_json == "-" else to_json
+    check_apart([path for path in (to_json, out) if path is not None], [path for path in inputs if path is not None])
 
 
 def _check_counts(**counts: tuple[int | None, int]) -> None:

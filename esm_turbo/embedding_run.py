@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .context_store import is_store
 from .embedding import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
 from .embedding_files import INDEX_FILE, EmbeddingWriter, FolderWriter, SameSequence
 from .embedding_h5 import H5Writer, check_h5, parts_folder
@@ -128,11 +129,13 @@ def embedding_writer(
         settings: how the embeddings are made, JSON values; all in a folder must be made the same way.
 
     Raises:
-        ValueError: the place holds embeddings made with other settings, cannot be written, or another process is
-            writing there.
+        ValueError: the place holds embeddings made with other settings, or a store of contexts, cannot be written, or
+            another process is writing there.
         ImportError: h5py is missing.
     """
     out = Path(out)
+    if is_store(out):
+        raise ValueError(f"{out}: is a store of contexts; give a new or an empty folder")
     check_writable(out if file_format == "h5" else out / INDEX_FILE)
     if file_format == "h5":
         check_h5(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -36,3 +37,20 @@ def check_writable(path: str | os.PathLike[str]) -> None:
     except OSError as error:
         reason = f"{folder} is not a folder" if not folder.is_dir() else error.strerror or str(error)
         raise NotWritableError(f"{path}: cannot be written ({reason}); choose another place") from error
+
+
+def check_apart(outputs: Iterable[str | os.PathLike[str]], inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Makes sure that nothing is written over what is read, and no output over another.
+
+    Raises:
+        NotWritableError: an output is the file of an input, or of another output, by whatever name.
+    """
+    read = {os.path.realpath(path) for path in inputs}
+    written: set[str] = set()
+    for path in outputs:
+        place = os.path.realpath(path)
+        if place in read:
+            raise NotWritableError(f"{os.fspath(path)}: is read by this command; name another file to write")
+        if place in written:
+            raise NotWritableError(f"{os.fspath(path)}: is to be written twice; name another file for one of them")
+        written.add(place)

@@ -887,3 +887,64 @@ def test_the_embedded_model_is_not_touched():
         "README.md", "calibration.safetensors", "config.json", "model.safetensors", "tokenizer_config.json",
         "vocab.txt",
     ]  # fmt: skip
+
+
+# ---------------------------------------------------------------- what is read is not written
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["calibrate", "IN", "--out", "IN"],
+        ["embed", "IN", "embeddings", "--json", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--out", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--json", "LINK"],
+        ["store", "IN", "contexts", "--json", "IN"],
+        ["evaluate", "IN", "--json", "IN"],
+        ["score", "IN", "IN", "--out", "IN"],
+        ["variants", "IN", "--out", "LINK"],
+        ["info", "IN", "--json", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--out", "new", "--json", "new"],
+    ],
+    ids=" ".join,
+)
+def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    path = fasta
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    result = esm(*({"IN": path, "LINK": "link"}.get(word, word) for word in command))
+    assert (result.code, result.out) == (2, "")
+    assert "is read by this command" in result.error or "is to be written twice" in result.error
+    assert path.read_bytes() == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
+
+
+def test_a_store_of_contexts_takes_no_embeddings(esm, fasta, tmp_path, tiny_folder):
+    contexts = tmp_path / "contexts"
+    assert esm("store", fasta, contexts, "--model", tiny_folder, "--preset", "exact").code == 0
+    before = sorted(contexts.rglob("*"))
+    result = esm("embed", fasta, contexts, "--model", tiny_folder)
+    assert result.code == 2 and "is a store of contexts; give a new or an empty folder" in result.error
+    assert sorted(contexts.rglob("*")) == before
+
+
+def test_a_store_below_a_file(esm, fasta, tmp_path, tiny_folder):
+    path = fasta
+    result = esm("store", path, path / "contexts", "--model", tiny_folder)
+    assert (result.code, result.out) == (2, "")
+    assert f"{path}: is a file; a store is a folder" in result.error
+
+
+def test_a_measured_column_needs_a_file(esm, fasta):
+    result = esm("variants", fasta, "--measured", "fitness")
+    assert result.code == 2
+    assert "--measured fitness names a column; give the CSV file of variants that has it" in result.error
+
+
+def test_unknown_letters_of_a_wild_type_may_become_x(esm, tmp_path, tiny_folder):
+    path = tmp_path / "wild_type.fasta"
+    path.write_text(">a\nMK1AYI\n")
+    assert "--unknown X" in esm("variants", path).err
+    result = esm("variants", path, "--unknown", "X", "--arm", "full", "--model", tiny_folder, "--json", "-")
+    assert result.code == 0 and json.loads(result.out)
