@@ -10,13 +10,12 @@ _PROGRAMS = 320
 
 
 @triton.jit
-def _nothing(OVERLAP: tl.constexpr):
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+def _nothing():
+    tl.extra.cuda.gdc_wait()
+    tl.extra.cuda.gdc_launch_dependents()
 
 
 def empty_launches(count: int) -> None:
     """Launches kernels that do nothing, each of which may begin before the one before has ended."""
     for _ in range(count):
-        _nothing[(_PROGRAMS,)](OVERLAP=True, num_warps=1, launch_pdl=True)
+        _nothing[(_PROGRAMS,)](num_warps=1, launch_pdl=True)

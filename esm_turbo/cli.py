@@ -105,7 +105,7 @@ def demo(*, device: str | None = None, json: JsonFile = None) -> None:
     """
     from .console import progress_bar, quiet_transformers, show, working
 
-    _check_json(json)
+    _check_outputs(json)
     with working("loading libraries"):
         quiet_transformers()
         from .demo import run_demo
@@ -762,24 +762,16 @@ def _load(model: str | None, *, calibration: str | Literal[False] | None, **opti
     return turbo
 
 
-def _check_json(to_json: str | None) -> None:
-    from .paths import check_writable
-
-    if to_json is not None and to_json != "-":
-        if to_json.startswith("-"):
-            raise ValueError(f"--json needs a file, or - for standard output; got {to_json}")
-        check_writable(to_json)
-
-
 def _check_outputs(to_json: str | None, *inputs: Path | str | None, out: Path | None = None) -> None:
     """Makes sure that files can be written, and that none of them is what is read."""
     from .paths import check_apart, check_writable
 
-    _check_json(to_json)
-    if out is not None:
-        check_writable(out)
-    to_json = None if to_json == "-" else to_json
-    check_apart([path for path in (to_json, out) if path is not None], [path for path in inputs if path is not None])
+    if to_json not in (None, "-") and to_json.startswith("-"):
+        raise ValueError(f"--json needs a file, or - for standard output; got {to_json}")
+    outputs = [path for path in (to_json, out) if path not in (None, "-")]
+    for path in outputs:
+        check_writable(path)
+    check_apart(outputs, [path for path in inputs if path is not None])
 
 
 def _check_counts(**counts: tuple[int | None, int]) -> None:

@@ -49,6 +49,9 @@ def check_apart(outputs: Iterable[str | os.PathLike[str]], inputs: Iterable[str 
     written: set[str] = set()
     for path in outputs:
         place = os.path.realpath(path)
+        # A device or a pipe holds nothing that could be lost, and may be both.
+        if os.path.exists(place) and not os.path.isfile(place):
+            continue
         if place in read:
             raise NotWritableError(f"{os.fspath(path)}: is read by this command; name another file to write")
         if place in written:

@@ -920,6 +920,11 @@ def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypat
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
 
 
+def test_what_holds_nothing_may_be_several_outputs(esm, fasta, tmp_path, tiny_folder):
+    options = ["--max-new-tokens", "1", "--model", tiny_folder, "--preset", "exact"]
+    assert esm("generate", fasta, *options, "--out", os.devnull, "--json", os.devnull).code == 0
+
+
 def test_a_store_of_contexts_takes_no_embeddings(esm, fasta, tmp_path, tiny_folder):
     contexts = tmp_path / "contexts"
     assert esm("store", fasta, contexts, "--model", tiny_folder, "--preset", "exact").code == 0

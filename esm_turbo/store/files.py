@@ -65,11 +65,12 @@ class StoreFiles:
         if self.header is not None:
             return
         path = self.folder / STORE_FILE
-        for place in (self.folder, *self.folder.absolute().parents):
-            if place.is_file():
-                raise ValueError(f"{place}: is a file; a store is a folder")
-        if not path.exists() and self.folder.exists():
-            others = [entry.name for entry in self.folder.iterdir() if not _is_own_beginning(entry.name)]
+        if not path.exists():
+            for place in (self.folder, *self.folder.absolute().parents):
+                if place.is_file():
+                    raise ValueError(f"{place}: is a file; a store is a folder")
+            entries = self.folder.iterdir() if self.folder.exists() else ()
+            others = [entry.name for entry in entries if not _is_own_beginning(entry.name)]
             # Another process may have made the store in the meantime.
             if others and not path.exists():
                 raise ValueError(
