@@ -104,6 +104,9 @@ def _with_columns(tensor: Tensor, columns: int) -> Tensor:
 class CapturedExtension:
     """Extensions of one shape, captured as a CUDA graph once and replayed for any tokens and any contexts.
 
+    The first one of a model moves its parameters (`joined_projections`): graphs of your own that read the same
+    parameters must be captured after it.
+
     Args:
         model: `TurboEsmModel` or `TurboEsmForMaskedLM` on a CUDA device.
         context: one row for each of the extension's, or one that they share. It is copied, see `copy_`.

@@ -251,8 +251,9 @@ class _TurboMixin:
         """Lets extensions make queries, keys and values in one multiplication: of few tokens, one takes as long as all.
 
         The parameters stay what they are, but come to lie side by side: what a graph captures of them stays right while
-        they are written into, and is kept alive by what is returned. Projections that are more than linear layers,
-        such as adapters', are left as they are.
+        they are written into, and is kept alive by what is returned. A graph that was captured before they moved still
+        reads where they were, which may be anything by then. Projections that are more than linear layers, such as
+        adapters', are left as they are.
         """
         attentions = [x for x in self.modules() if isinstance(x, TurboEsmSelfAttention)]  # type: ignore[attr-defined]
         for attention in attentions:

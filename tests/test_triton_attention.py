@@ -198,6 +198,8 @@ def test_operands_are_in_the_order_that_the_maps_expect(
             slope = (place_holds[high] - place_holds[low]) / (field[high] - field[low])
             assert slope.log2() in range(11)
             assert torch.equal(place_holds, place_holds[low] + slope * (field - field[low]))
+            if dtype == "float32":
+                assert torch.equal(place_holds, slope * (field - 2 ** (bits - 1)))
 
 
 @pytest.mark.interpreter

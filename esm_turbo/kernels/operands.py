@@ -259,7 +259,10 @@ def key_operand(
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T keys from their elements, [size, T]. A lane holds four components of a key in a row."""
+    """Components of T keys from their elements, [size, T]. A lane holds four components of a key in a row.
+
+    In float32 fields are centred, since tensor cores cut off sums of what is all of one sign.
+    """
     bits: tl.constexpr = SLABS[SLAB][0]
     words: tl.constexpr = SLABS[SLAB][1]
     elements: tl.constexpr = SLABS[SLAB][2]
@@ -285,7 +288,16 @@ def key_operand(
         for i in tl.static_range(count):
             pair = x >> (bits * i // 8 * 8)
             one, other = _pair(
-                pair, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLABS[SLAB][5], False, DTYPE, ASM
+                pair,
+                table_ptr,
+                shift,
+                bits * i % 8,
+                bits * (i + upper) % 8,
+                bits,
+                SLABS[SLAB][5],
+                tl.float32 == DTYPE,
+                DTYPE,
+                ASM,
             )
             parts = parts + (tl.join(one, other),)
     stacked = _stacked(parts)

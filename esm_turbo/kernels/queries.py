@@ -84,6 +84,9 @@ def corrections_of(
         if not ASM or tl.float16 != DTYPE:
             # The first part is of fields that are masked into half precision.
             correction = tl.where(part > 0, correction, 0.0)
+        if tl.float32 == DTYPE:
+            # Centred by a whole number they lack half of what a field counts by, not the middle of all.
+            correction /= 1 - 2 ** KEYS[i][0]
         corrections = corrections + (correction,)
         start += KEYS[i][4]
     return corrections
