@@ -329,7 +329,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
     assert [path.name for path in results.iterdir()] == ["gpu.jsonl"]
     stored.forget()
     monkeypatch.setattr(tables_gpu, "_OVERVIEW", ("2 x 70, 2",))
-    for name in tables_gpu.TABLES.keys() - {"gpu_profile"}:
+    for name in tables_gpu.TABLES.keys() - {"gpu_profile", "gpu_tests"}:
         text = tables.TABLES[name]()
         for word in ("commit", "torch", "transformers", "triton", "a device", "gpu.jsonl"):
             assert word in text, name
@@ -340,5 +340,17 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
         "| decode attention: batch 2 x 70, 2 queries | ratios SDPA bf16 / turbo3 | at least 3.2 | 1.5 | **no** |"
         in asked
     )
+    # The worst of many cases stands for all.
+    monkeypatch.setattr(tables_gpu, "_MANY_CASES", 1)
+    stored_rows = records.read(results / "gpu.jsonl")
+    errors = [
+        row["figures"]["ratios"]["error / SDPA's error"]
+        for row in stored_rows
+        if row["figures"]["benchmark"] == "kernel_validation_cuda"
+    ]
+    assert len(errors) == 2
+    [row] = [line for line in tables_gpu.TABLES["gpu_targets"]().splitlines() if "kernel validation" in line]
+    assert "furthest of 2 |" in row
+    assert f"| {max(errors):.3g} |" in row
     pages = [(tables.ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/performance.md")]
     assert {f"<!-- table {name} -->" for name in tables_gpu.TABLES} <= set("\n".join(pages).splitlines())

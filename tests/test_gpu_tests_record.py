@@ -4,7 +4,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks import gpu_tests, records
+from benchmarks import gpu_tests, records, stored, tables_gpu
 from benchmarks.gpu_tests import summary
 
 REPORT = """<testsuites><testsuite>
@@ -44,3 +44,18 @@ def test_every_file_has_a_row(tmp_path, monkeypatch):
     assert gpu_tests.main(["--out", str(out), "-q", *map(str, files)]) == 1
     assert [figures["command"].split()[-2:] for _, _, figures in rows] == [["-q", str(file)] for file in files[:2]]
     assert {(path, kind) for path, kind, _ in rows} == {(out, "gpu_tests")}
+
+
+def test_the_table_of_a_record(tmp_path, monkeypatch):
+    """The newest row of every file counts."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "device_name", lambda device: "a device")
+    for failed in (1, 0):
+        for name, passed in (("test_a", 5), ("test_b", 7)):
+            counts = {"passed": passed, "failure": failed}
+            records.append(tmp_path / "gpu_tests.jsonl", "gpu_tests", {"by_file": {name: counts}}, device="cuda")
+    stored.forget()
+    text = tables_gpu.TABLES["gpu_tests"]()
+    stored.forget()
+    assert "| `test_a` | 5 | 0 | 0 | 0 |\n| `test_b` | 7 | 0 | 0 | 0 |" in text
+    assert "12 tests marked `gpu`. Run on a device, torch" in text
