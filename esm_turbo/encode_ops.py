@@ -245,6 +245,8 @@ def _encode(
     from .kernels import encode as kernels
 
     batch_size, heads, tokens, head_dim = keys.shape
+    if values.shape != keys.shape:
+        raise ValueError(f"keys and values must have one shape, got {list(keys.shape)} and {list(values.shape)}")
     slots = 0 if protected is None else protected.shape[1]
     if slots > tuning.tile:
         raise ValueError(f"at most {tuning.tile} tokens of a row can be protected, got {slots}")

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import triton_kernels
+from .fingerprint import same_model
 from .kv_cache import Append, TurboKVCache
 
 __all__ = ["CapturedExtension", "StaticKVCache"]
@@ -40,6 +41,12 @@ class StaticKVCache(TurboKVCache):
         columns = cache.columns if columns is None else columns
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
+        # It is written into later, in whatever mode.
+        with torch.inference_mode(False), torch.no_grad():
+            return cls._like(cache, columns)
+
+    @classmethod
+    def _like(cls, cache: TurboKVCache, columns: int) -> Self:
         made = cls(cache.config, cache.geometry, cache.fingerprint, cache.codec, cache.device)
         made.lengths = torch.zeros_like(cache.lengths)
         made.token_ids = cache.token_ids.new_zeros(cache.batch_size, columns)
@@ -60,7 +67,8 @@ class StaticKVCache(TurboKVCache):
         Raises:
             ValueError: they are of another kind, another model's, too many, too few or too long.
         """
-        if cache.codec is not self.codec or cache.config != self.config:
+        same = cache.codec is self.codec and cache.config == self.config
+        if not same or not same_model(cache.fingerprint, self.fingerprint):
             raise ValueError("the contexts must be the same model's, and stored under the same options and calibration")
         if cache.batch_size != self.batch_size or cache.columns > self.columns:
             raise ValueError(
@@ -73,14 +81,15 @@ class StaticKVCache(TurboKVCache):
         pairs = [(self.lengths, cache.lengths), (self.token_ids, cache.token_ids)]
         if self.positions is not None and cache.positions is not None:
             pairs.append((self.positions, cache.positions))
-        self.protected_columns.fill_(-1)
-        pairs.append((self.protected_columns, cache.protected_columns))
         for mine, theirs in zip(self.layers, cache.layers, strict=True):
             if mine.packed.keys() != theirs.packed.keys():
                 raise ValueError("only some of the contexts have lost their refinements (drop_refinements)")
             for held, given in ((mine.packed, theirs.packed), (mine.protected, theirs.protected)):
                 pairs += [(held[name][:, :, : tensor.shape[2]], tensor) for name, tensor in given.items()]
             pairs += [(mine.rows[name], tensor) for name, tensor in theirs.rows.items()]
+        # Nothing is refused from here on.
+        self.protected_columns.fill_(-1)
+        pairs.append((self.protected_columns, cache.protected_columns))
         for held, given in pairs:
             (held[:, : given.shape[1]] if held.dim() == 2 else held).copy_(given)
         assert self.codec is not None
@@ -101,11 +110,17 @@ def _with_columns(tensor: Tensor, columns: int) -> Tensor:
     return tensor.new_zeros(*tensor.shape[:2], columns, *tensor.shape[3:])
 
 
+def _check_device(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"a CUDA graph needs a CUDA device, the model is on {device}")
+
+
 class CapturedExtension:
     """Extensions of one shape, captured as a CUDA graph once and replayed for any tokens and any contexts.
 
-    The first one of a model moves its parameters (`joined_projections`): graphs of your own that read the same
-    parameters must be captured after it.
+    It reads the model's parameters where they lay when it was made, and keeps them: what is written into them is seen,
+    what replaces them (`model.to`, `load_state_dict` with `assign`) is not; make another one then. The first one of a
+    model moves its parameters (`joined_projections`): graphs of your own that read them must be captured after it.
 
     Args:
         model: `TurboEsmModel` or `TurboEsmForMaskedLM` on a CUDA device.
@@ -135,9 +150,22 @@ class CapturedExtension:
         masked: bool = False,
         **kwargs: Any,
     ) -> None:
-        device: torch.device = model.device
-        if device.type != "cuda":
-            raise ValueError(f"a CUDA graph needs a CUDA device, the model is on {device}")
+        _check_device(model.device)
+        # What is made here is written into later, in whatever mode.
+        with torch.inference_mode(False), torch.no_grad():
+            self._capture(model, context, num_new_tokens, batch_size, columns, masked, kwargs)
+
+    def _capture(
+        self,
+        model: Any,
+        context: TurboKVCache,
+        num_new_tokens: int,
+        batch_size: int | None,
+        columns: int | None,
+        masked: bool,
+        kwargs: dict[str, Any],
+    ) -> None:
+        device = model.device
         batch_size = context.batch_size if batch_size is None else batch_size
         model.claim_cache(context)
         self.cache = StaticKVCache.like(context, columns)
@@ -145,7 +173,7 @@ class CapturedExtension:
         seen = self.cache.columns + num_new_tokens
         self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None
         options = {"past_key_values": self.cache, **kwargs}
-        with torch.no_grad(), model.joined_projections() as self._weights:
+        with model.joined_projections() as joined:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
@@ -156,6 +184,8 @@ class CapturedExtension:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self.output = model(self._input_ids, self._mask, **options)
+            # A graph knows addresses alone.
+            self._read = [joined, kwargs, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
 
     def copy_(self, context: TurboKVCache) -> None:
         """Loads other contexts for the calls that follow, see `StaticKVCache.copy_`."""
@@ -173,10 +203,12 @@ class CapturedExtension:
             The model's output. Its tensors are written into again by the next call: clone what is to stay.
 
         Raises:
-            ValueError: a shape is another than captured, or there is a mask that was not.
+            ValueError: a shape is another than captured, there is a mask that was not, or ids are no whole numbers.
         """
         if input_ids.shape != self._input_ids.shape:
             raise ValueError(f"captured for `input_ids` {list(self._input_ids.shape)}, got {list(input_ids.shape)}")
+        if input_ids.is_floating_point():
+            raise ValueError(f"`input_ids` must be whole numbers, got {input_ids.dtype}")
         self._input_ids.copy_(input_ids)
         if self._mask is not None:
             self._mask.fill_(1)
@@ -187,7 +219,7 @@ class CapturedExtension:
                         f"`attention_mask` must be {list(self._input_ids.shape)} or {list(self._mask.shape)}, got"
                         f" {list(attention_mask.shape)}"
                     )
-                self._mask[:, -attention_mask.shape[1] :].copy_(attention_mask)
+                self._mask[:, -attention_mask.shape[1] :].copy_(attention_mask != 0)
         elif attention_mask is not None:
             raise ValueError("captured without masks: make it with masked=True")
         self._graph.replay()

@@ -267,19 +267,20 @@ def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | Non
     return state[names.pop()].contiguous() if names else None
 
 
-_angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], Tensor]] = WeakKeyDictionary()
+# Of a layer on a device, the longest last. Shorter ones stay, for graphs may read them; a table has twice what it was
+# made for, so that all together have at most twice the last one's.
+_angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], list[Tensor]]] = WeakKeyDictionary()
 
 
 def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> Tensor | None:
     """Cosine and sine of blocks' first columns, [blocks, 2, D / 2], for `columns` and more; None without blocks."""
     if codec.block_size is None:
         return None
-    made = _angles.setdefault(codec, {})
-    key = (layer_idx, device)
+    made = _angles.setdefault(codec, {}).setdefault((layer_idx, device), [])
     blocks = -(-columns // codec.block_size) + _ANGLES_BEYOND
-    if key not in made or len(made[key]) < blocks:
+    if not made or len(made[-1]) < blocks:
         # Twice as many as needed, so that a cache that grows does not make a new one each time.
         starts = torch.arange(2 * blocks, device=device)[:, None] * codec.block_size
         angle = starts * codec.layer_state(layer_idx, device)["inv_freq"]
-        made[key] = torch.stack([angle.cos(), angle.sin()], dim=1).contiguous()
-    return made[key]
+        made.append(torch.stack([angle.cos(), angle.sin()], dim=1).contiguous())
+    return made[-1]

@@ -161,10 +161,16 @@ class _AttentionWeights(KVSession):
 
 def _joined(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
     """Weights and biases of linear layers as one each, of which their own become parts; None for any other modules."""
-    if not all(type(x) is nn.Linear and x.bias is not None and not x._forward_hooks for x in linears):
+    if not all(_is_plain(x) and x.bias is not None for x in linears):
         return None
     weight, bias = (_side_by_side([getattr(x, name) for x in linears]) for name in ("weight", "bias"))
     return weight, bias
+
+
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether it does nothing but multiply: adapters replace the module or its forward, or hook into it."""
+    hooked = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+    return type(linear) is nn.Linear and not hooked
 
 
 def _side_by_side(parts: Sequence[nn.Parameter]) -> Tensor:

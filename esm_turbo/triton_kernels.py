@@ -218,6 +218,7 @@ def _attend(
 
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
+    _check(query, keys, values, contexts, mask, visible, protected_mask)
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
@@ -347,6 +348,17 @@ def _attend(
     return output
 
 
+def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:
+    """Raises for what the kernels would read as something else."""
+    if not query.shape == keys.shape == values.shape:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, keys, values))
+        raise ValueError(f"queries, keys and values must have one shape, got {shapes}")
+    if contexts not in (1, query.shape[0]):
+        raise ValueError(f"{query.shape[0]} rows need as many contexts, or one for all of them; got {contexts}")
+    if any(mask is not None and mask.dtype != torch.bool for mask in masks):
+        raise ValueError("masks must be boolean")
+
+
 def _side_by_side(device: torch.device, warps: int, registers: int) -> int:
     """How many programs a device runs at a time, if a thread has so many registers."""
     multiprocessors = _MULTIPROCESSORS
@@ -391,13 +403,20 @@ def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple
     """Keys and values of protected tokens in the model's coordinates; made once for what a cache holds."""
     keys, values = protected
     version, made = _protected.get(keys, (None, None))
-    if version != keys._version:
-        made = (
-            keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
-            values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
-        )
-        _protected[keys] = (keys._version, made)
+    if version != _version(keys):
+        # What is kept is written into later, in whatever mode.
+        with torch.inference_mode(False), torch.no_grad():
+            made = (
+                keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
+                values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
+            )
+        _protected[keys] = (_version(keys), made)
     return made  # type: ignore[no-any-return]
+
+
+def _version(tensor: Tensor) -> int:
+    """Counts changes in place; what was made in inference mode does not count, and no cache changes it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
@@ -415,7 +434,7 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
             now = codec.inverse_transform(layer_idx, keys, protected["values"], here)
             for held, new in zip(made, now, strict=True):
                 held.copy_(new)
-            _protected[keys] = (keys._version, made)
+            _protected[keys] = (_version(keys), made)
 
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:

@@ -1,11 +1,17 @@
 """Contexts in tensors that stay where they are, and extensions captured as a CUDA graph."""
 
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
-from conftest import random_ids
+from conftest import make_esm, random_ids
 
-from esm_turbo import CapturedExtension
+from esm_turbo import CapturedExtension, TurboEsmForMaskedLM, graphs
 from esm_turbo.graphs import StaticKVCache
+from esm_turbo.kernel_layout import block_angles
 
 PRESETS = ("exact", "paper", "turbo3", "turbo1")
 LENGTHS = ([21, 9, 13], [5, 30, 3])
@@ -85,14 +91,113 @@ def test_what_does_not_fit_is_refused(tiny_model):
         static.copy_(shifted)
     dropped = contexts(model, [21, 9, 13])
     dropped.drop_refinements()
+    ids = random_ids([2, 2, 2], cls=False)[0]
+    before = model(ids, past_key_values=static).logits
     with pytest.raises(ValueError, match="lost their refinements"):
         static.copy_(dropped)
+    # What is refused changes nothing.
+    assert torch.equal(model(ids, past_key_values=static).logits, before)
+
+
+@torch.no_grad()
+def test_contexts_of_another_model_are_refused(tiny_model):
+    """Also where both have the same codec, which nothing was fitted for."""
+    model, other = (TurboEsmForMaskedLM.from_esm(make_esm(seed=seed), preset="exact") for seed in (0, 1))
+    assert model.esm.codec(model.esm.turbo_config) is other.esm.codec(other.esm.turbo_config)
+    static = StaticKVCache.like(contexts(model, [21]))
+    with pytest.raises(ValueError, match="must be the same model's"):
+        static.copy_(contexts(other, [21]))
+
+
+def test_modes_are_mixed(tiny_model):
+    """What was made in inference mode is written into outside of it."""
+    _mix_modes(tiny_model(preset="turbo3"))
+
+
+@pytest.mark.interpreter
+def test_modes_are_mixed_by_the_kernels(tiny_model):
+    """They keep what they make of protected tokens."""
+    _mix_modes(tiny_model(preset="turbo3", backend="triton"))
+
+
+def _mix_modes(model):
+    ids = random_ids([2, 2], seed=1, cls=False)[0]
+    with torch.inference_mode():
+        cache = contexts(model, [21, 9])
+        made = contexts(model, [13, 20], seed=2)
+        expected = model(ids, past_key_values=made).logits
+        static = StaticKVCache.like(cache, 30)
+        model(ids, past_key_values=static)
+    with torch.no_grad():
+        assert_close(model(ids, past_key_values=made).logits, expected)
+        static.copy_(made)
+        assert_close(model(ids, past_key_values=static).logits, expected)
+    with torch.inference_mode():
+        static.copy_(cache)
+        static.copy_(made)
+        assert_close(model(ids, past_key_values=static).logits, expected)
 
 
 def test_a_graph_needs_a_cuda_device(tiny_model):
     model = tiny_model(preset="turbo3")
     with pytest.raises(ValueError, match="needs a CUDA device, the model is on cpu"):
         CapturedExtension(model, contexts(model, [21]), 3)
+
+
+class NoGraph:
+    """Stands in for a CUDA graph: replays change nothing."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Makes a `CapturedExtension` on the CPU, where nothing is captured."""
+    monkeypatch.setattr(graphs, "_check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    return CapturedExtension
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_a_graph_reads_is_kept(tiny_model, captured, replaced):
+    """A graph knows addresses alone, of memory that must not be given to others."""
+    model = tiny_model(preset="turbo3")
+    positions = torch.arange(21, 24)[None]
+    extension = captured(model, contexts(model, [21]), 3, position_ids=positions)
+    read = [x.untyped_storage() for x in (*model.parameters(), *model.buffers(), positions)]
+    storages = [weakref.ref(storage) for storage in read]
+    if replaced:
+        model.double()
+    del model, positions, read
+    gc.collect()
+    assert extension.output is not None
+    assert all(storage() is not None for storage in storages)
+
+
+def test_angles_stay_when_longer_contexts_come(tiny_model):
+    model = tiny_model(preset="turbo3")
+    codec, device = model.esm.codec(model.esm.turbo_config), torch.device("cpu")
+    first = weakref.ref(block_angles(codec, 0, 100, device))
+    longer = block_angles(codec, 0, 10_000, device)
+    gc.collect()
+    assert first() is not None
+    assert torch.equal(first(), longer[: len(first())])
+    assert block_angles(codec, 0, 100, device) is longer
+
+
+def test_tokens_and_masks_of_other_dtypes(tiny_model, captured):
+    model = tiny_model(preset="turbo3")
+    extension = captured(model, contexts(model, [21]), 3, masked=True)
+    ids = random_ids([3], cls=False)[0]
+    with pytest.raises(ValueError, match=r"must be whole numbers, got torch\.float32"):
+        extension(ids.float())
+    extension(ids, torch.tensor([[1.0, 0.5, 0.0]]))
+    assert extension._mask[0, -3:].tolist() == [1, 1, 0]
 
 
 # ---------------------------------------------------------------- on a GPU

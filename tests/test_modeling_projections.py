@@ -100,6 +100,23 @@ def test_projections_that_are_more_than_linear_are_left_alone(tiny_model):
     handle.remove()
 
 
+@pytest.mark.parametrize("how", ["forward", "hook before"])
+def test_adapters_on_plain_linear_layers_are_left_alone(tiny_model, how):
+    model = tiny_model()
+    first, *others = attentions(model)
+    plain = extension(model)
+    if how == "forward":
+        inner = first.value.forward
+        first.value.forward = lambda x: 2 * inner(x)
+    else:
+        first.value.register_forward_pre_hook(lambda module, args: (2 * args[0],))
+    expected = extension(model)
+    assert (expected - plain).abs().max() > 1e-3 * plain.abs().max()
+    with model.joined_projections() as joined:
+        assert len(joined) == len(others)
+        assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
 def test_nothing_stays_joined_after_an_error(tiny_model):
     model = tiny_model()
     with pytest.raises(KeyError), model.joined_projections():

@@ -620,3 +620,33 @@ def test_auto_takes_the_kernels_on_a_gpu(device: str, tiny_model: object) -> Non
     with _Recorded() as recorded:
         model(ids[:, :3].to(device), past_key_values=cache)
     assert len(recorded.calls) == model.config.num_hidden_layers
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("keys", "must have one shape"),
+        ("contexts", "need as many contexts, or one for all of them; got 2"),
+        ("mask", "masks must be boolean"),
+        ("visible", "masks must be boolean"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(what: str, message: str) -> None:
+    codec = codec_of("turbo3", 32)
+    case = make_case(codec, n=2, masked=True, device="cpu")
+    query, keys, values, mask, context = case.arguments
+    assert mask is not None and context.mask is not None
+    if what == "keys":
+        keys = torch.cat([keys, keys], dim=2)
+    elif what == "contexts":
+        query, keys, values, mask = (torch.cat([x, x]) for x in (query, keys, values, mask))
+    elif what == "mask":
+        mask = mask.long()
+    else:
+        context = replace(context, visible=torch.ones(2, context.mask.shape[1], dtype=torch.int64))
+    with pytest.raises(ValueError, match=message):
+        triton_kernels.extend_attention(query, keys, values, mask, context, codec, LAYER)

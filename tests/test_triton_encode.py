@@ -679,6 +679,13 @@ def test_more_protected_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch
         add(new_cache(codec, "cpu"), ids, keep, True, 0)
 
 
+def test_keys_and_values_of_different_shapes() -> None:
+    codec = cache_codec("turbo3", 16)
+    tokens = random_tokens(codec)
+    with pytest.raises(ValueError, match="keys and values must have one shape"):
+        encode(replace(tokens, values=tokens.values[:, :, 1:]), codec, "cpu")
+
+
 def test_a_start_needs_to_know_how_many_columns_there_are() -> None:
     codec = codec_of("turbo3", 16)
     tokens = random_tokens(codec, length=3)
