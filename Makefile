@@ -44,7 +44,7 @@ test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the old
 	$(SINGLE_THREADED) $(VENV_OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 test-interpreter: $(VENV)/.installed-dev  ## the tests of Triton kernels, on the CPU in Triton's interpreter
-	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/test_triton_*.py $(PYTEST_ARGS)
+	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/test_triton_*.py tests/test_graphs.py $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network" $(PYTEST_ARGS)
