@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import cuda_compile, cuda_timing, gpu_models
-from benchmarks.measure import Case, Check, Figures, Target, spread, worst
+from benchmarks.measure import Case, Check, Figures, Target, largest_difference, spread, worst
 from benchmarks.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
 
@@ -84,13 +84,13 @@ def _cached(model: TurboEsmModel, context: Tensor) -> TurboKVCache:
 def _check(models: dict[str, TurboEsmModel], caches: dict[str, TurboKVCache], new: Tensor) -> Check:
     errors = []
     for preset, model in models.items():
-        output = extend(model, caches[preset], new).float()
+        output = extend(model, caches[preset], new)
         model.backend = "torch"
         try:
-            expected = extend(model, caches[preset], new).float()
+            expected = extend(model, caches[preset], new)
         finally:
             model.backend = "auto"
-        errors.append(float((output - expected).abs().max()))
+        errors.append(largest_difference(output, expected))
     what = "hidden states of the new tokens, kernels against PyTorch in bfloat16, largest difference over all presets"
     return Check(what, worst(errors), _TOLERANCE)
 
@@ -113,7 +113,8 @@ def _measure(
         try:
             captured = CapturedExtension(model, caches[preset], new.shape[1])
             arms[f"extend {preset}, captured"] = partial(captured, new)
-            differences[preset] = _largest(captured(new).last_hidden_state, extend(model, caches[preset], new))
+            eager = extend(model, caches[preset], new)
+            differences[preset] = largest_difference(captured(new).last_hidden_state, eager)
         except Exception as error:
             failed[f"extend {preset}, captured"] = cuda_timing.reason(error)
     try:
@@ -122,7 +123,7 @@ def _measure(
         graph = cuda_timing.capture(lambda: outputs.append(forward(plain, whole)))
         arms[f"{RECOMPUTE}, captured"] = graph.replay
         graph.replay()
-        differences[RECOMPUTE] = _largest(outputs[-1], forward(plain, whole))
+        differences[RECOMPUTE] = largest_difference(outputs[-1], forward(plain, whole))
     except Exception as error:
         failed[f"{RECOMPUTE}, captured"] = cuda_timing.reason(error)
     times, more = cuda_timing.synchronized_seconds(arms, repeats)
@@ -142,10 +143,6 @@ def _measure(
             **{preset: cache.nbytes for preset, cache in caches.items()},
         },
     }
-
-
-def _largest(a: Tensor, b: Tensor) -> float:
-    return float((a.float() - b.float()).abs().max())
 
 
 def forward(model: Any, ids: Tensor) -> Tensor:

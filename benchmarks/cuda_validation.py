@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import EsmForMaskedLM, EsmModel
 
 from benchmarks import cuda_compile, cuda_timing, gpu_models
-from benchmarks.measure import Case, Check, Figures, Target, worst
+from benchmarks.measure import Case, Check, Figures, Target, largest_difference, worst
 from benchmarks.models import Architecture
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.codecs import KVCodec, PackedContext
@@ -123,12 +123,12 @@ def _similarity(plain: EsmForMaskedLM, turbo: TurboEsmForMaskedLM, ids: Tensor) 
         "hidden_states": {
             "cosine_mean_by_layer": [mean for mean, _ in cosines],
             "cosine_min": min(lowest for _, lowest in cosines),
-            "largest_difference": worst(_largest(ours, theirs) for ours, theirs in pairs),
+            "largest_difference": worst(largest_difference(ours, theirs) for ours, theirs in pairs),
         },
         "logits": {
             "cosine_mean": _cosine(output.logits, expected.logits)[0],
             "cosine_min": _cosine(output.logits, expected.logits)[1],
-            "largest_difference": _largest(output.logits, expected.logits),
+            "largest_difference": largest_difference(output.logits, expected.logits),
         },
     }
 
@@ -149,17 +149,16 @@ def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
         expected = decoded.attend(layer_idx, *new)
         largest = float(expected.abs().max())
         assert dense.same_dtype is not None
-        error = _largest(output, expected)
-        rows.append(
-            (error, error / largest, _largest(dense.same_dtype, expected) / largest, *_cosine(output, expected))
-        )
-    errors, relative, of_pytorch, means, lowest = (list(column) for column in zip(*rows, strict=True))
+        error = largest_difference(output, expected)
+        of_pytorch = largest_difference(dense.same_dtype, expected) / largest
+        rows.append((error, error / largest, of_pytorch, *_cosine(output, expected)))
+    errors, relative, relative_of_pytorch, means, lowest = (list(column) for column in zip(*rows, strict=True))
     return {
         "layers": len(rows),
         "absolute_errors": errors,
         "relative_errors": relative,
-        "relative_errors_of_sdpa": of_pytorch,
-        "ratios": {"error / SDPA's error": worst(relative) / worst(of_pytorch)},
+        "relative_errors_of_sdpa": relative_of_pytorch,
+        "ratios": {"error / SDPA's error": worst(relative) / worst(relative_of_pytorch)},
         "cosine_means": means,
         "cosine_min": min(lowest),
     }
@@ -282,7 +281,3 @@ def _cosine(ours: Tensor, theirs: Tensor) -> tuple[float, float]:
     """Mean and minimum over tokens (and heads)."""
     cosines = torch.cosine_similarity(ours.double(), theirs.double(), dim=-1)
     return float(cosines.mean()), float(cosines.min())
-
-
-def _largest(ours: Tensor, theirs: Tensor) -> float:
-    return float((ours.double() - theirs.double()).abs().max())

@@ -92,6 +92,11 @@ class Case:
     targets: Sequence[Target] = field(default=())
 
 
+def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of two tensors, whatever their dtypes."""
+    return float((ours.double() - theirs.double()).abs().max())
+
+
 def worst(errors: Iterable[float]) -> float:
     """The largest, and NaN where any is NaN (which `max` passes over)."""
     errors = list(errors)

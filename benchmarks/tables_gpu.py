@@ -119,10 +119,7 @@ def gpu_targets() -> str:
         raise LookupError("no targets")
     rows, records = [], []
     for (name, figure, bound), judged in asked.items():
-        shown = judged
-        if len(judged) > _MANY_CASES:
-            sign = 1 if bound.startswith("at most") else -1
-            shown = [max(judged, key=lambda pair, sign=sign: _or_worst(sign, pair[1]["found"]))]  # type: ignore[misc]
+        shown = [max(judged, key=_distance)] if len(judged) > _MANY_CASES else judged
         for record, target in shown:
             of = f", furthest of {len(judged)}" if len(shown) < len(judged) else ""
             where = f"{name}: {record['figures']['case']}{of}"
@@ -368,8 +365,12 @@ def gpu_tests() -> str:
     return table(["tests", *_OUTCOMES], rows) + _source(records, f"{total:,} tests marked `gpu`", "gpu_tests")
 
 
-def _or_worst(sign: int, found: float | None) -> float:
-    return math.inf if found is None else sign * found
+def _distance(judged: tuple[Record, dict[str, Any]]) -> float:
+    """Larger the further a target is from being met, among those with one bound."""
+    found = judged[1]["found"]
+    if found is None:
+        return math.inf
+    return float(found if "at_most" in judged[1] else -found)
 
 
 def _decoding(shape: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
     It is kept on the model and made anew when a weight has changed.
     """
     weights = [_attention_weights(layer) for layer in model.encoder.layer]
-    versions = tuple((w.data_ptr(), 0 if w.is_inference() else w._version) for layer in weights for w in layer)
+    versions = tuple((w.data_ptr(), version_of(w)) for layer in weights for w in layer)
     cached = getattr(model, "_turbo_fingerprint", None)
     if cached is None or cached[0] != versions:
         with torch.no_grad():
@@ -35,6 +35,11 @@ def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
         model._turbo_fingerprint = cached
     fingerprint: npt.NDArray[np.float32] = cached[1]
     return fingerprint
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one made in inference mode, where that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def codec_fingerprint(state: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:

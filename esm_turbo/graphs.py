@@ -25,7 +25,10 @@ class StaticKVCache(TurboKVCache):
     all its columns.
     """
 
+    # What is made here is written into later, in whatever mode.
     @classmethod
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def like(cls, cache: TurboKVCache, columns: int | None = None) -> Self:
         """Room for contexts like those of a cache, and a copy of these.
 
@@ -41,12 +44,6 @@ class StaticKVCache(TurboKVCache):
         columns = cache.columns if columns is None else columns
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
-        # It is written into later, in whatever mode.
-        with torch.inference_mode(False), torch.no_grad():
-            return cls._like(cache, columns)
-
-    @classmethod
-    def _like(cls, cache: TurboKVCache, columns: int) -> Self:
         made = cls(cache.config, cache.geometry, cache.fingerprint, cache.codec, cache.device)
         made.lengths = torch.zeros_like(cache.lengths)
         made.token_ids = cache.token_ids.new_zeros(cache.batch_size, columns)
@@ -139,6 +136,9 @@ class CapturedExtension:
         ValueError: the model is not on a CUDA device, or the context does not fit.
     """
 
+    # What is made here is written into later, in whatever mode.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
     def __init__(
         self,
         model: Any,
@@ -150,22 +150,8 @@ class CapturedExtension:
         masked: bool = False,
         **kwargs: Any,
     ) -> None:
-        _check_device(model.device)
-        # What is made here is written into later, in whatever mode.
-        with torch.inference_mode(False), torch.no_grad():
-            self._capture(model, context, num_new_tokens, batch_size, columns, masked, kwargs)
-
-    def _capture(
-        self,
-        model: Any,
-        context: TurboKVCache,
-        num_new_tokens: int,
-        batch_size: int | None,
-        columns: int | None,
-        masked: bool,
-        kwargs: dict[str, Any],
-    ) -> None:
-        device = model.device
+        device: torch.device = model.device
+        _check_device(device)
         batch_size = context.batch_size if batch_size is None else batch_size
         model.claim_cache(context)
         self.cache = StaticKVCache.like(context, columns)

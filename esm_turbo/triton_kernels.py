@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import torch_ops
 from .codecs import KVCodec, Packed, PackedContext
+from .fingerprint import version_of
 from .kernel_layout import KernelLayout, block_angles, kernel_layout, key_view, power_of_two, value_view
 from .layer_ops import gelu, like_tokens, overlaps, rotate, settle
 
@@ -403,20 +404,15 @@ def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple
     """Keys and values of protected tokens in the model's coordinates; made once for what a cache holds."""
     keys, values = protected
     version, made = _protected.get(keys, (None, None))
-    if version != _version(keys):
+    if version != version_of(keys):
         # What is kept is written into later, in whatever mode.
         with torch.inference_mode(False), torch.no_grad():
             made = (
                 keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
                 values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
             )
-        _protected[keys] = (_version(keys), made)
+        _protected[keys] = (version_of(keys), made)
     return made  # type: ignore[no-any-return]
-
-
-def _version(tensor: Tensor) -> int:
-    """Counts changes in place; what was made in inference mode does not count, and no cache changes it."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
@@ -434,7 +430,7 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
             now = codec.inverse_transform(layer_idx, keys, protected["values"], here)
             for held, new in zip(made, now, strict=True):
                 held.copy_(new)
-            _protected[keys] = (_version(keys), made)
+            _protected[keys] = (version_of(keys), made)
 
 
 def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:

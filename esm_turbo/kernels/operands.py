@@ -270,6 +270,7 @@ def key_operand(
     size: tl.constexpr = SLABS[SLAB][4]
     count: tl.constexpr = element_bits // bits // 2
     upper: tl.constexpr = count if element_bits <= 8 else 0
+    centred: tl.constexpr = tl.float32 == DTYPE
     x = x.to(tl.int32)
     shift = 0
     if element_bits < 32:
@@ -288,16 +289,7 @@ def key_operand(
         for i in tl.static_range(count):
             pair = x >> (bits * i // 8 * 8)
             one, other = _pair(
-                pair,
-                table_ptr,
-                shift,
-                bits * i % 8,
-                bits * (i + upper) % 8,
-                bits,
-                SLABS[SLAB][5],
-                tl.float32 == DTYPE,
-                DTYPE,
-                ASM,
+                pair, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLABS[SLAB][5], centred, DTYPE, ASM
             )
             parts = parts + (tl.join(one, other),)
     stacked = _stacked(parts)
