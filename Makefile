@@ -23,8 +23,8 @@ PYTEST := -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 SINGLE_THREADED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # What depends on the version of transformers: loading, the patched model, the cache.
-OLDEST_TESTS = $(wildcard tests/test_modeling*.py tests/test_kv_cache*.py tests/test_cache*.py \
-	tests/test_loading*.py tests/test_turbo_esm*.py tests/test_calibrat*.py tests/test_lean_import.py)
+OLDEST_TESTS := tests/test_modeling_esm_turbo.py tests/test_kv_cache.py tests/test_kv_cache_refinements.py tests/test_turbo_esm.py \
+	tests/test_calibrate.py tests/test_calibration.py tests/test_lean_import.py tests/model tests/tasks/calibration
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
@@ -44,7 +44,7 @@ test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the old
 	$(SINGLE_THREADED) $(VENV_OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
 
 test-interpreter: $(VENV)/.installed-dev  ## the tests of Triton kernels, on the CPU in Triton's interpreter
-	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/test_triton_*.py tests/test_graphs.py $(PYTEST_ARGS)
+	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/ops tests/model $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
 	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network" $(PYTEST_ARGS)
@@ -52,12 +52,14 @@ test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a C
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
 	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network" $(PYTEST_ARGS)
 
-lint: $(VENV)/.installed-dev  ## ruff, and the direction of imports
+lint: $(VENV)/.installed-dev  ## ruff (rules and format), and the direction of imports
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/.installed-dev  ## let ruff correct what it can, and sort the imports
+format: $(VENV)/.installed-dev  ## format the code, and let ruff fix what it can
 	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
 
 types: $(VENV)/.installed-dev  ## mypy, strict, on the package
 	$(VENV)/bin/mypy
@@ -72,8 +74,8 @@ endif
 
 results: $(VENV)/.installed-dev  ## measure accuracy anew (two hours of one core), then make the tables and images
 	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.run results --jobs $(JOBS) --save
-	$(VENV)/bin/python -m benchmarks.tables
-	$(VENV)/bin/python -m benchmarks.plots
+	$(VENV)/bin/python -m benchmarks.report.tables
+	$(VENV)/bin/python -m benchmarks.report.plots
 
 clean:  ## remove the environments, caches and builds
 	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info

@@ -9,36 +9,28 @@ from itertools import chain
 
 import torch
 
-from benchmarks import (
-    accuracy,
-    calibration,
+from benchmarks.accuracy import (
     calibration_export,
     calibration_size,
     class_shift,
-    context_store,
-    cuda_compile,
-    cuda_memory,
-    cuda_prefill,
-    cuda_steps,
-    cuda_validation,
-    decode_attention,
-    embedding,
-    extension,
     generation,
-    imports,
     long_proteins,
     paper,
-    peers,
-    prefill,
     refinements,
-    scoring,
     screening,
-    short_contexts,
     variant_effects,
 )
-from benchmarks.measure import Case, Target
-from benchmarks.models import Architecture
-from esm_turbo.windows import Windows
+from benchmarks.accuracy import presets as accuracy
+from benchmarks.cuda import decode_attention, peers
+from benchmarks.cuda import memory as cuda_memory
+from benchmarks.cuda import prefill as cuda_prefill
+from benchmarks.cuda import steps as cuda_steps
+from benchmarks.cuda import validation as cuda_validation
+from benchmarks.harness import cuda_compile
+from benchmarks.harness.measure import Case, Target
+from benchmarks.harness.models import Architecture
+from benchmarks.speed import calibration, context_store, embedding, extension, imports, prefill, scoring, short_contexts
+from esm_turbo.tasks.embedding.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
@@ -192,9 +184,7 @@ _ENCODE_TARGETS = [
 GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
         "attention over packed contexts beside SDPA's backends and the paper's kernel structure",
-        partial(
-            decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=cuda_compile.embedded
-        ),
+        partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=cuda_compile.embedded),
         most_repeats=20,
     ),
     "prefill_cuda": Benchmark(
@@ -210,9 +200,7 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     ),
     "extension_cuda": Benchmark(
         "a whole extension in the geometry of 650M, eager and captured, and all tokens anew",
-        partial(
-            cuda_steps.step_cases, ESM2_650M, 1024, (16, 1), ("exact", "turbo3", "paper"), at_most=2e-3
-        ),
+        partial(cuda_steps.step_cases, ESM2_650M, 1024, (16, 1), ("exact", "turbo3", "paper"), at_most=2e-3),
         most_repeats=15,
     ),
     "extension_memory_cuda": Benchmark(
@@ -243,7 +231,13 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     "resident_contexts_cuda": Benchmark(
         "contexts of 512 tokens that stay on the device beside the model",
         partial(
-            cuda_memory.resident_cases, ESM2_650M, "turbo2", tokens=512, at_once=64, spare=4 * 10**9, seconds=90.0,
+            cuda_memory.resident_cases,
+            ESM2_650M,
+            "turbo2",
+            tokens=512,
+            at_once=64,
+            spare=4 * 10**9,
+            seconds=90.0,
             at_least=10_000,
         ),
     ),

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from transformers.utils import logging
 
-from benchmarks import records
-from benchmarks.measure import Case, Check, Figures
+from benchmarks.harness import records
+from benchmarks.harness.measure import Case, Check, Figures
 from benchmarks.registry import BENCHMARKS, EXPERIMENTS, GPU_BENCHMARKS, TIMED, Benchmark, Experiment
 
 REPEATS = 9

@@ -19,7 +19,7 @@ _PUBLIC = {
     "KVCalibrator": "calibrate",
     "Calibration": "calibration",
     "ContextStore": "context_store",
-    "CapturedExtension": "graphs",
+    "CapturedExtension": "model.graphs",
 }
 
 __all__ = [  # noqa: RUF022 - the order in which a reader meets them
@@ -37,14 +37,14 @@ __all__ = [  # noqa: RUF022 - the order in which a reader meets them
 ]
 
 if TYPE_CHECKING:
-    from .calibrate import KVCalibrator
-    from .calibration import Calibration
-    from .config import TurboConfig
-    from .context_store import ContextStore
-    from .graphs import CapturedExtension
-    from .kv_cache import TurboKVCache
-    from .modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
-    from .turbo_esm import TurboEsm
+    from esm_turbo.calibrate import KVCalibrator
+    from esm_turbo.calibration import Calibration
+    from esm_turbo.config import TurboConfig
+    from esm_turbo.context_store import ContextStore
+    from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.model.graphs import CapturedExtension
+    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
+    from esm_turbo.turbo_esm import TurboEsm
 
 
 def __getattr__(name: str) -> Any:

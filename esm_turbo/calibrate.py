@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -21,9 +20,13 @@ import torch
 from torch import Tensor
 from transformers import EsmModel
 
-from .artifacts import package_versions
-from .calibration import Calibration
-from .collectors import (
+from esm_turbo.calibration import Calibration
+from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
+from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
+from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.fingerprint import model_fingerprint
+from esm_turbo.files.hub import model_name
+from esm_turbo.model.collectors import (
     MomentsCollector,
     ProteinAttention,
     Proteins,
@@ -31,10 +34,7 @@ from .collectors import (
     SampleCollector,
     SensitivityCollector,
 )
-from .config import PRODUCT_PRESETS, Geometry, TurboConfig
-from .fingerprint import model_fingerprint
-from .kv_statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
-from .modeling_esm_turbo import TurboEsmModel, check_weights
+from esm_turbo.modeling_esm_turbo import TurboEsmModel, check_weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -162,7 +162,7 @@ class KVCalibrator:
             self._output_gram,
         )
         record = {
-            "model": _model_name(self.model.config._name_or_path),
+            "model": model_name(self.model.config._name_or_path),
             "sequences": self.n_sequences_seen_,
             "residues": self.n_residues_seen_,
             "sample_size": self.sample_size,
@@ -200,11 +200,6 @@ class KVCalibrator:
         priorities = np.concatenate(draws)
         best = self._sample.candidates(priorities)
         return torch.from_numpy(best), priorities[best]
-
-
-def _model_name(name_or_path: str) -> str:
-    """A hub id as it is, a folder by its own name: where it lies is nobody's business."""
-    return os.path.basename(os.path.normpath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
 
 
 def _hash_tokens(ids: Tensor) -> int:

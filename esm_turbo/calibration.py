@@ -15,11 +15,11 @@ import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
-from .artifacts import ArtifactError, read_artifact, write_artifact
-from .codecs import KVCodec, codec_class
-from .config import PRODUCT_PRESETS, Geometry, TurboConfig
-from .fingerprint import model_fingerprint, same_model
-from .kv_statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.codecs import KVCodec, codec_class
+from esm_turbo.codecs.fitting.statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
+from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.fingerprint import model_fingerprint, same_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -158,8 +158,7 @@ PRODUCT_PRESETS: dict[str, TurboConfig] = {
     "exact": TurboConfig(codec="exact"),
     "paper": TurboConfig(),
     **{
-        f"turbo{bits}": TurboConfig(codec="turbo", mean_bits=bits, protect_special_tokens=True)
-        for bits in (4, 3, 2, 1)
+        f"turbo{bits}": TurboConfig(codec="turbo", mean_bits=bits, protect_special_tokens=True) for bits in (4, 3, 2, 1)
     },
 }
 COMPARISON_PRESETS: dict[str, TurboConfig] = {

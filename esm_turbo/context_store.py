@@ -1,6 +1,6 @@
 """A folder of compressed contexts, computed once and read by any number of processes.
 
-A context is found by what `TurboEsm.prefill` depends on: its tokens, the counts for token dropout, the model, the
+A context is found by what `ContextModel.prefill` depends on: its tokens, the counts for token dropout, the model, the
 preset, the calibration and the dtype. Files are written whole or not at all and carry checksums; a damaged one is
 reported and computed anew. What was used last is kept in memory, on the host and on the device.
 """
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
-from .artifacts import ArtifactError
-from .batches import TokenRow, encode_rows, remaining_batches
-from .kv_cache import TurboKVCache
-from .limits import warn_if_long
-from .store.files import FORMAT_VERSION, Shelf, StoreFiles, blueprint_of, is_store
-from .store.flat import Blueprint, FlatContext
-from .store.tiers import Tier
-from .store.usage import Usage, rates
-from .writing import only_writer
+from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.writing import only_writer
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
+from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.store.files import FORMAT_VERSION, Shelf, StoreFiles, blueprint_of, is_store
+from esm_turbo.store.flat import Blueprint, FlatContext
+from esm_turbo.store.tiers import Tier
+from esm_turbo.store.usage import Usage, rates
 
 if TYPE_CHECKING:
-    from .turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 __all__ = ["ContextStore", "is_store", "store_info"]
 
@@ -48,7 +48,7 @@ class _Job:
         sequence: residues, as they were given.
         tokens: `<cls>` and the residues.
         masks: how many of them are `<mask>`.
-        total_tokens: for token dropout, see `TurboEsm.prefill`.
+        total_tokens: for token dropout, see `ContextModel.prefill`.
         total_masks: likewise.
     """
 
@@ -118,7 +118,7 @@ class ContextStore:
 
     def get(
         self,
-        turbo: TurboEsm,
+        turbo: ContextModel,
         sequences: str | Sequence[str],
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
@@ -127,7 +127,7 @@ class ContextStore:
 
         Args:
             turbo: the model that they are for; its preset is the one that is looked for.
-            sequences: as for `TurboEsm.prefill`.
+            sequences: as for `ContextModel.prefill`.
             total_tokens: likewise.
             total_masks: likewise.
 
@@ -151,18 +151,18 @@ class ContextStore:
 
     def get_or_prefill(
         self,
-        turbo: TurboEsm,
+        turbo: ContextModel,
         sequences: str | Sequence[str],
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
         *,
         toks_per_batch: int = 4096,
     ) -> TurboKVCache:
-        """As `TurboEsm.prefill`, but computes only what is not in the store, and stores it.
+        """As `ContextModel.prefill`, but computes only what is not in the store, and stores it.
 
         Args:
             turbo: the model; its preset is what is stored.
-            sequences: as for `TurboEsm.prefill`.
+            sequences: as for `ContextModel.prefill`.
             total_tokens: likewise.
             total_masks: likewise.
             toks_per_batch: padded tokens of a batch.
@@ -196,7 +196,7 @@ class ContextStore:
 
     def add(
         self,
-        turbo: TurboEsm,
+        turbo: ContextModel,
         sequences: str | Sequence[str],
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
@@ -210,7 +210,7 @@ class ContextStore:
 
         Args:
             turbo: the model; its preset is what is stored.
-            sequences: as for `TurboEsm.prefill`.
+            sequences: as for `ContextModel.prefill`.
             total_tokens: likewise.
             total_masks: likewise.
             toks_per_batch: padded tokens of a batch.
@@ -322,7 +322,7 @@ class ContextStore:
 
     def _fill(
         self,
-        turbo: TurboEsm,
+        turbo: ContextModel,
         blueprint: Blueprint,
         jobs: Sequence[_Job],
         done: set[int],
@@ -370,7 +370,7 @@ class ContextStore:
                 self._usage.compact()
             yield batch, filled
 
-    def _prefill(self, turbo: TurboEsm, jobs: Sequence[_Job]) -> Iterator[tuple[str, FlatContext]]:
+    def _prefill(self, turbo: ContextModel, jobs: Sequence[_Job]) -> Iterator[tuple[str, FlatContext]]:
         if not jobs:
             return
         totals: dict[str, list[int]] = {}
@@ -391,7 +391,7 @@ class ContextStore:
 
 
 def _jobs(
-    turbo: TurboEsm,
+    turbo: ContextModel,
     sequences: str | Sequence[str],
     total_tokens: int | Sequence[int] | None,
     total_masks: int | Sequence[int] | None,

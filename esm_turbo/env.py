@@ -42,7 +42,7 @@ def environment() -> dict[str, str]:
 
 
 def _own_version() -> str:
-    from . import __version__
+    from esm_turbo import __version__
 
     return __version__
 

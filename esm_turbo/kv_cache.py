@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from . import encode_ops
-from .artifacts import ArtifactError, read_artifact, write_artifact
-from .codecs import KVCodec, Packed, codec_class
-from .config import Geometry, TurboConfig
-from .fingerprint import codec_fingerprint, same_codec, same_model
+from esm_turbo.codecs import KVCodec, Packed, codec_class
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
+from esm_turbo.ops import triton_encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,7 +97,7 @@ class Append:
         positions: likewise, or None for the next ones.
         protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
         layers: per layer what the codec made of the tokens, the protected ones, and what is stored once a row.
-        counters: for the kernel that encodes, see `encode_ops.new_counters`; made when first needed.
+        counters: for the kernel that encodes, see `triton_encode.new_counters`; made when first needed.
     """
 
     order: Tensor
@@ -258,8 +258,8 @@ class TurboKVCache(Cache):
             fused: whether the Triton kernel does it where there is one; None: on a device that it runs on.
         """
         assert self.codec is not None
-        asked = encode_ops.runs_on(keys.device) if fused is None else fused
-        if asked and encode_ops.can_run(self.codec, layer_idx, append.protected.shape[1]):
+        asked = triton_encode.runs_on(keys.device) if fused is None else fused
+        if asked and triton_encode.can_run(self.codec, layer_idx, append.protected.shape[1]):
             append.layers.append(self._encode(append, layer_idx, keys, values))
             return
         keys, values = _take(keys, append.order), _take(values, append.order)
@@ -267,9 +267,7 @@ class TurboKVCache(Cache):
         if self.config.protect_special_tokens:
             slots = append.protected.clamp_min(0)
             # Relative to the first block, wherever they stand, so that one mapped query serves all of them.
-            special = self.codec.transform(
-                layer_idx, _take(keys, slots), _take(values, slots), torch.zeros_like(slots)
-            )
+            special = self.codec.transform(layer_idx, _take(keys, slots), _take(values, slots), torch.zeros_like(slots))
             protected = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), special, strict=True)}
         steps = torch.arange(append.order.shape[1], device=keys.device)
         start = self.lengths.to(keys.device)[:, None] if self.batch_size else 0
@@ -300,8 +298,8 @@ class TurboKVCache(Cache):
         assert self.codec is not None
         device, new = keys.device, self._begins()
         if append.counters is None or append.counters.device != device:
-            append.counters = encode_ops.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
-        packed, protected, rows = encode_ops.encode(
+            append.counters = triton_encode.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
+        packed, protected, rows = triton_encode.encode(
             self.codec,
             layer_idx,
             keys,
@@ -421,9 +419,9 @@ class TurboKVCache(Cache):
             self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
         self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
         self.lengths = lengths
-        self.protected_columns = torch.where(
-            self.protected_columns < lengths[:, None], self.protected_columns, -1
-        ).to(torch.int32)
+        self.protected_columns = torch.where(self.protected_columns < lengths[:, None], self.protected_columns, -1).to(
+            torch.int32
+        )
         self._changed()
 
     def drop_front(self, tokens: int) -> None:

@@ -29,13 +29,13 @@ from transformers.models.esm.modeling_esm import (
     eager_attention_forward,
 )
 
-from .backends import resolve_backend
-from .calibration import CALIBRATION_FILE, Calibration
-from .codecs import KVCodec, codec_class, codec_without_calibration
-from .config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from .fingerprint import model_fingerprint, same_codec, same_model
-from .kv_cache import TurboKVCache
-from .sessions import Extension, KVSession, Prefill
+from esm_turbo.calibration import CALIBRATION_FILE, Calibration
+from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
+from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
+from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.sessions import Extension, KVSession, Prefill
+from esm_turbo.ops.backends import resolve_backend
 
 # The share of residues that ESM-2 saw masked in training (Lin et al. 2023), undone by token dropout.
 _TRAINED_MASK_RATIO = 0.15 * 0.8
@@ -251,7 +251,6 @@ class _TurboMixin:
             save_directory, state_dict=_published_keys(state, self.config.num_hidden_layers), **kwargs
         )
 
-
     @contextmanager
     def joined_projections(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
         """Lets extensions make queries, keys and values in one multiplication: of few tokens, one takes as long as all.
@@ -438,9 +437,7 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         elif use_cache:
             assert input_ids is not None
             written = self.new_cache() if past is None else past
-            output = self._prefill(
-                written, input_ids, attention_mask, position_ids, append_mask, token_counts, kwargs
-            )
+            output = self._prefill(written, input_ids, attention_mask, position_ids, append_mask, token_counts, kwargs)
         else:
             written = None
             kwargs["use_cache"] = False
@@ -471,8 +468,9 @@ class TurboEsmModel(_TurboMixin, EsmModel):
         keep, stored_positions = mask, position_ids
         if append_mask is not None:
             computed = torch.arange(mask.shape[1], device=mask.device) if position_ids is None else position_ids
-            keep, stored_positions = append_mask, _stored_positions(
-                append_mask, mask, position_ids, computed.expand_as(input_ids)
+            keep, stored_positions = (
+                append_mask,
+                _stored_positions(append_mask, mask, position_ids, computed.expand_as(input_ids)),
             )
         append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
         session = Prefill(cache, append)
@@ -734,9 +732,7 @@ def _counts(input_ids: Tensor, mask: Tensor, mask_token_id: int) -> tuple[Tensor
     return mask.sum(1), (mask & (input_ids == mask_token_id)).sum(1)
 
 
-def _split_mask(
-    cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None
-) -> tuple[Tensor | None, Tensor]:
+def _split_mask(cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, Tensor]:
     """What each row sees of the past, bool [batch, columns] or None for all, and which new tokens are real."""
     batch_size, n = input_ids.shape
     past = cache.get_seq_length() if attention_mask is not None and attention_mask.shape[1] != n else 0

@@ -5,7 +5,7 @@ python scripts/calibrate.py PROTEINS.fasta --model MODEL --out calibration.safet
 
 import sys
 
-from esm_turbo.cli import main
+from esm_turbo.cli.app import main
 
 if __name__ == "__main__":
     main(["calibrate", *sys.argv[1:]])

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from Bio.SeqUtils.ProtParamData import kd
 
-from esm_turbo.fasta import ProteinRecord, read_fasta_strict, sha256_file
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
 
 PDB_FILE = "pdb_chains_ss3.tsv.gz"
 REFSEQ_FILE = "human_refseq.fasta.gz"
@@ -173,9 +173,7 @@ def _pdb_candidates(path: Path) -> Iterator[Candidate]:
 
 def _refseq_candidates(sources: Path) -> Iterator[Candidate]:
     for record in read_fasta_strict(sources / REFSEQ_FILE):
-        yield from _by_sequence(
-            record, "RefSeq (human)", REFSEQ_FILE, "public domain", may_be_disordered=True
-        )
+        yield from _by_sequence(record, "RefSeq (human)", REFSEQ_FILE, "public domain", may_be_disordered=True)
 
 
 def _uniprot_candidates(sources: Path) -> Iterator[Candidate]:
@@ -360,9 +358,7 @@ def summary_text(proteins: Sequence[Candidate], sources: Path, seed: int) -> str
         residues = sum(len(protein.sequence) for protein in members)
         lines.append(f"| {name} | {counts} | {len(members)} | {residues:,} |")
     residues = sum(len(protein.sequence) for protein in proteins)
-    past = [
-        sum(max(0, len(protein.sequence) - start) for protein in proteins) / residues for start in (350, 700)
-    ]
+    past = [sum(max(0, len(protein.sequence) - start) for protein in proteins) / residues for start in (350, 700)]
     lines += [
         "",
         f"Residues past position 350: {past[0]:.1%}; past position 700: {past[1]:.1%}. Seed {seed}.",
@@ -371,9 +367,7 @@ def summary_text(proteins: Sequence[Candidate], sources: Path, seed: int) -> str
     by_source = Counter(protein.source for protein in proteins)
     lines += [f"| {source} | {count} |" for source, count in sorted(by_source.items())]
     lines += ["", "| source file | SHA-256 |", "| --- | --- |"]
-    lines += [
-        f"| `{name}` | `{sha256_file(sources / name)}` |" for name in (PDB_FILE, REFSEQ_FILE, UNIPROT_FILE)
-    ]
+    lines += [f"| `{name}` | `{sha256_file(sources / name)}` |" for name in (PDB_FILE, REFSEQ_FILE, UNIPROT_FILE)]
     return "\n".join(lines)
 
 
@@ -394,9 +388,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(
-        description="Choose the calibration proteins from a folder of source files."
-    )
+    parser = argparse.ArgumentParser(description="Choose the calibration proteins from a folder of source files.")
     parser.add_argument("sources", type=Path, help="folder with the source files and the evaluation sets")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "calibration_data")
     parser.add_argument("--seed", type=int, default=0)

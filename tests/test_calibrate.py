@@ -12,10 +12,11 @@ from scipy.stats import chisquare, kstest
 from torch import nn
 from transformers import BertConfig, BertModel, EsmModel
 
-from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM, collectors
+from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
 from esm_turbo.calibrate import _hash_tokens
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
-from esm_turbo.kv_statistics import KEY_BLOCK
+from esm_turbo.model import collectors
 
 CLS, PAD, EOS, MASK = 0, 1, 2, 32
 STATES = ("keys", "values")

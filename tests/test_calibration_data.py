@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from esm_turbo.fasta import read_fasta_strict
+from esm_turbo.proteins.fasta import read_fasta_strict
 
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "calibration_data"

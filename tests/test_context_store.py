@@ -21,17 +21,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from esm_turbo import ContextStore, TurboEsm, TurboKVCache, artifacts, cli
-from esm_turbo.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.context_store import is_store, store_info
+from esm_turbo.files import artifacts
+from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.store import files as store_files
 from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
-from esm_turbo.writing import LOCK_FILE, FolderBusyError
 
-DRIVER = Path(__file__).with_name("killed_runs.py")
+DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "ACDEFGHIKLMNPQRSTVWY" * 2]
 
 
@@ -560,7 +562,7 @@ def test_counts_that_cannot_be_written_do_not_matter(compressed, tmp_path, monke
 
 HOLD = """
 import sys
-from esm_turbo.writing import only_writer
+from esm_turbo.files.writing import only_writer
 with only_writer(sys.argv[1], keep=True):
     print("held", flush=True)
     sys.stdin.read()
@@ -819,7 +821,7 @@ def test_counts_survive_nonsense_and_are_summed_up(compressed, tmp_path):
     store.close()
     path = tmp_path / USAGE_FILE
     with path.open("a") as file:
-        file.write("nonsense\n[]\n{\"host\": 3}\n{\"host\": \"x\"}\n{\"disk\"")
+        file.write('nonsense\n[]\n{"host": 3}\n{"host": "x"}\n{"disk"')
     assert usage(ContextStore(tmp_path), "missed", "host", "disk") == (1, 3, 0)
     with path.open("a") as file:
         file.write("\n" + '{"disk": 1}\n' * 6000)

@@ -13,17 +13,18 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache, artifacts
+from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
+from esm_turbo.files import artifacts
 from esm_turbo.kv_cache import FORMAT_VERSION
+from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 GEOMETRY = Geometry(num_layers=2, num_heads=4, head_dim=16)
@@ -572,8 +573,6 @@ def random_cache(codec: KVCodec, lengths: list[int], seed: int, only: int | None
     return cache
 
 
-
-
 SMALL = ExactCodec(TurboConfig.from_preset("exact"), Geometry(1, 1, 4), {})
 PROTECTING = ExactCodec(TurboConfig(codec="exact", protect_special_tokens=True), Geometry(1, 1, 4), {})
 
@@ -865,9 +864,7 @@ def test_an_altered_file(saved: Path, where: int) -> None:
         TurboKVCache.load(saved)
 
 
-def rewrite(
-    path: Path, *, strings: dict[str, str] | None = None, drop: str | None = None, **tensors: Tensor
-) -> None:
+def rewrite(path: Path, *, strings: dict[str, str] | None = None, drop: str | None = None, **tensors: Tensor) -> None:
     """Changes a file and makes its checksum right again."""
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata()) | (strings or {})

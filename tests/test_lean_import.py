@@ -36,7 +36,7 @@ def loaded_modules(code: str, *argv: str) -> tuple[set[str], str]:
 def package_modules() -> list[str]:
     """Every module of the package but the Triton kernels, which alone may need triton."""
     names = [m.name for m in pkgutil.walk_packages(esm_turbo.__path__, "esm_turbo.")]
-    left_out = ("esm_turbo.kernels.", "esm_turbo.__main__")
+    left_out = ("esm_turbo.ops.kernels.", "esm_turbo.__main__")
     return [name for name in names if not name.startswith(left_out)]
 
 
@@ -54,7 +54,7 @@ def test_import_of_the_package_is_free(heavy: str) -> None:
 
 @pytest.mark.parametrize("heavy", HEAVY)
 def test_help_does_not_load_the_model_libraries(heavy: str) -> None:
-    code = "import runpy; runpy.run_module('esm_turbo.cli', run_name='__main__', alter_sys=True)"
+    code = "import runpy; runpy.run_module('esm_turbo.cli.app', run_name='__main__', alter_sys=True)"
     modules, stdout = loaded_modules(code, "--help")
     assert "calibrate" in stdout
     assert heavy not in modules
@@ -62,7 +62,7 @@ def test_help_does_not_load_the_model_libraries(heavy: str) -> None:
 
 def test_help_runs_as_a_module() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "esm_turbo.cli", "--help"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "esm_turbo.cli.app", "--help"], capture_output=True, text=True, timeout=120
     )
     assert result.returncode == 0, result.stderr
     for command in ("demo", "calibrate", "embed", "evaluate", "info"):

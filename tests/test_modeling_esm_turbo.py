@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CLS, EOS, MASK, make_config, make_esm, random_ids
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmForSequenceClassification, EsmModel
@@ -24,6 +23,7 @@ from transformers.models.esm import modeling_esm
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
+from tests.helpers.models import CLS, EOS, MASK, make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 PUBLISHED = Path(__file__).parent / "data" / "published_configs"

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torchgen
 import yaml
-from conftest import CACHE_CONFIGS, make_calibration, make_esm, random_ids
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from esm_turbo import KVCalibrator, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRESETS
+from tests.helpers.models import CACHE_CONFIGS, make_calibration, make_esm, random_ids
 
 MISSING_DTYPES = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 # Kernels for MPS exist, but not for these dtypes.

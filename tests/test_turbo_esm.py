@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CLS, EOS, make_esm
 from transformers import EsmForMaskedLM, EsmTokenizer
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
+from tests.helpers.models import CLS, EOS, make_esm
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 PUBLISHED = Path(__file__).parent / "data" / "published_configs" / "esm2_t6_8M_UR50D"

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ..config import Geometry, TurboConfig
-from .base import FieldSlab, KVCodec, Packed, PackedContext
-from .data_free import DataFreeCodec
-from .exact import ExactCodec
-from .fp8 import Fp8Codec
-from .hugging_face import HqqCodec, QuantoCodec
-from .hybrid import HybridCodec
-from .integer import Int4Codec, Int8Codec
-from .kivi import KiviCodec
-from .lut import LutCodec
-from .polarquant import PolarQuantCodec
-from .qjl import QjlCodec
-from .spectral import SpectralCodec
-from .turbo import TurboCodec
-from .turboquant import TurboQuantCodec, TurboQuantProdCodec
+from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed, PackedContext
+from esm_turbo.codecs.exact import ExactCodec
+from esm_turbo.codecs.lut import LutCodec
+from esm_turbo.codecs.peers.data_free import DataFreeCodec
+from esm_turbo.codecs.peers.fp8 import Fp8Codec
+from esm_turbo.codecs.peers.hugging_face import HqqCodec, QuantoCodec
+from esm_turbo.codecs.peers.hybrid import HybridCodec
+from esm_turbo.codecs.peers.integer import Int4Codec, Int8Codec
+from esm_turbo.codecs.peers.kivi import KiviCodec
+from esm_turbo.codecs.peers.polarquant import PolarQuantCodec
+from esm_turbo.codecs.peers.qjl import QjlCodec
+from esm_turbo.codecs.peers.spectral import SpectralCodec
+from esm_turbo.codecs.peers.turboquant import TurboQuantCodec, TurboQuantProdCodec
+from esm_turbo.codecs.turbo import TurboCodec
+from esm_turbo.config import Geometry, TurboConfig
 
 CODECS: dict[str, type[KVCodec]] = {
     "exact": ExactCodec,

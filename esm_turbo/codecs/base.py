@@ -26,9 +26,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import Geometry, TurboConfig
-from ..fingerprint import codec_fingerprint
-from ..kv_statistics import KVStatistics
+from esm_turbo.codecs.fitting.statistics import KVStatistics
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.fingerprint import codec_fingerprint
 
 Packed = dict[str, Tensor]
 """What one layer stores: tensors [batch, heads, tokens, ...], the same bytes for every token."""

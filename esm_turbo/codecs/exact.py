@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..config import TurboConfig
-from ..kv_statistics import KVStatistics
-from .base import KVCodec, Packed
+from esm_turbo.codecs.base import KVCodec, Packed
+from esm_turbo.codecs.fitting.statistics import KVStatistics
+from esm_turbo.config import TurboConfig
 
 
 class ExactCodec(KVCodec):

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import transforms
-from ..config import TurboConfig
-from ..kv_statistics import Array, KVStatistics, Moments
-from ..lloyd_max import lloyd_max_rows
-from ..packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
-from .base import FieldSlab, KVCodec, Packed
+from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
+from esm_turbo.codecs.fitting import transforms
+from esm_turbo.codecs.fitting.lloyd_max import lloyd_max_rows
+from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
+from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from esm_turbo.config import TurboConfig
 
 # Entries of a table that kernels read: fields of four bits.
 _KERNEL_FIELDS = 16

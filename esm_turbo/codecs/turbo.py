@@ -29,12 +29,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .. import transforms
-from ..config import Geometry, TurboConfig
-from ..kv_statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
-from ..lloyd_max import gaussian_uniform, uniform_quantizer
-from ..packing import GROUP_SIZE, pack_codes, unpack_codes
-from .base import FieldSlab, KVCodec, Packed, rotate
+from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed, rotate
+from esm_turbo.codecs.fitting import transforms
+from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform, uniform_quantizer
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
+from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, unpack_codes
+from esm_turbo.config import Geometry, TurboConfig
 
 IntArray = npt.NDArray[np.int64]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ..config import TurboConfig
+from esm_turbo.config import TurboConfig
 
 _PAPER = TurboConfig.from_preset("paper")
 

@@ -10,14 +10,14 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import Geometry, TurboConfig
-from ..fingerprint import model_fingerprint
-from ..kv_cache import TurboKVCache
-from ..sessions import KVSession, Prefill
-from .metrics import Array, Outputs
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.evaluate.metrics import Array, Outputs
+from esm_turbo.files.fingerprint import model_fingerprint
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.sessions import KVSession, Prefill
 
 if TYPE_CHECKING:
-    from ..modeling_esm_turbo import TurboEsmForMaskedLM, TurboMaskedLMOutput
+    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboMaskedLMOutput
 
 
 class _PrefillEach(KVSession):

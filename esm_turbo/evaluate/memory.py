@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..config import Geometry, TurboConfig
-from .contexts import prefill
-from .protocols import Protein
-from .results import Memory
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.evaluate.contexts import prefill
+from esm_turbo.evaluate.protocols import Protein
+from esm_turbo.evaluate.results import Memory
 
 if TYPE_CHECKING:
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 MEMORY_TOKENS = 1024
 
 
 @torch.no_grad()
 def measure_memory(
-    turbo: TurboEsm, proteins: Sequence[Protein], configs: Sequence[TurboConfig], tokens: int = MEMORY_TOKENS
+    turbo: ContextModel, proteins: Sequence[Protein], configs: Sequence[TurboConfig], tokens: int = MEMORY_TOKENS
 ) -> list[Memory]:
     """Stores one protein of `tokens` tokens under every preset and counts the bytes.
 

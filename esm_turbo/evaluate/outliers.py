@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..config import Geometry
+from esm_turbo.config import Geometry
 
 if TYPE_CHECKING:
-    from ..modeling_esm_turbo import TurboEsmForMaskedLM
+    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
 
 
 def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> TurboEsmForMaskedLM:

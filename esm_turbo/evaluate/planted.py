@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from ..assets import calibration_proteins as shipped_proteins
-from ..calibration_run import calibrate_records
-from ..config import TurboConfig
-from ..fasta import read_fasta_strict
-from .contexts import as_outputs, prefill
-from .outliers import with_outliers
-from .protocols import Advance, Comparison, Protein, leave_one_out
-from .results import OutlierAccuracy, PlantedModel
-from .summary import token_accuracy
+from esm_turbo.assets import calibration_proteins as shipped_proteins
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate.contexts import as_outputs, prefill
+from esm_turbo.evaluate.outliers import with_outliers
+from esm_turbo.evaluate.protocols import Advance, Comparison, Protein, leave_one_out
+from esm_turbo.evaluate.results import OutlierAccuracy, PlantedModel
+from esm_turbo.evaluate.summary import token_accuracy
+from esm_turbo.proteins.fasta import read_fasta_strict
+from esm_turbo.tasks.calibration.records import calibrate_records
 
 if TYPE_CHECKING:
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 
 @torch.no_grad()
 def planted_accuracy(
-    turbo: TurboEsm,
+    turbo: ContextModel,
     proteins: Sequence[Protein],
     configs: Mapping[str, TurboConfig],
     scale: float,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ..config import OPTIONAL_PRESETS, PRESETS, TurboConfig
-from .protocols import FROZEN
+from esm_turbo.config import OPTIONAL_PRESETS, PRESETS, TurboConfig
+from esm_turbo.evaluate.protocols import FROZEN
 
 if TYPE_CHECKING:
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 ALL = "all"
 """In place of a preset: every preset there is, those of optional packages too."""
@@ -17,7 +17,7 @@ ALL = "all"
 Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | TurboConfig | None
 
 
-def resolve_presets(turbo: TurboEsm, presets: Presets) -> tuple[dict[str, TurboConfig], dict[str, str]]:
+def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, TurboConfig], dict[str, str]]:
     """The options of presets by name, in the order given.
 
     A preset that was asked for by name must be there; of `ALL` those are left out that this model or this

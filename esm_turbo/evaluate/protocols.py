@@ -15,16 +15,16 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..config import TurboConfig
-from ..fasta import token_batches
-from .contexts import as_outputs, prefill, to_float64
-from .metrics import LayerErrors, Outputs, TokenErrors
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
+from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
+from esm_turbo.proteins.fasta import token_batches
 
 if TYPE_CHECKING:
-    from ..kv_cache import TurboKVCache
-    from ..modeling_esm_turbo import TurboEsmForMaskedLM
-    from ..tokens import TokenCodes
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
+    from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
+    from esm_turbo.proteins.tokens import TokenCodes
 
 FROZEN = TurboConfig.from_preset("exact")
 # Rows of one leave-one-out forward: with a thousand residues in the past their scores take a few megabytes a head.
@@ -161,7 +161,7 @@ class Arms:
 
 @torch.no_grad()
 def leave_one_out(
-    turbo: TurboEsm,
+    turbo: ContextModel,
     proteins: Sequence[Protein],
     configs: Sequence[TurboConfig],
     names: Sequence[str],
@@ -242,7 +242,7 @@ class ExtendArms:
 
 @torch.no_grad()
 def extend_at_end(
-    turbo: TurboEsm,
+    turbo: ContextModel,
     proteins: Sequence[Protein],
     configs: Sequence[TurboConfig],
     names: Sequence[str],
@@ -285,7 +285,7 @@ def extend_at_end(
 
 
 def _extensions(
-    turbo: TurboEsm, proteins: Sequence[Protein], configs: Sequence[TurboConfig], k: int, ws: Sequence[int]
+    turbo: ContextModel, proteins: Sequence[Protein], configs: Sequence[TurboConfig], k: int, ws: Sequence[int]
 ) -> Iterator[tuple[int, list[Outputs], list[tuple[Outputs, ...]]]]:
     """For every w: w, the frozen outputs of each protein, and per protein those of each preset."""
     contexts = [protein.token_ids(turbo.codes)[: -k - 1] for protein in proteins]
@@ -299,7 +299,7 @@ def _extensions(
         yield w, frozen, [tuple(preset[row] for preset in compressed) for row in range(len(proteins))]
 
 
-def _extend(turbo: TurboEsm, cache: TurboKVCache, new: Sequence[str], refresh: int) -> list[Outputs]:
+def _extend(turbo: ContextModel, cache: TurboKVCache, new: Sequence[str], refresh: int) -> list[Outputs]:
     """Per row the outputs of the new residues (as many in each) and `<eos>`."""
     output = turbo.extend(cache, list(new), refresh=refresh)
     return [

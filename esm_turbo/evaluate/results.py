@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .metrics import Accuracy
+from esm_turbo.evaluate.metrics import Accuracy
 
 
 @dataclass(frozen=True)
@@ -275,6 +275,6 @@ class Evaluation:
         Args:
             width: columns to wrap to, as far as no figure is cut; None wraps nothing.
         """
-        from .tables import render
+        from esm_turbo.evaluate.tables import render
 
         return render(self, width)

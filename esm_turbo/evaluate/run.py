@@ -8,29 +8,28 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from .. import __version__
-from ..artifacts import package_versions
-from ..backends import resolve_backend
-from ..calibration_run import model_name
-from ..config import Geometry
-from ..fasta import normalize_sequence
-from ..limits import warn_if_long
-from .environment import device_name, source_revision
-from .memory import measure_memory
-from .planted import planted_accuracy
-from .presets import Presets, resolve_presets
-from .protocols import FROZEN, ExtendArms, Protein, extend_at_end, leave_one_out
-from .results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
-from .summary import frozen_figures, preset_figures
+from esm_turbo import __version__
+from esm_turbo.config import Geometry
+from esm_turbo.evaluate.environment import device_name, source_revision
+from esm_turbo.evaluate.memory import measure_memory
+from esm_turbo.evaluate.planted import planted_accuracy
+from esm_turbo.evaluate.presets import Presets, resolve_presets
+from esm_turbo.evaluate.protocols import FROZEN, ExtendArms, Protein, extend_at_end, leave_one_out
+from esm_turbo.evaluate.results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
+from esm_turbo.evaluate.summary import frozen_figures, preset_figures
+from esm_turbo.files.artifacts import package_versions
+from esm_turbo.ops.backends import resolve_backend
+from esm_turbo.proteins.fasta import normalize_sequence
+from esm_turbo.proteins.limits import warn_if_long
 
 if TYPE_CHECKING:
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 Progress = Callable[[str, int, int], None]
 
 
 def evaluate(
-    turbo: TurboEsm,
+    turbo: ContextModel,
     sequences: Sequence[str],
     presets: Presets = None,
     max_proteins: int | None = None,
@@ -166,13 +165,13 @@ def _proteins(
     ]
 
 
-def _provenance(turbo: TurboEsm, proteins: Sequence[Protein]) -> Provenance:
+def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
     model = turbo.model
     revision = source_revision()
     calibration = turbo.calibration
     backend = resolve_backend(model.esm.backend, model.device)
     return Provenance(
-        model=model_name(turbo),
+        model=turbo.name,
         geometry=asdict(Geometry.of(model.config)),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

@@ -7,11 +7,10 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 
-from ..calibration_run import length_bin
-from ..config import TurboConfig
-from .metrics import Accuracy
-from .protocols import Arms, Comparison, ExtendArms, Protein
-from .results import (
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate.metrics import Accuracy
+from esm_turbo.evaluate.protocols import Arms, Comparison, ExtendArms, Protein
+from esm_turbo.evaluate.results import (
     Extend,
     Frozen,
     FrozenExtend,
@@ -22,6 +21,7 @@ from .results import (
     PresetEvaluation,
     TokenAccuracy,
 )
+from esm_turbo.proteins.limits import length_bin
 
 _POSITIONS = (300, 600)
 

@@ -9,8 +9,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from .metrics import Accuracy
-from .results import Evaluation, Extend, Memory, PresetEvaluation, TokenAccuracy
+from esm_turbo.evaluate.metrics import Accuracy
+from esm_turbo.evaluate.results import Evaluation, Extend, Memory, PresetEvaluation, TokenAccuracy
 
 _UNLIMITED = 10_000
 _EXACT = "exact"

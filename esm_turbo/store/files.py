@@ -26,15 +26,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..artifacts import ArtifactError, read_artifact, write_artifact
-from ..calibration_run import model_name
-from ..config import Geometry, TurboConfig
-from ..fingerprint import same_codec, same_model
-from ..writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
-from .flat import Blueprint, FlatContext
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.fingerprint import same_codec, same_model
+from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
+from esm_turbo.store.flat import Blueprint, FlatContext
 
 if TYPE_CHECKING:
-    from ..turbo_esm import TurboEsm
+    from esm_turbo.context_model import ContextModel
 
 FORMAT_VERSION = 1
 STORE_FILE = "store.safetensors"
@@ -275,7 +274,7 @@ def is_store(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / STORE_FILE).is_file()
 
 
-def blueprint_of(turbo: TurboEsm) -> Blueprint:
+def blueprint_of(turbo: ContextModel) -> Blueprint:
     """What the contexts that a model writes have in common.
 
     Raises:
@@ -288,7 +287,7 @@ def blueprint_of(turbo: TurboEsm) -> Blueprint:
         geometry=cache.geometry,
         fingerprint=cache.fingerprint,
         codec=cache.codec,
-        model=model_name(turbo),
+        model=turbo.name,
         dtype=str(turbo.model.dtype).removeprefix("torch."),
     )
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..codecs import KVCodec
-from ..config import Geometry, TurboConfig
-from ..kv_cache import TurboKVCache
+from esm_turbo.codecs import KVCodec
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.kv_cache import TurboKVCache
 
 # Where a tensor may begin: enough for every dtype, and for wide loads on devices.
 _ALIGNMENT = 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
-from .flat import FlatContext
+from esm_turbo.store.flat import FlatContext
 
 
 class Tier:

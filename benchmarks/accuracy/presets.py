@@ -1,0 +1,130 @@
+"""Accuracy and memory of presets on the embedded model, one row a preset and protein set; and with outliers planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded
+from benchmarks.harness.measure import Case, Check, Figures
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
+from esm_turbo.evaluate import PAPER_ABLATION
+from esm_turbo.evaluate.planted import planted_accuracy
+from esm_turbo.evaluate.protocols import FROZEN, Protein
+from esm_turbo.proteins.fasta import ProteinRecord
+
+EXTENSION: Mapping[str, Any] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
+NO_EXTENSION: Mapping[str, Any] = {"extend_ks": ()}
+OUTLIER_SCALES = (1, 10, 60, 200)
+OUTLIER_PROTEINS, OUTLIER_CALIBRATION_PROTEINS = 8, 60
+
+ALL_PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
+ABLATION = {"paper" if name == "full" else f"paper, {name}": config for name, config in PAPER_ABLATION.items()}
+
+
+def preset_cases(
+    presets: Mapping[str, TurboConfig],
+    sets: Sequence[str] = SETS,
+    max_proteins: int | None = None,
+    extension: Mapping[str, Any] = EXTENSION,
+) -> Iterator[Case]:
+    """Figures 1 to 4 of every preset on every protein set.
+
+    Args:
+        presets: by name.
+        sets: names of `SETS`.
+        max_proteins: of every set, the first; None for all.
+        extension: options of `evaluate` for figure 2.
+    """
+    for name in sets:
+        for preset, config in presets.items():
+            yield _preset_case(name, preset, config, max_proteins, extension)
+
+
+def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
+    """The same for the backends of Hugging Face's `QuantizedCache`, those that are installed."""
+    installed = {}
+    for name, config in OPTIONAL_PRESETS.items():
+        try:
+            embedded().model.esm.codec(config)
+        except ValueError as error:
+            print(f"{name}: {error}")
+        else:
+            installed[name] = config
+    yield from preset_cases(installed, SETS, max_proteins)
+
+
+def outlier_cases(presets: Mapping[str, TurboConfig], max_proteins: int | None = None) -> Iterator[Case]:
+    """Figure 5: one case a size of outliers, which gives one row a preset."""
+    proteins = evaluation_set("cath_val200", min(OUTLIER_PROTEINS, max_proteins or OUTLIER_PROTEINS))
+    compressed = {name: config for name, config in presets.items() if config.codec != FROZEN.codec}
+    for scale in OUTLIER_SCALES:
+        yield _outlier_case(scale, proteins, compressed)
+
+
+def _preset_case(
+    set_name: str,
+    preset: str,
+    config: TurboConfig,
+    max_proteins: int | None,
+    extension: Mapping[str, Any],
+) -> Case:
+    def measure(repeats: int) -> Figures:
+        begin = time.perf_counter()
+        proteins = evaluation_set(set_name, max_proteins)
+        evaluation = evaluate(embedded(), proteins, {preset: config}, **extension)
+        whole = rounded(evaluation.to_dict())
+        [figures] = whole["presets"]
+        return {
+            "proteins": f"{set_name}.fasta",
+            "seconds_taken": round(time.perf_counter() - begin, 1),
+            "provenance": about(evaluation),
+            "preset": figures,
+        }
+
+    return Case(
+        name=f"{preset} on {set_name}",
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "max_proteins": max_proteins},
+        check=_check,
+        measure=measure,
+    )
+
+
+def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig]) -> Case:
+    def measure(repeats: int) -> list[Figures]:
+        tested = [Protein(i, p.id, p.sequence, p.structural_class) for i, p in enumerate(proteins)]
+        planted, accuracies = planted_accuracy(
+            embedded(), tested, presets, scale, OUTLIER_CALIBRATION_PROTEINS, lambda done: None
+        )
+        shared = {
+            "proteins": "cath_val200.fasta",
+            "tested": len(proteins),
+            "calibration_proteins": OUTLIER_CALIBRATION_PROTEINS,
+            "scale": scale,
+            "drift": rounded(dataclasses.asdict(planted.drift)),
+        }
+        return [
+            shared
+            | {
+                "preset": name,
+                "options": presets[name].to_dict(),
+                "against_frozen": rounded(dataclasses.asdict(accuracy.against_frozen)),
+            }
+            for name, accuracy in accuracies.items()
+        ]
+
+    return Case(
+        name=f"outliers x{scale:g}",
+        model=EMBEDDED_MODEL.name,
+        shape={"dtype": "float32", "calibration_proteins": OUTLIER_CALIBRATION_PROTEINS},
+        check=_check,
+        measure=measure,
+    )
+
+
+def _check() -> Check:
+    return exactness(evaluation_set("cath_val200", 1)[0])

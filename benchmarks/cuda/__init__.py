@@ -1,0 +1,1 @@
+"""Speed, memory and validation on a CUDA device."""

@@ -1,0 +1,263 @@
+"""Attention over packed contexts on a CUDA device, beside PyTorch's on dense ones and the paper's kernel structure.
+
+Timed are the query's map, all splits of the context, their merge and the output's map, each call captured in a CUDA
+graph with the device's cache flushed before it; a second figure is for a context that may still lie in that cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from benchmarks.harness import cuda_timing
+from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread, worst
+from esm_turbo import Calibration
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.calibration import CALIBRATION_FILE
+from esm_turbo.codecs import KVCodec, PackedContext
+from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
+
+Shape = tuple[int, int, int]
+"""Rows of a batch, tokens of their contexts, and new tokens of each."""
+
+COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
+SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
+PAPER_KERNEL = "one program a head, table in memory"
+EMPTY = "two empty launches"
+HEADS, HEAD_DIM = 20, 64
+_LAYER = 6
+_SLOTS = 2
+# The kernels' and PyTorch's own rounding in bfloat16; outputs are compared by their largest.
+_TOLERANCE = 1.5e-2
+_BACKENDS = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
+)  # fmt: skip
+_WARM_REPEATS = 5
+
+
+def attention_cases(
+    shapes: Sequence[Shape],
+    targets: Mapping[Shape, Mapping[str, float]],
+    ahead: Callable[[Sequence[Shape]], None] | None = None,
+) -> Iterator[Case]:
+    """One row a shape, 20 heads of 64: every preset, SDPA and the paper's kernel structure.
+
+    Args:
+        shapes: of the batches.
+        targets: how many times as fast as an arm another one is to be, by shape and "arm / other".
+        ahead: what is called with the shapes before the first.
+    """
+    if not cuda_timing.available():
+        return
+    if ahead is not None:
+        ahead(shapes)
+    for shape in shapes:
+        arms = Arms(shape)
+        yield Case(
+            name=name_of(shape),
+            model="maps and bits of a layer of esm2-mini, random codes",
+            shape=arms.described(),
+            check=arms.check,
+            measure=arms.measure,
+            targets=[Target(("ratios", name), at_least=bound) for name, bound in targets.get(shape, {}).items()],
+        )
+
+
+def name_of(shape: Shape) -> str:
+    """A shape in words."""
+    rows, tokens, queries = shape
+    return f"batch {rows} x {tokens}, {queries} {'query' if queries == 1 else 'queries'}"
+
+
+@functools.cache
+def embedded_codec(preset: str, heads: int = HEADS, layer_idx: int = _LAYER) -> KVCodec:
+    """The embedded model's codec of a middle layer, its heads repeated to as many as are asked for."""
+    codec = Calibration.load(EMBEDDED_MODEL / CALIBRATION_FILE).codec(preset)
+    state = {}
+    for name, stack in codec.state.items():
+        layer = stack[layer_idx : layer_idx + 1]
+        by_head = layer.dim() > 1 and layer.shape[1] == codec.geometry.num_heads and "widths" not in name
+        state[name] = layer.repeat(1, heads // codec.geometry.num_heads, *[1] * (layer.dim() - 2)) if by_head else layer
+    geometry = Geometry(num_layers=1, num_heads=heads, head_dim=codec.geometry.head_dim)
+    return type(codec)(TurboConfig.from_preset(preset), geometry, state)
+
+
+def bits_of(codec: KVCodec) -> dict[str, dict[str, int]]:
+    """Components of keys and of values by the bits of their fields' slabs."""
+    return {
+        f"{kind}s": {f"{slab.name}, {slab.bits} bits": len(slab.components) for slab in codec.field_slabs(0, kind)}
+        for kind in ("key", "value")
+    }
+
+
+def new_tokens(
+    shape: Shape, device: str | None = None, geometry: Geometry | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of new tokens, bfloat16."""
+    device = device or cuda_timing.DEVICE
+    generator = torch.Generator(device).manual_seed(0)
+    heads, head_dim = (HEADS, HEAD_DIM) if geometry is None else (geometry.num_heads, geometry.head_dim)
+    size = (shape[0], heads, shape[2], head_dim)
+    draw = partial(torch.randn, size, device=device, generator=generator, dtype=torch.bfloat16)
+    return draw() * 0.125, draw(), draw()
+
+
+def random_context(codec: KVCodec, rows: int, columns: int, device: str | None = None) -> PackedContext:
+    """Contexts of random codes as an extension sees them, their first token protected where the preset does that."""
+    device = device or cuda_timing.DEVICE
+    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
+    packed = {}
+    for kind in ("key", "value"):
+        for slab in codec.field_slabs(0, kind):
+            size = (rows, heads, columns, len(slab.components) * slab.bits // 8)
+            packed[slab.name] = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    # As a cache on a device has them, the second one empty.
+    slots = _SLOTS if codec.config.protect_special_tokens else 0
+    protected = torch.zeros(rows, heads, slots, head_dim, dtype=torch.bfloat16, device=device)
+    protected_columns = torch.full((rows, slots), -1, dtype=torch.int32, device=device)
+    protected_columns[:, :1] = 0
+    per_row = torch.zeros(rows, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=device)
+    mask[:, : min(slots, 1)] = False
+    return PackedContext(
+        packed,
+        mask,
+        dict.fromkeys(("keys", "values"), protected) if slots else {},
+        protected_columns >= 0 if slots else None,
+        dict.fromkeys(("key_residual", "value_residual"), per_row) if codec.block_size is not None else {},
+        torch.full((rows,), columns, device=device),
+        protected_columns,
+        None,
+    )
+
+
+class Arms:
+    """Everything that is timed at one shape; nothing is made before it is asked for."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.rows, self.columns, self.queries = self.shape = shape
+        self.codecs = {preset: embedded_codec(preset) for preset in COMPRESSED}
+
+    def described(self) -> dict[str, object]:
+        return {
+            "batch_size": self.rows,
+            "context_tokens": self.columns,
+            "queries": self.queries,
+            "heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": "bfloat16",
+            "device": "cuda",
+            "bits": {preset: bits_of(codec) for preset, codec in self.codecs.items()},
+        }
+
+    def check(self) -> Check:
+        from esm_turbo.ops import torch_ops
+        from esm_turbo.ops import triton_attention as triton_kernels
+
+        rows, columns = min(self.rows, 2), min(self.columns, 1024)
+        new = new_tokens((rows, columns, self.queries))
+        errors = []
+        for preset, codec in self.codecs.items():
+            context = random_context(codec, rows, columns)
+            expected = torch_ops.extend_attention(*(x.float() for x in new), None, context, codec, 0)
+            output = triton_kernels.extend_attention(*new, None, context, codec, 0).float()
+            errors.append(float((output - expected).abs().max() / expected.abs().max()))
+            if preset == "paper" and self.queries == 1:
+                errors.append(_paper_error(new[0], context, codec))
+        what = "bfloat16 kernels against PyTorch in float32, largest difference relative to the largest output"
+        return Check(what, worst(errors), _TOLERANCE)
+
+    def measure(self, repeats: int) -> Figures:
+        gc.collect()
+        torch.cuda.empty_cache()
+        speed = cuda_timing.copy_speed(repeats)
+        query, *_ = new_tokens(self.shape)
+        size = (self.rows, HEADS, self.columns, HEAD_DIM)
+        dense = [torch.randn(size, device=cuda_timing.DEVICE, dtype=torch.bfloat16) for _ in range(2)]
+        by_backend, failed = _backends(query, dense)
+        best = min(by_backend, key=by_backend.__getitem__)
+        contexts = {preset: random_context(codec, self.rows, self.columns) for preset, codec in self.codecs.items()}
+        arms = self._arms(query, dense, SDPBackend.__members__[best], contexts)
+        cold, not_cold = cuda_timing.captured_seconds(arms, repeats)
+        warm, _ = cuda_timing.captured_seconds(arms, min(repeats, _WARM_REPEATS), cold=False)
+        figures = cuda_timing.figures(cold, {**failed, **not_cold})
+        seconds = figures["seconds"]
+        stored = {preset: sum(x.nbytes for x in context.packed.values()) for preset, context in contexts.items()}
+        stored[SDPA] = sum(x.nbytes for x in dense)
+        stored[SDPA_FLOAT32] = 2 * stored[SDPA]
+        stored[PAPER_KERNEL] = stored["paper"]
+        pairs = [(SDPA, preset) for preset in self.codecs] + [(PAPER_KERNEL, preset) for preset in self.codecs]
+        pairs.append((SDPA_FLOAT32, SDPA))
+        return figures | {
+            "seconds in cache": spread(warm),
+            "ratios": {f"{a} / {b}": ratio(seconds, a, b) for a, b in pairs if a in seconds and b in seconds},
+            "SDPA bf16 backend": best,
+            "SDPA bf16 seconds by backend": by_backend,
+            "bytes": stored,
+            "GB/s": {
+                "copy": speed / 1e9,
+                **{name: size / seconds[name]["p50"] / 1e9 for name, size in stored.items() if name in seconds},
+            },
+        }
+
+    def _arms(
+        self, query: Tensor, dense: list[Tensor], backend: SDPBackend, contexts: dict[str, PackedContext]
+    ) -> dict[str, Callable[[], object]]:
+        from esm_turbo.ops import triton_attention as triton_kernels
+
+        new = new_tokens(self.shape)
+        wide = [x.float() for x in (query, *dense)]
+        arms: dict[str, Callable[[], object]] = {
+            SDPA: partial(sdpa, backend, query, *dense),
+            SDPA_FLOAT32: partial(functional.scaled_dot_product_attention, *wide, scale=1.0),
+            EMPTY: _empty_launches,
+        }
+        for preset, context in contexts.items():
+            arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
+        if self.queries == 1:
+            arms[PAPER_KERNEL] = partial(_paper_attention, query, contexts["paper"], self.codecs["paper"])
+        return arms
+
+
+def sdpa(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """PyTorch's attention by one of its backends; queries are scaled already."""
+    with sdpa_kernel(backend):
+        return functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
+
+
+def _backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dict[str, str]]:
+    """Medians of SDPA's backends, and why some cannot run."""
+    arms = {backend.name: partial(sdpa, backend, query, *dense) for backend in _BACKENDS}
+    times, failed = cuda_timing.captured_seconds(arms, 3)
+    medians = {name: row["p50"] for name, row in spread(times).items()}
+    return medians, {f"SDPA bf16, {name}": why for name, why in failed.items()}
+
+
+def _empty_launches() -> None:
+    from benchmarks.cuda.launches import empty_launches
+
+    empty_launches(2)
+
+
+def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> Tensor:
+    from benchmarks.cuda.paper_kernel import decode
+
+    state = codec.layer_state(0, query.device)
+    tables = state["key_fields"], state["value_fields"]
+    return decode(query, context.packed["keys"], context.packed["values"], *tables)
+
+
+def _paper_error(query: Tensor, context: PackedContext, codec: KVCodec) -> float:
+    """Of the paper's kernel structure, which takes mapped queries, relative to the largest output."""
+    keys, values = codec.dequantize_keys(0, context.packed), codec.dequantize_values(0, context.packed)
+    weights = torch.softmax(query.float() @ keys.transpose(2, 3), dim=-1)
+    expected = weights @ values
+    output = _paper_attention(query, context, codec)
+    return float((output - expected).abs().max() / expected.abs().max())

@@ -1,0 +1,261 @@
+"""Memory of a CUDA device: what an extension needs beyond the caches, and how many contexts stay beside a model."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.cuda.steps import extend
+from benchmarks.harness import cuda_compile, cuda_timing, gpu_models
+from benchmarks.harness.measure import Case, Check, Figures, Target, worst
+from benchmarks.harness.models import Architecture
+from esm_turbo import TurboEsmModel, TurboKVCache
+
+_PREFILLED_AT_ONCE = 8
+# States of the new tokens by two paths in bfloat16.
+_TOLERANCE = 0.25
+
+
+def extension_cases(
+    architecture: Architecture,
+    rows: int,
+    context_tokens: int,
+    new_tokens: Sequence[int],
+    presets: Sequence[str],
+    at_most: float,
+) -> Iterator[Case]:
+    """Peak memory of an extension beyond model and caches, after a first one that is not counted.
+
+    Args:
+        architecture: of a model of random weights.
+        rows: of the batch, every one a context of its own.
+        context_tokens: of each.
+        new_tokens: of every row.
+        presets: of the caches.
+        at_most: part of the packed cache that the extension may need.
+    """
+    if not cuda_timing.available():
+        return
+    for preset in presets:
+        [model] = gpu_models.presets_of(architecture, [preset]).values()
+        yield Case(
+            name=f"batch {rows} x {context_tokens}, {preset}",
+            model=architecture.name,
+            shape={
+                "batch_size": rows,
+                "context_tokens": context_tokens,
+                "new_tokens": list(new_tokens),
+                **architecture.described(),
+                "dtype": "bfloat16",
+                "device": "cuda",
+                "preset": preset,
+            },
+            check=partial(_check, model),
+            measure=partial(_extra, model, rows, context_tokens, new_tokens),
+            targets=[Target(("part_of_cache", str(n)), at_most=at_most) for n in new_tokens],
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) -> Iterator[Case]:
+    """Table 4: bytes of a cache, as it says and as the device's allocator does."""
+    if not cuda_timing.available():
+        return
+    models = gpu_models.presets_of(architecture, presets)
+    yield Case(
+        name=f"{tokens} tokens",
+        model=architecture.name,
+        shape={
+            "batch_size": 1,
+            "tokens": tokens,
+            **architecture.described(),
+            "dtype": "bfloat16",
+            "device": "cuda",
+        },
+        check=partial(_check, next(iter(models.values()))),
+        measure=lambda repeats: _sizes(architecture, models, tokens),
+    )
+
+
+def resident_cases(
+    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
+) -> Iterator[Case]:
+    """Contexts of different random proteins, encoded one batch after the other until the device is full.
+
+    Args:
+        architecture: of a model of random weights.
+        preset: of the caches.
+        tokens: of every context.
+        at_once: contexts of a batch.
+        spare: bytes of the device to be left.
+        seconds: after which it stops.
+        at_least: how many contexts there are to be.
+    """
+    if not cuda_timing.available():
+        return
+    cuda_compile.close()
+    [model] = gpu_models.presets_of(architecture, [preset]).values()
+    yield Case(
+        name=f"contexts of {tokens} tokens, {preset}",
+        model=architecture.name,
+        shape={
+            "tokens": tokens,
+            "batch_size": at_once,
+            "spare_bytes": spare,
+            "seconds_at_most": seconds,
+            **architecture.described(),
+            "dtype": "bfloat16",
+            "device": "cuda",
+            "device_bytes": torch.cuda.get_device_properties(0).total_memory,
+            "preset": preset,
+        },
+        check=partial(_check, model),
+        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
+        targets=[Target(("contexts",), at_least=at_least)],
+    )
+
+
+@torch.no_grad()
+def _check(model: TurboEsmModel) -> Check:
+    """Rows of a batch against the same contexts one by one."""
+    contexts, new = (
+        gpu_models.tokens(3, 299, seed=1),
+        gpu_models.tokens(3, 4, cls=False, seed=2),
+    )
+    together = extend(model, prefilled(model, contexts), new)
+    errors = []
+    for row in range(len(contexts)):
+        alone = extend(model, prefilled(model, contexts[row : row + 1]), new[row : row + 1])
+        errors.append(float((together[row] - alone[0]).float().abs().max()))
+    return Check("states after extensions of a batch and of its rows, largest difference", worst(errors), _TOLERANCE)
+
+
+@torch.no_grad()
+def prefilled(model: TurboEsmModel, ids: Tensor) -> TurboKVCache:
+    """A cache of contexts."""
+    cache: TurboKVCache = model(ids, use_cache=True).past_key_values
+    return cache
+
+
+def _extra(model: TurboEsmModel, rows: int, context_tokens: int, new_tokens: Sequence[int], repeats: int) -> Figures:
+    one = prefilled(model, gpu_models.tokens(min(rows, _PREFILLED_AT_ONCE), context_tokens - 1, seed=4))
+    if rows > one.batch_size:
+        one.batch_repeat_interleave(rows // one.batch_size)
+    cache = one
+    packed = sum(x.nbytes for layer in cache.layers for x in layer.packed.values())
+    extra = {}
+    for n in new_tokens:
+        new = gpu_models.tokens(rows, n, cls=False, seed=6)
+        # Libraries take their workspaces at the first call.
+        for _ in range(2):
+            extend(model, cache, new)
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        states = extend(model, cache, new)
+        torch.cuda.synchronize()
+        extra[str(n)] = torch.cuda.max_memory_allocated() - before
+        del states
+    dense = rows * context_tokens * 2 * model.config.num_hidden_layers * model.config.hidden_size * 2
+    return {
+        "bytes": {"packed": packed, "cache": cache.nbytes, "extra": extra, "dense bfloat16": dense},
+        "part_of_cache": {n: size / packed for n, size in extra.items()},
+    }
+
+
+def _sizes(architecture: Architecture, models: dict[str, TurboEsmModel], tokens: int) -> Figures:
+    elements = 2 * architecture.num_layers * architecture.num_heads * architecture.head_dim * tokens
+    stored: dict[str, Any] = {"float32": 4 * elements, "float16": 2 * elements}
+    allocated, bits = {}, {}
+    for preset, model in models.items():
+        ids = gpu_models.tokens(1, tokens - 1, seed=3)
+        # What is made once for a codec is not the cache's.
+        prefilled(model, ids)
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        cache = prefilled(model, ids)
+        gc.collect()
+        allocated[preset] = torch.cuda.memory_allocated() - before
+        stored[preset], bits[preset] = cache.nbytes, cache.bits_per_element
+    return {"bytes": {"stored": stored, "allocated": allocated}, "bits_per_element": bits}
+
+
+def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, seconds: float) -> Figures:
+    gc.collect()
+    torch.cuda.empty_cache()
+    empty = torch.cuda.memory_allocated()
+    caches: list[TurboKVCache] = []
+    begin, stopped_by = time.perf_counter(), "memory"
+    while _free() > spare + _needed(model, tokens, at_once):
+        if time.perf_counter() - begin > seconds:
+            stopped_by = "time"
+            break
+        try:
+            caches.append(prefilled(model, _proteins(tokens, at_once, len(caches))))
+        except torch.OutOfMemoryError as error:
+            print(f"  {cuda_timing.reason(error)}")
+            torch.cuda.empty_cache()
+            break
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begin
+    held = torch.cuda.memory_allocated() - empty
+    count = at_once * len(caches)
+    total = torch.cuda.get_device_properties(0).total_memory
+    found: Figures = {
+        "contexts": count,
+        "stopped_by": stopped_by,
+        "seconds_for_all": took,
+        "distinct_token_sequences": _distinct(caches),
+        "read_again": _read_again(model, caches, tokens, at_once),
+        "bytes": {
+            "of a context": sum(cache.nbytes for cache in caches) / max(count, 1),
+            "of a context, allocated": held / max(count, 1),
+            "allocated in all": held,
+            "model": sum(parameter.nbytes for parameter in model.parameters()),
+            "device": total,
+        },
+    }
+    if stopped_by == "time" and count:
+        found["contexts_extrapolated"] = int((total - spare - empty) / (held / count))
+    return found
+
+
+def _proteins(tokens: int, at_once: int, batch: int) -> Tensor:
+    return gpu_models.tokens(at_once, tokens - 1, seed=1000 + batch)
+
+
+def _free() -> int:
+    """Bytes of the device that are not in use, the allocator's own reserve included."""
+    return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+
+
+def _needed(model: TurboEsmModel, tokens: int, at_once: int) -> int:
+    """More than a prefill of a batch takes for a moment: a few arrays of the feed-forward network's width."""
+    return 6 * at_once * tokens * int(model.config.intermediate_size) * 2
+
+
+def _distinct(caches: Sequence[TurboKVCache]) -> int:
+    """How many different contexts there are, by all their tokens."""
+    return len({row.tobytes() for cache in caches for row in cache.token_ids.cpu().numpy()})
+
+
+def _read_again(model: TurboEsmModel, caches: Sequence[TurboKVCache], tokens: int, at_once: int) -> Figures:
+    """Extensions of the first, a middle and the last batch, against those of the same contexts encoded anew."""
+    new = gpu_models.tokens(at_once, 1, cls=False, seed=2)
+    differences = []
+    torch.cuda.empty_cache()
+    places = sorted({0, len(caches) // 2, len(caches) - 1}) if caches else []
+    for place in places:
+        again = prefilled(model, _proteins(tokens, at_once, place))
+        difference = extend(model, caches[place], new) - extend(model, again, new)
+        differences.append(float(difference.float().abs().max()))
+    return {"batches": len(places), "largest_difference": worst(differences) if differences else 0.0}

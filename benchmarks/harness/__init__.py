@@ -1,0 +1,1 @@
+"""Shared by all benchmarks: timing, models, records of results."""

@@ -1,0 +1,167 @@
+"""Times on a CUDA device: calls captured in graphs, arms in turn, the cache of the device flushed before each.
+
+A captured call costs no launch from Python. Its time is that of a graph of several pairs of flush and call less that
+of as many flushes, a difference that holds neither the graph's start nor the clock's own events.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+
+from benchmarks.harness.measure import Figures, interleave, spread
+
+Call = Callable[[], object]
+
+DEVICE = "cuda"
+# Several times the second-level cache of the largest devices.
+_FLUSHED_BYTES = 192 * 2**20
+_WARM_UPS = 3
+_COPIED_BYTES = 2**30
+
+
+def available() -> bool:
+    """Whether there is a device to measure on."""
+    return torch.cuda.is_available()
+
+
+class Flush:
+    """Reads a large array, after which the device's cache holds nothing else, and nothing that has to be written."""
+
+    def __init__(self) -> None:
+        self._array = torch.zeros(_FLUSHED_BYTES // 4, device=DEVICE)
+        self._sum = torch.zeros((), device=DEVICE)
+
+    def __call__(self) -> None:
+        torch.sum(self._array, dim=0, out=self._sum)
+
+
+def capture(call: Call, calls: int = 1, before: Call | None = None) -> torch.cuda.CUDAGraph:
+    """A graph of a call.
+
+    Args:
+        call: what is captured, after it has run a few times.
+        calls: how often one after the other.
+        before: what is captured before each.
+    """
+    here = torch.cuda.current_stream()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(here)
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UPS):
+                call()
+        here.wait_stream(stream)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                if before is not None:
+                    before()
+                call()
+    except Exception:
+        # A capture that fails leaves its own stream behind.
+        torch.cuda.set_stream(here)
+        torch.cuda.synchronize()
+        raise
+    return graph
+
+
+def captured_seconds(
+    arms: Mapping[str, Call], repeats: int, *, cold: bool = True
+) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of calls as parts of graphs, arms in turn.
+
+    Args:
+        arms: by name.
+        repeats: how often, after one round that is not counted. Every other round goes backwards through the arms.
+        cold: whether the device's cache is flushed before every call.
+
+    Returns:
+        Seconds of each repeat, and for the arms that could not be captured or run, why.
+    """
+    flush = Flush()
+    graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
+    failed = {}
+    for name, call in arms.items():
+        try:
+            calls = _calls(call)
+            graphs[name] = capture(call, calls, flush if cold else None), calls
+        except Exception as error:
+            failed[name] = reason(error)
+            torch.cuda.empty_cache()
+    empty = {calls: capture(flush, calls) for _, calls in graphs.values()} if cold else {}
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for repeat in range(-1, repeats):
+        flushed = {calls: _replay_seconds(graph, flush) for calls, graph in empty.items()}
+        for name in graphs if repeat % 2 else reversed(graphs):
+            graph, calls = graphs[name]
+            seconds = (_replay_seconds(graph, flush) - flushed.get(calls, 0.0)) / calls
+            if repeat >= 0:
+                times[name].append(seconds)
+    return times, failed
+
+
+def synchronized_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Seconds of calls from Python until the device has finished, arms in turn; results as of `captured_seconds`."""
+    failed, able = {}, {}
+    for name, call in arms.items():
+        try:
+            for _ in range(_WARM_UPS):
+                call()
+            torch.cuda.synchronize()
+            able[name] = [partial(_until_finished, call)]
+        except Exception as error:
+            failed[name] = reason(error)
+            torch.cuda.empty_cache()
+    return (interleave(able, repeats) if able else {}), failed
+
+
+def copy_speed(repeats: int) -> float:
+    """Bytes a second of a copy from device to device, read and written."""
+    first, second = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    times, _ = captured_seconds({"copy": partial(first.copy_, second)}, repeats)
+    return 2 * _COPIED_BYTES / statistics.median(times["copy"])
+
+
+def figures(times: Mapping[str, list[float]], failed: Mapping[str, str]) -> Figures:
+    """Spread of the times, and what failed where something has."""
+    found: Figures = {"seconds": spread(times)}
+    return found | {"failed": dict(failed)} if failed else found
+
+
+def reason(error: BaseException) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:300]}"
+
+
+def _calls(call: Call) -> int:
+    """How many of a call to put into a graph."""
+    for _ in range(_WARM_UPS):
+        call()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    call()
+    end.record()
+    torch.cuda.synchronize()
+    milliseconds = begin.elapsed_time(end)
+    return 1 if milliseconds > 5 else 4 if milliseconds > 1 else 12
+
+
+def _replay_seconds(graph: torch.cuda.CUDAGraph, flush: Flush) -> float:
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    # While this runs, what follows is queued.
+    flush()
+    begin.record()
+    graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def _until_finished(call: Call) -> None:
+    call()
+    torch.cuda.synchronize()

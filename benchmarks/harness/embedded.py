@@ -1,0 +1,132 @@
+"""The embedded model, the proteins that accuracy is measured on, and what every such row is checked by."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import EsmForMaskedLM
+
+from benchmarks.harness.measure import Check, Figures, worst
+from esm_turbo import TurboEsm
+from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins, evaluation_proteins
+from esm_turbo.config import TurboConfig
+from esm_turbo.evaluate import Evaluation
+from esm_turbo.evaluate import evaluate as evaluate_presets
+from esm_turbo.evaluate.contexts import prefill
+from esm_turbo.evaluate.protocols import FROZEN, extend_each_token
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+
+SETS = ("cath_val200", "long_human", "paper_six")
+"""The evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six."""
+
+# Hidden states after the last layer norm are of size one.
+_TOLERANCE = 1e-4
+_DIGITS = 7
+
+
+@functools.cache
+def embedded() -> TurboEsm:
+    """The embedded model with its shipped calibration, float32 on the CPU; one a process, not to be changed."""
+    return TurboEsm.from_pretrained(device="cpu")
+
+
+def with_calibration(calibration: Any) -> TurboEsm:
+    """A copy of the embedded model with another calibration."""
+    turbo = TurboEsm.from_pretrained(calibration=False, device="cpu")
+    turbo.model.set_turbo(calibration=calibration, preset=FROZEN, backend=turbo.model.esm.backend)
+    return turbo
+
+
+def evaluation_set(name: str, max_proteins: int | None = None) -> list[ProteinRecord]:
+    """The first proteins of a set of `SETS`, all for None."""
+    return read_fasta_strict(evaluation_proteins().with_name(f"{name}.fasta"))[:max_proteins]
+
+
+@functools.cache
+def shipped_proteins() -> tuple[ProteinRecord, ...]:
+    """The shipped calibration proteins, in the order of their file."""
+    return tuple(read_fasta_strict(calibration_proteins()))
+
+
+def manifest() -> Mapping[str, Mapping[str, str]]:
+    """What is known of the shipped calibration proteins, by identifier and column."""
+    lines = Path(calibration_proteins()).with_name("manifest.tsv").read_text(encoding="utf-8").splitlines()
+    head = lines[0].split("\t")
+    rows = [dict(zip(head, line.split("\t"), strict=True)) for line in lines[1:]]
+    return {row["id"]: row for row in rows}
+
+
+def evaluate(
+    turbo: TurboEsm,
+    proteins: Sequence[ProteinRecord],
+    presets: Mapping[str, TurboConfig],
+    *,
+    classes: Sequence[str | None] | None = None,
+    **options: Any,
+) -> Evaluation:
+    """Accuracy of presets, without outliers, and without extensions unless `options` name them.
+
+    Args:
+        turbo: the model.
+        proteins: to measure on.
+        presets: by name.
+        classes: of the proteins; None for those that their headers state.
+        options: of `esm_turbo.evaluate.evaluate`.
+    """
+    return evaluate_presets(
+        turbo,
+        [protein.sequence for protein in proteins],
+        presets,
+        names=[protein.id for protein in proteins],
+        classes=[protein.structural_class for protein in proteins] if classes is None else classes,
+        **{"extend_ks": (), "outlier_scales": (), **options},
+    )
+
+
+@torch.no_grad()
+def exactness(protein: ProteinRecord) -> Check:
+    """Leave-one-out at full precision against Hugging Face's own model, on one protein: they agree to rounding."""
+    turbo = embedded()
+    ids = torch.tensor([[turbo.codes.cls, *turbo.codes.encode(protein.sequence, protein.id), turbo.codes.eos]])
+    expected = _plain_model()(ids, output_hidden_states=True)
+    _, caches = prefill(turbo.model, [FROZEN], ids, torch.ones_like(ids))
+    found = extend_each_token(turbo.model, caches[FROZEN], ids[0])
+    pairs = ((found.hidden, expected.hidden_states[-1]), (found.logits, expected.logits))
+    errors = [float(abs(ours - theirs[0].double().numpy()).max()) for ours, theirs in pairs]
+    what = "leave-one-out at full precision against Hugging Face's model, hidden states and logits, largest difference"
+    return Check(what, worst(errors), _TOLERANCE)
+
+
+def rounded(figures: Any) -> Any:
+    """The same JSON value with all floats at seven digits, which is more than any figure here is good for."""
+    if isinstance(figures, float):
+        return float(f"{figures:.{_DIGITS}g}")
+    if isinstance(figures, Mapping):
+        return {name: rounded(value) for name, value in figures.items()}
+    if isinstance(figures, list | tuple):
+        return [rounded(value) for value in figures]
+    return figures
+
+
+def about(evaluation: Evaluation) -> Figures:
+    """What was evaluated and on what calibration, without what a record says anyway."""
+    provenance = evaluation.provenance
+    calibration = provenance.calibration or {}
+    return {
+        "proteins": provenance.proteins,
+        "residues": provenance.residues,
+        "sequences_sha256": provenance.sequences_sha256,
+        "geometry": dict(provenance.geometry),
+        "dtype": provenance.dtype,
+        "backend": provenance.backend,
+        "calibration": {name: calibration.get(name) for name in ("sequences", "residues", "fasta")},
+    }
+
+
+@functools.cache
+def _plain_model() -> EsmForMaskedLM:
+    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()

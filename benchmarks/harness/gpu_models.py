@@ -1,0 +1,42 @@
+"""Models of random weights on a CUDA device with calibrations of random proteins; made once a process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EsmModel
+
+from benchmarks.harness import cuda_timing
+from benchmarks.harness.models import Architecture, random_model, random_tokens
+from esm_turbo import Calibration, KVCalibrator, TurboEsmModel
+
+
+@functools.lru_cache(maxsize=1)
+def calibrated(architecture: Architecture) -> tuple[EsmModel, Calibration]:
+    """Weights in bfloat16 on the device, and a calibration of the model in float32."""
+    model = random_model(architecture, device=cuda_timing.DEVICE)
+    calibrator = KVCalibrator(model, sample_size=256)
+    calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1))
+    calibration = calibrator.finalize([])
+    turbo = TurboEsmModel.from_esm(model, calibration=calibration)
+    # Rotary frequencies stay in float32 in our class; the weights are shared.
+    turbo.to(torch.bfloat16)
+    return model, calibration
+
+
+def tokens(rows: int, residues: int, **options: Any) -> Tensor:
+    """`random_tokens` on the device."""
+    return random_tokens(rows, residues, **options).to(cuda_timing.DEVICE)
+
+
+def presets_of(architecture: Architecture, presets: Sequence[str], backend: str = "auto") -> dict[str, TurboEsmModel]:
+    """One model a preset, bfloat16, all with the same weights."""
+    model, calibration = calibrated(architecture)
+    return {
+        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, backend=backend)
+        for preset in presets
+    }

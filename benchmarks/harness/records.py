@@ -1,0 +1,129 @@
+"""Results as JSON lines: one measurement a line, never overwritten, each naming what it was measured with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esm_turbo.evaluate.environment import device_name, processor_name, source_revision
+from esm_turbo.files.artifacts import package_versions
+
+RESULTS = Path(__file__).resolve().parents[1] / "results"
+FORMAT_VERSION = 1
+REVISION_VARIABLE = "ESM_TURBO_REVISION"
+"""Names the commit where a copy of the sources without its history is measured."""
+_FIELDS = ("format_version", "kind", "date", "revision", "environment", "model", "figures")
+
+
+def append(
+    path: str | os.PathLike[str],
+    kind: str,
+    figures: Mapping[str, Any],
+    *,
+    model: str | None = None,
+    device: torch.device | str = "cpu",
+) -> dict[str, Any]:
+    """Adds one measurement to a file of JSON lines, which is made where it is missing.
+
+    Args:
+        path: the file, as a rule in `RESULTS`.
+        kind: what was measured, such as "accuracy" or "extension_speed"; readers select by it.
+        figures: the result, plain JSON values without NaN; shapes, dtypes and units belong in it.
+        model: which model was measured.
+        device: where it ran.
+
+    Returns:
+        The record as written.
+
+    Raises:
+        ValueError: `figures` holds NaN or infinity, or `kind` is empty.
+        TypeError: `figures` holds what JSON has no value for.
+    """
+    if not kind:
+        raise ValueError("`kind` must say what was measured")
+    record = {
+        "format_version": FORMAT_VERSION,
+        "kind": kind,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "revision": _revision(),
+        "environment": environment(device),
+        "model": model,
+        "figures": dict(figures),
+    }
+    line = json.dumps(record, allow_nan=False, sort_keys=True) + "\n"
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One write of a whole line: processes that append to the same file do not mix their lines.
+    with path.open("ab", buffering=0) as file:
+        file.write(line.encode())
+    written: dict[str, Any] = json.loads(line)
+    return written
+
+
+def read(path: str | os.PathLike[str], kind: str | None = None) -> list[dict[str, Any]]:
+    """The records of a file, in its order.
+
+    Args:
+        path: a file written by `append`.
+        kind: only these; None for all.
+
+    Raises:
+        ValueError: a line is no record, or of another format version; names file and line.
+    """
+    return [record for record in _records(path) if kind is None or record["kind"] == kind]
+
+
+def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
+    """Machine and packages: device, processor, cores, threads, versions."""
+    versions = package_versions()
+    for name in ("triton", "biopython", "scikit-learn"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        "device": str(torch.device(device)),
+        "device_name": device_name(device),
+        "processor": processor_name(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "cuda": torch.version.cuda,
+        "system": platform.platform(),
+        "versions": versions,
+    }
+
+
+def _revision() -> dict[str, Any] | None:
+    """The checkout's; where there is none, that of the environment, "COMMIT" or "COMMIT dirty"."""
+    revision = source_revision()
+    if revision is not None:
+        return asdict(revision)
+    commit, _, rest = os.environ.get(REVISION_VARIABLE, "").partition(" ")
+    return {"commit": commit, "dirty": rest == "dirty"} if commit else None
+
+
+def _records(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
+    with Path(path).open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{os.fspath(path)}, line {number}: not JSON ({error.msg})") from None
+            missing = [name for name in _FIELDS if not isinstance(record, dict) or name not in record]
+            if missing:
+                raise ValueError(f"{os.fspath(path)}, line {number}: lacks {', '.join(missing)}")
+            if record["format_version"] != FORMAT_VERSION:
+                raise ValueError(
+                    f"{os.fspath(path)}, line {number}: format version {record['format_version']},"
+                    f" this reads {FORMAT_VERSION}"
+                )
+            yield record

@@ -1,0 +1,64 @@
+"""Finds the newest stored record of a kind; tables and plots are made of these and of nothing else."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any
+
+from benchmarks.harness import records
+
+Record = dict[str, Any]
+
+
+def newest(kind: str, key: Callable[[dict[str, Any]], Hashable], file: str | None = None) -> dict[Hashable, Record]:
+    """The newest record of every key, in the order in which keys first appear.
+
+    Args:
+        kind: of the records.
+        key: of a record, from its figures; None leaves it out.
+        file: in benchmarks/results/, without its ending; None for the kind's name.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = {key(record["figures"]): record for record in _read(file or kind, kind)}
+    found.pop(None, None)
+    if not found:
+        raise LookupError(f"benchmarks/results/{file or kind}.jsonl holds no records of {kind}")
+    return found
+
+
+def accuracy(proteins: str, preset: str, part: str = "leave_one_out") -> Record:
+    """The newest record of a preset on a protein set that has a part: `leave_one_out`, `extend` or `memory`.
+
+    Raises:
+        LookupError: there is none.
+    """
+    found = accuracies(proteins, part)
+    if preset not in found:
+        raise LookupError(f"no record of {preset} on {proteins} with {part}")
+    return found[preset]
+
+
+def accuracies(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
+    """The newest record of every preset on a protein set, see `accuracy`; none where there is none."""
+    found = {}
+    for record in _read("accuracy", "accuracy"):
+        figures = record["figures"]
+        preset = figures["preset"]
+        # Outliers were once planted in runs of their own, over a part of the proteins.
+        if figures["proteins"] == f"{proteins}.fasta" and preset[part] and not preset["outliers"]:
+            found[preset["name"]] = record
+    return found
+
+
+def forget() -> None:
+    """Reads the files anew from now on."""
+    _read.cache_clear()
+
+
+@functools.cache
+def _read(file: str, kind: str) -> tuple[Record, ...]:
+    path = records.RESULTS / f"{file}.jsonl"
+    return tuple(records.read(path, kind)) if path.exists() else ()

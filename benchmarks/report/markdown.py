@@ -1,0 +1,39 @@
+"""What the generated tables have in common."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from benchmarks.harness.stored import Record
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table and an empty line."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines) + "\n\n"
+
+
+def cosine(figures: Mapping[str, float]) -> str:
+    """Mean and quantile of 1 %."""
+    return f"{figures['cosine_mean']:.5f} ({figures['cosine_q01']:.4f})"
+
+
+def small(x: float) -> str:
+    """Two digits, as a decimal fraction down to a millionth."""
+    if x < 1e-6:
+        return "0" if x == 0 else f"{x:.0e}"
+    return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
+
+
+def source(
+    record: Record, file: str, model: str = "the embedded model esm2-mini (9.6 M parameters, not one of Meta's)"
+) -> str:
+    """Where the figures of a table come from: one of its records, the file, and the model in words."""
+    where, versions = record["environment"], record["environment"]["versions"]
+    changed = " with changes" if record["revision"]["dirty"] else ""
+    return (
+        f"Measured on {model}, float32, on the CPU,"
+        f" {where['processor']}, torch {versions['torch']}, transformers {versions['transformers']},"
+        f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`.\n"
+    )

@@ -1,0 +1,198 @@
+"""Images of accuracy: the Pareto plot, errors by layer, outliers, and what freezing costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.harness import stored
+from benchmarks.report.tables_accuracy import COMPRESSED, by_bits, planted
+
+_TURBO = [name for name in COMPRESSED if name.startswith("turbo")]
+_FAMILIES: Mapping[str, Sequence[str]] = {
+    "turbo": _TURBO,
+    "the paper's": ["paper"],
+    "TurboQuant": ["turboquant4", "turboquant3", "turboquant2"],
+    "TurboQuant prod": ["turboquant_prod4", "turboquant_prod3"],
+    "hybrid": ["tq35", "tq25"],
+    "PolarQuant": ["polarquant4", "polarquant3"],
+    "QJL": ["qjl"],
+    "spectral": ["spectral"],
+    "KIVI": ["kivi4", "kivi2"],
+    "int": ["int8", "int4"],
+    "fp8": ["fp8"],
+    "quanto": ["quanto4", "quanto2"],
+    "HQQ": ["hqq4", "hqq2"],
+}
+_MARKERS = "osD^v<>Pp*hXd"
+_SETS = {"cath_val200": "CATH domains", "long_human": "proteins of 600 to 1,022 residues"}
+# What rounding of float32 leaves; a code that is better is shown there.
+_FLOOR = 1e-7
+
+
+def pareto() -> Figure:
+    """Bits per element against KL and against 1 - cosine, every codec, on both protein sets."""
+    figure = Figure(figsize=(10, 8))
+    axes = figure.subplots(2, 2, sharex=True)
+    figures = {"kl_mean": "mean KL divergence, nats", "cosine_mean": "1 - mean cosine"}
+    for column, (proteins, title) in enumerate(_SETS.items()):
+        records = by_bits(proteins)
+        if not records:
+            raise LookupError(f"no records of presets on {proteins}")
+        for row, (name, label) in enumerate(figures.items()):
+            axis = axes[row, column]
+            points = {preset: _point(record["figures"]["preset"], name) for preset, record in records.items()}
+            _draw_families(axis, points)
+            axis.set(yscale="log", ylabel=label, title=title if row == 0 else "")
+            axis.grid(alpha=0.3, which="major")
+            if row == 1:
+                axis.set_xlabel("bits per element, everything counted")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=7)
+    return figure
+
+
+def layers() -> Figure:
+    """Relative error of the hidden states after every layer."""
+    records = by_bits("cath_val200")
+    if not records:
+        raise LookupError("no records of presets on cath_val200")
+    figure = Figure(figsize=(8, 4.5))
+    axis = figure.subplots()
+    ends = {}
+    for name, record in records.items():
+        family = _family(name)
+        by_layer = record["figures"]["preset"]["leave_one_out"]["by_layer"]
+        errors = [layer["relative_rms_error"] for layer in by_layer]
+        axis.plot(range(1, len(errors) + 1), errors, color=_colour(family), **_line(family))
+        ends[name] = errors[-1]
+    axis.set(yscale="log", xlabel="layer", ylabel="relative RMS error of hidden states",
+             title="Leave-one-out on CATH domains, against full precision")  # fmt: skip
+    axis.set_xticks(range(1, len(errors) + 1))
+    _label_ends(axis, len(errors), ends)
+    axis.grid(alpha=0.3)
+    return figure
+
+
+def outliers() -> Figure:
+    """KL by the size of planted outliers."""
+    figure = Figure(figsize=(8, 4.5))
+    axis = figure.subplots()
+    found, ends = planted(), {}
+    for preset, accuracies in found.items():
+        family = _family(preset)
+        kls = [max(_FLOOR, figures["kl_mean"]) for figures in accuracies.values()]
+        axis.plot(list(accuracies), kls, color=_colour(family), marker=_marker(family), markersize=4, **_line(family))
+        ends[preset] = kls[-1]
+    scales = sorted({scale for accuracies in found.values() for scale in accuracies})
+    axis.set(xscale="log", yscale="log", xlabel="size of planted outliers", ylabel="mean KL divergence, nats",
+             title="Outliers planted in keys and values; the model computes the same")  # fmt: skip
+    axis.set_xticks(scales, [f"x{scale:g}" for scale in scales])
+    axis.xaxis.minorticks_off()
+    _label_ends(axis, scales[-1], ends)
+    axis.grid(alpha=0.3)
+    return figure
+
+
+def freezing() -> Figure:
+    """What freezing costs and what compressing costs, by residues refreshed."""
+    figure = Figure(figsize=(9, 3.5))
+    axes = figure.subplots(1, 3, sharey=True)
+    frozen = stored.accuracy("cath_val200", "exact", "extend")["figures"]["preset"]["extend"]
+    arms: dict[str, list[dict[str, Any]]] = {"freezing": [_side(e, "against_full") for e in frozen]}
+    for name in _TURBO:
+        extend = stored.accuracy("cath_val200", name, "extend")["figures"]["preset"]["extend"]
+        arms[name] = [_side(e, "against_frozen") for e in extend]
+    news = sorted({entry["new"] for entry in arms["freezing"]})
+    for axis, new in zip(axes, news, strict=True):
+        for name, entries in arms.items():
+            chosen = [entry for entry in entries if entry["new"] == new]
+            axis.plot(
+                [entry["refreshed"] for entry in chosen],
+                [entry["error"] for entry in chosen],
+                marker="o",
+                markersize=4,
+                color="black" if name == "freezing" else None,
+                linestyle="--" if name == "freezing" else "-",
+                label=name,
+            )
+        axis.set(yscale="log", xlabel="residues refreshed", title=f"{new} new residue{'s' if new > 1 else ''}")
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("1 - mean cosine")
+    axes[-1].legend()
+    return figure
+
+
+def _draw_families(axis: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    for family, names in _FAMILIES.items():
+        known = [name for name in names if name in points]
+        if not known:
+            continue
+        bits, errors = zip(*(points[name] for name in known), strict=True)
+        axis.plot(bits, errors, color=_colour(family), marker=_marker(family), label=family,
+                  markersize=6 if family == "turbo" else 5, **_line(family))  # fmt: skip
+        for name in known:
+            axis.annotate(name, points[name], xytext=(4, 3), textcoords="offset points", fontsize=6,
+                          color=_colour(family))  # fmt: skip
+
+
+def _label_ends(axis: Axes, x: float, ends: Mapping[str, float]) -> None:
+    """Names the lines that end at x, on a logarithmic axis, so that names do not cover each other."""
+    low, high = (math.log(limit) for limit in axis.get_ylim())
+    gap = (high - low) / 45
+    names = sorted(ends, key=ends.__getitem__)
+    heights = [math.log(ends[name]) for name in names]
+    for i in range(1, len(heights)):
+        heights[i] = max(heights[i], heights[i - 1] + gap)
+    for i, _ in enumerate(heights):
+        heights[i] = min(heights[i], high - (len(heights) - 1 - i) * gap)
+    for name, height in zip(names, heights, strict=True):
+        colour = _colour(_family(name))
+        axis.annotate(name, (x, ends[name]), xytext=(1.03, (height - low) / (high - low)),
+                      textcoords="axes fraction", fontsize=7, va="center", color=colour,
+                      arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": colour,
+                                  "relpos": (0, 0.5)})  # fmt: skip
+
+
+def _line(family: str) -> dict[str, Any]:
+    return {"linewidth": 2, "alpha": 1.0} if family == "turbo" else {"linewidth": 1, "alpha": 0.7}
+
+
+def _point(preset: Mapping[str, Any], name: str) -> tuple[float, float]:
+    figures = preset["leave_one_out"]["against_frozen"]["residues"]
+    error = 1 - figures[name] if name == "cosine_mean" else figures[name]
+    return preset["memory"]["bits_per_element"], max(_FLOOR, error)
+
+
+def _side(entry: Mapping[str, Any], side: str) -> dict[str, Any]:
+    return {
+        "new": entry["new_residues"],
+        "refreshed": entry["refreshed"],
+        "error": max(_FLOOR, 1 - entry[side]["residues"]["cosine_mean"]),
+    }
+
+
+def _family(preset: str) -> str:
+    return next(family for family, names in _FAMILIES.items() if preset in names)
+
+
+def _colour(family: str) -> tuple[float, ...]:
+    index = list(_FAMILIES).index(family)
+    return colormaps["tab10"](index) if index < 10 else colormaps["Dark2"](index - 10)
+
+
+def _marker(family: str) -> str:
+    return _MARKERS[list(_FAMILIES).index(family) % len(_MARKERS)]
+
+
+PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {
+    "pareto": (pareto, ("accuracy",)),
+    "layers": (layers, ("accuracy",)),
+    "outliers": (outliers, ("outliers",)),
+    "freezing": (freezing, ("accuracy",)),
+}

@@ -1,0 +1,47 @@
+"""Images of what was measured on a CUDA device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from matplotlib.figure import Figure
+
+from benchmarks.cuda.decode_attention import COMPRESSED, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.harness import stored
+from benchmarks.report.tables_gpu import FILE
+
+_QUERIES = 1
+_ARMS = {SDPA_FLOAT32: "s:", SDPA: "s-", PAPER_KERNEL: "x--", **dict.fromkeys(COMPRESSED, "o-")}
+
+
+def decode_attention() -> Figure:
+    """Time of decode attention against the length of the context, one query, by preset and batch."""
+    found = stored.newest(
+        "speed", lambda f: f["case"] if f["benchmark"] == "decode_attention_cuda" else None, FILE
+    ).values()
+    rows = [record["figures"] for record in found if record["figures"]["shape"]["queries"] == _QUERIES]
+    batches = sorted({row["shape"]["batch_size"] for row in rows})
+    if not batches:
+        raise LookupError("no decode attention of that many queries")
+    figure = Figure(figsize=(4 * len(batches), 4.4))
+    for axis, batch_size in zip(figure.subplots(1, len(batches), squeeze=False)[0], batches, strict=True):
+        own = sorted(
+            (row for row in rows if row["shape"]["batch_size"] == batch_size),
+            key=lambda row: int(row["shape"]["context_tokens"]),
+        )
+        for arm, style in _ARMS.items():
+            there = [row for row in own if arm in row["seconds"]]
+            tokens = [row["shape"]["context_tokens"] for row in there]
+            axis.plot(tokens, [1e6 * row["seconds"][arm]["p50"] for row in there], style, markersize=4, label=arm)
+        axis.set(xscale="log", yscale="log", xlabel="tokens of the context", ylabel="microseconds")
+        axis.set_title(f"batch of {batch_size}")
+        tokens = [row["shape"]["context_tokens"] for row in own]
+        axis.set_xticks(tokens, [f"{n:,}" for n in tokens])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    handles, labels = axis.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
+    return figure
+
+
+PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {"decode_attention": (decode_attention, (FILE,))}

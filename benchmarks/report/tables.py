@@ -1,0 +1,89 @@
+"""Writes the tables of README.md and docs/ from the files in benchmarks/results/.
+
+    python -m benchmarks.report.tables [--check]
+
+A table stands between `<!-- table NAME -->` and `<!-- end -->`; everything in between is replaced. `--check` writes
+nothing and exits 1 where a file is not what the results say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.report import (
+    tables_accuracy,
+    tables_calibration,
+    tables_gpu,
+    tables_paper,
+    tables_scoring,
+    tables_storage,
+    tables_windows,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = (
+    "README.md",
+    "docs/concepts.md",
+    "docs/accuracy.md",
+    "docs/math.md",
+    "docs/embedding.md",
+    "docs/context_store.md",
+    "docs/generation.md",
+    "docs/long_proteins.md",
+    "docs/scoring.md",
+    "docs/variants.md",
+    "docs/when_not_to_use.md",
+    "docs/performance.md",
+)
+TABLES: dict[str, Callable[[], str]] = (
+    tables_accuracy.TABLES
+    | tables_calibration.TABLES
+    | tables_gpu.TABLES
+    | tables_paper.TABLES
+    | tables_scoring.TABLES
+    | tables_storage.TABLES
+    | tables_windows.TABLES
+)
+_MARKED = re.compile(r"(<!-- table (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def render(text: str) -> str:
+    """The text with every marked table replaced.
+
+    Raises:
+        ValueError: there is no table of that name.
+    """
+    unknown = sorted({name for _, name, _ in _MARKED.findall(text)} - set(TABLES))
+    if unknown:
+        raise ValueError(f"no such table: {', '.join(unknown)}; there are {', '.join(TABLES)}")
+    return _MARKED.sub(lambda match: f"{match[1]}{TABLES[match[2]]()}{match[3]}", text)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    check = parser.parse_args(arguments).check
+    stale = []
+    for name in FILES:
+        path = ROOT / name
+        text = path.read_text(encoding="utf-8")
+        new = render(text)
+        if new != text:
+            stale.append(name)
+            if not check:
+                path.write_text(new, encoding="utf-8")
+    if check and stale:
+        print(
+            f"not what benchmarks/results says: {', '.join(stale)}; run python -m benchmarks.report.tables",
+            file=sys.stderr,
+        )
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""Tables of accuracy and memory by preset, made from the stored records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks.harness import stored
+from benchmarks.harness.stored import Record
+from benchmarks.report.markdown import cosine, small, source, table
+from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS
+
+COMPRESSED = [name for name in PRODUCT_PRESETS if name != "exact"]
+_DOMAINS, _LONG = "cath_val200", "long_human"
+_OTHERS = [*COMPARISON_PRESETS, *OPTIONAL_PRESETS]
+
+
+def overview() -> str:
+    """The product's presets: memory, and leave-one-out accuracy on domains and on long proteins."""
+    rows = []
+    for name in COMPRESSED:
+        memory = _preset(stored.accuracy(_DOMAINS, name))["memory"]
+        cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
+        for proteins in (_DOMAINS, _LONG):
+            figures = _residues(stored.accuracy(proteins, name))
+            cells += [cosine(figures), small(figures["kl_mean"])]
+        rows.append(cells)
+    head = ["preset", "bits", "vs fp16", "domains: cosine (1 %)", "KL", "600 to 1,022 residues: cosine (1 %)", "KL"]
+    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
+
+
+def codecs() -> str:
+    """Every preset that was measured, by bits: memory, and leave-one-out accuracy."""
+    rows = []
+    for name, domains in by_bits(_DOMAINS).items():
+        memory, figures = _preset(domains)["memory"], _residues(domains)
+        cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
+        cells += [cosine(figures), small(figures["kl_mean"]), f"{figures['top1_agreement']:.4f}"]
+        longs = stored.accuracies(_LONG).get(name)
+        cells += ["", ""] if longs is None else [cosine(_residues(longs)), small(_residues(longs)["kl_mean"])]
+        rows.append(cells)
+    head = ["preset", "bits", "vs fp16", "domains: cosine (1 %)", "KL", "top-1", "long: cosine (1 %)", "KL"]
+    return table(head, rows) + source(stored.accuracy(_DOMAINS, _some_other()), "accuracy")
+
+
+def memory() -> str:
+    """Figure 3: bytes of a cache."""
+    rows = []
+    for name, record in by_bits(_DOMAINS).items():
+        found = _preset(record)["memory"]
+        rows.append(
+            [
+                f"`{name}`",
+                f"{found['nbytes'] / 1000:,.0f}",
+                f"{found['bits_per_element']:.3f}",
+                f"{found['ratio_to_fp32']:.2f}x",
+                f"{found['ratio_to_fp16']:.2f}x",
+                f"{found['calibration_nbytes'] / 1000:,.0f}",
+            ]
+        )
+    head = ["preset", "kB at 1,024 tokens", "bits per element", "vs float32", "vs fp16", "calibration, kB, shared"]
+    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
+
+
+def freezing() -> str:
+    """Extension at the end: what freezing costs and what compressing costs, by residues refreshed."""
+    rows = []
+    # At full precision a context is the frozen arm.
+    frozen = _preset(stored.accuracy(_DOMAINS, "exact", "extend"))["extend"]
+    for new in (1, 8, 32):
+        arms = {"frozen against full": [(e, "against_full") for e in frozen]}
+        for name in ("turbo3", "turbo2"):
+            extend = _preset(stored.accuracy(_DOMAINS, name, "extend"))["extend"]
+            arms[f"`{name}` against frozen"] = [(e, "against_frozen") for e in extend]
+        for arm, entries in arms.items():
+            chosen = [(e, side) for e, side in entries if e["new_residues"] == new]
+            rows.append([str(new), arm, *(cosine(e[side]["residues"]) for e, side in chosen)])
+    return table(["new residues", "cosine (1 %)", "0 refreshed", "8 refreshed", "32 refreshed"], rows) + source(
+        stored.accuracy(_DOMAINS, "turbo3", "extend"), "accuracy"
+    )
+
+
+def extension() -> str:
+    """Figure 2 of every preset, eight residues refreshed."""
+    where = [(k, 8) for k in (1, 8, 32)]
+    frozen = _extensions(_preset(stored.accuracy(_DOMAINS, "exact", "extend"))["extend"])
+    limits = [cosine(frozen[at]["against_full"]["residues"]) for at in where]
+    rows = [["frozen against full", "", "", "", *limits]]
+    for name, record in by_bits(_DOMAINS, "extend").items():
+        found = _extensions(_preset(record)["extend"])
+        sides = ("against_frozen", "against_full")
+        rows.append([f"`{name}`", *(cosine(found[at][side]["residues"]) for side in sides for at in where)])
+    head = ["cosine (1 %)", *(f"{k}, against {arm}" for arm in ("frozen", "full") for k, _ in where)]
+    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3", "extend"), "accuracy")
+
+
+def positions() -> str:
+    """Figure 4: long proteins by position."""
+    return _groups(_LONG, "by_position", {"1-300": "residues 1-300", "301-600": "301-600", "over 600": "over 600"})
+
+
+def classes() -> str:
+    """Figure 4: domains by structural class."""
+    names = ("mainly_alpha", "mainly_beta", "alpha_beta", "little_structure")
+    return _groups(_DOMAINS, "by_class", {name: name.replace("_", " ") for name in names})
+
+
+def lengths() -> str:
+    """Figure 4: domains by length."""
+    found = _preset(stored.accuracy(_DOMAINS, "turbo3"))["leave_one_out"]["by_length"]
+    return _groups(_DOMAINS, "by_length", {name: f"{name} residues" for name in sorted(found, key=_first_number)})
+
+
+def layers() -> str:
+    """Figure 4: relative error of the hidden states after each layer."""
+    rows, count = [], 0
+    for name, record in by_bits(_DOMAINS).items():
+        errors = [layer["relative_rms_error"] for layer in _preset(record)["leave_one_out"]["by_layer"]]
+        count = len(errors)
+        rows.append([f"`{name}`", *(small(error) for error in errors)])
+    head = ["relative RMS error", *(str(layer) for layer in range(1, count + 1))]
+    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
+
+
+def outliers() -> str:
+    """Figure 5: outliers planted without changing the function."""
+    found = planted()
+    scales = sorted({scale for accuracies in found.values() for scale in accuracies})
+    rows = [
+        [f"`{name}`", *(_planted_cell(accuracies[scale]) if scale in accuracies else "" for scale in scales)]
+        for name, accuracies in found.items()
+    ]
+    record = next(reversed(_planted_records().values()))
+    return table(["cosine (1 %), KL", *(f"x{scale:g}" for scale in scales)], rows) + source(record, "outliers")
+
+
+def planted() -> dict[str, dict[float, Mapping[str, float]]]:
+    """Figures of residues by preset and size of the outliers, presets in the order of the registry."""
+    records = _planted_records()
+    order = [*COMPRESSED, *_OTHERS]
+    found: dict[str, dict[float, Mapping[str, float]]] = {}
+    for preset, scale in sorted(records, key=lambda key: (order.index(key[0]), key[1])):
+        figures = records[preset, scale]["figures"]
+        found.setdefault(preset, {})[scale] = figures["against_frozen"]["residues"]
+    return found
+
+
+def by_bits(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
+    """Newest records of all compressed presets on a protein set, the most bits first."""
+    found = {n: r for n, r in stored.accuracies(proteins, part).items() if n in COMPRESSED or n in _OTHERS}
+    return dict(sorted(found.items(), key=lambda item: -_preset(item[1])["memory"]["bits_per_element"]))
+
+
+def _groups(proteins: str, part: str, columns: Mapping[str, str]) -> str:
+    """Leave-one-out of every preset by group, columns by the group's name."""
+    rows = []
+    for name, record in by_bits(proteins).items():
+        groups = _preset(record)["leave_one_out"][part]
+        rows.append([f"`{name}`", *(cosine(groups[g]) if g in groups else "" for g in columns)])
+    return table(["cosine (1 %)", *columns.values()], rows) + source(stored.accuracy(proteins, "turbo3"), "accuracy")
+
+
+def _planted_records() -> dict[Any, Record]:
+    return stored.newest("outliers", lambda figures: (figures["preset"], figures["scale"]))
+
+
+def _planted_cell(figures: Mapping[str, float]) -> str:
+    return f"{cosine(figures)}, {small(figures['kl_mean'])}"
+
+
+def _extensions(entries: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
+    return {(entry["new_residues"], entry["refreshed"]): entry for entry in entries}
+
+
+def _preset(record: Record) -> dict[str, Any]:
+    found: dict[str, Any] = record["figures"]["preset"]
+    return found
+
+
+def _residues(record: Record) -> dict[str, float]:
+    found: dict[str, float] = _preset(record)["leave_one_out"]["against_frozen"]["residues"]
+    return found
+
+
+def _some_other() -> str:
+    return next(name for name in stored.accuracies(_DOMAINS) if name in _OTHERS)
+
+
+def _first_number(text: str) -> int:
+    return int("".join(c if c.isdigit() else " " for c in text).split()[0])
+
+
+TABLES = {
+    function.__name__: function
+    for function in (
+        overview, codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers
+    )
+}  # fmt: skip

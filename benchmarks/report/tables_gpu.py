@@ -1,0 +1,464 @@
+"""Tables of docs/performance.md: what was measured on a CUDA device, what was asked for, and the paper's claims."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from benchmarks.cuda.decode_attention import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.cuda.kernel_profile import COUNTERS
+from benchmarks.cuda.peers import OURS, PACKAGES
+from benchmarks.cuda.peers import SDPA as PEER_SDPA
+from benchmarks.harness import stored
+from benchmarks.harness.stored import Record
+from benchmarks.report.markdown import small, table
+from benchmarks.speed.scoring import REFRESHES, SCREENS
+
+FILE = "gpu"
+NOT_MEASURED = "Not measured yet: `python -m benchmarks.run gpu --save` on a machine with a CUDA device.\n"
+
+PAPER_PREFILL = {32: (31, 57), 143: (77, 104), 165: (82, 103)}
+"""Table 5: milliseconds without and with a cache, by tokens."""
+PAPER_MEMORY = {"float32": 330.0, "paper": 46.6}
+"""Table 4: megabytes of a cache of 1,024 tokens."""
+PAPER_FETCH = (1.19, 0.61, 1.96)
+"""Table 6: milliseconds of fetching keys from a context of 143 tokens by PyTorch and by the kernel, and the ratio."""
+
+_MIB = 2**20
+
+
+def gpu_attention() -> str:
+    """Microseconds of decode attention by shape, and how many times as fast as SDPA."""
+    rows = []
+    records = _records("decode_attention_cuda")
+    for record in records:
+        figures = record["figures"]
+        shape, seconds = figures["shape"], figures["seconds"]
+        rows.append(
+            [
+                _decoding(shape),
+                f"{_us(seconds, SDPA)} ({figures['SDPA bf16 backend'].partition('_')[0].lower()})",
+                _us(seconds, SDPA_FLOAT32),
+                *(f"{_us(seconds, p)}{_times(figures, f'{SDPA} / {p}')}" for p in _SHOWN),
+                _us(seconds, PAPER_KERNEL),
+                _us(seconds, EMPTY),
+            ]
+        )
+    head = ["batch x context, queries", "SDPA bf16 (backend)", "SDPA fp32", *(f"`{p}`" for p in _SHOWN),
+            "the paper's structure", EMPTY]  # fmt: skip
+    return table(head, rows) + _source(records, "20 heads of 64, bfloat16, microseconds (times as fast as SDPA)")
+
+
+def gpu_overview() -> str:
+    """How many times as fast as SDPA attention over compressed contexts is, for some shapes."""
+    records = [r for r in _records("decode_attention_cuda") if _decoding(r["figures"]["shape"]) in _OVERVIEW]
+    rows = [
+        [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
+        for record in records
+    ]
+    said = "Times as fast as SDPA in bfloat16 by its fastest backend: a layer of 20 heads of 64, captured"
+    return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
+
+
+def gpu_profile() -> str:
+    """Hardware counters of the kernel that reads contexts, a column a case."""
+    records = list(stored.newest("gpu_profile", lambda figures: tuple(figures["cases"])).values())
+    cases = {name: case for record in records for name, case in record["figures"]["cases"].items()}
+    rows = [[counter, *(_number(case.get(counter)) for case in cases.values())] for counter in COUNTERS]
+    return table(["", *cases], rows) + _source(records, "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
+
+
+def gpu_bandwidth() -> str:
+    """Bytes read a second beside the copy's."""
+    rows = []
+    records = _records("decode_attention_cuda")
+    for record in records:
+        shape, rates = record["figures"]["shape"], record["figures"]["GB/s"]
+        rows.append(
+            [
+                _decoding(shape),
+                f"{rates['copy']:,.0f}",
+                *(f"{rates[arm]:,.0f} ({rates[arm] / rates['copy']:.2f})" for arm in (SDPA, *_SHOWN) if arm in rates),
+            ]
+        )
+    head = ["batch x context, queries", "copy, read and written", SDPA, *(f"`{p}`" for p in _SHOWN)]
+    return table(head, rows) + _source(records, "GB/s of what is stored (part of the copy's)")
+
+
+def gpu_in_cache() -> str:
+    """The same of contexts that may still lie in the device's cache, and against the paper's kernel structure."""
+    rows = []
+    records = _records("decode_attention_cuda")
+    for record in records:
+        figures = record["figures"]
+        shape, seconds = figures["shape"], figures["seconds in cache"]
+        rows.append(
+            [
+                _decoding(shape),
+                *(_us(seconds, arm) for arm in (SDPA, *_SHOWN)),
+                *(_times(figures, f"{PAPER_KERNEL} / {p}").strip(" ()") for p in ("paper", "turbo3")),
+            ]
+        )
+    head = ["batch x context, queries", SDPA, *(f"`{p}`" for p in _SHOWN), "the paper's structure / `paper`, flushed",
+            "/ `turbo3`, flushed"]  # fmt: skip
+    return table(head, rows) + _source(records, "microseconds, the device's cache not flushed")
+
+
+def gpu_targets() -> str:
+    """Everything that was asked for; of what was asked of many cases, the one furthest from it."""
+    asked: dict[tuple[str, str, str], list[tuple[Record, dict[str, Any]]]] = {}
+    for record in _newest(lambda benchmark: True):
+        for target in record["figures"]["targets"]:
+            bound = f"at most {_number(target['at_most'])}" if "at_most" in target else (
+                f"at least {_number(target['at_least'])}")  # fmt: skip
+            name = record["figures"]["benchmark"].removesuffix("_cuda").replace("_", " ")
+            asked.setdefault((name, target["figure"], bound), []).append((record, target))
+    if not asked:
+        raise LookupError("no targets")
+    rows, records = [], []
+    for (name, figure, bound), judged in asked.items():
+        shown = [max(judged, key=_distance)] if len(judged) > _MANY_CASES else judged
+        for record, target in shown:
+            of = f", furthest of {len(judged)}" if len(shown) < len(judged) else ""
+            where = f"{name}: {record['figures']['case']}{of}"
+            rows.append([where, figure, bound, _number(target["found"]), "yes" if target["met"] else "**no**"])
+            records.append(record)
+    return table(["what", "figure", "asked for", "found", "met"], rows) + _source(records, "times in seconds")
+
+
+def gpu_table_2() -> str:
+    """Prefill similarity."""
+    rows = []
+    records = _records("prefill_similarity_cuda")
+    for record in records:
+        figures = record["figures"]
+        hidden, logits = figures["hidden_states"], figures["logits"]
+        rows.append(
+            [
+                f"{figures['shape']['tokens']}, {figures['shape']['dtype']}",
+                "1.000000",
+                f"{min(hidden['cosine_mean_by_layer']):.6f}",
+                f"{hidden['cosine_min']:.6f}",
+                _small(hidden["largest_difference"]),
+                f"{logits['cosine_min']:.6f}",
+            ]
+        )
+    head = ["tokens, dtype", "paper: cosine", "here: lowest layer's mean", "lowest token of any layer",
+            "largest difference", "lowest token, logits"]  # fmt: skip
+    said = f"all {records[-1]['figures']['layers']} layers, preset `{records[-1]['figures']['shape']['preset']}`"
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_table_3() -> str:
+    """Kernel validation."""
+    rows = []
+    records = _records("kernel_validation_cuda")
+    for record in records:
+        figures = record["figures"]
+        shape = figures["shape"]
+        rows.append(
+            [
+                f"`{shape['preset']}`, {shape['dtype']}, {shape['new_tokens']}",
+                f"{figures['layers']}/{figures['layers']}",
+                f"{min(figures['cosine_means']):.6f}",
+                f"{figures['cosine_min']:.6f}",
+                _small(max(figures["absolute_errors"])),
+                _small(max(figures["relative_errors"])),
+                _small(max(figures["relative_errors_of_sdpa"])),
+            ]
+        )
+    head = ["preset, dtype, queries", "layers", "lowest layer's mean cosine", "lowest cosine", "largest error",
+            "relative to the largest output", "PyTorch's in this dtype"]  # fmt: skip
+    claim = "the paper: 33/33 layers, mean cosine 1.000000, largest error below 1e-6, in float32; here against float64"
+    said = f"context of {records[-1]['figures']['shape']['context_tokens']:,} tokens; {claim}"
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_table_4() -> str:
+    """Bytes of caches."""
+    [record] = _records("cache_bytes_cuda")
+    sizes, rows = record["figures"]["bytes"], []
+    for name in ("float32", "float16", *(preset for preset in ("exact", *_SHOWN) if preset in sizes["stored"])):
+        size = sizes["stored"][name]
+        claim = f"{PAPER_MEMORY[name]:.1f} MB" if name in PAPER_MEMORY else ""
+        bits = record["figures"]["bits_per_element"].get(name, {"float32": 32, "float16": 16}.get(name, 0))
+        rows.append(
+            [
+                f"`{name}`" if name in sizes["allocated"] else name,
+                claim,
+                f"{size / _MIB:.1f}",
+                f"{bits:.2f}",
+                f"{sizes['stored']['float32'] / size:.1f}x",
+                f"{sizes['stored']['float16'] / size:.1f}x",
+            ]
+        )
+    head = ["stored as", "paper", "MiB", "bits per element", "vs float32", "vs fp16"]
+    said = f"one context of {record['figures']['shape']['tokens']:,} tokens, model in bfloat16"
+    return table(head, rows) + _source([record], said)
+
+
+def gpu_table_5() -> str:
+    """Prefill overhead."""
+    rows = []
+    records = _records("prefill_cuda")
+    for record in records:
+        figures = record["figures"]
+        seconds, n = figures["seconds"], figures["shape"]["tokens"]
+        claim = "{} -> {} (+{})".format(*PAPER_PREFILL[n], PAPER_PREFILL[n][1] - PAPER_PREFILL[n][0]) \
+            if n in PAPER_PREFILL else ""  # fmt: skip
+        for preset in ("turbo3", "paper"):
+            cells = [f"{n:,}, `{preset}`", claim if preset == "paper" else ""]
+            for kind in ("eager", "captured"):
+                both = [_ms(seconds, f"{arm}, {kind}") for arm in ("forward", f"prefill {preset}")]
+                overhead = figures["overhead_seconds"].get(f"{preset}, {kind}")
+                more = "" if overhead is None else f" ({1e3 * overhead:+.2f})"
+                cells += [f"{both[0]} -> {both[1]}{more}", _ms(seconds, f"encode {preset}, {kind}")]
+            part = figures["ratios"].get(f"encode {preset}, captured / forward")
+            rows.append([*cells, "" if part is None else f"{100 * part:.1f} %"])
+    head = ["tokens, preset", "paper: ms", "eager, ms", "encoding alone, eager", "captured, ms",
+            "encoding alone, captured", "part of the forward"]  # fmt: skip
+    said = "milliseconds without -> with a cache (overhead); all layers, batch of one, bfloat16"
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_table_6() -> str:
+    """Decode attention by PyTorch and by kernels."""
+    rows = []
+    records = _records("decode_path_cuda")
+    for record in records:
+        figures = record["figures"]
+        n = figures["shape"]["context_tokens"]
+        for preset in ("paper", "turbo3"):
+            cells = [f"{n:,}, `{preset}`"]
+            for kind in ("eager", "captured"):
+                seconds = figures["seconds"]
+                cells += [_ms(seconds, f"{preset}, {path}, {kind}") for path in ("PyTorch", "kernels")]
+                cells.append(_times(figures, f"{preset}, PyTorch, {kind} / {preset}, kernels, {kind}").strip(" ()"))
+            rows.append(cells)
+    head = ["context, preset", "eager: PyTorch, ms", "kernels, ms", "faster", "captured: PyTorch, ms", "kernels, ms",
+            "faster"]  # fmt: skip
+    said = (
+        "attention of one new token in all 33 layers, bfloat16; the paper's claim is of fetching keys alone, at 143"
+        f" tokens: {PAPER_FETCH[0]} ms -> {PAPER_FETCH[1]} ms, {PAPER_FETCH[2]} times"
+    )
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_extension() -> str:
+    """Whole extensions."""
+    rows = []
+    records = _records("extension_cuda", "extension_3b_cuda", "extension_15b_cut_cuda")
+    for record in records:
+        figures = record["figures"]
+        # A whole forward is not always faster when captured.
+        medians = {arm: row["p50"] for arm, row in figures["seconds"].items()}
+        recompute = min(x for arm, x in medians.items() if arm.startswith("recompute"))
+        for kind in ("eager", "captured"):
+            arms = ["recompute", "extend exact", "extend turbo3", "extend paper"]
+            extend = medians.get(f"extend turbo3, {kind}")
+            rows.append(
+                [
+                    f"{record['model']}",
+                    f"{figures['shape']['new_tokens']} on {figures['shape']['context_tokens']:,}, {kind}",
+                    *(_ms(figures["seconds"], f"{arm}, {kind}") for arm in arms),
+                    "" if extend is None else f"{recompute / extend:.2f}x",
+                ]
+            )
+    head = ["geometry", "new tokens on context", "recompute, ms", "`exact`", "`turbo3`", "`paper`",
+            "the faster recompute / `turbo3`"]  # fmt: skip
+    return table(head, rows) + _source(records, "batch of one, bfloat16, milliseconds of a whole step of the model")
+
+
+def gpu_memory() -> str:
+    """Extra memory of an extension."""
+    rows = []
+    records = _records("extension_memory_cuda")
+    for record in records:
+        figures = record["figures"]
+        sizes = figures["bytes"]
+        for n, extra in sizes["extra"].items():
+            part = figures["part_of_cache"][n]
+            rows.append(
+                [f"`{figures['shape']['preset']}`, {n}", f"{sizes['dense bfloat16'] / _MIB:,.0f}",
+                 f"{sizes['packed'] / _MIB:,.0f}", f"{extra / _MIB:,.1f}", f"{100 * part:.2f} %"]
+            )  # fmt: skip
+    shape = records[-1]["figures"]["shape"]
+    head = ["preset, new tokens of a row", "dense bfloat16 cache, MiB", "packed, MiB", "extra peak, MiB",
+            "part of the packed cache"]  # fmt: skip
+    said = f"batch of {shape['batch_size']} x {shape['context_tokens']:,}, after a first extension"
+    return table(head, rows) + _source(records, said)
+
+
+def gpu_resident() -> str:
+    """Contexts beside the model."""
+    [record] = _records("resident_contexts_cuda")
+    figures = record["figures"]
+    shape, sizes = figures["shape"], figures["bytes"]
+    rows = [
+        ["contexts, each encoded from a protein of its own", f"{figures['contexts']:,}"],
+        ["different ones among them", f"{figures['distinct_token_sequences']:,}"],
+        ["bytes of one, stored", f"{sizes['of a context']:,.0f}"],
+        ["bytes of one, allocated", f"{sizes['of a context, allocated']:,.0f}"],
+        ["seconds for all", f"{figures['seconds_for_all']:.0f}"],
+        ["stopped by", figures["stopped_by"]],
+        ["the first, a middle and the last batch read again, largest difference",
+         _small(figures["read_again"]["largest_difference"])],
+    ]  # fmt: skip
+    if "contexts_extrapolated" in figures:
+        rows.append(["contexts that would fit, extrapolated", f"{figures['contexts_extrapolated']:,}"])
+    said = (
+        f"contexts of {shape['tokens']} tokens under `{shape['preset']}`, device of {sizes['device'] / 2**30:.0f} GiB"
+    )
+    return table(["", ""], rows) + _source([record], said)
+
+
+def gpu_peers() -> str:
+    """Other packages on the same shapes."""
+    rows: list[list[str]] = []
+    failed: dict[str, str] = {}
+    records = _records("peers_cuda")
+    for record in records:
+        figures = record["figures"]
+        failed |= {name: why for name, why in figures["failed"].items() if name in PACKAGES}
+        shape = figures["shape"]
+        for kind in ("captured", "eager"):
+            rows.append(
+                [
+                    f"{shape['batch_size']} x {shape['context_tokens']:,}, {kind}",
+                    *(_us(figures["seconds"], f"{arm}, {kind}") for arm in (PEER_SDPA, *OURS, *PACKAGES)),
+                ]
+            )
+    versions = records[-1]["figures"]["shape"]["versions"]
+    named = [f"{name} ({versions[PACKAGES[name]] or 'missing'})" for name in PACKAGES]
+    head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in OURS), *named]
+    said = "one query, 20 heads of 64, microseconds"
+    reasons = "".join(f" {name} did not run: {why}." for name, why in failed.items())
+    return table(head, rows) + _source(records, said + "." + reasons if reasons else said)
+
+
+def gpu_scoring() -> str:
+    """Candidates a second."""
+    records, rows = _records("scoring_12_on_500_cuda"), []
+    for record in records:
+        figures = record["figures"]
+        rates, dtype = figures["candidates_per_second"], figures["shape"]["dtype"]
+        rows.append([f"`full`, {dtype}", *[f"{rates['full']:,.1f}"] * 3])
+        for arm in ("frozen", "turbo"):
+            for refresh in REFRESHES:
+                names = [f"{arm}, {refresh} refreshed, {screen} candidates" for screen in SCREENS]
+                if names[0] not in rates:
+                    continue
+                cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
+                rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
+    head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
+    return table(head, rows) + _source(records, "candidates a second (times those of `full`), 12 residues on 500")
+
+
+def gpu_tests() -> str:
+    """What became of the tests that need a device, file by file."""
+    records = list(stored.newest("gpu_tests", lambda figures: tuple(figures["by_file"])).values())
+    files = {file: counts for record in records for file, counts in record["figures"]["by_file"].items()}
+    rows = [[f"`{file}`", *(str(counts.get(outcome, 0)) for outcome in _OUTCOMES)] for file, counts in files.items()]
+    total = sum(sum(counts.values()) for counts in files.values())
+    return table(["tests", *_OUTCOMES], rows) + _source(records, f"{total:,} tests marked `gpu`", "gpu_tests")
+
+
+def _distance(judged: tuple[Record, dict[str, Any]]) -> float:
+    """Larger the further a target is from being met, among those with one bound."""
+    found = judged[1]["found"]
+    if found is None:
+        return math.inf
+    return float(found if "at_most" in judged[1] else -found)
+
+
+def _decoding(shape: dict[str, Any]) -> str:
+    """Contexts and queries of a row of decode attention."""
+    return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
+
+
+_OUTCOMES = ("passed", "failure", "error", "skipped")
+_MANY_CASES = 6
+_OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
+_SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
+
+
+def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
+    @functools.wraps(function)
+    def made() -> str:
+        try:
+            return function()
+        except LookupError:
+            return NOT_MEASURED
+
+    return made
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: _or_not_measured(function)
+    for function in (
+        gpu_overview, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2, gpu_table_3,
+        gpu_table_4, gpu_table_5, gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring,
+        gpu_tests,
+    )
+}  # fmt: skip
+
+
+def _records(*benchmarks: str) -> list[Record]:
+    """The newest record of every case."""
+    return _newest(lambda benchmark: benchmark in benchmarks)
+
+
+def _newest(chosen: Callable[[str], bool]) -> list[Record]:
+    return list(
+        stored.newest(
+            "speed", lambda f: (f["benchmark"], f["case"]) if chosen(f["benchmark"]) else None, FILE
+        ).values()
+    )  # fmt: skip
+
+
+def _us(seconds: dict[str, Any], arm: str) -> str:
+    return f"{1e6 * seconds[arm]['p50']:,.1f}" if arm in seconds else ""
+
+
+def _ms(seconds: dict[str, Any], arm: str) -> str:
+    return f"{1e3 * seconds[arm]['p50']:,.2f}" if arm in seconds else "–"
+
+
+def _ratio(figures: dict[str, Any], name: str) -> str:
+    found = figures["ratios"].get(name)
+    return "" if found is None else f"{found:.2f}x"
+
+
+def _times(figures: dict[str, Any], name: str) -> str:
+    ratio = _ratio(figures, name)
+    return f" ({ratio})" if ratio else ""
+
+
+def _small(x: float) -> str:
+    return f"{x:.1f}" if x >= 1 else f"{x:.1e}" if 0 < x < 1e-4 else small(x)
+
+
+def _number(x: float | None) -> str:
+    if x is None:
+        return "not measured"
+    return f"{x:,.0f}" if x >= 100 else f"{x:.3g}"
+
+
+def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
+    where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
+    commits = dict.fromkeys(_commit(record["revision"]) for record in records)
+    commit = "commit " + " and ".join(commits) if len(commits) == 1 else "commits " + " and ".join(commits)
+    models = "; ".join(dict.fromkeys(record["model"] for record in records if record["model"]))
+    text = said[0].upper() + said[1:].removesuffix(".")
+    how = f"Measured with {models}, on" if models else "Run on"
+    return (
+        f"{text}. {how} {where['device_name']}, torch {versions['torch']}, triton"
+        f" {versions.get('triton', 'missing')}, transformers {versions['transformers']}, {commit};"
+        f" `benchmarks/results/{file}.jsonl`.\n"
+    )
+
+
+def _commit(revision: dict[str, Any] | None) -> str:
+    return "not known" if revision is None else revision["commit"][:10] + (" with changes" * revision["dirty"])

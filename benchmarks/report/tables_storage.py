@@ -1,0 +1,183 @@
+"""Tables about embedding many proteins, about the store of contexts, and about where a cache does not pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from benchmarks.harness import stored
+from benchmarks.harness.stored import Record
+from benchmarks.report.markdown import source, table
+from benchmarks.speed.embedding import DEFAULT, OURS, SAME
+
+_FILES = ("cpu", "gpu")
+
+
+def embedding_throughput() -> str:
+    """Our loop beside plain ones."""
+    rows, by_file = [], {}
+    for file, record in _speed("embedding_throughput", "embedding_throughput_cuda"):
+        by_file[file] = record
+        figures = record["figures"]
+        shape, rates = figures["shape"], figures["residues_per_second"]
+        rows.append(
+            [
+                f"{record['model']}, {shape['dtype']}",
+                _device(record),
+                str(shape["proteins"]),
+                *(f"{rates[arm]:,.0f}" for arm in (DEFAULT, SAME, OURS)),
+                f"{1 / figures['ratios'][f'{OURS} / {SAME}']:.2f}x",
+                f"{figures['ratios'][f'{DEFAULT} / {OURS}']:.2f}x",
+            ]
+        )
+    head = ["model", "on", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
+            "against the same batches", "against file order"]  # fmt: skip
+    return table(head, rows) + _sources(by_file)
+
+
+def embedding_output() -> str:
+    """What files and caches cost."""
+    [(_, record)] = _speed("embedding_output")
+    seconds = record["figures"]["seconds"]
+    residues = record["figures"]["shape"]["residues"]
+    rows = [
+        [name, f"{residues / spread['p50']:,.0f}", f"{spread['p50'] / seconds['in memory']['p50']:.2f}x"]
+        for name, spread in seconds.items()
+    ]
+    return table(["mean and per-residue", "residues/s", "time"], rows) + source(record, "cpu")
+
+
+def store_read() -> str:
+    """A context from a store beside its prefill."""
+    rows, by_file = [], {}
+    for file, record in _speed("store_read", "store_read_cuda"):
+        by_file[file] = record
+        figures = record["figures"]
+        seconds = figures["seconds"]
+        places = ("prefill", "disk", "host memory", "device memory")
+        rows.append(
+            [
+                record["model"],
+                _device(record),
+                str(figures["shape"]["residues"]),
+                f"{figures['bytes']['cache'] / 2**20:.2f}",
+                *(f"{1e3 * seconds[place]['p50']:.1f}" if place in seconds else "" for place in places),
+            ]
+        )
+    head = ["model", "on", "residues", "MiB", "prefill, ms", "from disk", "from host memory", "from device memory"]
+    return table(head, rows) + _sources(by_file)
+
+
+def store_compression() -> str:
+    """zstandard on a store's files."""
+    rows, last = [], None
+    for _, record in _speed("store_compression"):
+        last = record
+        figures = record["figures"]
+        size, level = figures["bytes"]["files"], _best_level(figures["bytes"])
+        seconds = figures["seconds"][f"decompress {level}"]["p50"]
+        saved = size - figures["bytes"][f"zstd {level}"]
+        rows.append(
+            [
+                f"`{figures['case']}`",
+                f"{size / 2**20:.1f}",
+                f"{100 * saved / size:.1f} % (level {level})",
+                f"{size / 1e6 / figures['seconds']['sha256']['p50']:,.0f}",
+                f"{size / 1e6 / seconds:,.0f}",
+                f"{saved / 1e6 / seconds:,.0f}",
+            ]
+        )
+    assert last is not None
+    head = ["preset", "files, MiB", "zstandard saves", "checksum, MB/s", "decompression, MB/s",
+            "pays below, MB/s of the disk"]  # fmt: skip
+    return table(head, rows) + source(last, "cpu")
+
+
+def short_contexts() -> str:
+    """From which length on a cache pays."""
+    rows, last = [], None
+    for _, record in _speed("short_contexts"):
+        last = record
+        figures = record["figures"]
+        seconds, count = figures["seconds"], figures["shape"]["candidates"]
+        even = figures["break_even_candidates"]
+        rows.append(
+            [
+                str(figures["shape"]["context_residues"]),
+                *(f"{count / seconds[arm]['p50']:,.0f}" for arm in ("full", "turbo")),
+                f"{figures['ratios']['full / turbo']:.1f}x",
+                "never" if even is None else f"{even:.1f}",
+            ]
+        )
+    assert last is not None
+    head = ["residues of the context", "candidates/s, recomputed", "from the cache", "faster",
+            "candidates that pay for the prefill"]  # fmt: skip
+    return table(head, rows) + source(last, "cpu")
+
+
+def extension_speed() -> str:
+    """Whole extensions of all layers on the CPU, beside recomputing."""
+    [(_, record)] = _speed("extension_16_on_512")
+    seconds, ratios = record["figures"]["seconds"], record["figures"]["ratios"]
+    rows = [["recomputed", f"{seconds['recompute']['p50']:.2f}", "1", ""]]
+    for arm in seconds:
+        if arm.startswith("extend "):
+            preset = arm.removeprefix("extend ")
+            beside = "1" if preset == "exact" else f"{ratios[f'{arm} / extend exact']:.2f}"
+            rows.append([f"`{preset}`", f"{seconds[arm]['p50']:.2f}", f"{ratios[f'recompute / {arm}']:.1f}", beside])
+    head = ["16 tokens on 512", "seconds", "times as fast", "time against `exact`"]
+    threads = record["environment"]["threads"]
+    model = f"random weights of the geometry of ESM-2 650M, {threads} threads"
+    return table(head, rows) + source(record, "cpu", model)
+
+
+TABLES = {
+    "extension_speed": extension_speed,
+    "embedding_throughput": embedding_throughput,
+    "embedding_output": embedding_output,
+    "store_read": store_read,
+    "store_compression": store_compression,
+    "short_contexts": short_contexts,
+}
+
+
+def _speed(*benchmarks: str) -> Iterator[tuple[str, Record]]:
+    """The newest record of every case, and the file that it is in."""
+    found = 0
+    for file in _FILES:
+        try:
+            records = stored.newest(
+                "speed", lambda f: (f["benchmark"], f["case"]) if f["benchmark"] in benchmarks else None, file
+            )
+        except LookupError:
+            continue
+        for record in records.values():
+            found += 1
+            yield file, record
+    if not found:
+        raise LookupError(f"no records of {', '.join(benchmarks)} in benchmarks/results/")
+
+
+def _best_level(sizes: dict[str, int]) -> int:
+    return min((size, int(name.split()[1])) for name, size in sizes.items() if name.startswith("zstd "))[1]
+
+
+def _device(record: Record) -> str:
+    shape = record["figures"]["shape"]
+    threads = record["environment"]["threads"]
+    return f"CPU, {threads} thread{'s' if threads > 1 else ''}" if shape["device"] == "cpu" else shape["device_name"]
+
+
+def _sources(by_file: dict[str, Record]) -> str:
+    text = ""
+    for file, record in by_file.items():
+        where, versions, revision = record["environment"], record["environment"]["versions"], record["revision"]
+        processor = where["processor"] if file == "cpu" else record["figures"]["shape"]["device_name"]
+        changed = " with changes" if revision["dirty"] else ""
+        text += (
+            f"Measured on {processor}, torch {versions['torch']}, transformers {versions['transformers']},"
+            f" commit {revision['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`. "
+        )
+    return text + (
+        "esm2-mini is the embedded model (9.6 M parameters, float32, not one of Meta's); random weights stand in for"
+        " the published checkpoints' geometry.\n"
+    )

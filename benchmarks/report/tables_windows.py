@@ -1,0 +1,114 @@
+"""Tables about long proteins window by window, and about generation, made from the stored records."""
+
+from __future__ import annotations
+
+from benchmarks.harness import stored
+from benchmarks.harness.stored import Record
+from benchmarks.report.markdown import cosine, small, source, table
+
+_OVERLAP, _WINDOW_OF_OVERLAPS, _MEMORY_OF_OVERLAPS = 64, 256, 512
+
+
+def windows() -> str:
+    """Window by window against the full run, by window and memory."""
+    found = {key: record for key, record in _windows().items() if key[1] == _OVERLAP}
+    rows = []
+    for window, memory in dict.fromkeys((window, memory) for window, _, memory, _ in found):
+        arms = {preset: found[w, o, m, preset] for w, o, m, preset in found if (w, m) == (window, memory)}
+        cells = [str(window), str(memory) if memory else "none: plain windows"]
+        for preset in ("exact", "turbo3"):
+            one = arms.get(preset, arms.get("none"))
+            assert one is not None
+            figures = one["figures"]["against_full"]
+            cells += [cosine(figures), small(figures["kl_mean"])]
+        rows.append(cells)
+    head = ["window", "memory", "`exact`: cosine (1 %)", "KL", "`turbo3`: cosine (1 %)", "KL"]
+    record = next(reversed(found.values()))
+    return table(head, rows) + f"{record['figures']['tested']} proteins. " + source(record, "windows")
+
+
+def overlaps() -> str:
+    """The same by overlap."""
+    found = {
+        overlap: record
+        for (window, overlap, memory, preset), record in _windows().items()
+        if (window, memory, preset) == (_WINDOW_OF_OVERLAPS, _MEMORY_OF_OVERLAPS, "exact")
+    }
+    rows = []
+    for overlap in sorted(found):
+        figures = found[overlap]["figures"]["against_full"]
+        rows.append([str(overlap), cosine(figures), f"{figures['cosine_q10']:.4f}", f"{figures['cosine_median']:.4f}"])
+    return table(["overlap", "cosine (1 %)", "10 %", "median"], rows) + source(next(iter(found.values())), "windows")
+
+
+def window_places() -> str:
+    """By the place in the window: mean and 1 % quantile, plain and with a memory as long as the window."""
+    found = _windows()
+    rows = []
+    for window in dict.fromkeys(key[0] for key in found):
+        for memory, preset in ((0, "none"), (window, "turbo3")):
+            by_place = found[window, _OVERLAP, memory, preset]["figures"]["by_place_in_window"]
+            cells = [cosine(place)[:-3] + ")" if place["tokens"] else "" for place in by_place]
+            rows.append([str(window), str(memory) if memory else "none", *cells])
+    head = ["window", "memory", *(f"eighth {number}" for number in range(1, 9))]
+    return table(head, rows) + source(next(reversed(found.values())), "windows")
+
+
+def long_memory() -> str:
+    """Peak memory and speed by length."""
+    [record] = stored.newest(
+        "speed", lambda figures: figures["benchmark"] if figures["benchmark"] == "long_proteins" else None, "cpu"
+    ).values()
+    figures = record["figures"]
+    rows = []
+    for length, one in figures["bytes"].items():
+        sizes = [one["loaded"], one["peak"], one["output"], figures["bytes_without_output"][length]]
+        speed = f"{figures['residues_per_second'][length]:,.0f}"
+        rows.append([f"{int(length):,}", *(f"{size / 2**20:,.0f}" for size in sizes), speed])
+    shape = figures["shape"]
+    growth = figures["growth"]["peak without the output"]
+    head = [
+        "residues",
+        "MiB with the model loaded",
+        "MiB at the peak",
+        "MiB of result",
+        "peak without it",
+        "residues/s",
+    ]
+    return (
+        table(head, rows)
+        + f"Windows of {shape['window']}, overlap {shape['overlap']}, memory {shape['memory']} as `{shape['preset']}`;"
+        f" the peak without the result grows by a factor of {growth:.2f}. " + source(record, "cpu")
+    )
+
+
+def generation() -> str:
+    """Predictions against the full run's, by how often is refreshed."""
+    found = stored.newest("generation", lambda f: (f["generated"], f["refresh"], f["refresh_every"], f["preset"]))
+    rows = []
+    for name, refresh, every in dict.fromkeys(key[:3] for key in found):
+        arms = [found[name, refresh, every, preset]["figures"] for preset in ("exact", "turbo3")]
+        cells = [name, str(refresh), str(every)]
+        cells.append(f"{arms[0]['tokens_a_step']:.0f} / {arms[0]['tokens_a_step_in_full']:.0f}")
+        for arm in arms:
+            against = arm["against_full"]
+            cells += [f"{small(against['kl_mean'])} ({small(against['kl_q99'])})", f"{against['top1_agreement']:.3f}"]
+        rows.append(cells)
+    head = ["generated", "`refresh`", "`refresh_every`", "tokens a step / in full"]
+    head += [f"{arm}: {what}" for arm in ("frozen", "`turbo3`") for what in ("KL (99 %)", "same likeliest")]
+    return table(head, rows) + source(next(reversed(found.values())), "generation")
+
+
+def _windows() -> dict[tuple[int, int, int, str], Record]:
+    """Records by window, overlap, memory and preset."""
+    found = stored.newest("windows", lambda f: (f["window"], f["overlap"], f["memory"], f["preset"]))
+    return {key: record for key, record in found.items() if isinstance(key, tuple)}
+
+
+TABLES = {
+    "windows": windows,
+    "overlaps": overlaps,
+    "window_places": window_places,
+    "long_memory": long_memory,
+    "generation": generation,
+}

@@ -1,0 +1,1 @@
+"""Speed and memory on any device."""

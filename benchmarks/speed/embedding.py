@@ -1,0 +1,226 @@
+"""Embeddings of many proteins beside plain loops over Hugging Face's model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import EsmForMaskedLM, EsmModel, EsmTokenizer
+
+from benchmarks.harness.embedded import shipped_proteins
+from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
+from benchmarks.harness.models import Architecture, random_model, random_tokens
+from esm_turbo import Calibration, KVCalibrator, TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.evaluate.environment import device_name
+from esm_turbo.proteins.fasta import ProteinRecord, token_batches
+from esm_turbo.tasks.common.options import EmbeddingFormat
+from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+from esm_turbo.tasks.embedding.records import embed_records
+
+TOKS_PER_BATCH = 4096
+DEFAULT_BATCH = 8
+"""Proteins of a batch in the loop that people write first."""
+
+SAME, DEFAULT, OURS = "plain loop, same batches", "plain loop, file order, batches of 8", "turbo.embed"
+_INCLUDE = ("mean", "per_tok")
+# Hidden states after the last layer norm are of size one; float32 sums in another order, and bfloat16's eight bits.
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+Result = list[tuple[Tensor, Tensor]]
+"""Per protein the residues' states [L, hidden_size] and their mean, float32 on the CPU."""
+
+
+def embedded_cases(proteins: int) -> Iterator[Case]:
+    """The model that ships with the package, on the CPU."""
+    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    yield _case(EMBEDDED_MODEL.name, model, shipped_proteins()[:proteins])
+
+
+def random_cases(
+    architecture: Architecture,
+    proteins: int,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> Iterator[Case]:
+    """Random weights in the geometry of a larger model; nothing where there is no such device."""
+    if device == "cuda" and not torch.cuda.is_available():
+        return
+    for dtype in dtypes:
+        model = masked_lm(architecture, device).to(dtype)
+        yield _case(architecture.name, model, shipped_proteins()[:proteins])
+
+
+def output_cases(proteins: int) -> Iterator[Case]:
+    """What files and caches cost, embedded model on the CPU."""
+    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    turbo = turbo_of(model, Calibration.load(EMBEDDED_MODEL), "turbo3")
+    records = shipped_proteins()[:proteins]
+    sequences = [record.sequence for record in records]
+    arms = {
+        "in memory": partial(turbo.embed, sequences, include=_INCLUDE, toks_per_batch=TOKS_PER_BATCH),
+        "in memory, with caches": partial(
+            turbo.embed, sequences, include=[*_INCLUDE, "cache"], toks_per_batch=TOKS_PER_BATCH
+        ),
+        ".pt files": partial(_to_files, turbo, records, "pt"),
+        "safetensors files": partial(_to_files, turbo, records, "safetensors"),
+        "one HDF5 file": partial(_to_files, turbo, records, "h5"),
+    }
+
+    def measure(repeats: int) -> Figures:
+        seconds = spread(interleave({name: [arm] for name, arm in arms.items()}, repeats))
+        ratios = {f"{name} / in memory": ratio(seconds, name, "in memory") for name in arms if name != "in memory"}
+        return {"seconds": seconds, "ratios": ratios}
+
+    yield Case(
+        name=EMBEDDED_MODEL.name,
+        model=EMBEDDED_MODEL.name,
+        shape=_shape(model, records),
+        check=lambda: _check(_ours(turbo, sequences), _plain(model, *_batched(sequences, model, same=True))),
+        measure=measure,
+    )
+
+
+def masked_lm(architecture: Architecture, device: str = "cpu") -> EsmForMaskedLM:
+    """A model of random weights with its language-model head, float32."""
+    with torch.device(device):
+        model = EsmForMaskedLM(architecture.config()).eval()
+    model.esm = random_model(architecture, device=device)
+    model.tie_weights()
+    return model
+
+
+def turbo_of(model: EsmForMaskedLM, calibration: Calibration | None = None, preset: str = "exact") -> TurboEsm:
+    """The same weights as a `TurboEsm`."""
+    tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
+    return TurboEsm(TurboEsmForMaskedLM.from_esm(model, calibration=calibration, preset=preset), tokenizer)
+
+
+def random_turbo(architecture: Architecture, preset: str, device: str = "cpu") -> TurboEsm:
+    """Random weights with a calibration of random proteins, for one preset."""
+    model = masked_lm(architecture, device)
+    calibrator = KVCalibrator(model.esm, sample_size=256)
+    calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1).to(device))
+    turbo = turbo_of(model, calibrator.finalize([preset]), preset)
+    turbo.model.to(device)
+    return turbo
+
+
+def _case(name: str, model: EsmForMaskedLM, records: Sequence[ProteinRecord]) -> Case:
+    turbo = turbo_of(model)
+    sequences = [record.sequence for record in records]
+    device, dtype = model.device, next(model.parameters()).dtype
+    # Made before the clock starts: in the plain loops it is not counted, in ours it is.
+    same, default = (_batched(sequences, model, same=same) for same in (True, False))
+    arms: dict[str, list[Callable[[], object]]] = {
+        SAME: [partial(_plain, model, *same)],
+        DEFAULT: [partial(_plain, model, *default)],
+        OURS: [partial(_ours, turbo, sequences)],
+    }
+    residues = sum(map(len, sequences))
+
+    def check() -> Check:
+        ours = _ours(turbo, sequences)
+        checks = [_check(ours, _plain(model, *batches), _TOLERANCE[dtype]) for batches in (same, default)]
+        return Check(checks[0].what, worst(check.error for check in checks), _TOLERANCE[dtype])
+
+    def measure(repeats: int) -> Figures:
+        seconds = spread(interleave(arms, repeats))
+        return {
+            "seconds": seconds,
+            "residues_per_second": {arm: residues / seconds[arm]["p50"] for arm in arms},
+            "ratios": {
+                f"{OURS} / {SAME}": ratio(seconds, OURS, SAME),
+                f"{DEFAULT} / {OURS}": ratio(seconds, DEFAULT, OURS),
+            },
+        }
+
+    return Case(
+        name=f"{name}, {str(dtype).removeprefix('torch.')}, {device.type}",
+        model=name,
+        shape=_shape(model, records) | {"device_name": device_name(device)},
+        check=check,
+        measure=measure,
+        targets=[
+            Target(("ratios", f"{OURS} / {SAME}"), at_most=1.05),
+            Target(("ratios", f"{DEFAULT} / {OURS}"), at_least=1.0),
+        ],
+    )
+
+
+def _shape(model: EsmForMaskedLM, records: Sequence[ProteinRecord]) -> dict[str, Any]:
+    return {
+        "proteins": len(records),
+        "residues": sum(len(record.sequence) for record in records),
+        "longest": max(len(record.sequence) for record in records),
+        "layers": model.config.num_hidden_layers,
+        "hidden_size": model.config.hidden_size,
+        "toks_per_batch": TOKS_PER_BATCH,
+        "include": list(_INCLUDE),
+        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": model.device.type,
+    }
+
+
+def _ours(turbo: TurboEsm, sequences: Sequence[str]) -> Result:
+    last = turbo.model.config.num_hidden_layers
+    return [
+        (embedding.representations[last], embedding.mean_representations[last])
+        for embedding in turbo.embed(sequences, include=_INCLUDE, toks_per_batch=TOKS_PER_BATCH)
+        if embedding.representations is not None and embedding.mean_representations is not None
+    ]
+
+
+def _batched(
+    sequences: Sequence[str], model: EsmForMaskedLM, *, same: bool
+) -> tuple[list[list[int]], list[tuple[Tensor, Tensor]]]:
+    """Indices of batches and their tokens: by token budget, the longest first, or as the file has them."""
+    tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
+    if same:
+        batches = token_batches([len(sequence) + 2 for sequence in sequences], TOKS_PER_BATCH)[::-1]
+    else:
+        indices = list(range(len(sequences)))
+        batches = [indices[begin : begin + DEFAULT_BATCH] for begin in range(0, len(indices), DEFAULT_BATCH)]
+    tokens = []
+    for batch in batches:
+        encoded = tokenizer([sequences[index] for index in batch], padding=True, return_tensors="pt")
+        tokens.append((encoded.input_ids, encoded.attention_mask))
+    return batches, tokens
+
+
+@torch.no_grad()
+def _plain(model: EsmForMaskedLM, batches: Sequence[Sequence[int]], tokens: Sequence[tuple[Tensor, Tensor]]) -> Result:
+    """What people write: a forward a batch, and each protein's part of it."""
+    encoder: EsmModel = model.esm
+    found: dict[int, tuple[Tensor, Tensor]] = {}
+    for batch, (input_ids, attention_mask) in zip(batches, tokens, strict=True):
+        states = encoder(input_ids.to(model.device), attention_mask.to(model.device)).last_hidden_state
+        # In one copy, and only then cut up: one a protein would wait for the device each time.
+        states = states.float().cpu()
+        for index, own, n in zip(batch, states, attention_mask.sum(1).tolist(), strict=True):
+            residues = own[1 : n - 1].clone()
+            found[index] = residues, residues.mean(0)
+    return [found[index] for index in range(len(found))]
+
+
+def _check(ours: Result, plain: Result, tolerance: float = _TOLERANCE[torch.float32]) -> Check:
+    errors = [
+        float((mine - theirs).abs().max())
+        for protein, other in zip(ours, plain, strict=True)
+        for mine, theirs in zip(protein, other, strict=True)
+    ]
+    return Check("hidden states and means against the plain loops, largest difference", worst(errors), tolerance)
+
+
+def _to_files(turbo: TurboEsm, records: Sequence[ProteinRecord], file_format: EmbeddingFormat) -> None:
+    request = EmbeddingRequest.of(turbo, (-1,), _INCLUDE)
+    with tempfile.TemporaryDirectory() as folder:
+        run = embed_records(
+            turbo, records, Path(folder) / "out", request, file_format=file_format, toks_per_batch=TOKS_PER_BATCH
+        )
+    if run.failed or run.reused:
+        raise RuntimeError(f"not all proteins were embedded: {run}")

@@ -1,0 +1,124 @@
+"""Speed and memory of extending a context, against recomputing all tokens and against full precision."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from transformers import EsmModel
+
+from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, peak_allocation, ratio, spread, worst
+from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens, with_presets
+from esm_turbo import TurboEsmModel, TurboKVCache
+from esm_turbo.config import PRODUCT_PRESETS
+
+# Hidden states after the last layer norm are of size one.
+_TOLERANCE = 1e-4
+_WHAT = "hidden states of the extension, backend torch against reference, largest difference over all presets"
+
+
+def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int) -> Iterator[Case]:
+    """Extension under every preset, and all tokens at once without a cache."""
+    model = random_model(architecture)
+    setup = _Setup(model, [context_tokens], new_tokens)
+    whole = torch.cat([setup.contexts[context_tokens], setup.new], dim=1)
+
+    @torch.no_grad()
+    def measure(repeats: int) -> Figures:
+        arms = {"recompute": [partial(model, whole)]}
+        for preset in PRODUCT_PRESETS:
+            arms[f"extend {preset}"] = [partial(setup.extend, preset, context_tokens)]
+        seconds = spread(interleave(arms, repeats))
+        ratios = {f"recompute / extend {p}": ratio(seconds, "recompute", f"extend {p}") for p in PRODUCT_PRESETS}
+        for preset in _compressed():
+            ratios[f"extend {preset} / extend exact"] = ratio(seconds, f"extend {preset}", "extend exact")
+        return {"seconds": seconds, "ratios": ratios}
+
+    yield Case(
+        name=f"{new_tokens} on {context_tokens}",
+        model=architecture.name,
+        shape=_shape(architecture) | {"context_tokens": context_tokens, "new_tokens": new_tokens},
+        check=setup.check,
+        measure=measure,
+        targets=[Target(("ratios", f"recompute / extend {preset}"), at_least=10.0) for preset in PRODUCT_PRESETS]
+        + [Target(("ratios", f"extend {preset} / extend exact"), at_most=1.75) for preset in _compressed()],
+    )
+
+
+def memory_cases(architecture: Architecture, context_tokens: Sequence[int], new_tokens: int) -> Iterator[Case]:
+    """Extra memory of an extension by the length of its context, beside the caches' sizes.
+
+    Growth is from the second longest context to the longest: the shortest may fit in less than one slice.
+    """
+    setup = _Setup(random_model(architecture), context_tokens, new_tokens)
+    *_, shorter, longest = sorted(context_tokens)
+
+    @torch.no_grad()
+    def measure(repeats: int) -> Figures:
+        extra = {
+            preset: {str(n): peak_allocation(partial(setup.extend, preset, n)) for n in context_tokens}
+            for preset in PRODUCT_PRESETS
+        }
+        stored = {
+            preset: {str(n): setup.caches[preset, n].nbytes for n in context_tokens} for preset in PRODUCT_PRESETS
+        }
+        elements = 2 * architecture.num_layers * architecture.num_heads * architecture.head_dim
+        dense = {str(n): 4 * elements * n for n in context_tokens}
+        growth = {preset: extra[preset][str(longest)] / extra[preset][str(shorter)] for preset in PRODUCT_PRESETS}
+        return {"bytes": {"extra": extra, "cache": stored, "dense float32 cache": dense}, "growth": growth}
+
+    yield Case(
+        name=f"{new_tokens} on {', '.join(map(str, context_tokens))}",
+        model=architecture.name,
+        shape=_shape(architecture) | {"context_tokens": list(context_tokens), "new_tokens": new_tokens},
+        check=setup.check,
+        measure=measure,
+        targets=[Target(("growth", preset), at_most=1.2) for preset in PRODUCT_PRESETS],
+    )
+
+
+class _Setup:
+    """Contexts of random residues, cached under every preset."""
+
+    def __init__(self, model: EsmModel, context_tokens: Sequence[int], new_tokens: int) -> None:
+        calibration = random_calibration(model)
+        self.models = with_presets(model, calibration, backend="torch")
+        self.references = with_presets(model, calibration, backend="reference")
+        self.new = random_tokens(1, new_tokens, cls=False, seed=2)
+        self.contexts = {n: random_tokens(1, n - 1, seed=3) for n in context_tokens}
+        with torch.no_grad():
+            self.caches: dict[tuple[str, int], TurboKVCache] = {
+                (preset, n): turbo(ids, use_cache=True).past_key_values
+                for preset, turbo in self.models.items()
+                for n, ids in self.contexts.items()
+            }
+
+    def extend(self, preset: str, context_tokens: int) -> Tensor:
+        return self._extend(self.models[preset], preset, context_tokens)
+
+    @torch.no_grad()
+    def check(self) -> Check:
+        errors = []
+        for preset, n in self.caches:
+            expected = self._extend(self.references[preset], preset, n)
+            errors.append(float((self.extend(preset, n) - expected).abs().max()))
+        return Check(_WHAT, worst(errors), _TOLERANCE)
+
+    def _extend(self, model: TurboEsmModel, preset: str, context_tokens: int) -> Tensor:
+        output: Tensor = model(self.new, past_key_values=self.caches[preset, context_tokens]).last_hidden_state
+        return output
+
+
+def _compressed() -> list[str]:
+    return [preset for preset in PRODUCT_PRESETS if preset != "exact"]
+
+
+def _shape(architecture: Architecture) -> dict[str, object]:
+    return {
+        **architecture.described(),
+        "intermediate_size": architecture.intermediate_size,
+        "batch_size": 1,
+        "dtype": "float32",
+    }

@@ -1,0 +1,287 @@
+"""Candidates a second: scored anew with their target for every mask, and as extensions of the target's cached context.
+
+A candidate's extension and the target's context are timed apart, and put together for screens of 20, 100 and 1,000
+candidates of one length, which share the context.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import numpy as np
+import torch
+from transformers import EsmForMaskedLM
+
+from benchmarks.harness import cuda_compile
+from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, spread, worst
+from benchmarks.harness.models import Architecture, random_calibration, random_model
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.scoring.score import DEFAULT_REFRESH, Scores
+from esm_turbo.tasks.variants.score import score_variants
+
+SCREENS = (20, 100, 1000)
+REFRESHES = (0, 2, 4, 8, 16, 32)
+
+# Log-probabilities, nats; kernels on a device sum in another order than PyTorch does.
+_TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bfloat16"): 0.1, ("cuda", "bfloat16"): 0.1}
+# Twins of the fast paths, where they run.
+_SLOW_BACKEND = {"cpu": "reference", "cuda": "torch"}
+_CHECKED_RESIDUES = 60
+_COMPILED_ROWS = 64
+
+
+def candidate_cases(
+    architecture: Architecture | None,
+    *,
+    target_residues: int,
+    candidate_residues: int,
+    full_candidates: int,
+    cached_candidates: int,
+    refreshes: Sequence[int] = REFRESHES,
+    device: str = "cpu",
+    dtypes: Sequence[torch.dtype] = (torch.float32,),
+    at_least: float,
+) -> Iterator[Case]:
+    """Scoring candidates on one target in the three arms, by the residues that are refreshed.
+
+    Args:
+        architecture: of a model of random weights; None for the embedded model.
+        target_residues: of the target.
+        candidate_residues: of every candidate.
+        full_candidates: how many the arm `full` scores at a time.
+        cached_candidates: how many the others do.
+        refreshes: of the cached arms; the default one must be among them.
+        device: where; nothing is yielded where there is no such device.
+        dtypes: of the model, a row each.
+        at_least: how many times as many candidates a second as `full` the arm `turbo` is to score.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        return
+    name = EMBEDDED_MODEL.name if architecture is None else architecture.name
+    for dtype in dtypes:
+        models = _models(architecture, device, dtype)
+        if device == "cuda":
+            _compile_ahead(models[0], target_residues, candidate_residues, refreshes)
+        yield _candidate_case(
+            name, models, target_residues, candidate_residues, full_candidates,
+            cached_candidates, refreshes, at_least,
+        )  # fmt: skip
+
+
+def _candidate_case(
+    name: str,
+    models: tuple[TurboEsm, TurboEsm],
+    target_residues: int,
+    candidate_residues: int,
+    full_candidates: int,
+    cached_candidates: int,
+    refreshes: Sequence[int],
+    at_least: float,
+) -> Case:
+    turbo, slow = models
+    device, dtype = _device_and_dtype(turbo)
+    target, *candidates = _proteins([target_residues, *[candidate_residues] * cached_candidates])
+    ids = [turbo.codes.cls, *turbo.codes.encode(target, "target")]
+    arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
+
+    def measure(repeats: int) -> Figures:
+        caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
+        parts = {"full": [partial(turbo.score, target, candidates[:full_candidates], arm="full")]}
+        for arm, cache in caches.items():
+            parts[f"context {arm}"] = [partial(_prefill, turbo, ids, arm)]
+            for refresh in refreshes:
+                parts[f"{arm}, {refresh} refreshed"] = [partial(turbo.score, cache, candidates, refresh=refresh)]
+        seconds = spread(interleave(parts, repeats))
+        one = {arm: times["p50"] / cached_candidates for arm, times in seconds.items() if "refreshed" in arm}
+        full = seconds["full"]["p50"] / full_candidates
+        rates = {"full": 1 / full}
+        ratios = {}
+        for arm, each in one.items():
+            context = seconds[f"context {arm.partition(',')[0]}"]["p50"]
+            for screen in SCREENS:
+                rates[f"{arm}, {screen} candidates"] = screen / (context + screen * each)
+                ratios[f"{arm}, {screen} candidates / full"] = full * rates[f"{arm}, {screen} candidates"]
+        return {"seconds": seconds, "candidates_per_second": rates, "ratios": ratios}
+
+    return Case(
+        name=f"{candidate_residues} residues on {target_residues}, {device}" + f", {dtype}" * (dtype != "float32"),
+        model=name,
+        shape={
+            "device": device,
+            "dtype": dtype,
+            "target_residues": target_residues,
+            "candidate_residues": candidate_residues,
+            "full_candidates": full_candidates,
+            "cached_candidates": cached_candidates,
+            "presets": arms,
+        },
+        check=partial(_check_candidates, turbo, slow),
+        measure=measure,
+        targets=[Target(("ratios", f"turbo, {DEFAULT_REFRESH} refreshed, 1000 candidates / full"), at_least=at_least)],
+    )
+
+
+def position_cases(
+    architecture: Architecture | None,
+    *,
+    residues: int,
+    full_positions: int,
+    cached_positions: int,
+    refreshes: Sequence[int] = REFRESHES,
+) -> Iterator[Case]:
+    """Masked marginals of one protein in the three arms, on the CPU; arguments as of `candidate_cases`."""
+    name = EMBEDDED_MODEL.name if architecture is None else architecture.name
+    turbo, slow = _models(architecture, "cpu")
+    [protein] = _proteins([residues])
+    ids = [turbo.codes.cls, *turbo.codes.encode(protein, "protein"), turbo.codes.eos]
+    arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
+
+    def variants(count: int) -> list[str]:
+        """One variant each of positions spread over the protein."""
+        places = [index * residues // count for index in range(count)]
+        return [f"{protein[place]}{place + 1}X" for place in places]
+
+    def measure(repeats: int) -> Figures:
+        caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
+        parts = {"full": [partial(score_variants, turbo, protein, variants(full_positions), arm="full")]}
+        for arm, cache in caches.items():
+            parts[f"context {arm}"] = [partial(_prefill, turbo, ids, arm)]
+            for refresh in refreshes:
+                call = partial(score_variants, turbo, cache, variants(cached_positions), refresh=refresh)
+                parts[f"{arm}, {refresh} refreshed"] = [call]
+        seconds = spread(interleave(parts, repeats))
+        full = residues * seconds["full"]["p50"] / full_positions
+        whole = {"full": full}
+        for arm, times in seconds.items():
+            if "refreshed" in arm:
+                context = seconds[f"context {arm.partition(',')[0]}"]["p50"]
+                whole[arm] = context + residues * times["p50"] / cached_positions
+        ratios = {f"full / {arm}": full / time for arm, time in whole.items() if arm != "full"}
+        return {"seconds": seconds, "seconds_for_all_positions": whole, "ratios": ratios}
+
+    yield Case(
+        name=f"all positions of {residues}",
+        model=name,
+        shape={
+            "device": "cpu",
+            "dtype": "float32",
+            "residues": residues,
+            "full_positions": full_positions,
+            "cached_positions": cached_positions,
+            "presets": arms,
+        },
+        check=partial(_check_positions, turbo, slow),
+        measure=measure,
+    )
+
+
+def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
+    """Log-probabilities of a candidate's residues by Hugging Face's own model, one masked copy at a time."""
+    model = _plain(turbo)
+    ids = [turbo.codes.cls, *turbo.codes.encode(target + candidate, "both"), turbo.codes.eos]
+    found = []
+    for at in range(1 + len(target), len(ids) - 1):
+        masked = torch.tensor([ids], device=model.device)
+        masked[0, at] = turbo.codes.mask
+        with torch.no_grad():
+            found.append(float(model(masked).logits[0, at].float().log_softmax(0)[ids[at]]))
+    return found
+
+
+def _compile_ahead(turbo: TurboEsm, target_residues: int, candidate_residues: int, refreshes: Sequence[int]) -> None:
+    """Compiles what scoring candidates on a device runs: the context's encoding, and extensions of one context."""
+    esm = turbo.model.esm
+    codec, dtype = esm.codec(esm.turbo_config), esm.dtype
+    # Tokens beside the residues: of the target <cls>, of a candidate <eos>.
+    context = 1 + target_residues
+    cuda_compile.model([codec], [(1, context, 0)], [dtype])
+    new = [refresh + candidate_residues + 1 for refresh in refreshes]
+    cuda_compile.model([codec], [(_COMPILED_ROWS, context, n) for n in new], [dtype], shared=True)
+
+
+def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
+    target, candidate = _proteins([_CHECKED_RESIDUES, 6], seed=1)
+    full = turbo.score(target, candidate, arm="full").scores[0].log_probabilities
+    errors = [_largest(full, plain_scores(turbo, target, candidate))]
+    for arm in ("frozen", "turbo"):
+        ours, expected = (_log_probabilities(one.score(target, candidate, arm=arm)) for one in (turbo, slow))
+        errors.append(_largest(ours, expected))
+    device, dtype = _device_and_dtype(turbo)
+    what = (
+        "log-probabilities: full against Hugging Face's model, cached against backend"
+        f" {_SLOW_BACKEND[device]}; largest difference"
+    )
+    return Check(what, worst(errors), _TOLERANCE[device, dtype])
+
+
+def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
+    [protein] = _proteins([_CHECKED_RESIDUES], seed=1)
+    variants = [f"{protein[place]}{place + 1}X" for place in (0, 30, 59)]
+    errors = []
+    for arm in ("frozen", "turbo"):
+        ours, expected = (one.score_variants(protein, variants, arm=arm).values for one in (turbo, slow))
+        errors.append(_largest(ours, expected))
+    what = "scores of cached arms against backend reference, largest difference"
+    return Check(what, worst(errors), _TOLERANCE["cpu", "float32"])
+
+
+def _device_and_dtype(turbo: TurboEsm) -> tuple[str, str]:
+    """Of the model, as records name them."""
+    return turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
+
+
+def _models(
+    architecture: Architecture | None, device: str, dtype: torch.dtype = torch.float32
+) -> tuple[TurboEsm, TurboEsm]:
+    """The model and the same with the slow backend."""
+    if architecture is None:
+        return tuple(  # type: ignore[return-value]
+            TurboEsm.from_pretrained(device=device, dtype=dtype, backend=backend) for backend in ("auto", "reference")
+        )
+    tokenizer = TurboEsm.from_pretrained(device="cpu").tokenizer
+    encoder = random_model(architecture, device=device)
+    calibration = random_calibration(encoder)
+    with torch.device(device):
+        whole = EsmForMaskedLM(architecture.config()).eval()
+    whole.esm = encoder
+    whole.tie_weights()
+    made = []
+    for backend in ("auto", _SLOW_BACKEND[device]):
+        model = TurboEsmForMaskedLM.from_esm(whole, calibration=calibration, preset=DEFAULT_PRESET)
+        model = model.to(device, dtype)
+        model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET, backend=backend)
+        made.append(TurboEsm(model, tokenizer))
+    return made[0], made[1]
+
+
+@functools.cache
+def _plain(turbo: TurboEsm) -> EsmForMaskedLM:
+    """Hugging Face's model with the same weights."""
+    with turbo.model.device:
+        plain = EsmForMaskedLM(turbo.model.config).eval().to(turbo.model.dtype)
+    plain.load_state_dict(turbo.model.state_dict(), strict=False)
+    return plain
+
+
+def _prefill(turbo: TurboEsm, ids: Sequence[int], arm: str) -> None:
+    prefill_ids(turbo, ids, arm)
+    if turbo.model.device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _proteins(lengths: Sequence[int], seed: int = 0) -> list[str]:
+    rng = np.random.default_rng(seed)
+    return ["".join(rng.choice(list("ACDEFGHIKLMNPQRSTVWY"), length)) for length in lengths]
+
+
+def _log_probabilities(scores: Scores) -> list[float]:
+    return [value for one in scores.scores for value in one.log_probabilities]
+
+
+def _largest(ours: Sequence[float], expected: Sequence[float]) -> float:
+    return float(np.abs(np.array(ours) - np.array(expected)).max())

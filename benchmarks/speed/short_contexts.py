@@ -1,0 +1,80 @@
+"""Where a cache begins to pay: candidates after contexts of several lengths, from a cache and without one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness.measure import Case, Check, Figures, interleave, ratio, spread
+from esm_turbo import TurboEsm
+
+_LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+_WHAT = "logits by the backend torch against those by the slow backend reference, largest difference"
+_TOLERANCE = 1e-4
+
+
+def cases(residues: Sequence[int], candidates: int, candidate_residues: int, refresh: int) -> Iterator[Case]:
+    """The embedded model under the default preset, on the CPU."""
+    turbo, reference = (TurboEsm.from_pretrained(device="cpu", backend=backend) for backend in ("torch", "reference"))
+    for n in residues:
+        yield _case(turbo, reference, n, candidates, candidate_residues, refresh)
+
+
+def _case(turbo: TurboEsm, reference: TurboEsm, residues: int, count: int, length: int, refresh: int) -> Case:
+    context, *candidates = _random([residues, *[length] * count])
+
+    def check() -> Check:
+        # Three will do: the slow backend is slow.
+        found, expected = (
+            one.extend(one.prefill(context), candidates[:3], refresh=refresh).logits for one in (turbo, reference)
+        )
+        return Check(_WHAT, float((found - expected).abs().max()), _TOLERANCE)
+
+    def measure(repeats: int) -> Figures:
+        cache = turbo.prefill(context)
+        arms: dict[str, list[Callable[[], object]]] = {
+            "full": [partial(_full, turbo, context, candidates)],
+            "turbo": [partial(turbo.extend, cache, candidates, refresh=refresh)],
+            "prefill": [partial(turbo.prefill, context)],
+        }
+        seconds = spread(interleave(arms, repeats))
+        saved = (seconds["full"]["p50"] - seconds["turbo"]["p50"]) / count
+        return {
+            "seconds": seconds,
+            "ratios": {"full / turbo": ratio(seconds, "full", "turbo")},
+            # After which the time of the prefill is won back; None where it never is.
+            "break_even_candidates": seconds["prefill"]["p50"] / saved if saved > 0 else None,
+            "bytes": {"cache": cache.nbytes},
+        }
+
+    return Case(
+        name=f"{residues} residues",
+        model="esm2-mini",
+        shape={
+            "context_residues": residues,
+            "candidates": count,
+            "candidate_residues": length,
+            "refresh": refresh,
+            "preset": turbo.model.esm.turbo_config.name,
+            "dtype": "float32",
+        },
+        check=check,
+        measure=measure,
+    )
+
+
+@torch.no_grad()
+def _full(turbo: TurboEsm, context: str, candidates: Sequence[str]) -> Tensor:
+    codes = turbo.codes
+    rows = [[codes.cls, *codes.encode(context + candidate, ""), codes.eos] for candidate in candidates]
+    input_ids, attention_mask = codes.batch(rows)
+    logits: Tensor = turbo.model(input_ids, attention_mask).logits
+    return logits
+
+
+def _random(lengths: Sequence[int]) -> list[str]:
+    generator = torch.Generator().manual_seed(0)
+    return ["".join(_LETTERS[int(i)] for i in torch.randint(20, (n,), generator=generator)) for n in lengths]

@@ -1,0 +1,1 @@
+"""The command line: commands, their shared options, and how results are printed."""

@@ -1,0 +1,145 @@
+"""The whole job on shipped proteins and the embedded model: calibrate, prefill, extend, compare with the exact run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from esm_turbo.assets import calibration_proteins, evaluation_proteins
+from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.tasks.calibration.records import calibrate_records
+from esm_turbo.turbo_esm import TurboEsm
+
+if TYPE_CHECKING:
+    from esm_turbo.evaluate import Evaluation
+
+CALIBRATION_PROTEINS = 60
+EVALUATION_PROTEINS = 6
+NEW_RESIDUES = 8
+REFRESH = 8
+_EVALUATION_LENGTHS = range(60, 161)
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One protein whose last residues extend the rest of it.
+
+    Attributes:
+        protein: its identifier.
+        context: residues in the cache.
+        new: residues that extend it.
+        preset: what the cache stores.
+        nbytes: of the cache.
+        cosine: of the new residues' final hidden states with those of the exact run, mean.
+        top1: how many of the new residues' most likely residues are those of the exact run.
+    """
+
+    protein: str
+    context: int
+    new: int
+    preset: str
+    nbytes: int
+    cosine: float
+    top1: int
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What the demo did and found.
+
+    Attributes:
+        calibrated_on: proteins and residues.
+        example: prefill and extension of one protein, step by step.
+        evaluation: all presets on proteins that the calibration has not seen.
+        seconds: of each step.
+    """
+
+    calibrated_on: tuple[int, int]
+    example: Example
+    evaluation: Evaluation
+    seconds: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON values."""
+        proteins, residues = self.calibrated_on
+        return {
+            "calibration": {"proteins": proteins, "residues": residues},
+            "example": asdict(self.example),
+            "evaluation": self.evaluation.to_dict(),
+            "seconds": self.seconds,
+        }
+
+
+def run_demo(device: str | None = None, progress: Progress | None = None) -> Demo:
+    """Runs the whole job. Nothing is written and no network is needed.
+
+    Args:
+        device: where the model runs; None as for `TurboEsm.from_pretrained`.
+        progress: called with a stage's name, units done, and units in all.
+    """
+    report = progress or (lambda stage, done, total: None)
+    clock = _Clock()
+    # The shipped calibration is left aside: the demo makes its own.
+    turbo = TurboEsm.from_pretrained(calibration=False, device=device)
+    clock.lap("load")
+    fasta = calibration_proteins()
+    records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]
+    calibration = calibrate_records(
+        turbo,
+        records,
+        source=fasta,
+        presets=PRODUCT_PRESETS,
+        progress=lambda done, total: report("calibrate", done, total),
+    )
+    turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
+    clock.lap("calibrate")
+    unseen = [r for r in read_fasta_strict(evaluation_proteins()) if len(r.sequence) in _EVALUATION_LENGTHS]
+    example = _example(turbo, unseen[0])
+    clock.lap("prefill and extend")
+    chosen = unseen[:: max(1, len(unseen) // EVALUATION_PROTEINS)][:EVALUATION_PROTEINS]
+    evaluation = turbo.evaluate(
+        [r.sequence for r in chosen],
+        list(PRODUCT_PRESETS),
+        names=[r.id for r in chosen],
+        extend_ks=(NEW_RESIDUES,),
+        refresh_ws=(0, REFRESH),
+        outlier_scales=(),
+        progress=progress,
+    )
+    clock.lap("compare")
+    return Demo((len(records), sum(len(r.sequence) for r in records)), example, evaluation, clock.laps)
+
+
+@torch.no_grad()
+def _example(turbo: TurboEsm, record: ProteinRecord) -> Example:
+    context, new = record.sequence[:-NEW_RESIDUES], record.sequence[-NEW_RESIDUES:]
+    cache = turbo.prefill(context)
+    extended = turbo.extend(cache, new, refresh=REFRESH)
+    codes = turbo.codes
+    input_ids = torch.tensor([[codes.cls, *codes.encode(record.sequence, record.id), codes.eos]])
+    exact = turbo.model(input_ids.to(turbo.model.device), output_hidden_states=True)
+    where = slice(-NEW_RESIDUES - 1, -1)
+    cosines = torch.cosine_similarity(
+        extended.hidden_states[0, :NEW_RESIDUES].float(), exact.hidden_states[-1][0, where].float(), dim=-1
+    )
+    same = extended.logits[0, :NEW_RESIDUES].argmax(-1) == exact.logits[0, where].argmax(-1)
+    return Example(
+        record.id, len(context), len(new), cache.config.name, cache.nbytes, float(cosines.mean()), int(same.sum())
+    )
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name], self._last = round(now - self._last, 2), now

@@ -1,0 +1,204 @@
+"""What `esm-turbo info` tells about a model, a calibration, a cache or the environment."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import EsmConfig
+
+from esm_turbo.calibrate import KVCalibrator
+from esm_turbo.calibration import CALIBRATION_FILE, Calibration
+from esm_turbo.codecs import KVCodec
+from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
+from esm_turbo.files.artifacts import ArtifactError, read_artifact
+from esm_turbo.files.hub import local_files_only, not_found
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.modeling_esm_turbo import TurboEsmModel, check_is_esm2
+
+_CLS, _RESIDUE = 0, 5
+# A multiple of every codec's group of tokens.
+_BLOCK = 64
+_FLOAT_BYTES = {"fp32": 4, "fp16": 2}
+
+
+def model_info(
+    source: str | os.PathLike[str],
+    calibration: str | os.PathLike[str] | None = None,
+    length: int = 1024,
+    batch_size: int = 1,
+) -> dict[str, Any]:
+    """Geometry of a model, from its configuration alone, and the bytes of its caches.
+
+    Args:
+        source: a folder or a hub id of an ESM-2 checkpoint.
+        calibration: where given, its codecs are those counted; by default the one in the folder, if there is one.
+        length: tokens of each protein.
+        batch_size: proteins.
+
+    Raises:
+        ValueError: the checkpoint is not ESM-2, or the calibration is damaged or of another geometry.
+        ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
+    """
+    source = os.fspath(source)
+    options = {"local_files_only": local_files_only(source)}
+    try:
+        check_is_esm2(source, options)
+        config = EsmConfig.from_pretrained(source, **options)
+    except OSError as error:
+        raise not_found(source) from error
+    geometry = Geometry.of(config)
+    in_folder = Path(source) / CALIBRATION_FILE
+    if calibration is None and in_folder.is_file():
+        calibration = in_folder
+    loaded = None if calibration is None else Calibration.load(calibration)
+    if loaded is not None and loaded.geometry != geometry:
+        raise ValueError(f"the calibration is for {loaded.geometry}, the model has {geometry}; give this model's own")
+    return {
+        "kind": "model",
+        "model": Path(source).name if os.path.isdir(source) else source,
+        "geometry": asdict(geometry),
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "calibrated": loaded is not None,
+        "cache": cache_sizes(geometry, loaded, length, batch_size),
+    }
+
+
+def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int = 1) -> dict[str, Any]:
+    """What an artifact of this package says of itself; its checksum is verified.
+
+    Args:
+        path: a calibration, a cache or an embedding, as a safetensors file.
+        length: of a calibration, tokens of each protein for the bytes of its caches.
+        batch_size: likewise, proteins.
+
+    Raises:
+        ValueError: the file is damaged, of another format version, or none of this package's.
+    """
+    kind = _kind(path)
+    if kind == "calibration":
+        calibration = Calibration.load(path)
+        return {
+            "kind": kind,
+            "geometry": asdict(calibration.geometry),
+            "provenance": calibration.provenance,
+            "calibration_bytes": calibration.nbytes,
+            "cache": cache_sizes(calibration.geometry, calibration, length, batch_size),
+        }
+    if kind == "cache":
+        cache = TurboKVCache.load(path)
+        return {
+            "kind": kind,
+            "geometry": asdict(cache.geometry),
+            "preset": cache.config.name,
+            "options": cache.config.to_dict(),
+            "lengths": cache.lengths.tolist(),
+            "bytes": cache.nbytes,
+            "bits_per_element": cache.bits_per_element if int(cache.lengths.sum()) else None,
+        }
+    if kind == "embedding":
+        from esm_turbo.tasks.embedding.files import FORMAT_VERSION
+
+        tensors, metadata = read_artifact(path, kind, FORMAT_VERSION)
+        return {"kind": kind, **metadata, "tensors": {name: list(t.shape) for name, t in sorted(tensors.items())}}
+    raise ArtifactError(f"{path}: no calibration, cache or embedding of esm_turbo; give one, or a model")
+
+
+def cache_sizes(geometry: Geometry, calibration: Calibration | None, length: int, batch_size: int) -> dict[str, Any]:
+    """Bytes of a cache under the presets of everyday use, beside those of plain arrays.
+
+    Args:
+        geometry: of the model.
+        calibration: whose codecs are counted. Without one, codecs fitted to noise stand in: they store as much.
+        length: tokens of each protein.
+        batch_size: proteins.
+
+    Raises:
+        ValueError: `length` or `batch_size` is not positive.
+    """
+    if length < 1 or batch_size < 1:
+        raise ValueError(f"`length` and `batch` must be at least 1, got {length} and {batch_size}")
+    elements = geometry.elements_per_token * length * batch_size
+    sizes = {name: float(size * elements) for name, size in _FLOAT_BYTES.items()}
+    for name, config in PRODUCT_PRESETS.items():
+        if calibration is not None:
+            sizes[name] = stored_bytes(calibration.codec(config), length) * batch_size
+        else:
+            sizes[name] = _bytes_without_calibration(config, geometry, length) * batch_size
+    return {
+        "tokens": length,
+        "batch_size": batch_size,
+        "presets": {
+            name: {"bytes": round(size), "bits_per_element": 8 * size / elements, "ratio_to_fp32": 4 * elements / size}
+            for name, size in sizes.items()
+        },
+    }
+
+
+def stored_bytes(codec: KVCodec, length: int) -> float:
+    """Bytes of one protein of `length` tokens in a cache of this codec.
+
+    A long one is extrapolated from two short ones that leave the same remainder of a block: a block takes the same
+    bytes wherever it stands.
+    """
+    if length < 2 * _BLOCK:
+        return _bytes_of(codec, length)
+    short = _BLOCK + length % _BLOCK
+    first, second = (_bytes_of(codec, tokens) for tokens in (short, short + _BLOCK))
+    return first + (length - short) // _BLOCK * (second - first)
+
+
+def _bytes_of(codec: KVCodec, tokens: int) -> int:
+    geometry = codec.geometry
+    cache = TurboKVCache(codec.config, geometry, np.zeros(0, dtype=np.float32), codec)
+    input_ids = torch.tensor([[_CLS, *[_RESIDUE] * (tokens - 1)]])
+    append = cache.plan_append(input_ids, torch.ones_like(input_ids, dtype=torch.bool), None, (_CLS,))
+    states = torch.zeros(1, geometry.num_heads, tokens, geometry.head_dim)
+    for layer_idx in range(geometry.num_layers):
+        cache.stage(append, layer_idx, states, states)
+    cache.commit(append)
+    return cache.nbytes
+
+
+def _bytes_without_calibration(config: TurboConfig, geometry: Geometry, length: int) -> float:
+    """As `stored_bytes`, with codecs fitted to noise: all heads take the same bytes, so one and two tell any number."""
+    one, two = (stored_bytes(_noise_calibration(heads, geometry.head_dim).codec(config), length) for heads in (1, 2))
+    return one + (geometry.num_layers * geometry.num_heads - 1) * (two - one)
+
+
+@functools.cache
+def _noise_calibration(num_heads: int, head_dim: int) -> Calibration:
+    """A calibration of one layer of random weights on random residues."""
+    config = EsmConfig(
+        vocab_size=33,
+        mask_token_id=32,
+        pad_token_id=1,
+        hidden_size=num_heads * head_dim,
+        num_attention_heads=num_heads,
+        num_hidden_layers=1,
+        intermediate_size=head_dim,
+        position_embedding_type="rotary",
+        token_dropout=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        calibrator = KVCalibrator(TurboEsmModel(config), sample_size=128)
+        calibrator.partial_fit(torch.randint(_RESIDUE, _RESIDUE + 20, (2, 128)))
+        return calibrator.finalize([])
+
+
+def _kind(path: str | os.PathLike[str]) -> str | None:
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata: Mapping[str, str] = file.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path}: damaged or not a safetensors file ({error})") from error
+    return metadata.get("kind")

@@ -1,0 +1,199 @@
+"""What the commands print for readers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from esm_turbo.cli.console import bytes_text, table
+
+if TYPE_CHECKING:
+    from esm_turbo.calibration import Calibration
+    from esm_turbo.cli.demo import Demo
+    from esm_turbo.evaluate.metrics import Accuracy
+
+_COUNTED = ("sequences", "residues")
+
+
+def demo_report(demo: Demo) -> list[object]:
+    """The demo's steps and its table."""
+    example, evaluation, seconds = demo.example, demo.evaluation, demo.seconds
+    proteins, residues = demo.calibrated_on
+    compared = evaluation.provenance
+    took = {step: f"{time:.1f} s" for step, time in seconds.items()}
+    steps = table(
+        f"{compared.model} on {compared.device}, {compared.dtype}",
+        ["step", "what", "took"],
+        [
+            ["load", "the embedded model", took["load"]],
+            ["calibrate", f"{proteins} shipped proteins, {residues:,} residues", took["calibrate"]],
+            [
+                "prefill",
+                f"{example.protein} without its end: {example.context} residues in {bytes_text(example.nbytes)}"
+                f" ({example.preset})",
+                "",
+            ],
+            [
+                "extend",
+                f"its last {example.new} residues: cosine {example.cosine:.4f} with the exact run,"
+                f" {example.top1} of {example.new} likeliest residues the same",
+                took["prefill and extend"],
+            ],
+            [
+                "compare",
+                f"{compared.proteins} proteins that the calibration has not seen, {compared.residues:,} residues",
+                took["compare"],
+            ],
+        ],
+    )
+    steps.columns[1].justify = "left"
+    steps.show_lines = False
+    [plain, refreshed] = evaluation.frozen.extend
+    rows = []
+    for preset in evaluation.presets:
+        loo = preset.leave_one_out.against_full.residues
+        ends = [_cosine(e.against_full.residues if e.against_full else None) for e in preset.extend]
+        memory = preset.memory
+        rows.append(
+            [
+                preset.name,
+                f"{memory.bits_per_element:.2f}",
+                f"{memory.ratio_to_fp32:.1f}x",
+                f"{memory.ratio_to_fp16:.1f}x",
+                _cosine(loo),
+                f"{loo.kl_mean:.4f}",
+                *ends,
+            ]
+        )
+    k = plain.new_residues
+    figures = table(
+        "Figures of the embedded small model, not of Meta's ESM-2: cached against exact runs",
+        [
+            "preset",
+            "bits per element",
+            "vs fp32",
+            "vs fp16",
+            "leave-one-out: cosine (1 %)",
+            "KL, nats",
+            *(f"last {k} residues, {e.refreshed} refreshed: cosine (1 %)" for e in (plain, refreshed)),
+        ],
+        rows,
+        caption="Cosine of final hidden states with those of the whole sequence recomputed, mean (1 % quantile)."
+        " exact is frozen, not compressed: what it loses is lost by not updating the context.",
+    )
+    return [steps, figures, f"{sum(seconds.values()):.0f} s in all"]
+
+
+def _cosine(accuracy: Accuracy | None) -> str:
+    return "-" if accuracy is None else f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
+
+
+def calibration_result(calibration: Calibration, out: str | os.PathLike[str]) -> dict[str, Any]:
+    """The summary of a calibration as JSON values."""
+    return {"out": os.fspath(out), "provenance": calibration.provenance, "bytes": os.path.getsize(out)}
+
+
+def calibration_report(calibration: Calibration, out: str | os.PathLike[str]) -> list[object]:
+    """The summary of a calibration by class and length."""
+    record = calibration.provenance
+    done = (
+        f"{record['model']} ({calibration.geometry}) calibrated on {record['sequences']:,} proteins,"
+        f" {record['residues']:,} residues: {out}, {bytes_text(os.path.getsize(out))}"
+    )
+    return [*_count_tables(record), done]
+
+
+def _count_tables(record: Mapping[str, Any]) -> list[Table]:
+    tables = []
+    for key, title in (("classes", "class"), ("lengths", "residues of a protein")):
+        groups: Mapping[str, Mapping[str, int]] = record.get(key, {})
+        total = max(1, sum(group["residues"] for group in groups.values()))
+        rows = [
+            [name, *(f"{group[what]:,}" for what in _COUNTED), f"{100 * group['residues'] / total:.1f}"]
+            for name, group in groups.items()
+        ]
+        if rows:
+            tables.append(table("", [title, "proteins", "residues", "% of residues"], rows))
+    return tables
+
+
+def store_report(result: Mapping[str, Any]) -> str:
+    """What `esm-turbo store` did."""
+    return (
+        f"{result['computed']:,} contexts computed; {result['out']} holds {result['contexts']:,},"
+        f" {bytes_text(result['bytes'])}"
+    )
+
+
+def info_report(result: Mapping[str, Any]) -> list[object]:
+    """What `esm-turbo info` found."""
+    if result["kind"] == "context_store":
+        return _store_tables(result)
+    parts: list[object] = []
+    shown: dict[str, Any] = {"kind": result["kind"]}
+    geometry = result.get("geometry")
+    if geometry is not None:
+        shown["geometry"] = f"{geometry['num_layers']} layers x {geometry['num_heads']} heads x {geometry['head_dim']}"
+    for name, value in result.items():
+        if name not in {"kind", "geometry", "cache", "provenance", "environment"}:
+            shown[name.replace("_", " ")] = value
+    record = dict(result.get("provenance", {}))
+    tables = _count_tables(record)
+    for name, value in record.items():
+        if name not in {"classes", "lengths"}:
+            shown[name.replace("_", " ")] = value
+    parts += [_pairs("", shown), *tables]
+    if "cache" in result:
+        parts.append(_cache_table(result["cache"]))
+    if "environment" in result:
+        parts.append(_pairs("environment", result["environment"]))
+    return parts
+
+
+def _store_tables(result: Mapping[str, Any]) -> list[object]:
+    usage = result["usage"]
+    shown = {
+        "kind": "store of contexts",
+        "model": result["model"] or "none yet",
+        "contexts": result["contexts"],
+        "bytes": bytes_text(result["bytes"]),
+        "look-ups": usage["looked_up"],
+        "damaged": usage["damaged"],
+    }
+    rates = {"hits": usage["hit_rate"], **{f"hits {place}": rate for place, rate in usage["hit_rates"].items()}}
+    shown |= {name: "-" if rate is None else f"{100 * rate:.1f} %" for name, rate in rates.items()}
+    rows = [[p["preset"], p["dtype"], f"{p['contexts']:,}", bytes_text(p["bytes"])] for p in result["presets"]]
+    return [_pairs("", shown), table("", ["preset", "dtype", "contexts", "bytes"], rows)]
+
+
+def _cache_table(sizes: Mapping[str, Any]) -> Table:
+    rows = [
+        [name, bytes_text(size["bytes"]), f"{size['bits_per_element']:.2f}", f"{size['ratio_to_fp32']:.2f}x"]
+        for name, size in sizes["presets"].items()
+    ]
+    title = f"cache of {sizes['batch_size']} x {sizes['tokens']:,} tokens"
+    return table(title, ["stored as", "bytes", "bits per element", "smaller than fp32"], rows)
+
+
+def _pairs(title: str, values: Mapping[str, Any]) -> Table:
+    made = Table(title=title or None, title_justify="left", title_style="bold", show_header=False, box=None)
+    made.add_column(style="bold", no_wrap=True)
+    made.add_column(overflow="fold")
+    for name, value in values.items():
+        made.add_row(name, _text(value))
+    return made
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_text(inner)}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_text, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

@@ -1,0 +1,1 @@
+"""Fitting codecs to calibration statistics: moments, transforms and Lloyd-Max codebooks."""

@@ -1,0 +1,470 @@
+"""Lloyd-Max scalar quantisers, in float64 on the CPU.
+
+A quantiser of n levels c_1 <= ... <= c_n maps x to the nearest level: cell i is the interval between the
+boundaries (midpoints) on either side of c_i, the upper one included, which is the tie rule of
+`esm_turbo.codecs.packing.quantize`. Its distortion is the mean squared error. A quantiser of least distortion
+satisfies two conditions at once (Lloyd 1957, published in IEEE Trans. Inf. Theory 28, 129 (1982); Max, IRE
+Trans. Inf. Theory 6, 7 (1960)): boundaries are midpoints of levels, and each level is the mean of its cell.
+For a Gaussian density there is exactly one such quantiser and Newton's method finds it. For a sample there
+can be many; the best is sought by dynamic programming on bins of the sorted sample, then Lloyd's iteration on
+the sample itself.
+"""
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from scipy.linalg import solve_banded
+from scipy.optimize import minimize_scalar
+from scipy.special import ndtr, ndtri
+
+__all__ = [
+    "LloydMax",
+    "UniformQuantizer",
+    "gaussian_lloyd_max",
+    "gaussian_uniform",
+    "lloyd_max",
+    "lloyd_max_rows",
+    "sign_distortion",
+    "sign_magnitude",
+    "uniform_quantizer",
+]
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.intp]
+
+MAX_LEVELS = 256
+
+_MAX_NEWTON_STEPS = 100
+_MAX_LLOYD_STEPS = 1000
+_LLOYD_TOLERANCE = 1e-8
+"""An iteration that lowers the distortion by a smaller part than this is the last."""
+_STEPS_TRIED = np.exp2(np.arange(-70, 106) / 35)
+"""Steps of evenly spaced levels that are tried, in units of the Gaussian quantiser's."""
+_MIN_BINS = 128
+_BINS_PER_LEVEL = 4
+
+
+class LloydMax(NamedTuple):
+    """A scalar quantiser.
+
+    Attributes:
+        levels: float64 [levels], ascending; what a code decodes to.
+        boundaries: float64 [levels - 1], midpoints of neighbouring levels.
+        distortion: mean squared error on what the quantiser was made for, in the unit of the levels squared.
+    """
+
+    levels: FloatArray
+    boundaries: FloatArray
+    distortion: float
+
+
+def gaussian_lloyd_max(levels: int) -> LloydMax:
+    """The Lloyd-Max quantiser of the standard normal distribution (Max 1960, table I).
+
+    Args:
+        levels: number of levels, 1 to 256.
+
+    Returns:
+        The quantiser, symmetric about 0; fresh arrays at each call.
+
+    Raises:
+        ValueError: ``levels`` outside 1 to 256.
+    """
+    _check_levels(levels)
+    quantiser = _gaussian_lloyd_max(levels)
+    return LloydMax(quantiser.levels.copy(), quantiser.boundaries.copy(), quantiser.distortion)
+
+
+def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> LloydMax:
+    """The Lloyd-Max quantiser of a sample.
+
+    The result does not depend on the order of the sample and follows its shift and scale. Where the sample
+    has no more distinct values than levels, each value is a level, the largest one is repeated, and the
+    distortion is 0.
+
+    Args:
+        samples: real numbers of any shape, taken together; sorted in their own dtype.
+        levels: number of levels, 1 to 256.
+        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are left out.
+
+    Returns:
+        The quantiser, with its (weighted) mean squared error on the sample.
+
+    Raises:
+        ValueError: no samples, NaN or infinity, weights that are negative, not finite, all zero or of another
+            shape, or ``levels`` outside 1 to 256.
+    """
+    _check_levels(levels)
+    return _quantiser(*_ascending(samples, weights), levels)
+
+
+def lloyd_max_rows(samples: ArrayLike, levels: int) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """`lloyd_max` of each row of a matrix.
+
+    Args:
+        samples: real numbers [rows, n].
+        levels: number of levels, 1 to 256.
+
+    Returns:
+        float64 levels [rows, levels], boundaries [rows, levels - 1] and distortions [rows].
+
+    Raises:
+        ValueError: ``samples`` is not a matrix with at least one column, NaN or infinity, or ``levels``
+            outside 1 to 256.
+    """
+    _check_levels(levels)
+    x = np.asarray(samples)
+    if x.ndim != 2:
+        raise ValueError(f"`samples` must be [rows, n], got shape {x.shape}")
+    all_levels = np.empty((len(x), levels))
+    all_boundaries = np.empty((len(x), levels - 1))
+    distortions = np.empty(len(x))
+    for i, row in enumerate(x):
+        all_levels[i], all_boundaries[i], distortions[i] = lloyd_max(row, levels)
+    return all_levels, all_boundaries, distortions
+
+
+class UniformQuantizer(NamedTuple):
+    """A quantiser with evenly spaced levels, symmetric about 0: (k + 1/2) steps for -n/2 <= k < n/2.
+
+    Attributes:
+        step: distance of neighbouring levels.
+        distortion: mean squared error on what the quantiser was made for.
+    """
+
+    step: float
+    distortion: float
+
+
+@lru_cache(maxsize=MAX_LEVELS)
+def gaussian_uniform(levels: int) -> UniformQuantizer:
+    """The best evenly spaced quantiser of the standard normal distribution (Max 1960, table II).
+
+    Args:
+        levels: an even number, 2 to 256.
+
+    Raises:
+        ValueError: ``levels`` is odd, or outside 2 to 256.
+    """
+    _check_even(levels)
+    centres = np.arange(levels, dtype=np.float64) - (levels - 1) / 2
+
+    def distortion(step: float) -> float:
+        mass, mean, _, _ = _gaussian_cells(centres * step)
+        return 1.0 - float(np.sum(mass * centres * step * (2.0 * mean - centres * step)))
+
+    # Levels reach from one standard deviation out to five; fewer levels reach less far.
+    best = minimize_scalar(distortion, bounds=(1 / levels, 12 / levels), method="bounded", options={"xatol": 1e-12})
+    return UniformQuantizer(float(best.x), float(best.fun))
+
+
+def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> UniformQuantizer:
+    """The evenly spaced quantiser of a sample.
+
+    The error as a function of the step has many local minima where levels are many and tails heavy. The least of a
+    range of steps about the Gaussian quantiser's is taken, then nearest level and best step by turns, as in Lloyd's
+    iteration.
+
+    Args:
+        samples: real numbers of any shape, taken together.
+        levels: an even number, 2 to 256.
+        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are left out.
+
+    Returns:
+        The quantiser, with its (weighted) mean squared error on the sample.
+
+    Raises:
+        ValueError: no samples, NaN or infinity, no sample other than zero, weights that are negative, not finite, all
+            zero or of another shape, or ``levels`` odd or outside 2 to 256.
+    """
+    _check_even(levels)
+    x = np.asarray(samples)
+    _check_samples(x)
+    x, w = _ascending(np.abs(x, dtype=np.float64), weights)
+    scale = float(x[-1]) or 1.0
+    x = x / scale
+    sums = _PrefixSums(x, w)
+    power = float(sums.second[-1] / sums.zeroth[-1])
+    if power == 0.0:
+        raise ValueError("`samples` are all zero: no step is best")
+    centres = np.arange(levels // 2) + 0.5
+
+    def moments(step: float) -> tuple[float, float]:
+        """Means of centre times sample and of the centre squared, in steps."""
+        inner = np.searchsorted(x, np.arange(1, levels // 2) * step, side="right")
+        edges = np.concatenate(([0], inner, [len(x)]))
+        first, zeroth = np.diff(sums.first[edges]), np.diff(sums.zeroth[edges])
+        total = float(sums.zeroth[-1])
+        return float(centres @ first) / total, float(centres**2 @ zeroth) / total
+
+    def error(step: float) -> float:
+        first, zeroth = moments(step)
+        return max(power - step * (2.0 * first - step * zeroth), 0.0)
+
+    gaussian = float(np.sqrt(power)) * gaussian_uniform(levels).step
+    step = min((gaussian * _STEPS_TRIED).tolist(), key=error)
+    distortion = error(step)
+    for _ in range(_MAX_LLOYD_STEPS):
+        first, zeroth = moments(step)
+        step = first / zeroth
+        previous, distortion = distortion, error(step)
+        if previous - distortion <= _LLOYD_TOLERANCE * distortion:
+            break
+    return UniformQuantizer(step * scale, distortion * scale * scale)
+
+
+def sign_magnitude(samples: ArrayLike, lloydmax: LloydMax) -> float:
+    """Mean absolute residual of a sample: the magnitude of the sign correction (TurboESM section 3.4, eq. 7).
+
+    Adding the sign of the residual times this constant to the level is the best correction by one sign and
+    one constant: it lowers the mean squared error by the square of the constant.
+
+    Args:
+        samples: real numbers of any shape.
+        lloydmax: the quantiser whose residuals are meant.
+
+    Returns:
+        The mean of |x - level(x)|, in the unit of the samples.
+
+    Raises:
+        ValueError: no samples, NaN or infinity.
+    """
+    return float(np.abs(_residuals(samples, lloydmax)).mean())
+
+
+def sign_distortion(samples: ArrayLike, lloydmax: LloydMax, magnitude: float) -> float:
+    """Mean squared error of a sample after the sign correction (TurboESM section 3.4, eq. 7).
+
+    Args:
+        samples: real numbers of any shape.
+        lloydmax: the quantiser.
+        magnitude: the constant that the sign of the residual multiplies, usually of `sign_magnitude`.
+
+    Returns:
+        The mean of (x - level(x) - sign(x - level(x)) * magnitude)^2.
+
+    Raises:
+        ValueError: no samples, NaN or infinity.
+    """
+    return float(np.square(np.abs(_residuals(samples, lloydmax)) - magnitude).mean())
+
+
+def _check_levels(levels: int) -> None:
+    if levels not in range(1, MAX_LEVELS + 1):
+        raise ValueError(f"`levels` must be one of 1 to {MAX_LEVELS}, got {levels}")
+
+
+def _check_even(levels: int) -> None:
+    _check_levels(levels)
+    if levels % 2:
+        raise ValueError(f"`levels` must be even, got {levels}")
+
+
+def _check_samples(x: NDArray[Any]) -> None:
+    if x.size == 0:
+        raise ValueError("`samples` is empty")
+    if x.dtype.kind not in "iuf":
+        raise ValueError(f"`samples` must be real numbers, got {x.dtype}")
+    if not np.isfinite(x).all():
+        raise ValueError(f"`samples` holds {np.count_nonzero(~np.isfinite(x))} values that are NaN or infinite")
+
+
+def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray | None]:
+    """Samples and their weights in ascending order, without samples of weight 0; the largest weight is 1."""
+    x = np.asarray(samples).ravel()
+    _check_samples(x)
+    if weights is None:
+        return np.sort(x).astype(np.float64), None
+    w = np.asarray(weights, dtype=np.float64)
+    if w.shape != np.shape(samples):
+        raise ValueError(f"`weights` must have the shape of `samples` {np.shape(samples)}, got {w.shape}")
+    w = w.ravel()
+    if not np.isfinite(w).all() or (w < 0).any() or not w.any():
+        raise ValueError("`weights` must be finite and non-negative, and not all zero")
+    x, w = x[w > 0].astype(np.float64), w[w > 0]
+    order = np.lexsort((w, x))
+    # Divided by the largest first: the sum of large weights may overflow.
+    return x[order], w[order] / w.max()
+
+
+def _midpoints(levels: FloatArray) -> FloatArray:
+    # Halved before the sum, which may overflow.
+    return 0.5 * levels[:-1] + 0.5 * levels[1:]
+
+
+def _residuals(samples: ArrayLike, lloydmax: LloydMax) -> FloatArray:
+    x = np.asarray(samples).ravel()
+    _check_samples(x)
+    x = x.astype(np.float64)
+    return x - lloydmax.levels[np.searchsorted(lloydmax.boundaries, x, side="left")]
+
+
+@lru_cache(maxsize=MAX_LEVELS)
+def _gaussian_lloyd_max(levels: int) -> LloydMax:
+    # Panter and Dite (1951): optimal levels are dense as the cube root of the density, here a wider Gaussian.
+    centres = np.sqrt(3.0) * ndtri((np.arange(levels) + 0.5) / levels)
+    for _ in range(_MAX_NEWTON_STEPS):
+        mass, mean, lower_slope, upper_slope = _gaussian_cells(centres)
+        residual = centres - mean
+        if np.abs(residual).max() < 1e-14:
+            break
+        # Row i of the Jacobian of centre - mean holds centres i - 1, i and i + 1.
+        bands = np.zeros((3, levels))
+        bands[0, 1:] = -0.5 * upper_slope[:-1]
+        bands[1] = 1.0 - 0.5 * (lower_slope + upper_slope)
+        bands[2, :-1] = -0.5 * lower_slope[1:]
+        step = solve_banded((1, 1), bands, residual)
+        # A step that would swap centres is shortened; near the solution it never is.
+        gap = np.diff(step) / np.diff(centres)
+        centres = centres - step / max(1.0, 2.0 * float(gap.max(initial=0.0)))
+        centres = 0.5 * (centres - centres[::-1])
+    mass, mean, _, _ = _gaussian_cells(centres)
+    distortion = 1.0 - float(np.sum(mass * centres * (2.0 * mean - centres)))
+    return LloydMax(centres, _midpoints(centres), distortion)
+
+
+def _gaussian_cells(centres: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Mass and mean of a standard normal variable in each cell, and the mean's derivative by either edge."""
+    edges = np.concatenate(([-np.inf], _midpoints(centres), [np.inf]))
+    density = np.exp(-0.5 * edges**2) / np.sqrt(2.0 * np.pi)
+    lower, upper = edges[:-1], edges[1:]
+    # The tail that is nearer is the one that keeps its digits.
+    mass = np.where(lower > 0, ndtr(-lower) - ndtr(-upper), ndtr(upper) - ndtr(lower))
+    mean = (density[:-1] - density[1:]) / mass
+    finite = np.where(np.isfinite(edges), edges, 0.0)
+    lower_slope = density[:-1] * (mean - finite[:-1]) / mass
+    upper_slope = density[1:] * (finite[1:] - mean) / mass
+    return mass, mean, lower_slope, upper_slope
+
+
+def _quantiser(x: FloatArray, weights: FloatArray | None, levels: int) -> LloydMax:
+    """Quantiser of an ascending sample."""
+    starts = _run_starts(x)
+    if len(starts) > levels:
+        # Unit scale about the mean, so that squares neither overflow nor cancel; values may merge.
+        scale = float(np.abs(x).max())
+        unit = x / scale
+        middle = float(np.average(unit, weights=weights))
+        unit -= middle
+        starts = _run_starts(unit)
+    if len(starts) <= levels:
+        values = x[starts]
+        values = np.concatenate((values, np.full(levels - len(values), values[-1])))
+    else:
+        sums = _PrefixSums(unit, weights)
+        values = (_lloyd(sums, starts, _initial_ends(sums, starts, levels)) + middle) * scale
+    boundaries = _midpoints(values)
+    return LloydMax(values, boundaries, _distortion(x, weights, values, boundaries))
+
+
+def _run_starts(x: FloatArray) -> IntArray:
+    """Index of the first of each run of equal values in an ascending sample."""
+    return np.concatenate(([0], np.flatnonzero(x[1:] != x[:-1]) + 1))
+
+
+def _distortion(x: FloatArray, weights: FloatArray | None, levels: FloatArray, boundaries: FloatArray) -> float:
+    counts = np.diff(np.searchsorted(x, boundaries, side="right"), prepend=0, append=len(x))
+    residuals = x - np.repeat(levels, counts)
+    scale = float(np.abs(residuals).max())
+    if scale == 0.0:
+        return 0.0
+    return float(np.average(np.square(residuals / scale), weights=weights)) * scale * scale
+
+
+class _PrefixSums:
+    """Sums of weights, values and squares over any run of an ascending sample, each in constant time."""
+
+    def __init__(self, x: FloatArray, weights: FloatArray | None) -> None:
+        self.x = x
+        self.zeroth = np.zeros(len(x) + 1)
+        self.first = np.zeros(len(x) + 1)
+        self.second = np.zeros(len(x) + 1)
+        if weights is None:
+            self.zeroth[1:] = np.arange(1, len(x) + 1)
+            np.cumsum(x, out=self.first[1:])
+            np.cumsum(x * x, out=self.second[1:])
+        else:
+            np.cumsum(weights, out=self.zeroth[1:])
+            np.cumsum(weights * x, out=self.first[1:])
+            np.cumsum(weights * x * x, out=self.second[1:])
+
+    def means(self, edges: IntArray) -> FloatArray:
+        """Mean of each run between neighbouring edges; no run may be empty."""
+        lowest, highest = self.x[edges[:-1]], self.x[edges[1:] - 1]
+        zeroth, first = np.diff(self.zeroth[edges]), np.diff(self.first[edges])
+        # A run whose weight is lost in the rounding of the sums still has its values for bounds.
+        means = np.where(zeroth > 0, first / np.where(zeroth > 0, zeroth, 1.0), lowest)
+        return np.clip(means, lowest, highest)
+
+    def squared_errors(self, starts: IntArray, ends: IntArray) -> FloatArray:
+        """Sum of squared distances from the mean in each run [start, end); 0 for an empty run."""
+        zeroth = self.zeroth[ends] - self.zeroth[starts]
+        first = self.first[ends] - self.first[starts]
+        second = self.second[ends] - self.second[starts]
+        return np.maximum(second - first * first / np.where(zeroth > 0, zeroth, 1.0), 0.0)
+
+
+def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
+    """Edges [levels + 1] of the cells of least squared error among those made of whole bins.
+
+    Bins follow the density of optimal levels, the cube root of the sample's density (Panter and Dite 1951),
+    taken from the gaps of the sorted sample, so that tails and a few planted outliers have bins of their own.
+    The best cells follow by dynamic programming (Bruce 1965).
+    """
+    num_bins = max(_MIN_BINS, _BINS_PER_LEVEL * levels)
+    candidates = starts[1:]
+    if len(candidates) >= 2 * num_bins:
+        gaps, masses = np.diff(sums.x[starts]), np.diff(sums.zeroth[starts])
+        dense = np.cumsum(np.cbrt(masses * gaps * gaps))
+        by_density = np.searchsorted(dense, dense[-1] * np.arange(1, num_bins) / num_bins)
+        by_rank = np.arange(num_bins // 2) * (len(candidates) - 1) // (num_bins // 2 - 1)
+        candidates = candidates[np.unique(np.concatenate((by_density, by_rank)))]
+    edges = np.concatenate(([0], candidates, [len(sums.x)]))
+    upper, lower = np.meshgrid(edges, edges, indexing="ij")
+    # costs[b, a]: squared error of one cell made of bins a to b - 1.
+    costs = np.where(lower < upper, sums.squared_errors(lower, upper), np.inf)
+    best = costs[:, 0]
+    choices = []
+    for _ in range(levels - 1):
+        totals = costs + best
+        choice = totals.argmin(axis=1)
+        best = totals[np.arange(len(edges)), choice]
+        choices.append(choice)
+    last = len(edges) - 1
+    chosen = [last]
+    for choice in reversed(choices):
+        last = int(choice[last])
+        chosen.append(last)
+    cells: IntArray = edges[[0, *reversed(chosen)]]
+    return cells
+
+
+def _lloyd(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> FloatArray:
+    """Levels after Lloyd's iteration from cells between ``edges`` [levels + 1], none of them empty."""
+    error = np.inf
+    for _ in range(_MAX_LLOYD_STEPS):
+        inner = np.searchsorted(sums.x, _midpoints(sums.means(edges)), side="right")
+        moved = _without_empty_cells(sums, starts, np.concatenate(([0], inner, [len(sums.x)])))
+        if np.array_equal(moved, edges):
+            break
+        edges = moved
+        previous, error = error, float(sums.squared_errors(edges[:-1], edges[1:]).sum())
+        if previous - error <= _LLOYD_TOLERANCE * error:
+            break
+    return sums.means(edges)
+
+
+def _without_empty_cells(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> IntArray:
+    """Give each empty cell's level to the cell of largest squared error, split where that helps most."""
+    kept = np.unique(edges)
+    while len(kept) < len(edges):
+        errors = sums.squared_errors(kept[:-1], kept[1:])
+        errors[sums.x[kept[:-1]] == sums.x[kept[1:] - 1]] = -1.0
+        cell = int(errors.argmax())
+        first, last = np.searchsorted(starts, (kept[cell] + 1, kept[cell + 1]))
+        splits = starts[first:last]
+        halves = sums.squared_errors(kept[cell], splits) + sums.squared_errors(splits, kept[cell + 1])
+        kept = np.sort(np.append(kept, splits[halves.argmin()]))
+    return kept

@@ -1,0 +1,186 @@
+"""What calibration keeps of a model's queries, keys and values: moments, and a bounded sample.
+
+Everything here is offline arithmetic in NumPy float64 on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from esm_turbo.config import Geometry
+
+Array = npt.NDArray[np.float64]
+
+KEY_BLOCK = 64
+"""Keys are taken relative to the first position of their block of this many."""
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and covariance of a stack of vectors, each with a weight.
+
+    Attributes:
+        count: number of vectors, or the sum of their weights: one number, or one for every stack [...].
+        mean: [..., head_dim].
+        covariance: about the mean, normalised by `count`, [..., head_dim, head_dim].
+    """
+
+    count: int | Array
+    mean: Array
+    covariance: Array
+
+    @classmethod
+    def empty(cls, *shape: int) -> Self:
+        """Moments of no vectors; `shape` is that of one stack, [..., head_dim]."""
+        return cls(0, np.zeros(shape), np.zeros((*shape, shape[-1])))
+
+    def merge(self, other: Moments) -> Moments:
+        """Moments of both sets together, whatever the order (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+        count = self.count + other.count
+        share = np.asarray(other.count / np.maximum(count, np.finfo(np.float64).tiny))[..., None]
+        shift = other.mean - self.mean
+        part = share[..., None]
+        between = part * (1 - part) * shift[..., :, None] * shift[..., None, :]
+        return Moments(
+            count,
+            self.mean + share * shift,
+            (1 - part) * self.covariance + part * other.covariance + between,
+        )
+
+    @property
+    def second_moment(self) -> Array:
+        """Uncentred second moment, [..., head_dim, head_dim]."""
+        return self.covariance + self.mean[..., :, None] * self.mean[..., None, :]
+
+
+@dataclass(frozen=True)
+class TokenMoments:
+    """Moments of one kind of token's keys after RoPE and of its values, stacks [layers, heads, head_dim]."""
+
+    keys: Moments
+    values: Moments
+
+    def merge(self, other: TokenMoments) -> TokenMoments:
+        return TokenMoments(self.keys.merge(other.keys), self.values.merge(other.values))
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """How much errors of cached keys and values matter to the attention's output, and moments weighted by it.
+
+    With p_ij the attention of query i to key j, o_i the output and W the head's columns of the output projection, an
+    error e of a score changes the output by p_ij (v_j - o_i) e to first order, and an error of a value by p_ij times
+    that error. The weights are G_ij = p_ij^2 |W (v_j - o_i)|^2 and p_ij^2, i != j, over residues. Keys and queries
+    are relative to blocks (`KEY_BLOCK`), see `codecs.base`.
+
+    Attributes:
+        count: residues.
+        key_mean: plain mean of the keys, [layers, heads, head_dim].
+        keys: moments of keys, each weighted by the square root of sum_i G_ij.
+        values: moments of values, each weighted by the square root of sum_i p_ij^2.
+        queries: mean over keys j of sum_i G_ij q_i q_i^T, [layers, heads, head_dim, head_dim].
+        attention: mean over values j of sum_i p_ij^2, [layers, heads].
+    """
+
+    count: int
+    key_mean: Array
+    keys: Moments
+    values: Moments
+    queries: Array
+    attention: Array
+
+    @classmethod
+    def empty(cls, *shape: int) -> Self:
+        """Of no residues; `shape` is [..., head_dim]."""
+        nothing = Moments(np.zeros(shape[:-1]), np.zeros(shape), np.zeros((*shape, shape[-1])))
+        return cls(0, np.zeros(shape), nothing, nothing, np.zeros((*shape, shape[-1])), np.zeros(shape[:-1]))
+
+    def merge(self, other: Sensitivity) -> Sensitivity:
+        """Of both sets together, whatever the order."""
+        count = self.count + other.count
+        share = other.count / max(1, count)
+
+        def mean(a: Array, b: Array) -> Array:
+            return (1 - share) * a + share * b
+
+        return Sensitivity(
+            count,
+            mean(self.key_mean, other.key_mean),
+            self.keys.merge(other.keys),
+            self.values.merge(other.values),
+            mean(self.queries, other.queries),
+            mean(self.attention, other.attention),
+        )
+
+
+@dataclass(frozen=True)
+class TokenSample:
+    """A bounded random sample of tokens, for the codebooks.
+
+    Attributes:
+        keys: after RoPE, [layers, heads, tokens, head_dim], rounded to bfloat16 (as they are saved).
+        values: likewise.
+        is_special: whether a token is no residue but `<cls>` or `<eos>`, [tokens].
+        positions: where each token stood, [tokens].
+        key_weights: how much errors of each key matter, see `Sensitivity.keys`; [layers, heads, tokens].
+        value_weights: likewise of each value.
+    """
+
+    keys: npt.NDArray[np.float32]
+    values: npt.NDArray[np.float32]
+    is_special: npt.NDArray[np.bool_]
+    positions: npt.NDArray[np.int64]
+    key_weights: npt.NDArray[np.float32]
+    value_weights: npt.NDArray[np.float32]
+
+    def residues(self) -> TokenSample:
+        """The sample without special tokens."""
+        keep = ~self.is_special
+        return TokenSample(
+            self.keys[:, :, keep],
+            self.values[:, :, keep],
+            self.is_special[keep],
+            self.positions[keep],
+            self.key_weights[:, :, keep],
+            self.value_weights[:, :, keep],
+        )
+
+
+@dataclass(frozen=True)
+class KVStatistics:
+    """What a codec is fitted from.
+
+    Attributes:
+        geometry: of the model.
+        residues: moments over residues.
+        specials: moments over `<cls>` and `<eos>`.
+        sensitivity: moments weighted by what errors do to the output.
+        sample: tokens of both kinds at the rate at which they occur.
+        inv_freq: the model's rotary frequencies, [head_dim / 2].
+        output_gram: W_o,h^T W_o,h, what an error of a head's output costs, [layers, heads, head_dim, head_dim].
+    """
+
+    geometry: Geometry
+    residues: TokenMoments
+    specials: TokenMoments
+    sensitivity: Sensitivity
+    sample: TokenSample
+    inv_freq: Array
+    output_gram: Array
+
+    def select(self, protect_special_tokens: bool) -> tuple[TokenMoments, TokenSample]:
+        """Moments and sample of the tokens that are quantised: residues only where the others are protected.
+
+        Raises:
+            ValueError: the sample holds none of them.
+        """
+        moments, sample = self.residues.merge(self.specials), self.sample
+        if protect_special_tokens:
+            moments, sample = self.residues, self.sample.residues()
+        if not len(sample.is_special):
+            raise ValueError("the calibration's sample holds no residues: calibrate with a larger `sample_size`")
+        return moments, sample

@@ -1,0 +1,1 @@
+"""Codecs of other methods, for comparison only."""

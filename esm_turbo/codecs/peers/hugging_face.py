@@ -1,0 +1,106 @@
+"""The backends of Hugging Face's `QuantizedCache`, quanto and HQQ, behind the interface of a codec.
+
+Keys and values go through the `_quantize` of the backend's own cache layer, with groups of 64 numbers in a row (or a
+whole head where that is smaller), so that a group belongs to one token and head. Their integers are packed as all codes
+here are; what stands for scale and zero is stored as the backend returns it, in float32 for models in float32. Needs
+the optional extra `compare`.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs.base import Packed
+from esm_turbo.codecs.packing import pack_codes, unpack_codes
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
+from esm_turbo.codecs.peers.integer import in_groups
+from esm_turbo.config import Geometry, TurboConfig
+
+_GROUP = 64
+
+
+class QuantoCodec(DataFreeCodec):
+    """optimum-quanto: x = scale code - shift."""
+
+    layer_class = "QuantoQuantizedLayer"
+    axis = 0
+    allowed_bits: tuple[int, ...] = (2, 4)
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, cls.allowed_bits)
+        if geometry.head_dim > _GROUP and geometry.head_dim % _GROUP:
+            raise ValueError(f"`head_dim` must be at most {_GROUP} or a multiple of it, got {geometry.head_dim}")
+        cls._new_layer(config, geometry)
+        return {}
+
+    @classmethod
+    def _new_layer(cls, config: TurboConfig, geometry: Geometry) -> Any:
+        from transformers import cache_utils
+
+        group = min(_GROUP, geometry.head_dim)
+        try:
+            return getattr(cache_utils, cls.layer_class)(config.bits, cls.axis, cls.axis, group)
+        except ImportError as error:
+            raise ValueError(
+                f"codec {config.codec!r} needs optional packages: pip install 'esm-turbo[compare]'"
+            ) from error
+
+    @cached_property
+    def _layer(self) -> Any:
+        return self._new_layer(self.config, self.geometry)
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        packed: Packed = {}
+        for kind, x in (("key", keys), ("value", values)):
+            codes, ranges = self._groups(x.float().contiguous())
+            packed[f"{kind}_codes"] = pack_codes(codes.reshape(x.shape), self.config.bits)
+            packed[f"{kind}_ranges"] = ranges.reshape(*x.shape[:-1], -1)
+        return packed
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._read("key", packed)
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._read("value", packed)
+
+    def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes uint8, and scale and shift of every group side by side, [groups, 2]."""
+        quantized = self._layer._quantize(x, self.axis)
+        return quantized._data.unpack(), torch.cat([quantized._scale, quantized._shift], dim=1)
+
+    def _read(self, kind: str, packed: Packed) -> Tensor:
+        ranges = in_groups(packed[f"{kind}_ranges"].float(), 2)
+        codes = unpack_codes(packed[f"{kind}_codes"], self.config.bits).float()
+        groups = in_groups(codes, codes.shape[-1] // ranges.shape[-2])
+        return self._value(groups, ranges[..., :1], ranges[..., 1:]).flatten(-2)
+
+    def _value(self, codes: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return codes * scale - shift
+
+
+class HqqCodec(QuantoCodec):
+    """HQQ: x = scale (code - zero)."""
+
+    layer_class = "HQQQuantizedLayer"
+    axis = 1
+    # Three bits fail in the backend itself.
+    allowed_bits = (1, 2, 4)
+
+    def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        groups = x.view(-1, min(_GROUP, x.shape[-1]))
+        # It packs several groups into one and knows no remainder.
+        padded = torch.cat([groups, groups.new_zeros(-len(groups) % 8, groups.shape[1])])
+        layer = self._layer
+        # It asks its own keys, which stay empty, for device and dtype.
+        layer.lazy_initialization(padded, padded)
+        quantized, meta = layer._quantize(padded, self.axis)
+        codes = layer.quantizer.unpack[meta["packing"]](quantized, dtype=torch.uint8)
+        return codes[: len(groups)], torch.cat([meta["scale"], meta["zero"]], dim=1)[: len(groups)]
+
+    def _value(self, codes: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+        return (codes - shift) * scale

@@ -1,0 +1,76 @@
+"""PolarQuant: random rotation, then pairs of components as angle and radius; and a sign sketch of a key's residual.
+
+After a random rotation the angle of a pair is uniform and its radius follows the Rayleigh law of scale
+head_dim^(-1/2), so that uniform angles and one Lloyd-Max table of radii need no data and a vector stores one norm
+(bfloat16). Angle and radius take `bits` bits each. Keys add what an open implementation in Rust adds: a Gaussian sign
+sketch of the residual with a quarter as many projections as components (in whole bytes), and the residual's norm. The
+estimate's constant is sqrt(pi / 2), with which it is unbiased (`jl`); that implementation says pi / 2.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs.base import Packed
+from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
+from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
+from esm_turbo.codecs.peers.sphere import boundaries, rayleigh_levels
+from esm_turbo.config import Geometry, TurboConfig
+
+
+class PolarQuantCodec(DataFreeCodec):
+    """Angles and radii."""
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, (2, 3, 4, 5, 6))
+        arrays = {
+            **random_rotation(config, geometry),
+            "radii": rayleigh_levels(geometry.head_dim, config.bits),
+            "projection": gaussian_projection(_num_projections(geometry), geometry.head_dim, config.seed),
+        }
+        return every_layer(geometry, arrays)
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        state = self.layer_state(layer_idx, keys.device)
+        packed: Packed = {}
+        for kind, x in (("key", keys), ("value", values)):
+            unit, packed[f"{kind}_norms"] = split_norm(x)
+            packed[f"{kind}_codes"] = self._encode_unit(state["radii"], unit)
+            if kind == "key":
+                residual = unit - self._decode_unit(state["radii"], packed["key_codes"])
+                packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
+        return packed
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        state = self.layer_state(layer_idx, packed["key_codes"].device)
+        unit = self._decode_unit(state["radii"], packed["key_codes"])
+        unit = unit + unsketch(state["projection"], GAUSSIAN_GAIN, packed["key_signs"], packed["key_residual_norms"])
+        return unit * packed["key_norms"].float()
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        state = self.layer_state(layer_idx, packed["value_codes"].device)
+        return self._decode_unit(state["radii"], packed["value_codes"]) * packed["value_norms"].float()
+
+    def _encode_unit(self, radii: Tensor, unit: Tensor) -> Tensor:
+        """Codes of all angles, then of all radii; pairs are (2 i, 2 i + 1)."""
+        x, y = unit[..., ::2], unit[..., 1::2]
+        steps = (torch.atan2(y, x) + math.pi) * (2**self.config.bits / (2 * math.pi))
+        # An angle of exactly pi is the one of -pi.
+        angles = steps.floor().to(torch.int32) % 2**self.config.bits
+        lengths = quantize((x.square() + y.square()).sqrt(), boundaries(radii))
+        return pack_codes(torch.cat([angles.to(torch.uint8), lengths], dim=-1), self.config.bits)
+
+    def _decode_unit(self, radii: Tensor, packed: Tensor) -> Tensor:
+        angles, lengths = unpack_codes(packed, self.config.bits).chunk(2, dim=-1)
+        angle = (angles.float() + 0.5) * (2 * math.pi / 2**self.config.bits) - math.pi
+        return torch.stack([angle.cos(), angle.sin()], dim=-1).mul(radii[lengths.int()][..., None]).flatten(-2)
+
+
+def _num_projections(geometry: Geometry) -> int:
+    quarter = geometry.head_dim // 4
+    return -(-quarter // GROUP_SIZE) * GROUP_SIZE

@@ -1,0 +1,40 @@
+"""QJL (Zandieh, Daliri and Han 2024, arXiv:2406.03482): keys as signs of random projections, values as integers.
+
+A key stores `bits` signs for every component, of projections orthogonalised as in section 4 of the paper, and its norm
+in bfloat16; scores are unbiased (see `jl`). Values are quantised token by token to `bits` bits in groups (`integer`).
+The paper keeps a few outlier channels of language models apart, which is left out here.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from esm_turbo.codecs.base import Packed
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer
+from esm_turbo.codecs.peers.integer import pack_asymmetric, unpack_asymmetric
+from esm_turbo.codecs.peers.jl import orthogonal_gain, orthogonal_projection, sketch, unsketch
+from esm_turbo.config import Geometry, TurboConfig
+
+
+class QjlCodec(DataFreeCodec):
+    """Sign sketches of keys."""
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, (1, 2, 3, 4, 5, 6))
+        dim = geometry.head_dim
+        return every_layer(geometry, {"projection": orthogonal_projection(config.bits * dim, dim, config.seed)})
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        projection = self.layer_state(layer_idx, keys.device)["projection"]
+        signs, norms = sketch(projection, keys)
+        codes, ranges = pack_asymmetric(values, self.config.bits)
+        return {"key_signs": signs, "key_norms": norms, "value_codes": codes, "value_ranges": ranges}
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        projection = self.layer_state(layer_idx, packed["key_signs"].device)["projection"]
+        gain = orthogonal_gain(self.geometry.head_dim)
+        return unsketch(projection, gain, packed["key_signs"], packed["key_norms"])
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return unpack_asymmetric(packed["value_codes"], packed["value_ranges"], self.config.bits)

@@ -1,0 +1,62 @@
+"""Spectral coefficients, as TriAttention of aither-kvcache stores keys: the frequency pairs of RoPE that carry most.
+
+The channels i and i + head_dim / 2 of a key turn together by one frequency. Of each key the F pairs of largest energy
+are kept: which they are (one byte each), their two coefficients as symmetric integers of `bits` bits, and one scale in
+bfloat16; the other pairs read as zero. Energy does not depend on the position, so the pairs are those of the key before
+RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. F is 12 of 64 pairs
+as published, and for other head sizes the same share in steps of 4. Values, of which nothing is published, are integers
+of `bits` bits with one scale a token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs.base import Packed
+from esm_turbo.codecs.packing import pack_codes, unpack_codes
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
+from esm_turbo.codecs.peers.integer import dequantize_symmetric, quantize_symmetric
+from esm_turbo.config import Geometry, TurboConfig
+
+_SHARE = 12 / 64
+_STEP = 4
+
+
+class SpectralCodec(DataFreeCodec):
+    """The top frequency pairs of every key."""
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, (3, 4, 5, 6, 7))
+        return {}
+
+    @property
+    def num_pairs(self) -> int:
+        """F, how many frequency pairs of a key are kept."""
+        return max(_STEP, round(_SHARE * self.geometry.head_dim / 2 / _STEP) * _STEP)
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        # In units of the largest component: squares of large numbers leave float32.
+        largest = keys.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        first, second = keys.chunk(2, dim=-1)
+        energy = (first / largest).square() + (second / largest).square()
+        pairs = energy.topk(self.num_pairs, dim=-1).indices
+        kept = torch.cat([first.gather(-1, pairs), second.gather(-1, pairs)], dim=-1)
+        packed: Packed = {"key_pairs": pairs.to(torch.uint8)}
+        for kind, x in (("key", kept), ("value", values)):
+            codes, packed[f"{kind}_scales"] = quantize_symmetric(x, self.config.bits)
+            packed[f"{kind}_codes"] = pack_codes(codes, self.config.bits)
+        return packed
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        kept, pairs = self._integers("key", packed), packed["key_pairs"].long()
+        keys = kept.new_zeros(*kept.shape[:-1], self.geometry.head_dim)
+        return keys.scatter(-1, torch.cat([pairs, pairs + self.geometry.head_dim // 2], dim=-1), kept)
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._integers("value", packed)
+
+    def _integers(self, kind: str, packed: Packed) -> Tensor:
+        codes = unpack_codes(packed[f"{kind}_codes"], self.config.bits)
+        return dequantize_symmetric(codes, packed[f"{kind}_scales"], self.config.bits)

@@ -1,0 +1,78 @@
+"""TurboQuant (Zandieh et al. 2025, arXiv:2504.19874): norm, random rotation, one codebook for all components.
+
+After a random rotation every component of a unit vector has the same known law, so that its Lloyd-Max codebook needs
+no data (Algorithm 1, `mse`). The variant `prod` (Algorithm 2) spends the last bit of a key's components on a sign
+sketch of the residual, which makes scores unbiased; values, of which a mean is taken, stay with `mse`.
+
+The rotation is a randomised Hadamard matrix and the same for all layers and heads. A vector takes head_dim * bits bits
+and its norm in bfloat16, a `prod` key also the norm of its residual.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from esm_turbo.codecs.base import Packed
+from esm_turbo.codecs.packing import pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
+from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
+from esm_turbo.codecs.peers.sphere import boundaries, sphere_levels
+from esm_turbo.config import Geometry, TurboConfig
+
+
+class TurboQuantCodec(DataFreeCodec):
+    """`mse`: the least squared error."""
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, (1, 2, 3, 4, 5, 6))
+        levels = sphere_levels(geometry.head_dim, config.bits)
+        return every_layer(geometry, {**random_rotation(config, geometry), "levels": levels})
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        levels = self.layer_state(layer_idx, keys.device)["levels"]
+        packed: Packed = {}
+        for kind, x in (("key", keys), ("value", values)):
+            unit, packed[f"{kind}_norms"] = split_norm(x)
+            packed[f"{kind}_codes"] = pack_codes(quantize(unit, boundaries(levels)), self.config.bits)
+        return packed
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._read(layer_idx, "key", packed)
+
+    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
+        return self._read(layer_idx, "value", packed)
+
+    def _read(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        codes = packed[f"{kind}_codes"]
+        levels = self.layer_state(layer_idx, codes.device)["levels"]
+        return levels[unpack_codes(codes, self.config.bits).int()] * packed[f"{kind}_norms"].float()
+
+
+class TurboQuantProdCodec(TurboQuantCodec):
+    """`prod`: unbiased scores."""
+
+    @classmethod
+    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
+        check_options(config, geometry, (2, 3, 4, 5, 6))
+        dim = geometry.head_dim
+        key_levels = sphere_levels(dim, config.bits - 1)
+        projection = gaussian_projection(dim, dim, config.seed)
+        own = every_layer(geometry, {"key_levels": key_levels, "projection": projection})
+        return super().state_for(config, geometry) | own
+
+    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+        state = self.layer_state(layer_idx, keys.device)
+        packed = super().quantize(layer_idx, keys, values)
+        unit, packed["key_norms"] = split_norm(keys)
+        codes = quantize(unit, boundaries(state["key_levels"]))
+        packed["key_codes"] = pack_codes(codes, self.config.bits - 1)
+        residual = unit - state["key_levels"][codes.int()]
+        packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
+        return packed
+
+    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+        state = self.layer_state(layer_idx, packed["key_codes"].device)
+        unit = state["key_levels"][unpack_codes(packed["key_codes"], self.config.bits - 1).int()]
+        unit = unit + unsketch(state["projection"], GAUSSIAN_GAIN, packed["key_signs"], packed["key_residual_norms"])
+        return unit * packed["key_norms"].float()

@@ -1,0 +1,1 @@
+"""Files: artifacts, fingerprints, folders with one writer, tables, and model lookup."""

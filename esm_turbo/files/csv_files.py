@@ -1,0 +1,105 @@
+"""Tables with named columns, in and out."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import os
+import zlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from esm_turbo.files.artifacts import replacing
+
+_GZIP_MAGIC = b"\x1f\x8b"
+
+
+class CsvRow(dict[str, str]):
+    """A row of a CSV file: columns by name.
+
+    Attributes:
+        line: of the file, where it begins, counted from 1.
+    """
+
+    def __init__(self, cells: dict[str, str], line: int) -> None:
+        super().__init__(cells)
+        self.line = line
+
+
+class CsvError(ValueError):
+    """A CSV file that cannot be used as a whole; names the file and what to do."""
+
+
+def is_csv(path: str | os.PathLike[str]) -> bool:
+    """Whether a file's name says that it is CSV, plain or gzip."""
+    return Path(os.fspath(path).lower().removesuffix(".gz")).suffix == ".csv"
+
+
+def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()) -> list[CsvRow]:
+    """Reads columns of a CSV file, plain or gzip, its first line the names.
+
+    Args:
+        path: the file.
+        required: columns that must be there; names are compared without regard to case.
+        optional: columns that may be.
+
+    Returns:
+        Per row the columns asked for by their names as asked for, without space around; one that is not there, or ends
+        early in this row, is empty. Empty rows are left out.
+
+    Raises:
+        CsvError: the file is missing, not text, damaged or empty, or lacks a column.
+    """
+    try:
+        return _rows(_text(Path(path)), required, optional)
+    except UnicodeDecodeError:
+        reason = "is not text; give a table with commas, encoded as UTF-8, plain or gzip"
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        reason = f"the gzip file is truncated or damaged ({error}); copy or download it again"
+    except csv.Error as error:
+        reason = f"is not CSV ({error})"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error}); check the path"
+    except ValueError as error:
+        reason = str(error)
+    raise CsvError(f"{os.fspath(path)}: {reason}") from None
+
+
+def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """Writes a CSV file, whole or not at all.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(columns)
+        writer.writerows(rows)
+
+
+def _text(path: Path) -> str:
+    content = path.read_bytes()
+    if content.startswith(_GZIP_MAGIC):
+        content = gzip.decompress(content)
+    return content.decode("utf-8-sig")
+
+
+def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
+    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+    head = [name.strip().lower() for name in next(lines, [])]
+    if not any(head):
+        raise ValueError("is empty; its first line must name the columns")
+    missing = [name for name in required if name.lower() not in head]
+    if missing:
+        raise ValueError(f"lacks the column {missing[0]!r}; there are {', '.join(map(repr, filter(None, head)))}")
+    at = {name: head.index(name.lower()) for name in [*required, *optional] if name.lower() in head}
+    wanted = [*required, *optional]
+    rows, begin = [], lines.line_num + 1
+    for cells in lines:
+        if any(cell.strip() for cell in cells):
+            found = {name: cells[at[name]].strip() if name in at and at[name] < len(cells) else "" for name in wanted}
+            rows.append(CsvRow(found, begin))
+        # A row goes on over several lines where a cell in quotes does.
+        begin = lines.line_num + 1
+    return rows

@@ -1,0 +1,1 @@
+"""Parts of the patched model: sessions, calibration collectors, and captured CUDA graphs."""

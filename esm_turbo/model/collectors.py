@@ -1,0 +1,400 @@
+"""What calibration takes from one batch: moments, sensitivities and sampled tokens, layer by layer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.model.sessions import KVSession
+
+# One residue of so many asks, drawn: at a fixed stride all queries would share the phases of the fast rotary pairs.
+_QUERY_STRIDE = 8
+# Pairs of tokens whose attention is held at once, all heads counted: about what stays in a processor's cache.
+_PAIRS_AT_ONCE = 2**18
+
+
+@dataclass(frozen=True)
+class Proteins:
+    """A batch of proteins end to end, without padding.
+
+    Attributes:
+        lengths: tokens of each protein.
+        positions: int64 [tokens], consecutive within a protein.
+        special: which tokens are no residues, bool [tokens].
+        asking: of each protein the residues from whose queries sensitivities are estimated, int64 indices into the
+            protein.
+    """
+
+    lengths: Sequence[int]
+    positions: Tensor
+    special: Tensor
+    asking: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], positions: Tensor, special: Tensor, seeds: Sequence[int]) -> Proteins:
+        """Draws the residues that ask, every protein's by a seed of its own."""
+        parts = zip(_slices(lengths), seeds, strict=True)
+        return cls(lengths, positions, special, [_draw(~special[part], seed) for part, seed in parts])
+
+
+@dataclass(frozen=True)
+class LayerStates:
+    """Queries and keys (both after RoPE), values and the attention's outputs, float32 [heads, tokens, head_dim]."""
+
+    queries: Tensor
+    keys: Tensor
+    values: Tensor
+    outputs: Tensor
+
+
+class Collector(ABC):
+    """Takes what it needs from one layer after another."""
+
+    @abstractmethod
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        """Called once a layer, in order."""
+
+
+class ProteinAttention(KVSession):
+    """Lets each protein of a row attend to itself alone, and shows every layer's states to collectors."""
+
+    def __init__(self, lengths: Sequence[int], collectors: Sequence[Collector]) -> None:
+        self.lengths = lengths
+        self.collectors = collectors
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        q, k, v = query.float(), keys.float(), values.float()
+        outputs = [
+            scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part], scale=1.0).transpose(1, 2)
+            for part in _slices(self.lengths)
+        ]
+        output = torch.cat(outputs, dim=1).transpose(1, 2)
+        states = LayerStates(q[0], k[0], v[0], output[0])
+        for collector in self.collectors:
+            collector.observe(layer_idx, states)
+        return output.to(query.dtype)
+
+
+class MomentsCollector(Collector):
+    """Moments of keys and values.
+
+    Args:
+        special: which tokens are no residues, bool [tokens].
+    """
+
+    def __init__(self, special: Tensor) -> None:
+        self.indices = [(~special).nonzero()[:, 0], special.nonzero()[:, 0]]
+        # moments[kind][state] is a list over layers of (mean, covariance).
+        self.moments: list[list[list[tuple[Tensor, Tensor]]]] = [[[], []], [[], []]]
+
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        for state, x in enumerate((states.keys, states.values)):
+            for kind, index in enumerate(self.indices):
+                self.moments[kind][state].append(_mean_and_covariance(x, index))
+
+    def residues(self) -> TokenMoments:
+        return self._token_moments(0)
+
+    def specials(self) -> TokenMoments:
+        return self._token_moments(1)
+
+    def _token_moments(self, kind: int) -> TokenMoments:
+        count = len(self.indices[kind])
+        stacks = []
+        for layers in self.moments[kind]:
+            means, covariances = zip(*layers, strict=True)
+            stacks.append(Moments(count, _stacked(means), _stacked(covariances)))
+        return TokenMoments(*stacks)
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """The residues of one protein that ask, and its keys.
+
+    Attributes:
+        queries: where the former stand among those of all proteins.
+        keys: where the latter stand among all tokens.
+        own: rows and columns at which a query meets its own key.
+        to_blocks: sums over the residues of each block of positions, times the residues that each asking one stands
+            for, [keys, blocks].
+        pairs: where (query, block) stand among those of all proteins.
+    """
+
+    queries: slice
+    keys: slice
+    own: tuple[Tensor, Tensor]
+    to_blocks: Tensor
+    pairs: slice
+
+
+class SensitivityCollector(Collector):
+    """How much errors of keys and values matter, see `Sensitivity`, estimated from the residues that ask.
+
+    Args:
+        proteins: the batch.
+        output_root: M of every head, so that |x M|^2 is what an error x of its output costs, float32 [layers, heads,
+            head_dim, head_dim].
+        inv_freq: float32 [head_dim / 2].
+
+    Attributes:
+        weights: per layer those of keys and values, the square roots of the sums over queries, [heads, tokens].
+    """
+
+    def __init__(self, proteins: Proteins, output_root: Tensor, inv_freq: Tensor) -> None:
+        device = output_root.device
+        # Two columns more for what a squared distance has beside the product.
+        self.output_root = pad(output_root, (0, 2))
+        residues = (~proteins.special).float()
+        blocks = proteins.positions // KEY_BLOCK
+        self.proteins: list[_Asking] = []
+        asking, scales, pair_queries, pair_blocks = [], [], [], []
+        num_queries = num_pairs = 0
+        for part, chosen in zip(_slices(proteins.lengths), proteins.asking, strict=True):
+            m, own_blocks = len(chosen), torch.arange(int(blocks[part.start]), int(blocks[part.stop - 1]) + 1)
+            scale = residues[part] * (residues[part].sum() / max(1, m))
+            self.proteins.append(
+                _Asking(
+                    slice(num_queries, num_queries + m),
+                    part,
+                    (torch.arange(m, device=device), chosen.to(device)),
+                    ((blocks[part, None] == own_blocks) * scale[:, None]).to(device),
+                    slice(num_pairs, num_pairs + m * len(own_blocks)),
+                )
+            )
+            asking.append(part.start + chosen)
+            scales.append(scale)
+            pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(own_blocks)))
+            pair_blocks.append(own_blocks.repeat(m))
+            num_queries, num_pairs = num_queries + m, num_pairs + m * len(own_blocks)
+        self.count = int(residues.sum())
+        self.residues = residues.to(device)
+        self.asking, self.scale, self.pair_queries = (torch.cat(x).to(device) for x in (asking, scales, pair_queries))
+        self.turn_keys = _TurnBack(blocks, inv_freq)
+        self.turn_queries = _TurnBack(torch.cat(pair_blocks), inv_freq)
+        self.weights: list[tuple[Tensor, Tensor]] = []
+        self._layers: list[dict[str, Tensor]] = []
+
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        queries = states.queries[:, self.asking]
+        key_sums, value_sums, gains = self._sums(layer_idx, queries, states)
+        keys = self.turn_keys(states.keys)
+        queries = self.turn_queries(queries[:, self.pair_queries])
+        roots = key_sums.sqrt(), value_sums.sqrt()
+        self.weights.append(roots)
+        self._layers.append(
+            {
+                "attention": value_sums.sum(1),
+                "queries": (queries * gains[..., None]).transpose(1, 2) @ queries,
+                "key_sum": self.residues @ keys,
+                **_weighted("keys", keys, roots[0]),
+                **_weighted("values", states.values, roots[1]),
+            }
+        )
+
+    def _sums(self, layer_idx: int, queries: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor]:
+        """Over queries sum_i G_ij and sum_i p_ij^2, [heads, tokens]; over the keys of blocks G_ij, [heads, pairs]."""
+        root = self.output_root[layer_idx]
+        # |v_j M - o_i M|^2 as one product, of (v_j M, |v_j M|^2, 1) and (-2 o_i M, 1, |o_i M|^2).
+        values, outputs = states.values @ root, states.outputs[:, self.asking] @ root
+        values[..., -2] = torch.linalg.vector_norm(values, dim=-1).square_()
+        values[..., -1] = 1
+        outputs[..., -1] = torch.linalg.vector_norm(outputs, dim=-1).square_()
+        outputs[..., -2] = 1
+        outputs[..., :-2] *= -2
+        key_sums, value_sums = (states.keys.new_zeros(states.keys.shape[:2]) for _ in range(2))
+        gains = key_sums.new_zeros(len(key_sums), len(self.pair_queries))
+        for one in self.proteins:
+            for heads in _portions(len(queries), len(one.own[0]) * len(one.to_blocks)):
+                asking, n = (heads, one.queries), (heads, one.keys)
+                attention = torch.softmax(queries[asking] @ states.keys[n].transpose(1, 2), dim=-1)
+                attention[:, one.own[0], one.own[1]] = 0
+                squared = attention.square_()
+                gain = (outputs[asking] @ values[n].transpose(1, 2)).mul_(squared)
+                value_sums[n] = squared.sum(1)
+                key_sums[n] = gain.sum(1)
+                gains[heads, one.pairs] = (gain @ one.to_blocks).flatten(1)
+        # Rounding may take a squared distance below zero.
+        return key_sums.clamp_min_(0).mul_(self.scale), value_sums.mul_(self.scale), gains
+
+    def result(self) -> Sensitivity:
+        """Of the whole batch."""
+
+        def stack(name: str) -> Any:
+            return _stacked([layer[name] for layer in self._layers])
+
+        per_residue = 1 / max(1, self.count)
+        return Sensitivity(
+            self.count,
+            stack("key_sum") * per_residue,
+            Moments(stack("keys_count"), stack("keys_mean"), stack("keys_covariance")),
+            Moments(stack("values_count"), stack("values_mean"), stack("values_covariance")),
+            stack("queries") * per_residue,
+            stack("attention") * per_residue,
+        )
+
+
+class SampleCollector(Collector):
+    """Sampled tokens of one batch.
+
+    Args:
+        sampled: which, indices.
+        sensitivity: has observed each layer before this one does.
+    """
+
+    def __init__(self, sampled: Tensor, sensitivity: SensitivityCollector) -> None:
+        self.sampled = sampled
+        self.sensitivity = sensitivity
+        self._states: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._weights: tuple[list[Tensor], list[Tensor]] = ([], [])
+
+    def observe(self, layer_idx: int, states: LayerStates) -> None:
+        for kept, x in zip(self._states, (states.keys, states.values), strict=True):
+            kept.append(x[:, self.sampled].transpose(0, 1).to("cpu", torch.bfloat16))
+        for kept, x in zip(self._weights, self.sensitivity.weights[layer_idx], strict=True):
+            kept.append(x[:, self.sampled].T.cpu())
+
+    def keys(self) -> Tensor:
+        """[tokens, layers, heads, head_dim] bfloat16."""
+        return torch.stack(self._states[0], dim=1)
+
+    def values(self) -> Tensor:
+        """[tokens, layers, heads, head_dim] bfloat16."""
+        return torch.stack(self._states[1], dim=1)
+
+    def key_weights(self) -> Tensor:
+        """[tokens, layers, heads]."""
+        return torch.stack(self._weights[0], dim=1)
+
+    def value_weights(self) -> Tensor:
+        """[tokens, layers, heads]."""
+        return torch.stack(self._weights[1], dim=1)
+
+
+class SampleBuffer:
+    """The tokens of lowest priority number among all seen."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.priorities = np.zeros(0, dtype=np.int64)
+        self.tokens: dict[str, Tensor] = {}
+
+    def candidates(self, priorities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Indices of those that would enter."""
+        highest = self.priorities.max() if len(self.priorities) == self.size else 2**63 - 1
+        inside = np.flatnonzero(priorities < highest)
+        best: npt.NDArray[np.int64] = inside[np.argsort(priorities[inside], kind="stable")[: self.size]]
+        return best
+
+    def add(self, priorities: npt.NDArray[np.int64], **tokens: Tensor) -> None:
+        """Adds tokens: tensors [tokens, ...] of every kind that `sample` asks for."""
+        priorities = np.concatenate([self.priorities, priorities])
+        best = np.argsort(priorities, kind="stable")[: self.size]
+        rows = torch.from_numpy(best)
+        self.priorities = priorities[best]
+        for name, new in tokens.items():
+            self.tokens[name] = torch.cat([self.tokens[name], new])[rows] if name in self.tokens else new[rows]
+
+    def sample(self) -> TokenSample:
+        def stack(name: str) -> npt.NDArray[np.float32]:
+            """[layers, heads, tokens, ...]."""
+            stacked: npt.NDArray[np.float32] = self.tokens[name].float().movedim(0, 2).contiguous().numpy()
+            return stacked
+
+        return TokenSample(
+            stack("keys"),
+            stack("values"),
+            self.tokens["is_special"].numpy(),
+            self.tokens["positions"].numpy(),
+            stack("key_weights"),
+            stack("value_weights"),
+        )
+
+
+class _TurnBack:
+    """RoPE backwards by the first position of each vector's block; the angles are computed once for all layers.
+
+    Args:
+        blocks: int64 [n].
+        inv_freq: [head_dim / 2].
+    """
+
+    def __init__(self, blocks: Tensor, inv_freq: Tensor) -> None:
+        angle = (blocks.to(inv_freq.device) * KEY_BLOCK)[:, None] * inv_freq
+        self.cos = angle.cos().repeat(1, 2)
+        self.sin = angle.sin()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Of x [heads, n, head_dim]."""
+        half = self.sin.shape[1]
+        turned = x * self.cos
+        turned[..., :half].addcmul_(x[..., half:], self.sin)
+        turned[..., half:].addcmul_(x[..., :half], self.sin, value=-1)
+        return turned
+
+
+def _slices(lengths: Sequence[int]) -> Iterator[slice]:
+    """Where parts of these lengths stand, one after another."""
+    stops = list(accumulate(lengths))
+    return (slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
+
+
+def _portions(heads: int, pairs: int) -> Iterator[slice]:
+    """So many heads at once that their pairs of tokens are `_PAIRS_AT_ONCE` or fewer, but one at least."""
+    step = max(1, _PAIRS_AT_ONCE // max(1, pairs))
+    return (slice(first, first + step) for first in range(0, heads, step))
+
+
+def _draw(residues: Tensor, seed: int) -> Tensor:
+    """Indices of the residues that ask: one drawn from each of equal stretches, so that they are spread evenly."""
+    (indices,) = np.nonzero(residues.numpy())
+    stretches = -(-len(indices) // _QUERY_STRIDE)
+    bounds = np.arange(stretches + 1) * len(indices) // max(1, stretches)
+    # A stream of its own: the seed's first numbers are the sample's priorities.
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    return torch.from_numpy(indices[generator.integers(bounds[:-1], bounds[1:])])
+
+
+def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean [H, D] and covariance [H, D, D] of tokens [H, N, D] at `index`."""
+    x = tokens.transpose(0, 1).index_select(0, index).transpose(0, 1)
+    mean = x.mean(dim=1) if len(index) else x.new_zeros(x.shape[0], x.shape[2])
+    # Centred first: a large mean would otherwise cancel the digits of a small variance.
+    x -= mean[:, None]
+    return mean, x.transpose(1, 2) @ x / max(1, len(index))
+
+
+def _weighted(name: str, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Sum of weights [H], weighted mean [H, D] and covariance [H, D, D] of x [H, n, D] with weights [H, n]."""
+    count = weights.sum(1)
+    weights = weights / count.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+    mean = weights[:, None] @ x
+    x = x - mean
+    return {
+        f"{name}_count": count,
+        f"{name}_mean": mean[:, 0],
+        f"{name}_covariance": (x * weights[..., None]).transpose(1, 2) @ x,
+    }
+
+
+def _stacked(layers: Sequence[Tensor]) -> Any:
+    """Over layers, as float64 on the CPU.
+
+    Raises:
+        ValueError: a layer's statistics are not finite.
+    """
+    stack = torch.stack(tuple(layers)).cpu().numpy().astype(np.float64)
+    finite = np.isfinite(stack.reshape(len(stack), -1)).all(axis=1)
+    if not finite.all():
+        layer_idx = int(finite.argmin())
+        raise ValueError(f"queries, keys or values of layer {layer_idx} are not finite: are the weights damaged?")
+    return stack

@@ -1,0 +1,112 @@
+"""What one forward of the model does with keys and values besides ordinary attention.
+
+A session travels through the layers as a keyword argument, so that neither the model nor the library holds any state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import PackedContext
+from esm_turbo.kv_cache import Append, TurboKVCache
+
+
+class KVSession(ABC):
+    """Sees the queries, keys (both after RoPE) and values [batch, heads, n, head_dim] of every layer."""
+
+    @abstractmethod
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+        """The attention output [batch, heads, n, head_dim], or None for the model's own attention."""
+
+
+class Prefill(KVSession):
+    """Encodes the keys and values of an exact forward into an empty cache, layer by layer."""
+
+    def __init__(self, cache: TurboKVCache, append: Append) -> None:
+        self.cache = cache
+        self.append = append
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.cache.stage(self.append, layer_idx, keys, values)
+
+
+class Extension(KVSession):
+    """Lets new tokens attend to a cache and to each other.
+
+    Args:
+        cache: of as many rows as the extension, or of one row shared by all; not changed.
+        backend: the module that attends.
+        past_mask: which columns each row sees, bool [batch, columns]; None for all.
+        mask: which new tokens are seen, bool [batch, n]; None for all.
+        append: where given, the new tokens are staged into it.
+        visible: which columns a row may see at all where that is less than all it has, bool [batch, columns].
+    """
+
+    def __init__(
+        self,
+        cache: TurboKVCache,
+        backend: ModuleType,
+        past_mask: Tensor | None,
+        mask: Tensor | None,
+        append: Append | None = None,
+        visible: Tensor | None = None,
+    ) -> None:
+        self.cache = cache
+        self.backend = backend
+        self.mask = mask
+        self.append = append
+        self.past_mask = past_mask
+        self.visible = visible
+        self.protected_mask: Tensor | None = None
+        if cache.protected_columns.shape[1]:
+            self.past_mask, self.protected_mask = _split_protected(cache, past_mask)
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        layer = self.cache.layers[layer_idx]
+        context = PackedContext(
+            layer.packed,
+            _on(self.past_mask, query),
+            layer.protected,
+            _on(self.protected_mask, query),
+            layer.rows,
+            self.cache.lengths.to(query.device),
+            self.cache.protected_columns.to(query.device),
+            _on(self.visible, query),
+        )
+        output: Tensor = self.backend.extend_attention(
+            query, keys, values, _on(self.mask, query), context, self.cache.codec, layer_idx
+        )
+        if self.append is not None:
+            self.cache.stage(self.append, layer_idx, keys, values)
+        return output
+
+    def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
+        rotated: tuple[Tensor, Tensor] = self.backend.rotate(query, keys, cos, sin, scale)
+        return rotated
+
+    def gelu(self, x: Tensor) -> Tensor:
+        """The activation of [batch, n, intermediate_size], see `torch_ops.gelu`."""
+        activated: Tensor = self.backend.gelu(x)
+        return activated
+
+
+def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Takes protected tokens out of the mask of the packed columns, and makes a mask [batch, slots] of them."""
+    if past_mask is None:
+        past_mask = cache.valid()
+    columns = cache.protected_columns.long().expand(past_mask.shape[0], -1)
+    used = columns >= 0
+    columns = columns.clamp_min(0)
+    protected_mask = past_mask.gather(1, columns) & used
+    covered = torch.zeros_like(past_mask, dtype=torch.int32).scatter_add_(1, columns, used.to(torch.int32))
+    return past_mask & (covered == 0), protected_mask
+
+
+def _on(mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask for every row, on a layer's device: layers of one model may be spread over several."""
+    return None if mask is None else mask.to(query.device).expand(query.shape[0], -1)

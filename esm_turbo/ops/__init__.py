@@ -1,0 +1,1 @@
+"""Arithmetic on packed caches: the backends and their Triton kernels."""

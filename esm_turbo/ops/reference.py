@@ -1,0 +1,109 @@
+"""Slow, plain twins of the fast paths, same names and arguments.
+
+They are written to be read: Python integers, loops over groups and rows, float64 where it makes an argument
+exact. Tests compare the fast paths with them, codes bit for bit. Nothing here is meant for production.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import KVCodec, PackedContext
+from esm_turbo.codecs.packing import GROUP_SIZE, check_boundaries, check_codes, check_packed
+
+__all__ = ["extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Twin of `esm_turbo.codecs.packing.pack_codes`: each group is one integer, written as little-endian bytes."""
+    check_codes(codes, bits)
+    packed = bytearray()
+    for group in codes.reshape(codes.numel() // GROUP_SIZE, GROUP_SIZE).tolist():
+        word = sum((code % 2**bits) << (bits * j) for j, code in enumerate(group))
+        packed += word.to_bytes(bits, "little")
+    shape = (*codes.shape[:-1], codes.shape[-1] // GROUP_SIZE * bits)
+    return torch.tensor(list(packed), dtype=torch.uint8, device=codes.device).reshape(shape)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """Twin of `esm_turbo.codecs.packing.unpack_codes`: reads each group back as one Python integer."""
+    check_packed(packed, bits)
+    codes: list[int] = []
+    for group in packed.reshape(packed.numel() // bits, bits).tolist():
+        word = int.from_bytes(bytes(group), "little")
+        codes += [(word >> (bits * j)) % 2**bits for j in range(GROUP_SIZE)]
+    shape = (*packed.shape[:-1], packed.shape[-1] // bits * GROUP_SIZE)
+    return torch.tensor(codes, dtype=torch.uint8, device=packed.device).reshape(shape)
+
+
+def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
+    """Twin of `esm_turbo.codecs.packing.quantize`: `numpy.searchsorted`, one element at a time."""
+    check_boundaries(x, boundaries)
+    values = x.detach().cpu().to(torch.float64).numpy()
+    thresholds = boundaries.detach().cpu().to(torch.float64).numpy()
+    if thresholds.ndim == 1:
+        thresholds = np.broadcast_to(thresholds, (*x.shape, thresholds.shape[-1]))
+    elif thresholds.ndim == 2:
+        thresholds = np.broadcast_to(thresholds[:, None, None, :], (*x.shape, thresholds.shape[-1]))
+    else:
+        thresholds = np.broadcast_to(thresholds[:, None, :, :], (*x.shape, thresholds.shape[-1]))
+    codes = np.zeros(values.shape, dtype=np.uint8)
+    for index in np.ndindex(values.shape):
+        if not np.isnan(values[index]):
+            codes[index] = np.searchsorted(thresholds[index], values[index], side="left")
+    return torch.from_numpy(codes).to(x.device)
+
+
+def extend_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    context: PackedContext,
+    codec: KVCodec,
+    layer_idx: int,
+) -> Tensor:
+    """Attention of new tokens to a context and to each other, with everything mapped back and held at once.
+
+    See `torch_ops.extend_attention`, whose slow twin this is: cached keys and values are decoded into the model's
+    own space, joined with the new ones and attended to with one softmax.
+    """
+    past_keys, past_values = codec.decode(layer_idx, context.packed | context.rows)
+    batch_size, columns = query.shape[0], past_keys.shape[2]
+    visible = torch.ones(batch_size, columns, dtype=torch.bool) if context.mask is None else context.mask
+    parts = [(past_keys, past_values, visible)]
+    if context.protected:
+        assert context.protected_mask is not None
+        zero = torch.zeros(context.protected["keys"].shape[::2], dtype=torch.int64)
+        protected = codec.inverse_transform(layer_idx, context.protected["keys"], context.protected["values"], zero)
+        parts.append((*protected, context.protected_mask))
+    new = torch.ones(batch_size, keys.shape[2], dtype=torch.bool) if mask is None else mask
+    parts.append((keys.float(), values.float(), new))
+    output = torch.zeros(query.shape)
+    for row in range(batch_size):
+        for head in range(query.shape[1]):
+            # One cached row serves the whole batch.
+            k = torch.cat([part[0][row % len(part[0]), head][part[2][row]] for part in parts])
+            v = torch.cat([part[1][row % len(part[1]), head][part[2][row]] for part in parts])
+            if len(k):
+                scores = query[row, head].float() @ k.T
+                output[row, head] = torch.softmax(scores, dim=-1) @ v
+    return output.to(query.dtype)
+
+
+def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """See `torch_ops.rotate`, whose slow twin this is: halves of a head are complex numbers that are multiplied."""
+    half = query.shape[3] // 2
+    angle = torch.complex(cos[..., :half].double(), sin[..., :half].double())[:, None]
+    turned = []
+    for x, factor in ((query, scale), (keys, 1.0)):
+        low, high = x.double().mul(factor).chunk(2, dim=-1)
+        product = torch.complex(low, high) * angle
+        turned.append(torch.cat([product.real, product.imag], dim=-1).to(x.dtype))
+    return turned[0], turned[1]
+
+
+def gelu(x: Tensor) -> Tensor:
+    """See `torch_ops.gelu`, whose slow twin this is: x times the normal distribution's probability below it."""
+    below: Tensor = torch.special.ndtr(x.double())
+    return (x.double() * below).to(x.dtype)

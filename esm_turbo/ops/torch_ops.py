@@ -1,0 +1,210 @@
+"""Attention over packed contexts in PyTorch: the path of CPU and MPS, and the fallback on CUDA."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import KVCodec, Packed, PackedContext
+
+__all__ = ["extend_attention", "gelu", "rotate"]
+
+# Elements of a decoded slice: two megabytes in float32, few enough for the caches of a processor, many enough that
+# starting operations is not what takes the time.
+_SLICE_ELEMENTS = 2**19
+# The upper bound keeps small models from decoding whole contexts at once.
+_SLICE_TOKENS = (16, 512)
+_LOWEST = -1e30
+
+
+def extend_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    context: PackedContext,
+    codec: KVCodec,
+    layer_idx: int,
+) -> Tensor:
+    """Attention of new tokens to a packed context and to each other.
+
+    The context is decoded block by block in the codec's space and merged by online softmax (Milakov and Gimelshein
+    2018); the attention among the new tokens joins at the end by log-sum-exp.
+
+    Args:
+        query: of the new tokens, after RoPE and scaling, [B, H, n, D].
+        keys: of the new tokens, after RoPE, [B, H, n, D].
+        values: of the new tokens, [B, H, n, D].
+        mask: which new tokens are seen, bool [B, n]; None for all.
+        context: one layer of the cache.
+        codec: reads it.
+        layer_idx: which layer.
+
+    Returns:
+        [B, H, n, D], in the query's dtype. A row that sees nothing at all gets zeros.
+    """
+    rows = next(iter(context.packed.values())).shape[0]
+    folded = _fold(query.float(), rows)
+    past = _PartialAttention(folded)
+    if context.protected and context.protected["keys"].shape[2]:
+        mapped = codec.map_query(layer_idx, folded)
+        past.weigh(*mapped, context.protected["keys"].float(), context.protected_mask)
+        past.add(context.protected["values"].float())
+    mapped_blocks = None
+    for columns, blocks in _slices(context.packed, max(folded.shape[2:]), codec.block_size):
+        if blocks != mapped_blocks:
+            mapped, mapped_blocks = codec.map_query(layer_idx, folded, *blocks), blocks
+        tokens = {name: tensor[:, :, columns] for name, tensor in context.packed.items()} | context.rows
+        visible = None if context.mask is None else context.mask[:, columns]
+        # The decoded keys are let go before the values are decoded.
+        past.weigh(*mapped, codec.dequantize_keys(layer_idx, tokens), visible)
+        past.add(codec.dequantize_values(layer_idx, tokens))
+    new = _PartialAttention(query)
+    new.weigh(query.float()[:, :, None], None, keys.float(), mask)
+    new.add(values.float())
+    new_output, new_lse = new.finish(query.shape)
+    if past.sum is None:
+        return new_output.to(query.dtype)
+    past_output, past_lse = past.finish(query.shape)
+    past_output = codec.unmap_output(layer_idx, past_output)
+
+    highest = torch.maximum(past_lse, new_lse).clamp_min(_LOWEST)
+    past_weight, new_weight = torch.exp(past_lse - highest), torch.exp(new_lse - highest)
+    total = (past_weight + new_weight).clamp_min(torch.finfo(torch.float32).tiny)
+    output = (past_output * past_weight + new_output * new_weight) / total
+    return output.to(query.dtype)
+
+
+class _PartialAttention:
+    """Online softmax over blocks of keys and values, float32.
+
+    Args:
+        query: [C, H, N, D]; where a context of one row serves B rows, N holds all rows' queries.
+    """
+
+    def __init__(self, query: Tensor) -> None:
+        self.highest = torch.full((*query.shape[:3], 1), _LOWEST, device=query.device)
+        self.total = torch.zeros_like(self.highest)
+        self.sum: Tensor | None = None
+
+    def weigh(self, query: Tensor, offset: Tensor | None, keys: Tensor, mask: Tensor | None) -> None:
+        """Begins to add columns: their weights.
+
+        Args:
+            query: one for each of b blocks of the columns, [C, H, b, N, D].
+            offset: of their scores, [C, H, b, N, 1] or None.
+            keys: [C, H, l, D], b blocks of equal length.
+            mask: bool [B, l]; None for all.
+        """
+        scores = query @ keys.unflatten(2, (query.shape[2], -1)).transpose(3, 4)
+        if offset is not None:
+            scores += offset
+        scores = scores.transpose(2, 3).flatten(3)
+        if mask is not None:
+            scores = scores.masked_fill_(~self._spread(mask), float("-inf"))
+        highest = torch.maximum(self.highest, scores.amax(dim=3, keepdim=True))
+        self.weights = scores.sub_(highest).exp_()
+        self.keep = torch.exp(self.highest - highest)
+        self.highest = highest
+        self.total = self.total * self.keep + self.weights.sum(dim=3, keepdim=True)
+
+    def add(self, values: Tensor) -> None:
+        """Adds the values [C, H, l, D'] of the columns that were weighed last."""
+        new = self.weights @ values
+        self.sum = new if self.sum is None else torch.addcmul(new, self.sum, self.keep)
+
+    def finish(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """The weighted mean [B, H, n, D'] and the log of the sum of exponentials [B, H, n, 1]."""
+        assert self.sum is not None
+        output = self.sum / self.total.clamp_min(torch.finfo(torch.float32).tiny)
+        return _unfold(output, shape), _unfold(self.highest + self.total.log(), shape)
+
+    def _spread(self, mask: Tensor) -> Tensor:
+        """mask [B, l] as [C, 1, N, l], or [C, 1, 1, l] where all queries of a row share it."""
+        rows, queries = self.highest.shape[0], self.highest.shape[2]
+        if mask.shape[0] == rows:
+            return mask[:, None, None, :]
+        return mask.repeat_interleave(queries // mask.shape[0], dim=0)[None, None]
+
+
+def _slices(packed: Packed, width: int, block_size: int | None) -> list[tuple[slice, tuple[int, int]]]:
+    """Slices of the columns, such that a slice decoded stays in the cache, each of whole blocks or inside of one.
+
+    Args:
+        packed: tensors [C, H, L, ...].
+        width: elements that a token and head makes, of keys or of scores.
+        block_size: of the codec, a power of two, or None.
+
+    Returns:
+        Columns, and their first block and number of blocks.
+    """
+    rows, heads, columns = next(iter(packed.values())).shape[:3]
+    fewest, most = _SLICE_TOKENS
+    step = min(most, max(fewest, _SLICE_ELEMENTS // (rows * heads * width)))
+    if block_size is None:
+        return [(part, (0, 1)) for part in _even_slices(columns, step)]
+    if step < block_size:
+        step = 1 << step.bit_length() - 1
+        starts = range(0, columns, step)
+        return [(slice(start, min(start + step, columns)), (start // block_size, 1)) for start in starts]
+    whole = columns // block_size
+    parts = [
+        (slice(part.start * block_size, part.stop * block_size), (part.start, part.stop - part.start))
+        for part in _even_slices(whole, step // block_size)
+    ]
+    if columns % block_size:
+        parts.append((slice(whole * block_size, columns), (whole, 1)))
+    return parts
+
+
+def _even_slices(total: int, step: int) -> list[slice]:
+    """As few slices as `step` allows, all of about one length: a short last one would cost as much as the others."""
+    count = math.ceil(total / step)
+    bounds = [index * total // count for index in range(count + 1)] if count else []
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def _fold(query: Tensor, rows: int) -> Tensor:
+    """[B, H, n, D] as [rows, H, N, D]: one cached row serves all queries at once."""
+    batch_size, heads, n, head_dim = query.shape
+    if rows == batch_size:
+        return query
+    return query.transpose(0, 1).reshape(1, heads, batch_size * n, head_dim)
+
+
+def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
+    """Inverse of `_fold` for a result [rows, H, N, d]."""
+    if x.shape[0] == shape[0] and x.shape[2] == shape[2]:
+        return x
+    return x.view(x.shape[1], shape[0], shape[2], x.shape[3]).transpose(0, 1)
+
+
+def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Scales queries and turns queries and keys by their positions, as the model does (RoPE, Su et al. 2021).
+
+    Args:
+        query: [B, H, n, D].
+        keys: [B, H, n, D].
+        cos: of every position's angles, once for either half of a head, [B or 1, n, D].
+        sin: likewise.
+        scale: of the queries.
+
+    Returns:
+        Queries and keys, in their dtype; products are taken in float32.
+    """
+    cos, sin = cos[:, None], sin[:, None]
+    query, keys = (_turned(x, cos, sin) for x in (query * scale, keys))
+    return query, keys
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-high, low], dim=-1) * sin).to(x.dtype)
+
+
+def gelu(x: Tensor) -> Tensor:
+    """The model's activation (Hendrycks and Gimpel 2016), step by step as the model computes it."""
+    return x * 0.5 * (1.0 + torch.erf(x / math.sqrt(2.0)))

@@ -1,0 +1,1 @@
+"""Protein sequences: FASTA input, token ids, batches, and length limits."""

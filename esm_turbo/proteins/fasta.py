@@ -1,0 +1,305 @@
+"""Protein sequences in: reading FASTA files, checking residues, batching by token budget.
+
+Everything is checked here, before a tokenizer sees it: the ESM-2 tokenizer turns a run of unknown letters
+into a single `<unk>` and knows `-` and `.` as tokens, so that a bad sequence would pass without a word.
+"""
+
+import gzip
+import hashlib
+import io
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "RESIDUES",
+    "BadRecord",
+    "FastaError",
+    "ProteinRecord",
+    "normalize_sequence",
+    "read_fasta",
+    "read_fasta_strict",
+    "sha256_file",
+    "token_batches",
+]
+
+RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
+"""The residue codes of ESM-2's vocabulary, in its order: the 20 standard ones and X, B, U, Z, O."""
+
+_NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
+# str.upper would also change letters beyond ASCII, some of them into two.
+_TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_GZIP_MAGIC = b"\x1f\x8b"
+_CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
+_CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
+_CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
+_NOT_TEXT = "is not text; give protein sequences in FASTA format, encoded as UTF-8, plain or gzip"
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class ProteinRecord:
+    """One protein of a FASTA file.
+
+    Attributes:
+        id: First word of the header; unique within its file.
+        sequence: Upper-case residue codes, all of them in `RESIDUES`, at least one.
+        description: The rest of the header, may be empty.
+    """
+
+    id: str
+    sequence: str
+    description: str = ""
+
+    @property
+    def structural_class(self) -> str | None:
+        """The class that the header states, or None.
+
+        Read from `class=NAME`, as in the shipped calibration set, or else from a CATH code such as
+        `3.40.50.720`, whose first number is the class (1 mainly alpha, 2 mainly beta, 3 alpha-beta, 4 little
+        structure).
+        """
+        if named := _CLASS_IN_HEADER.search(self.description):
+            return named[1]
+        if cath := _CATH_CODE.search(self.description):
+            return _CLASS_OF_CATH[cath[1]]
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that cannot be used.
+
+    Attributes:
+        record: Identifier; `#N` for the N-th record if it has none; empty if the whole file is meant.
+        reason: What is wrong, at which residue (counted from 1, whitespace left out), and what to do.
+    """
+
+    record: str
+    reason: str
+
+
+class FastaError(ValueError):
+    """A FASTA file that cannot be used, as a whole or because of some of its records.
+
+    The message is one line: file, first problem, and how many more there are.
+
+    Attributes:
+        path: The file, as it was given.
+        problems: What is wrong, in the order of the file; never empty.
+    """
+
+    def __init__(self, path: str, problems: Sequence[BadRecord]) -> None:
+        super().__init__(path, problems)
+        self.path = path
+        self.problems = list(problems)
+
+    def __str__(self) -> str:
+        first, more = self.problems[0], len(self.problems) - 1
+        where = f"{self.path}, record {_shown(first.record)}" if first.record else self.path
+        rest = f" (and {more} more bad record{'s' if more > 1 else ''})" if more else ""
+        return f"{where}: {first.reason}{rest}"
+
+
+class _Rejected(ValueError):
+    """A reason for refusing a sequence or a file, without the name of either."""
+
+
+def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None) -> str:
+    """Returns a protein sequence as upper-case residue codes.
+
+    Whitespace and one trailing `*` (the translated stop codon) are removed.
+
+    Args:
+        sequence: One-letter residue codes in either case.
+        name: What to call the sequence in an error message.
+        unknown: None, or `"X"` to replace every character outside `RESIDUES`, gaps included, by X. A stop
+            inside is never replaced.
+
+    Raises:
+        TypeError: If `sequence` is not a string.
+        ValueError: If nothing is left, at a `*` before the end, or at a character outside `RESIDUES` (unless
+            `unknown` is given); names the sequence and the position, counted from 1.
+    """
+    if not isinstance(sequence, str):
+        raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
+    _check_unknown(unknown)
+    try:
+        return _normalized(sequence, unknown)
+    except _Rejected as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
+def read_fasta(
+    path: str | os.PathLike[str], *, unknown: str | None = None
+) -> tuple[list[ProteinRecord], list[BadRecord]]:
+    """Reads the proteins of a FASTA file, plain or gzip-compressed, and sets the unusable records apart.
+
+    A record is bad if it has no identifier, repeats that of an earlier record, or holds a sequence that
+    `normalize_sequence` refuses. Windows line ends, lower case and a byte order mark are accepted.
+
+    Args:
+        path: The file; gzip is recognised by its first bytes, whatever the name.
+        unknown: As for `normalize_sequence`.
+
+    Returns:
+        The good and the bad records, each in the order of the file.
+
+    Raises:
+        FastaError: If the file as a whole cannot be used: missing, a folder, unreadable, empty, not text, a
+            damaged gzip file, or not FASTA.
+    """
+    _check_unknown(unknown)
+    good: list[ProteinRecord] = []
+    bad: list[BadRecord] = []
+    first_use: dict[str, int] = {}
+    for number, (title, raw) in enumerate(_raw_records(path), start=1):
+        identifier, *rest = title.split(maxsplit=1) or [""]
+        try:
+            if not identifier:
+                raise _Rejected("the header names no identifier; write one directly after '>'")
+            earlier = first_use.setdefault(identifier, number)
+            if earlier != number:
+                raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
+            good.append(ProteinRecord(identifier, _normalized(raw, unknown), "".join(rest)))
+        except _Rejected as error:
+            bad.append(BadRecord(identifier or f"#{number}", str(error)))
+    return good, bad
+
+
+def read_fasta_strict(path: str | os.PathLike[str], *, unknown: str | None = None) -> list[ProteinRecord]:
+    """Reads the proteins of a FASTA file of which every record must be good.
+
+    Args:
+        path: As for `read_fasta`.
+        unknown: As for `normalize_sequence`.
+
+    Raises:
+        FastaError: As `read_fasta`, and if any record is bad; its `problems` holds all of them.
+    """
+    good, bad = read_fasta(path, unknown=unknown)
+    if bad:
+        raise FastaError(os.fspath(path), bad)
+    return good
+
+
+def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]]:
+    """Groups sequences of similar length into padded batches of a bounded number of tokens.
+
+    Args:
+        lengths: Tokens of each sequence, special tokens included if the budget is to count them.
+        toks_per_batch: Largest padded size of a batch in tokens: its longest sequence times its number of
+            sequences. A sequence that is longer by itself forms a batch of one.
+
+    Returns:
+        Indices into `lengths`, each exactly once, from the shortest sequence to the longest; equal lengths
+        keep their order.
+
+    Raises:
+        ValueError: If `toks_per_batch` is below 1 or a length is negative.
+    """
+    if toks_per_batch < 1:
+        raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
+    if any(length < 0 for length in lengths):
+        raise ValueError(f"`lengths` must not be negative, got {min(lengths)}")
+    batches: list[list[int]] = []
+    batch: list[int] = []
+    for index in sorted(range(len(lengths)), key=lengths.__getitem__):
+        if batch and lengths[index] * (len(batch) + 1) > toks_per_batch:
+            batches.append(batch)
+            batch = []
+        batch.append(index)
+    if batch:
+        batches.append(batch)
+    return batches
+
+
+def sha256_file(path: str | os.PathLike[str]) -> str:
+    """Returns the SHA-256 digest of a file's bytes in hexadecimal."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _shown(text: str) -> str:
+    """Quotes a piece of input for a one-line message: control characters escaped, length bounded."""
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
+
+
+def _check_unknown(unknown: str | None) -> None:
+    if unknown is not None and unknown not in ("X", "x"):
+        raise ValueError(f"`unknown` must be None or 'X', got {unknown!r}")
+
+
+def _normalized(sequence: str, unknown: str | None) -> str:
+    residues = "".join(sequence.split()).translate(_TO_UPPER).removesuffix("*")
+    if not residues:
+        raise _Rejected("holds no residues; give a sequence or remove the record")
+    if (stop := residues.find("*")) >= 0:
+        raise _Rejected(f"position {stop + 1} is a stop '*' inside the sequence; cut it there or remove the record")
+    if unknown is not None:
+        return _NOT_A_RESIDUE.sub("X", residues)
+    if outside := _NOT_A_RESIDUE.search(residues):
+        raise _Rejected(
+            f"position {outside.start() + 1} is {outside[0]!a}, not one of the 25 residue codes "
+            "(A to Z without J); correct it, or have it replaced by X (--unknown X, in Python unknown='X')"
+        )
+    return residues
+
+
+def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Yields headers (without `>`) and sequences as they stand; every failure becomes a FastaError."""
+    # Imported here: Biopython costs more time than the rest of this module and is needed for files only.
+    from Bio.SeqIO.FastaIO import SimpleFastaParser
+
+    parse: Callable[[Iterator[str]], Iterator[tuple[str, str]]] = SimpleFastaParser
+    try:
+        yield from parse(_checked_lines(_text_lines(Path(path))))
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        reason = f"the gzip file is truncated or damaged ({error}); copy or download it again"
+    except UnicodeDecodeError:
+        reason = _NOT_TEXT
+    except _Rejected as error:
+        reason = str(error)
+    except FileNotFoundError:
+        reason = "there is no such file; check the path"
+    except IsADirectoryError:
+        reason = "is a folder; give a FASTA file"
+    except OSError as error:
+        reason = f"cannot be read ({error.strerror or error}); check the path and its permissions"
+    else:
+        return
+    raise FastaError(os.fspath(path), [BadRecord("", reason)]) from None
+
+
+def _text_lines(path: Path) -> Iterator[str]:
+    # Windows reports a folder as a lack of permission.
+    if path.is_dir():
+        raise IsADirectoryError(path)
+    with path.open("rb") as raw:
+        stream = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP_MAGIC else raw
+        with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
+            yield from text
+
+
+def _checked_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Passes lines on; refuses a file without records or with text before the first header.
+
+    The parser would skip such text in silence.
+    """
+    in_records = False
+    for number, line in enumerate(lines, start=1):
+        if "\0" in line:
+            raise _Rejected(_NOT_TEXT)
+        if not in_records and line.strip():
+            if not line.startswith(">"):
+                raise _Rejected(
+                    f"is not FASTA: line {number} is {_shown(line.strip())}, not a header '>identifier'; "
+                    "give protein sequences in FASTA format"
+                )
+            in_records = True
+        yield line
+    if not in_records:
+        raise _Rejected("is empty; give at least one protein")

@@ -1,0 +1,79 @@
+"""From residues to token ids. Sequences are checked first: the tokenizer itself would swallow bad letters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esm_turbo.proteins.fasta import normalize_sequence
+
+if TYPE_CHECKING:
+    from transformers import EsmTokenizer
+
+_SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
+_MASK = "<mask>"
+
+
+@dataclass(frozen=True)
+class TokenCodes:
+    """Ids of ESM-2's tokens.
+
+    Attributes:
+        residues: id of each residue letter.
+    """
+
+    residues: dict[str, int]
+    cls: int
+    eos: int
+    mask: int
+    pad: int
+
+    @classmethod
+    def of(cls, tokenizer: EsmTokenizer) -> TokenCodes:
+        vocabulary = tokenizer.get_vocab()
+        residues = {token: index for token, index in vocabulary.items() if len(token) == 1 and token.isalpha()}
+        return cls(
+            residues,
+            tokenizer.cls_token_id,
+            tokenizer.eos_token_id,
+            tokenizer.mask_token_id,
+            tokenizer.pad_token_id,
+        )
+
+    def encode(self, sequence: str, name: str) -> list[int]:
+        """Ids of residues and `<mask>`, without `<cls>` and `<eos>`.
+
+        Raises:
+            TypeError: the sequence is no string.
+            ValueError: the sequence is empty or has letters that are no residues.
+        """
+        if not isinstance(sequence, str):
+            raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
+        symbols = _SYMBOL.findall(sequence)
+        # A mask counts as one residue, so that positions in messages are the reader's.
+        letters = "".join("X" if symbol.lower() == _MASK else symbol for symbol in symbols)
+        residues = normalize_sequence(letters, name=name)
+        return [
+            self.mask if symbol.lower() == _MASK else self.residues[residue]
+            for symbol, residue in zip(symbols, residues, strict=False)
+        ]
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Residues of ids, `<mask>` where one stands: what `encode` takes apart."""
+        letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
+        return "".join(letters[index] for index in token_ids)
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Rows of ids as `input_ids` and `attention_mask` [batch, longest], padded on the right."""
+        width = max(len(row) for row in rows)
+        input_ids = torch.full((len(rows), width), self.pad, dtype=torch.int64)
+        attention_mask = torch.zeros(len(rows), width, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            input_ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+            attention_mask[index, : len(row)] = 1
+        return input_ids, attention_mask

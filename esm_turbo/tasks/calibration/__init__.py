@@ -1,0 +1,1 @@
+"""Calibrating a model on protein records."""

@@ -1,0 +1,84 @@
+"""`calibration="auto"`: calibrate on the shipped proteins once, and keep the result in the user's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError, safe_open
+
+from esm_turbo.assets import calibration_proteins
+from esm_turbo.calibration import FORMAT_VERSION, Calibration
+from esm_turbo.config import Geometry
+from esm_turbo.files.fingerprint import model_fingerprint, same_model
+from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
+from esm_turbo.tasks.calibration.records import calibrate_records
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+_log = logging.getLogger(__name__)
+
+
+def auto_calibration(turbo: ContextModel, progress: Callable[[int, int], None] | None = None) -> Calibration:
+    """The calibration of a model on the shipped proteins: read from the cache folder, or made and kept there.
+
+    A file that is damaged is passed over and made anew. Where the folder cannot be written, the calibration is
+    returned all the same.
+
+    Args:
+        turbo: the model and its tokenizer.
+        progress: called with the residues done and all residues while it is made.
+
+    Raises:
+        ValueError: the model's weights are not finite.
+    """
+    fasta = calibration_proteins()
+    folder, prefix = calibration_folder(), _prefix(turbo, fasta)
+    calibration = _kept(folder, prefix, turbo)
+    if calibration is not None:
+        return calibration
+    path = folder / f"{prefix}-{_digest(model_fingerprint(turbo.model.esm).tobytes())}.safetensors"
+    _log.info("calibrating on the shipped proteins, once for this model; the result is kept in %s", path)
+    calibration = calibrate_records(turbo, read_fasta_strict(fasta), source=fasta, progress=progress)
+    try:
+        calibration.save(path)
+    except OSError as error:
+        _log.warning("the calibration cannot be kept for the next time: %s", error)
+    return calibration
+
+
+def calibration_folder() -> Path:
+    """The folder in the user's cache where calibrations are kept."""
+    from platformdirs import user_cache_path
+
+    return user_cache_path("esm_turbo", appauthor=False) / "calibrations"
+
+
+def _prefix(turbo: ContextModel, fasta: Path) -> str:
+    """What a file's name says besides the model: the file format, the proteins and the model's shape."""
+    return _digest(f"{FORMAT_VERSION} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _kept(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None:
+    """A kept calibration of this model.
+
+    Fingerprints are compared and not only digests: another dtype or device changes their last digits.
+    """
+    own = model_fingerprint(turbo.model.esm)
+    for path in sorted(folder.glob(f"{prefix}-*.safetensors")):
+        try:
+            with safe_open(path, framework="numpy") as file:
+                fingerprint = file.get_tensor("fingerprint")
+            if same_model(fingerprint, own):
+                return Calibration.load(path, model=turbo.model)
+        except (SafetensorError, ValueError, OSError) as error:
+            _log.warning("%s is passed over: %s", path, error)
+    return None

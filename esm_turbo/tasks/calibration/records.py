@@ -1,0 +1,116 @@
+"""Calibration from protein records: what `esm-turbo calibrate`, the demo and `calibration="auto"` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.calibrate import KVCalibrator
+from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
+from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
+from esm_turbo.proteins.limits import length_bin, warn_if_long
+
+if TYPE_CHECKING:
+    from esm_turbo.calibration import Calibration
+    from esm_turbo.context_model import ContextModel
+
+TOKS_PER_BATCH = 4096
+NO_CLASS = "unknown"
+
+Counts = dict[str, dict[str, int]]
+"""Sequences and residues by class or by length."""
+
+
+def calibrate_records(
+    turbo: ContextModel,
+    records: Sequence[ProteinRecord],
+    *,
+    source: str | os.PathLike[str] | None = None,
+    presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
+    toks_per_batch: int = TOKS_PER_BATCH,
+    max_residues: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Calibrates a model on proteins. The model is not changed.
+
+    The result depends neither on the order of the proteins nor on `toks_per_batch`.
+
+    Args:
+        turbo: the model and its tokenizer.
+        records: the proteins.
+        source: the FASTA file that they come from, whose name and SHA-256 are recorded.
+        presets: whose codecs are fitted now; others are fitted when they are first asked for.
+        toks_per_batch: padded tokens of a batch.
+        max_residues: see `first_records`.
+        progress: called with the residues done and all residues.
+
+    Returns:
+        The calibration, its provenance with counts by class and by length.
+
+    Raises:
+        ValueError: there are fewer residues than a head has components, an option is not positive, or the model's
+            weights are not finite.
+    """
+    records = first_records(records, max_residues)
+    lengths = [len(record.sequence) for record in records]
+    batches = token_batches([length + 2 for length in lengths], toks_per_batch)
+    warn_if_long(lengths)
+    calibrator = KVCalibrator(turbo.model)
+    codes, total = turbo.codes, sum(lengths)
+    # The longest first: what does not fit into memory is known at once.
+    for batch in reversed(batches):
+        rows = [[codes.cls, *codes.encode(records[i].sequence, records[i].id), codes.eos] for i in batch]
+        calibrator.partial_fit(*codes.batch(rows))
+        if progress is not None:
+            progress(calibrator.n_residues_seen_, total)
+    return calibrator.finalize(presets, provenance(turbo, records, source))
+
+
+def first_records(records: Sequence[ProteinRecord], max_residues: int | None = None) -> list[ProteinRecord]:
+    """The first proteins that together have at most `max_residues` residues; all of them for None.
+
+    Raises:
+        ValueError: `max_residues` is less than the first protein's length.
+    """
+    if max_residues is None:
+        return list(records)
+    chosen, total = [], 0
+    for record in records:
+        total += len(record.sequence)
+        if total > max_residues:
+            break
+        chosen.append(record)
+    if records and not chosen:
+        raise ValueError(
+            f"`max_residues` must be at least the first protein's {len(records[0].sequence)}, got {max_residues}"
+        )
+    return chosen
+
+
+def provenance(
+    turbo: ContextModel, records: Sequence[ProteinRecord], source: str | os.PathLike[str] | None = None
+) -> dict[str, Any]:
+    """What a calibration records of the model and the proteins it was made from, JSON values.
+
+    Names of folders are left out: a file that is passed on should not tell where it was made.
+    """
+    record: dict[str, Any] = {
+        "model": turbo.name,
+        "classes": counts_by(records, lambda r: r.structural_class or NO_CLASS),
+        "lengths": counts_by(sorted(records, key=lambda r: len(r.sequence)), lambda r: length_bin(len(r.sequence))),
+    }
+    if source is not None:
+        record["fasta"] = {"name": Path(source).name, "sha256": sha256_file(source)}
+    return record
+
+
+def counts_by(records: Iterable[ProteinRecord], key: Callable[[ProteinRecord], str]) -> Counts:
+    """Sequences and residues of each group, in the order in which the groups appear."""
+    counts: Counts = {}
+    for record in records:
+        group = counts.setdefault(key(record), {"sequences": 0, "residues": 0})
+        group["sequences"] += 1
+        group["residues"] += len(record.sequence)
+    return counts

@@ -1,0 +1,1 @@
+"""Options, scoring arms, memory estimates and rankings shared by the tasks."""

@@ -1,0 +1,1 @@
+"""Embedding proteins, to arrays or to files, of any length."""

@@ -1,0 +1,1 @@
+"""Scoring candidates as continuations of a target."""

@@ -1,0 +1,1 @@
+"""Scoring substitutions in a wild type."""

@@ -1,0 +1,183 @@
+"""Variants of a file scored on a wild type: what `esm-turbo variants` does."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.files.csv_files import CsvError, read_csv, write_csv
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.rankings import spearman
+from esm_turbo.tasks.scoring.score import Progress
+from esm_turbo.tasks.variants.score import VariantScores, score_variants
+from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+
+# Where more variants than this are wrong, and more than are right, what is wrong is all of them.
+_LISTED = 20
+
+
+@dataclass(frozen=True)
+class MeasuredVariant:
+    """A variant of a file.
+
+    Attributes:
+        variant: such as `H24C`.
+        measured: what an experiment found, the higher the better; None where the file does not say.
+    """
+
+    variant: str
+    measured: float | None = None
+
+
+@dataclass(frozen=True)
+class VariantsRun:
+    """Scores of variants in one or several arms.
+
+    Attributes:
+        variants: in the order of the file.
+        scores: by arm.
+    """
+
+    variants: tuple[MeasuredVariant, ...]
+    scores: Mapping[Arm, VariantScores]
+
+    def against_measured(self, arm: Arm) -> float | None:
+        """Spearman's correlation with what was measured; None where too little was."""
+        pairs = [
+            (one.score, variant.measured)
+            for one, variant in zip(self.scores[arm].scores, self.variants, strict=True)
+            if variant.measured is not None
+        ]
+        return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+
+    def against_full(self, arm: Arm) -> float | None:
+        """Spearman's correlation with the full arm; None where that was not run."""
+        return spearman(self.scores[arm].values, self.scores["full"].values) if "full" in self.scores else None
+
+    def write(self, path: str | os.PathLike[str]) -> None:
+        """Writes a CSV file of variants, what was measured, and the scores of every arm, whole or not at all."""
+        rows = (
+            [variant.variant, "" if variant.measured is None else variant.measured, *scores]
+            for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True)
+        )
+        write_csv(path, ["mutant", "measured", *self.scores], rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "variants": len(self.variants),
+            "arms": {
+                arm: {
+                    "spearman_with_measured": self.against_measured(arm),
+                    "spearman_with_full": self.against_full(arm),
+                    **scores.to_dict(),
+                }
+                for arm, scores in self.scores.items()
+            },
+        }
+
+
+def read_variants(
+    path: str | os.PathLike[str], wild_type: ProteinRecord, *, first_position: int = 1, measured: str | None = None
+) -> tuple[list[MeasuredVariant], list[BadRecord]]:
+    """Reads variants from the column `mutant` of a CSV file, and what was measured of them from another column.
+
+    Args:
+        path: the file.
+        wild_type: the protein that they are of.
+        first_position: the number of its first residue.
+        measured: name of that column; None takes `fitness` where there is one.
+
+    Returns:
+        The good variants and the bad ones, in the order of the file.
+
+    Raises:
+        ValueError: the file as a whole cannot be used.
+    """
+    required = ["mutant"] if measured is None else ["mutant", measured]
+    column = "fitness" if measured is None else measured
+    good: list[MeasuredVariant] = []
+    bad: list[BadRecord] = []
+    for row in read_csv(path, required, [column]):
+        try:
+            parse_variant(row["mutant"], wild_type.sequence, first_position)
+            good.append(MeasuredVariant(row["mutant"], _number(row[column], column)))
+        except ValueError as error:
+            bad.append(BadRecord(f"line {row.line}", str(error)))
+    if len(bad) > max(len(good), _LISTED):
+        raise CsvError(
+            f"{os.fspath(path)}: {len(bad):,} of {len(good) + len(bad):,} variants are not of {wild_type.id}; is"
+            f" {first_position} the number of its first residue? {bad[0].record}: {bad[0].reason}"
+        )
+    if not good and not bad:
+        raise CsvError(f"{os.fspath(path)}: holds no variants; give at least one below the names of the columns")
+    return good, bad
+
+
+def score_file(
+    turbo: ContextModel,
+    wild_type: ProteinRecord,
+    variants: Sequence[MeasuredVariant] | None,
+    arms: Sequence[Arm],
+    *,
+    first_position: int = 1,
+    progress: Progress | None = None,
+    **options: Any,
+) -> VariantsRun:
+    """Scores variants in one or several arms.
+
+    Args:
+        turbo: the model.
+        wild_type: the protein.
+        variants: of it; None for all single substitutions.
+        arms: one or several.
+        first_position: the number of the protein's first residue.
+        progress: called with the arm's name, positions done and positions in all.
+        **options: as of `variants.score_variants`.
+
+    Raises:
+        NotEnoughMemoryError: the protein needs more memory than there is.
+        ValueError: scores are not finite.
+    """
+    if variants is None:
+        variants = [MeasuredVariant(name) for name in all_substitutions(wild_type.sequence, first_position)]
+    found: dict[Arm, VariantScores] = {}
+    for arm in arms:
+
+        def advance(stage: str, done: int, total: int, arm: str = arm) -> None:
+            if progress is not None:
+                progress(arm, done, total)
+
+        names = [one.variant for one in variants]
+        found[arm] = score_variants(
+            turbo,
+            wild_type.sequence,
+            names,
+            arm=arm,
+            first_position=first_position,
+            progress=advance,
+            **options,
+        )
+        if not all(map(math.isfinite, found[arm].values)):
+            raise ValueError(f"scores of {wild_type.id} are not finite; try --dtype float32")
+    return VariantsRun(tuple(variants), found)
+
+
+def _number(text: str, column: str) -> float | None:
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        raise ValueError(f"{column} is {text!r}, no number; correct it or leave it empty") from None
+    if not math.isfinite(value):
+        raise ValueError(f"{column} is {text!r}, not finite; correct it or leave it empty")
+    return value

@@ -1,0 +1,63 @@
+"""The record of a run of the tests that need a GPU."""
+
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+from benchmarks.cuda import gpu_tests
+from benchmarks.cuda.gpu_tests import summary
+from benchmarks.harness import records, stored
+from benchmarks.report import tables_gpu
+
+REPORT = """<testsuites><testsuite>
+<testcase classname="tests.test_graphs" name="test_a" time="1.5"/>
+<testcase classname="tests.test_graphs" name="test_b[x]" time="0.25"><failure message="no">trace</failure></testcase>
+<testcase classname="tests.test_triton_encode" name="test_c" time="0.25"><skipped/></testcase>
+</testsuite></testsuites>"""
+
+
+def test_outcomes_are_counted_by_file_and_failures_named(tmp_path):
+    path = tmp_path / "report.xml"
+    path.write_text(REPORT)
+    assert summary(path) == {
+        "outcomes": {"passed": 1, "failure": 1, "skipped": 1},
+        "by_file": {"test_graphs": {"passed": 1, "failure": 1}, "test_triton_encode": {"skipped": 1}},
+        "failed": ["test_graphs::test_b[x]"],
+        "test_seconds": 2.0,
+    }
+
+
+def test_every_file_has_a_row(tmp_path, monkeypatch):
+    """Also where a later one writes no report; and what failed is the exit code."""
+    files = [tmp_path / f"test_{name}.py" for name in "abc"]
+    for file in files:
+        file.touch()
+
+    def run(command: list[str], check: bool) -> SimpleNamespace:
+        report = next(word.removeprefix("--junitxml=") for word in command if word.startswith("--junitxml="))
+        if command[-1] != str(files[2]):
+            Path(report).write_text(REPORT)
+        return SimpleNamespace(returncode=int(command[-1] == str(files[1])))
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(records, "append", lambda out, kind, figures, device: rows.append((out, kind, figures)))
+    rows: list = []
+    out = tmp_path / "out.jsonl"
+    assert gpu_tests.main(["--out", str(out), "-q", *map(str, files)]) == 1
+    assert [figures["command"].split()[-2:] for _, _, figures in rows] == [["-q", str(file)] for file in files[:2]]
+    assert {(path, kind) for path, kind, _ in rows} == {(out, "gpu_tests")}
+
+
+def test_the_table_of_a_record(tmp_path, monkeypatch):
+    """The newest row of every file counts."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    monkeypatch.setattr(records, "device_name", lambda device: "a device")
+    for failed in (1, 0):
+        for name, passed in (("test_a", 5), ("test_b", 7)):
+            counts = {"passed": passed, "failure": failed}
+            records.append(tmp_path / "gpu_tests.jsonl", "gpu_tests", {"by_file": {name: counts}}, device="cuda")
+    stored.forget()
+    text = tables_gpu.TABLES["gpu_tests"]()
+    stored.forget()
+    assert "| `test_a` | 5 | 0 | 0 | 0 |\n| `test_b` | 7 | 0 | 0 | 0 |" in text
+    assert "12 tests marked `gpu`. Run on a device, torch" in text

@@ -1,0 +1,44 @@
+"""Every table of the README and the docs is what the results say."""
+
+import pytest
+
+from benchmarks.report import tables, tables_gpu
+
+
+def test_tables_are_what_the_results_say():
+    assert tables.main(["--check"]) == 0
+
+
+def test_a_figure_typed_in_is_found(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(tables, "FILES", ("page.md",))
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- table overview -->\n| `turbo3` | 0.9999 |\n<!-- end -->\nafter\n")
+    assert tables.main(["--check"]) == 1
+    assert "page.md" in capsys.readouterr().err
+    assert tables.main([]) == 0
+    assert tables.main(["--check"]) == 0
+    text = page.read_text()
+    assert text.startswith("before\n") and text.endswith("after\n")
+    assert "| 0.9999 |" not in text
+
+
+RANDOM_WEIGHTS = {"extension_speed"}
+# They follow from a geometry, or from a Gaussian: no weights, no run.
+ARITHMETIC = {"distortions", "memory_by_geometry", "paper_table_4"}
+
+
+@pytest.mark.parametrize("name", ["memory_by_geometry", "paper_table_4"])
+def test_bytes_of_geometries_name_their_file(name):
+    text = tables.TABLES[name]()
+    assert "`benchmarks/results/memory.jsonl`" in text
+    assert "no weights are needed" in text
+
+
+# Those of a CUDA device are not of the embedded model, see test_gpu_benchmarks.py.
+@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC))
+def test_every_table_names_commit_model_and_versions(name):
+    text = tables.TABLES[name]()
+    model = "random weights" if name in RANDOM_WEIGHTS else "esm2-mini"
+    for word in (model, "commit", "torch", "transformers", "float32"):
+        assert word in text

@@ -1,0 +1,553 @@
+"""Lloyd-Max quantisers against published figures, quadrature, exhaustive search and scikit-learn."""
+
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.special import ndtri
+from scipy.stats import norm
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+
+from esm_turbo.codecs.fitting.lloyd_max import (
+    LloydMax,
+    _lloyd,
+    _PrefixSums,
+    _run_starts,
+    gaussian_lloyd_max,
+    gaussian_uniform,
+    lloyd_max,
+    lloyd_max_rows,
+    sign_distortion,
+    sign_magnitude,
+    uniform_quantizer,
+)
+
+# A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
+GAUSSIAN_GRID = ndtri((np.arange(200_000) + 0.5) / 200_000)
+
+
+def hard_samples():
+    rng = np.random.default_rng(5)
+    n = 4000
+    bulk = rng.standard_normal(n)
+    return {
+        "gaussian": bulk,
+        "laplace": rng.laplace(size=n),
+        "uniform": rng.random(n),
+        "student, 2 degrees": rng.standard_t(2, size=n),
+        "cauchy": rng.standard_cauchy(n),
+        "log-normal": np.exp(3 * bulk),
+        "seven clusters": rng.normal(rng.integers(0, 7, n) * 3.0, 0.05),
+        "planted x60": np.concatenate([bulk, 60 + rng.standard_normal(5)]),
+        "planted x200": np.concatenate([bulk, [200.0, -200.0, 190.0]]),
+        "thirty integers": rng.integers(0, 30, n).astype(np.float64),
+        "mostly zero": np.where(rng.random(n) < 0.9, 0.0, bulk),
+    }
+
+
+HARD_SAMPLES = hard_samples()
+
+
+def mean_squared_error(x, levels):
+    return np.square(x[:, None] - levels).min(axis=1).mean()
+
+
+def assert_is_quantiser(quantiser, levels):
+    assert quantiser.levels.shape == (levels,)
+    assert quantiser.levels.dtype == np.float64
+    assert (np.diff(quantiser.levels) >= 0).all()
+    middles = 0.5 * quantiser.levels[1:] + 0.5 * quantiser.levels[:-1]
+    np.testing.assert_array_equal(quantiser.boundaries, middles)
+
+
+# --- the Gaussian one
+
+
+@pytest.mark.parametrize(("bits", "published"), [(0, 1.0), (1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.00950)])
+def test_gaussian_distortion_is_the_published_one(bits, published):
+    # Max's figures have three or four digits (1 bit is 1 - 2 / pi = 0.36338); ours to nine stand below.
+    assert gaussian_lloyd_max(2**bits).distortion == pytest.approx(published, abs=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("levels", "distortion"),
+    [
+        (2, 1 - 2 / np.pi),
+        (4, 0.117481848),
+        (8, 0.034547761),
+        (16, 0.009501008),
+        (32, 0.002504668),
+        (64, 0.000644240),
+    ],
+)
+def test_gaussian_distortion_digits(levels, distortion):
+    assert gaussian_lloyd_max(levels).distortion == pytest.approx(distortion, abs=5e-10)
+
+
+def test_eight_gaussian_levels():
+    # Max 1960, table I, N = 8.
+    np.testing.assert_allclose(gaussian_lloyd_max(8).levels[4:], [0.2451, 0.7560, 1.344, 2.152], atol=5e-4)
+    np.testing.assert_allclose(gaussian_lloyd_max(8).boundaries[3:], [0, 0.5006, 1.050, 1.748], atol=5e-4)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 7, 8, 33, 64, 255, 256])
+def test_gaussian_conditions_by_quadrature(levels):
+    quantiser = gaussian_lloyd_max(levels)
+    assert_is_quantiser(quantiser, levels)
+    np.testing.assert_allclose(quantiser.levels, -quantiser.levels[::-1], atol=1e-15)
+    edges = np.concatenate([[-12.0], quantiser.boundaries, [12.0]])
+    distortion = 0.0
+    for level, lower, upper in zip(quantiser.levels, edges[:-1], edges[1:], strict=True):
+        mass = quad(norm.pdf, lower, upper, epsabs=0, epsrel=1e-11)[0]
+        # First moment about the level: 0 where the level is the mean of its cell.
+        first = quad(lambda x, c=level: (x - c) * norm.pdf(x), lower, level, epsabs=0, epsrel=1e-11)[0]
+        first += quad(lambda x, c=level: (x - c) * norm.pdf(x), level, upper, epsabs=0, epsrel=1e-11)[0]
+        assert abs(first) < 1e-9 * mass
+        distortion += quad(lambda x, c=level: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-11)[0]
+    assert quantiser.distortion == pytest.approx(distortion, rel=1e-8)
+
+
+def test_gaussian_result_is_the_callers_own():
+    gaussian_lloyd_max(4).levels[:] = 0.0
+    assert gaussian_lloyd_max(4).levels[0] == pytest.approx(-1.5104, abs=1e-4)
+
+
+# --- a sample's
+
+
+@pytest.mark.parametrize("levels", [2, 8, 16])
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_no_worse_than_kmeans(x, levels):
+    quantiser = lloyd_max(x, levels)
+    assert_is_quantiser(quantiser, levels)
+    assert quantiser.distortion == pytest.approx(mean_squared_error(x, quantiser.levels), rel=1e-9)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        kmeans = KMeans(levels, n_init=4, random_state=0).fit(x[:, None])
+    # One-sided: random starts often leave k-means in a worse optimum.
+    assert quantiser.distortion <= 1.01 * kmeans.inertia_ / len(x)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.integers(-40, 40), min_size=1, max_size=10), st.integers(1, 5))
+def test_small_samples_are_solved_exactly(values, levels):
+    x = np.sort(np.array(values, dtype=np.float64))
+    best = min(
+        sum(((cell - cell.mean()) ** 2).sum() for cell in np.split(x, cuts) if len(cell)) / len(x)
+        for cuts in itertools.combinations_with_replacement(range(len(x) + 1), levels - 1)
+    )
+    assert lloyd_max(x, levels).distortion == pytest.approx(best, rel=1e-9, abs=1e-12)
+
+
+@pytest.mark.parametrize("bits", range(7))
+def test_large_gaussian_sample_gives_the_gaussian_quantiser(bits):
+    expected, found = gaussian_lloyd_max(2**bits), lloyd_max(GAUSSIAN_GRID, 2**bits)
+    np.testing.assert_allclose(found.levels, expected.levels, atol=0.03)
+    assert found.distortion == pytest.approx(expected.distortion, rel=3e-3)
+
+
+def test_random_gaussian_sample():
+    x = np.random.default_rng(0).standard_normal(200_000)
+    found = lloyd_max(x, 8)
+    np.testing.assert_allclose(found.levels, gaussian_lloyd_max(8).levels, atol=0.04)
+    assert found.distortion == pytest.approx(0.034548, rel=0.02)
+
+
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_order_does_not_matter(x):
+    weights = np.random.default_rng(1).integers(1, 5, len(x)) / 3
+    order = np.random.default_rng(2).permutation(len(x))
+    for given_weights, shuffled_weights in ((None, None), (weights, weights[order])):
+        first, second = lloyd_max(x, 8, given_weights), lloyd_max(x[order], 8, shuffled_weights)
+        np.testing.assert_array_equal(first.levels, second.levels)
+        assert first.distortion == second.distortion
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
+@pytest.mark.parametrize("levels", [2, 8, 64])
+def test_scale_equivariance(factor, levels):
+    x = HARD_SAMPLES["student, 2 degrees"]
+    unit, scaled = lloyd_max(x, levels), lloyd_max(factor * x, levels)
+    np.testing.assert_allclose(scaled.levels, factor * unit.levels, rtol=1e-6, atol=1e-9 * factor)
+    assert scaled.distortion == pytest.approx(factor * factor * unit.distortion, rel=1e-6)
+
+
+@pytest.mark.parametrize("shift", [-3.0, 1e4])
+def test_shift_and_mirror(shift):
+    x = HARD_SAMPLES["gaussian"]
+    unit, shifted, mirrored = lloyd_max(x, 8), lloyd_max(x + shift, 8), lloyd_max(-x, 8)
+    np.testing.assert_allclose(shifted.levels, unit.levels + shift, atol=1e-6)
+    assert shifted.distortion == pytest.approx(unit.distortion, rel=1e-6)
+    np.testing.assert_allclose(mirrored.levels, -unit.levels[::-1], atol=1e-6)
+
+
+def test_largest_numbers_do_not_overflow():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quantiser = lloyd_max([-1.7e308, -1.6e308, 1.6e308, 1.7e308], 2)
+    np.testing.assert_allclose(quantiser.levels, [-1.65e308, 1.65e308], rtol=1e-12)
+    assert np.isfinite(quantiser.boundaries).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
+def test_dtypes(dtype):
+    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype).reshape(40, -1)
+    narrow, wide = lloyd_max(x, 8), lloyd_max(x.astype(np.float64), 8)
+    np.testing.assert_array_equal(narrow.levels, wide.levels)
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 8])
+def test_few_distinct_values(levels):
+    values = np.array([-0.3, 0.1, 0.7])
+    quantiser = lloyd_max(np.repeat(values, [5, 1, 30]), levels)
+    assert_is_quantiser(quantiser, levels)
+    if levels >= 3:
+        np.testing.assert_array_equal(quantiser.levels, [*values, *[0.7] * (levels - 3)])
+        assert quantiser.distortion == 0.0
+    else:
+        assert quantiser.distortion > 0.0
+
+
+@pytest.mark.parametrize("value", [0.0, 0.1, -3e300, 1e-300])
+def test_constant_input(value):
+    quantiser = lloyd_max(np.full(100, value), 8)
+    np.testing.assert_array_equal(quantiser.levels, value)
+    np.testing.assert_array_equal(quantiser.boundaries, value)
+    assert quantiser.distortion == 0.0
+
+
+def test_values_that_merge_in_rounding():
+    # Sixteen neighbours of 1 and one far value: in units of the range the neighbours are one number.
+    x = np.concatenate([1.0 + np.arange(16) * 2.0**-52, [1e6]])
+    quantiser = lloyd_max(x, 4)
+    assert_is_quantiser(quantiser, 4)
+    assert quantiser.levels[0] == pytest.approx(1.0, abs=1e-9)
+    assert quantiser.levels[-1] == 1e6
+    assert quantiser.distortion < 1e-18
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.floats(-1e12, 1e12), min_size=1, max_size=60),
+    st.integers(1, 20),
+    st.randoms(use_true_random=False),
+)
+def test_any_sample_gives_a_sound_quantiser(values, levels, random):
+    x = np.array(values)
+    quantiser = lloyd_max(x, levels)
+    assert_is_quantiser(quantiser, levels)
+    assert quantiser.levels[0] >= x.min() - 1e-9 * np.abs(x).max()
+    assert quantiser.levels[-1] <= x.max() + 1e-9 * np.abs(x).max()
+    scale = np.abs(x).max() ** 2
+    assert quantiser.distortion <= x.var() + 1e-12 * scale
+    assert quantiser.distortion == pytest.approx(mean_squared_error(x, quantiser.levels), abs=1e-12 * scale)
+    random.shuffle(values)
+    np.testing.assert_array_equal(lloyd_max(values, levels).levels, quantiser.levels)
+
+
+def test_more_levels_are_never_worse():
+    x = HARD_SAMPLES["planted x60"]
+    distortions = [lloyd_max(x, levels).distortion for levels in range(1, 40)]
+    assert (np.diff(distortions) < 0).all()
+    assert distortions[0] == pytest.approx(x.var(), rel=1e-12)
+
+
+def test_a_level_that_loses_its_samples_is_used_elsewhere():
+    # The middle cell of the start holds 0 and 10, which are nearer to -1 and 11 than to their mean.
+    x = np.array([-1.0, -1.0, 0.0, 10.0, 11.0, 11.0, 12.0])
+    levels = _lloyd(_PrefixSums(x, None), _run_starts(x), np.array([0, 2, 4, 7]))
+    assert (np.diff(levels) > 0).all()
+    assert mean_squared_error(x, levels) == pytest.approx(mean_squared_error(x, lloyd_max(x, 3).levels))
+
+
+# --- weights
+
+
+def test_whole_weights_are_repeats():
+    rng = np.random.default_rng(3)
+    x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
+    weighted, repeated = lloyd_max(x, 8, weights=repeats), lloyd_max(np.repeat(x, repeats), 8)
+    np.testing.assert_allclose(weighted.levels, repeated.levels, atol=5e-3)
+    assert weighted.distortion == pytest.approx(repeated.distortion, rel=1e-3)
+
+
+def test_density_as_weights():
+    x = np.linspace(-8, 8, 20_001)
+    quantiser = lloyd_max(x, 8, weights=norm.pdf(x))
+    np.testing.assert_allclose(quantiser.levels, gaussian_lloyd_max(8).levels, atol=5e-3)
+    assert quantiser.distortion == pytest.approx(0.034548, abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", [1e-300, 1e300])
+def test_only_the_ratios_of_weights_count(scale):
+    x = HARD_SAMPLES["laplace"][:500]
+    weights = np.random.default_rng(4).random(500)
+    np.testing.assert_allclose(
+        lloyd_max(x, 4, weights=scale * weights).levels, lloyd_max(x, 4, weights=weights).levels, rtol=1e-9
+    )
+
+
+@pytest.mark.parametrize("small", [1e-30, 1e-14, 3e-15])
+def test_weights_lost_in_rounding(small):
+    x = np.arange(60.0)
+    weights = np.where(x < 25, 1.0, small * (1 + np.arange(60) % 7))
+    quantiser = lloyd_max(x, 40, weights=weights)
+    assert_is_quantiser(quantiser, 40)
+    # The heavy samples have a level each, the others at least one among them.
+    assert np.abs(quantiser.levels[:, None] - x[:25]).min(axis=0).max() < 1e-12
+    assert 25 - 1e-12 <= quantiser.levels[-1] <= 59 + 1e-12
+    assert quantiser.distortion < 1e4 * small
+
+
+# --- rows
+
+
+def test_rows_are_independent_problems():
+    rng = np.random.default_rng(6)
+    x = (rng.standard_normal((7, 3000)) * np.arange(7)[:, None]).astype(np.float32)
+    levels, boundaries, distortions = lloyd_max_rows(x, 8)
+    assert (levels.shape, boundaries.shape, distortions.shape) == ((7, 8), (7, 7), (7,))
+    for i, row in enumerate(x):
+        one = lloyd_max(row, 8)
+        np.testing.assert_array_equal(levels[i], one.levels)
+        np.testing.assert_array_equal(boundaries[i], one.boundaries)
+        assert distortions[i] == one.distortion
+
+
+def test_no_rows():
+    levels, boundaries, distortions = lloyd_max_rows(np.empty((0, 10)), 8)
+    assert (levels.shape, boundaries.shape, distortions.shape) == ((0, 8), (0, 7), (0,))
+
+
+# --- evenly spaced levels
+
+
+def even_levels(step, levels):
+    return step * (np.arange(levels) - (levels - 1) / 2)
+
+
+@pytest.mark.parametrize(
+    ("levels", "step", "distortion"),
+    [(2, 1.5957, 0.3634), (4, 0.9957, 0.1188), (8, 0.5860, 0.03744), (16, 0.3352, 0.01154), (32, 0.1881, 0.003495)],
+)
+def test_even_gaussian_levels_are_the_published_ones(levels, step, distortion):
+    # Max 1960, table II; one unit in the last digit.
+    found = gaussian_uniform(levels)
+    assert found.step == pytest.approx(step, abs=1.0001e-4)
+    assert found.distortion == pytest.approx(distortion, abs=10.0 ** -(4 if levels < 8 else 5 if levels < 32 else 6))
+
+
+@pytest.mark.parametrize("levels", [2, 4, 6, 64, 128, 256])
+def test_even_gaussian_levels_by_quadrature(levels):
+    found = gaussian_uniform(levels)
+
+    def distortion(step):
+        centres = even_levels(step, levels)
+        edges = np.concatenate([[-12.0], 0.5 * (centres[1:] + centres[:-1]), [12.0]])
+        return sum(
+            quad(lambda x, c=c: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-10)[0]
+            for c, lower, upper in zip(centres, edges[:-1], edges[1:], strict=True)
+        )
+
+    assert found.distortion == pytest.approx(distortion(found.step), rel=1e-8)
+    for other in (0.97, 1.03):
+        assert distortion(other * found.step) > found.distortion
+    assert found.distortion >= gaussian_lloyd_max(levels).distortion - 1e-12
+
+
+@pytest.mark.parametrize("levels", [2, 4, 8, 16, 64])
+def test_large_gaussian_sample_gives_the_gaussian_step(levels):
+    expected, found = gaussian_uniform(levels), uniform_quantizer(GAUSSIAN_GRID, levels)
+    assert found.step == pytest.approx(expected.step, rel=5e-3)
+    assert found.distortion == pytest.approx(expected.distortion, rel=3e-3)
+
+
+@pytest.mark.parametrize("levels", [2, 16, 256])
+def test_even_levels_of_a_uniform_sample_fill_its_range(levels):
+    found = uniform_quantizer(np.linspace(-1, 1, 100_001), levels)
+    assert found.step == pytest.approx(2 / levels, rel=1e-2)
+    assert found.distortion == pytest.approx((2 / levels) ** 2 / 12, rel=5e-2)
+
+
+@pytest.mark.parametrize("levels", [2, 8, 16, 256])
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_even_levels_are_never_worse_than_gaussian_ones(x, levels):
+    found = uniform_quantizer(x, levels)
+    assert found.distortion == pytest.approx(mean_squared_error(x, even_levels(found.step, levels)), rel=1e-7)
+    root_mean_square = np.sqrt(np.square(x).mean())
+    gaussian = even_levels(root_mean_square * gaussian_uniform(levels).step, levels)
+    assert found.distortion <= mean_squared_error(x, gaussian) * (1 + 1e-9)
+    # No step that is near is better by more than a hundredth, unless the sample is a lattice itself.
+    for factor in np.linspace(0.8, 1.25, 31) if len(np.unique(x)) > 1000 and levels <= 16 else ():
+        assert found.distortion <= 1.01 * mean_squared_error(x, even_levels(factor * found.step, levels))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(st.integers(-30, 30), min_size=1, max_size=8).filter(any),
+    st.sampled_from([2, 4, 6]),
+)
+def test_even_levels_of_small_samples(values, levels):
+    """Against all steps on a fine grid: a thousandth of the power is all that a step can miss."""
+    x = np.array(values, dtype=np.float64)
+    found = uniform_quantizer(x, levels)
+    power = np.square(x).mean()
+    start = np.sqrt(power) * gaussian_uniform(levels).step
+    least = min(mean_squared_error(x, even_levels(step, levels)) for step in start * np.linspace(0.5, 4, 400))
+    assert found.distortion == pytest.approx(mean_squared_error(x, even_levels(found.step, levels)), abs=1e-12 * power)
+    assert found.distortion <= least + 1e-3 * power
+
+
+def test_even_levels_of_literal_numbers():
+    # Halves of four levels one apart: the sample itself.
+    assert uniform_quantizer([-1.5, -0.5, 0.5, 1.5], 4) == pytest.approx((1.0, 0.0), abs=1e-12)
+    assert uniform_quantizer([3.0, -3.0, 3.0], 2) == pytest.approx((6.0, 0.0), abs=1e-12)
+    # Two levels at plus and minus the mean size; what is left is its variance.
+    assert uniform_quantizer([1.0, -3.0], 2) == pytest.approx((4.0, 1.0))
+    assert uniform_quantizer([1.0, -3.0], 2, weights=[3.0, 1.0]) == pytest.approx((3.0, 0.75))
+
+
+@pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
+@pytest.mark.parametrize("levels", [2, 8, 64])
+def test_even_levels_scale(factor, levels):
+    x = HARD_SAMPLES["laplace"]
+    unit, scaled = uniform_quantizer(x, levels), uniform_quantizer(factor * x, levels)
+    assert scaled.step == pytest.approx(factor * unit.step, rel=1e-6)
+    assert scaled.distortion == pytest.approx(factor * factor * unit.distortion, rel=1e-6)
+
+
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_even_levels_see_neither_signs_nor_order(x):
+    weights = np.random.default_rng(1).integers(1, 5, len(x)) / 3
+    order = np.random.default_rng(2).permutation(len(x))
+    assert uniform_quantizer(x, 8) == uniform_quantizer(-x[order][None], 8)
+    assert uniform_quantizer(x, 8, weights) == uniform_quantizer(np.abs(x)[order], 8, weights[order])
+
+
+def test_even_levels_of_whole_weights_are_those_of_repeats():
+    rng = np.random.default_rng(3)
+    x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
+    weighted, repeated = uniform_quantizer(x, 8, weights=repeats), uniform_quantizer(np.repeat(x, repeats), 8)
+    assert weighted == pytest.approx(repeated, rel=1e-9)
+    assert uniform_quantizer(x, 8, weights=1e300 * repeats) == pytest.approx(repeated, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
+def test_even_levels_of_any_dtype(dtype):
+    x = (HARD_SAMPLES["laplace"] * 100).astype(dtype)
+    assert uniform_quantizer(x, 8) == uniform_quantizer(x.astype(np.float64), 8)
+
+
+@pytest.mark.parametrize("levels", [0, -2, 258, 2.5, 1, 3, 255])
+def test_bad_even_levels(levels):
+    match = "`levels` must be even" if levels in (1, 3, 255) else "`levels` must be one of 1 to 256"
+    for call in (lambda: gaussian_uniform(levels), lambda: uniform_quantizer([1.0, 2.0], levels)):
+        with pytest.raises(ValueError, match=match):
+            call()
+
+
+def test_bad_samples_for_even_levels():
+    with pytest.raises(ValueError, match="empty"):
+        uniform_quantizer([], 8)
+    with pytest.raises(ValueError, match="1 values that are NaN or infinite"):
+        uniform_quantizer([1.0, np.nan], 8)
+    with pytest.raises(ValueError, match="all zero"):
+        uniform_quantizer(np.zeros(5), 8)
+    with pytest.raises(ValueError, match="all zero"):
+        uniform_quantizer([0.0, 1.0], 8, weights=[1.0, 0.0])
+    for x in ([1j, 2j], ["a"], [True, False]):
+        with pytest.raises(ValueError, match="real numbers"):
+            uniform_quantizer(x, 2)
+    for weights in ([1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]):
+        with pytest.raises(ValueError, match="finite and non-negative"):
+            uniform_quantizer([0.0, 1.0], 2, weights=weights)
+    with pytest.raises(ValueError, match="shape"):
+        uniform_quantizer([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])
+
+
+# --- the sign correction
+
+
+def test_three_bits_and_a_sign_on_a_gaussian():
+    quantiser = gaussian_lloyd_max(8)
+    magnitude = sign_magnitude(GAUSSIAN_GRID, quantiser)
+    distortion = sign_distortion(GAUSSIAN_GRID, quantiser, magnitude)
+    # By quadrature the mean absolute residual is 0.149594 and 0.0345478 - 0.149594^2 = 0.0121693.
+    assert magnitude == pytest.approx(0.149594, abs=5e-5)
+    assert distortion == pytest.approx(0.0121693, abs=2e-5)
+    # Worse than a fourth bit in the table, better than without the sign.
+    assert gaussian_lloyd_max(16).distortion < distortion < quantiser.distortion
+
+
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_sign_correction(x):
+    quantiser = lloyd_max(x, 8)
+    magnitude = sign_magnitude(x, quantiser)
+    assert magnitude == pytest.approx(np.abs(x[:, None] - quantiser.levels).min(axis=1).mean(), rel=1e-9)
+    distortion = sign_distortion(x, quantiser, magnitude)
+    assert distortion == pytest.approx(quantiser.distortion - magnitude**2, rel=1e-6)
+    for other in (0.9 * magnitude, 1.1 * magnitude):
+        assert sign_distortion(x, quantiser, other) > distortion
+
+
+def test_sign_correction_of_literal_numbers():
+    quantiser = LloydMax(np.array([0.0, 4.0]), np.array([2.0]), float("nan"))
+    x = np.array([-1.0, 1.0, 2.0, 3.0])
+    assert sign_magnitude(x, quantiser) == 1.25
+    assert sign_distortion(x, quantiser, 1.0) == 0.25
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize("levels", [0, -1, 257, 2.5])
+def test_bad_levels(levels):
+    for call in (
+        lambda: gaussian_lloyd_max(levels),
+        lambda: lloyd_max([1.0, 2.0], levels),
+        lambda: lloyd_max_rows([[1.0, 2.0]], levels),
+    ):
+        with pytest.raises(ValueError, match="`levels` must be one of 1 to 256"):
+            call()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_samples_that_are_not_finite(bad):
+    x = [0.0, bad, 1.0, bad]
+    quantiser = gaussian_lloyd_max(2)
+    for call in (
+        lambda: lloyd_max(x, 2),
+        lambda: lloyd_max_rows([[0.0] * 4, x], 2),
+        lambda: sign_magnitude(x, quantiser),
+        lambda: sign_distortion(x, quantiser, 0.1),
+    ):
+        with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
+            call()
+
+
+def test_bad_samples():
+    with pytest.raises(ValueError, match="empty"):
+        lloyd_max([], 8)
+    with pytest.raises(ValueError, match="empty"):
+        lloyd_max_rows(np.empty((3, 0)), 8)
+    with pytest.raises(ValueError, match=r"\[rows, n\]"):
+        lloyd_max_rows([1.0, 2.0], 8)
+    for x in ([1j, 2j], ["a"], [True, False]):
+        with pytest.raises(ValueError, match="real numbers"):
+            lloyd_max(x, 2)
+
+
+@pytest.mark.parametrize("weights", [[1.0, -1.0], [np.nan, 1.0], [np.inf, 1.0], [0.0, 0.0]])
+def test_bad_weights(weights):
+    with pytest.raises(ValueError, match="finite and non-negative"):
+        lloyd_max([0.0, 1.0], 2, weights=weights)
+
+
+def test_weights_of_another_shape():
+    with pytest.raises(ValueError, match="shape"):
+        lloyd_max([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])

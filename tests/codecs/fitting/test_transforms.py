@@ -1,0 +1,446 @@
+"""Transforms: orthogonality, exact scores, invariance under planted outliers; bits against brute force."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esm_turbo.codecs.fitting.lloyd_max import gaussian_lloyd_max
+from esm_turbo.codecs.fitting.transforms import (
+    GAUSSIAN_DISTORTIONS,
+    Transform,
+    component_variances,
+    identity,
+    query_aware,
+    random_hadamard,
+    reverse_water_filling,
+    standardized,
+    svd_rotation,
+)
+
+HEAD_DIMS = [16, 24, 32, 64, 128]
+
+
+def correlated(seed, shape, tokens=400, decay=0.15):
+    """Vectors [*stack, tokens, head_dim]: variances that fall along random directions, a mean other than 0."""
+    rng = np.random.default_rng(seed)
+    head_dim = shape[-1]
+    mixing = np.linalg.qr(rng.standard_normal((*shape, head_dim)))[0] * np.exp(-decay * np.arange(head_dim))
+    mean = rng.standard_normal((*shape[:-1], 1, head_dim))
+    return rng.standard_normal((*shape[:-1], tokens, head_dim)) @ np.swapaxes(mixing, -1, -2) + mean
+
+
+def second_moment(x):
+    return np.swapaxes(x, -1, -2) @ x / x.shape[-2]
+
+
+def covariance(x):
+    return second_moment(x - x.mean(axis=-2, keepdims=True))
+
+
+def mapped(matrix, x):
+    """matrix [..., D, D] applied to each row of x [..., tokens, D]."""
+    return x @ np.swapaxes(matrix, -1, -2)
+
+
+def up_to_signs(rows, expected):
+    signs = np.sign((rows * expected).sum(axis=-1, keepdims=True))
+    return rows * signs
+
+
+def assert_inverse(transform, atol=1e-9):
+    eye = np.eye(transform.forward.shape[-1])
+    np.testing.assert_allclose(
+        transform.forward @ transform.inverse, np.broadcast_to(eye, transform.forward.shape), atol=atol
+    )
+
+
+def assert_orthogonal(transform):
+    np.testing.assert_allclose(transform.inverse, np.swapaxes(transform.forward, -1, -2), atol=0)
+    assert_inverse(transform, atol=1e-12)
+
+
+# --- no rotation
+
+
+def test_identity():
+    transform = identity((2, 3, 16))
+    assert transform.forward.shape == transform.inverse.shape == (2, 3, 16, 16)
+    np.testing.assert_array_equal(transform.forward, np.broadcast_to(np.eye(16), (2, 3, 16, 16)))
+    transform.forward[0, 0, 0, 0] = 5.0
+    assert transform.forward[1, 0, 0, 0] == transform.inverse[0, 0, 0, 0] == 1.0
+
+
+@pytest.mark.parametrize("shape", [(), (2, 0)])
+def test_identity_needs_a_head_dim(shape):
+    with pytest.raises(ValueError, match="`shape`"):
+        identity(shape)
+
+
+# --- the paper's rotation
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_svd_rotation_is_that_of_the_stacked_vectors(head_dim):
+    x = correlated(head_dim, (2, 3, head_dim), decay=4 / head_dim)
+    transform = svd_rotation(second_moment(x))
+    assert_orthogonal(transform)
+    _, singular, right = np.linalg.svd(x, full_matrices=False)
+    np.testing.assert_allclose(up_to_signs(transform.forward, right), right, atol=1e-6)
+    variances = np.square(mapped(transform.forward, x)).mean(axis=-2)
+    np.testing.assert_allclose(variances, singular**2 / x.shape[-2], rtol=1e-9)
+    assert (np.diff(variances, axis=-1) < 0).all()
+
+
+def test_svd_rotation_has_fixed_signs():
+    rng = np.random.default_rng(0)
+    moment = second_moment(correlated(1, (5, 16)))
+    rows = svd_rotation(moment).forward
+    largest = np.abs(rows).argmax(axis=-1)[..., None]
+    assert (np.take_along_axis(rows, largest, axis=-1) > 0).all()
+    noisy = moment * (1 + 1e-12 * rng.standard_normal((1, 16, 16)))
+    np.testing.assert_allclose(svd_rotation(0.5 * (noisy + np.swapaxes(noisy, -1, -2))).forward, rows, atol=1e-7)
+
+
+def test_svd_rotation_of_degenerate_moments():
+    x = np.zeros((1, 8))
+    x[0, 3] = -2.0
+    transform = svd_rotation(second_moment(x))
+    assert_orthogonal(transform)
+    np.testing.assert_allclose(transform.forward[0], np.eye(8)[3], atol=1e-12)
+    assert_orthogonal(svd_rotation(np.zeros((4, 4))))
+
+
+# --- random Hadamard
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 128])
+def test_hadamard_entries_have_one_magnitude(head_dim):
+    transform = random_hadamard(head_dim, seed=3, stack=(2, 3))
+    assert transform.forward.shape == (2, 3, head_dim, head_dim)
+    assert_orthogonal(transform)
+    np.testing.assert_allclose(np.abs(transform.forward), head_dim**-0.5, rtol=1e-12)
+
+
+@pytest.mark.parametrize("head_dim", [3, 5, 6, 7, 9, 10, 18, 25, 52, 100])
+def test_hadamard_like_sizes(head_dim):
+    transform = random_hadamard(head_dim, seed=3, stack=(4,))
+    assert_orthogonal(transform)
+    outlier = np.zeros(head_dim)
+    outlier[0] = 1.0
+    # Whatever the odd factor, an outlier is spread over the power of two.
+    power = head_dim & -head_dim
+    assert np.abs(transform.forward @ outlier).max() <= power**-0.5 + 1e-12
+
+
+def test_hadamard_of_power_of_two_is_sylvesters():
+    rows = random_hadamard(4, seed=0).forward * 2
+    np.testing.assert_allclose(
+        rows * rows[:1], [[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]], atol=1e-12
+    )
+
+
+def test_hadamard_seeds_and_stack():
+    first, again, other = (random_hadamard(24, seed, stack=(3, 5)).forward for seed in (1, 1, 2))
+    np.testing.assert_array_equal(first, again)
+    assert not np.array_equal(first, other)
+    heads = first.reshape(15, 24, 24)
+    assert all(not np.array_equal(heads[i], heads[j]) for i, j in itertools.combinations(range(15), 2))
+    assert random_hadamard(16, 0).forward.shape == (16, 16)
+
+
+def test_hadamard_bad_arguments():
+    with pytest.raises(ValueError, match="`head_dim`"):
+        random_hadamard(0, seed=0)
+    with pytest.raises(ValueError, match="`seed`"):
+        random_hadamard(16, seed=-1)
+
+
+# --- standardised components
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_standardized_components_have_unit_mean_square(head_dim):
+    x = correlated(7, (3, head_dim), decay=4 / head_dim)
+    moment = second_moment(x)
+    for base in (identity((3, head_dim)), svd_rotation(moment), random_hadamard(head_dim, 0, (3,))):
+        transform = standardized(base, moment)
+        assert_inverse(transform)
+        np.testing.assert_allclose(np.square(mapped(transform.forward, x)).mean(axis=-2), 1.0, rtol=1e-9)
+        np.testing.assert_allclose(
+            component_variances(base, moment), np.square(mapped(base.forward, x)).mean(axis=-2), rtol=1e-9
+        )
+
+
+def test_standardized_keeps_dead_components_finite_and_small():
+    moment = np.diag([4.0, 1.0, 0.0, 1e-30])
+    transform = standardized(identity((4,)), moment)
+    np.testing.assert_allclose(np.diag(transform.forward), [0.5, 1.0, 5e5, 5e5])
+    np.testing.assert_allclose(np.diag(transform.inverse), [2.0, 1.0, 2e-6, 2e-6])
+    dead = standardized(identity((2, 4)), np.zeros((2, 4, 4)))
+    np.testing.assert_array_equal(dead.forward, np.broadcast_to(np.eye(4), (2, 4, 4)))
+
+
+def test_variances_are_never_negative():
+    rng = np.random.default_rng(2)
+    x = rng.standard_normal((3, 40)) @ rng.standard_normal((40, 40))
+    variances = component_variances(svd_rotation(second_moment(x)), second_moment(x))
+    assert (variances >= 0).all()
+    np.testing.assert_allclose(variances.sum(), np.trace(second_moment(x)), rtol=1e-12)
+
+
+# --- the query-aware map
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.05, 1.0])
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scores_are_preserved(head_dim, shrinkage):
+    q, k = correlated(1, (2, head_dim)), correlated(2, (2, head_dim))
+    transform = query_aware(covariance(k), second_moment(q), shrinkage)
+    assert_inverse(transform, atol=1e-7)
+    mapped_q = mapped(np.swapaxes(transform.inverse, -1, -2), q)
+    expected = q @ np.swapaxes(k, -1, -2)
+    found = mapped_q @ np.swapaxes(mapped(transform.forward, k), -1, -2)
+    np.testing.assert_allclose(found, expected, atol=1e-8 * np.abs(expected).max())
+
+
+def test_error_of_scores_is_the_sum_of_squared_errors():
+    q, k = correlated(3, (2, 24)), correlated(4, (2, 24))
+    transform = query_aware(covariance(k), second_moment(q))
+    error = np.random.default_rng(5).standard_normal((2, 50, 24))
+    in_scores = np.square(error @ np.swapaxes(q, -1, -2)).mean(axis=-1)
+    np.testing.assert_allclose(np.square(mapped(transform.forward, error)).sum(axis=-1), in_scores, rtol=1e-9)
+
+
+def test_components_are_uncorrelated_in_falling_order():
+    q, k = correlated(3, (2, 24)), correlated(4, (2, 24))
+    transform = query_aware(covariance(k), second_moment(q))
+    after = transform.forward @ covariance(k) @ np.swapaxes(transform.forward, -1, -2)
+    variances = np.diagonal(after, axis1=-2, axis2=-1)
+    assert (np.diff(variances, axis=-1) < 0).all()
+    scale = np.sqrt(variances[:, :, None] * variances[:, None, :])
+    np.testing.assert_allclose(after / scale, np.broadcast_to(np.eye(24), after.shape), atol=1e-6)
+    # The eigenvalues are those of S_k S_q, here by a route without square roots.
+    expected = np.linalg.eigvals(covariance(k) @ second_moment(q)).real
+    np.testing.assert_allclose(variances, -np.sort(-expected, axis=-1), rtol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1e-3, 10.0, 60.0, 200.0, 1e6])
+@pytest.mark.parametrize("shrinkage", [0.0, 0.01, 0.3])
+@pytest.mark.parametrize("head_dim", [16, 24, 64])
+def test_planted_outliers_change_nothing(head_dim, shrinkage, factor):
+    q, k = correlated(8, (2, head_dim), decay=3 / head_dim), correlated(9, (2, head_dim), decay=3 / head_dim)
+    scale = np.ones(head_dim)
+    scale[[2, 2 + head_dim // 2]] = factor
+    scale[[5, 5 + head_dim // 2]] = factor**0.5
+    plain = query_aware(covariance(k), second_moment(q), shrinkage)
+    planted = query_aware(covariance(k * scale), second_moment(q / scale), shrinkage)
+    expected, found = mapped(plain.forward, k), mapped(planted.forward, k * scale)
+    spread = expected.std(axis=-2, keepdims=True)
+    np.testing.assert_allclose(found / spread, expected / spread, atol=1e-6 * np.abs(expected / spread).max())
+    np.testing.assert_allclose(
+        component_variances(planted, covariance(k * scale)),
+        component_variances(plain, covariance(k)),
+        rtol=1e-6,
+    )
+    # The same for queries, so that scores agree component by component.
+    np.testing.assert_allclose(
+        planted.inverse / scale[:, None],
+        plain.inverse,
+        rtol=1e-5,
+        atol=1e-6 * np.abs(plain.inverse).max(),
+    )
+
+
+def test_adding_a_multiple_of_the_identity_would_not_be_invariant():
+    # What the covariant shrinkage is for: the same test fails with the usual ridge.
+    q, k = correlated(8, (16,)), correlated(9, (16,))
+    scale = np.ones(16)
+    scale[[2, 10]] = 200.0
+    ridge = 0.01 * np.eye(16)
+    plain = query_aware(covariance(k) + ridge, second_moment(q) + ridge)
+    planted = query_aware(covariance(k * scale) + ridge, second_moment(q / scale) + ridge)
+    expected, found = mapped(plain.forward, k), mapped(planted.forward, k * scale)
+    assert np.abs(np.abs(found) - np.abs(expected)).max() > 0.01 * np.abs(expected).max()
+
+
+def test_values_are_invariant_channel_by_channel():
+    weight, v = np.random.default_rng(0).standard_normal((48, 15)), correlated(10, (15,))
+    scale = np.ones(15)
+    scale[4] = 200.0
+    plain = query_aware(covariance(v), weight.T @ weight, 0.1, rotary_pairs=False)
+    planted = query_aware(covariance(v * scale), (weight / scale).T @ (weight / scale), 0.1, rotary_pairs=False)
+    np.testing.assert_allclose(mapped(planted.forward, v * scale), mapped(plain.forward, v), atol=1e-6)
+    # What the output projection sees is unchanged by a trip through the map.
+    back = mapped(weight @ plain.inverse, mapped(plain.forward, v))
+    np.testing.assert_allclose(back, mapped(weight, v), atol=1e-9)
+
+
+def test_full_shrinkage_sees_pairs_only():
+    q, k = correlated(8, (16,)), correlated(9, (16,))
+    transform = query_aware(covariance(k), second_moment(q), 1.0)
+    pair_k, pair_q = (np.tile(np.diag(s).reshape(2, 8).mean(axis=0), 2) for s in (covariance(k), second_moment(q)))
+    np.testing.assert_allclose(transform.forward.T @ transform.forward, np.diag(pair_q), atol=1e-12)
+    after = transform.forward @ np.diag(pair_k) @ transform.forward.T
+    np.testing.assert_allclose(after, np.diag(-np.sort(-pair_k * pair_q)), atol=1e-12)
+
+
+@pytest.mark.parametrize("shrinkage", [0.0, 0.05])
+def test_degenerate_moments_stay_invertible(shrinkage):
+    q, k = correlated(1, (16,), tokens=3), correlated(2, (16,), tokens=3)
+    q[:, [3, 11]] = 0.0
+    k[:, [5, 13]] = 7.0
+    for queries in (second_moment(q), np.zeros((16, 16))):
+        for keys in (covariance(k), np.zeros((16, 16))):
+            transform = query_aware(keys, queries, shrinkage)
+            assert np.isfinite(transform.forward).all()
+            assert np.isfinite(transform.inverse).all()
+            assert_inverse(transform, atol=1e-4)
+
+
+def test_stacks_are_independent_and_deterministic():
+    q, k = correlated(1, (2, 3, 16)), correlated(2, (2, 3, 16))
+    stacked = query_aware(covariance(k), second_moment(q), 0.1)
+    again = query_aware(covariance(k), second_moment(q), 0.1)
+    np.testing.assert_array_equal(stacked.forward, again.forward)
+    one = query_aware(covariance(k[1, 2]), second_moment(q[1, 2]), 0.1)
+    np.testing.assert_allclose(stacked.forward[1, 2], one.forward, rtol=1e-9, atol=1e-12)
+
+
+# --- bad moments
+
+
+@pytest.mark.parametrize(
+    ("moment", "message"),
+    [
+        (np.zeros((3, 4)), "head_dim, head_dim"),
+        (np.zeros(4), "head_dim, head_dim"),
+        (np.zeros((2, 0, 0)), "head_dim, head_dim"),
+        (np.full((4, 4), np.nan), "NaN"),
+        (np.diag([1.0, np.inf]), "NaN or infinity"),
+        (np.triu(np.ones((4, 4))), "not symmetric"),
+        (np.diag([1.0, -0.5]), "negative diagonal"),
+    ],
+    ids=["not square", "vector", "empty", "NaN", "infinity", "not symmetric", "negative"],
+)
+def test_bad_moments(moment, message):
+    good = np.eye(moment.shape[-1])
+    for call in (
+        lambda: svd_rotation(moment),
+        lambda: standardized((good, good), moment),
+        lambda: component_variances((good, good), moment),
+        lambda: query_aware(moment, good),
+        lambda: query_aware(good, moment),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_asymmetry_is_seen_beside_an_outlier_channel():
+    moment = np.diag([1e8, 1.0, 1.0, 1.0])
+    moment[1, 2] = 0.5
+    with pytest.raises(ValueError, match="not symmetric"):
+        svd_rotation(moment)
+
+
+def test_a_little_rounding_is_accepted():
+    moment = np.diag([1.0, -1e-14])
+    moment[0, 1] = 1e-12
+    assert_orthogonal(svd_rotation(moment))
+    assert_inverse(query_aware(moment, moment), atol=1e-6)
+
+
+def test_query_aware_bad_arguments():
+    eye = np.eye(4)
+    with pytest.raises(ValueError, match="but `query_second_moment` is"):
+        query_aware(eye, np.eye(6))
+    for shrinkage in (-0.1, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="`shrinkage`"):
+            query_aware(eye, eye, shrinkage)
+    with pytest.raises(ValueError, match="even"):
+        query_aware(np.eye(5), np.eye(5))
+    with pytest.raises(ValueError, match="`transform` is"):
+        standardized(Transform(np.eye(3), np.eye(3)), eye)
+
+
+# --- bits
+
+
+def summed_distortion(variances, bits):
+    return (np.asarray(variances) * np.asarray(GAUSSIAN_DISTORTIONS)[bits]).sum()
+
+
+def test_gaussian_distortions_are_those_of_lloyd_max():
+    expected = [gaussian_lloyd_max(2**bits).distortion for bits in range(9)]
+    np.testing.assert_allclose(GAUSSIAN_DISTORTIONS, expected, rtol=1e-10)
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.data())
+def test_no_other_allocation_is_better(data):
+    max_bits = data.draw(st.integers(0, 4))
+    variances = data.draw(st.lists(st.floats(0, 1e6), min_size=1, max_size=5))
+    budget = data.draw(st.integers(0, max_bits * len(variances)))
+    bits = reverse_water_filling(variances, budget / len(variances), max_bits)
+    assert bits.dtype == np.int64
+    assert bits.sum() == budget
+    assert (bits >= 0).all()
+    assert (bits <= max_bits).all()
+    order = np.argsort(variances)
+    assert (np.diff(bits[order])[np.diff(np.array(variances)[order]) > 0] >= 0).all()
+    best = min(
+        summed_distortion(variances, np.array(other))
+        for other in itertools.product(range(max_bits + 1), repeat=len(variances))
+        if sum(other) == budget
+    )
+    assert summed_distortion(variances, bits) == pytest.approx(best, rel=1e-9, abs=1e-300)
+
+
+def test_high_rate_limit_is_half_the_logarithm_over_a_level():
+    variances = 4.0 ** -np.linspace(0, 3, 64)
+    bits = reverse_water_filling(variances, 4, 8)
+    ideal = 0.5 * np.log2(variances)
+    ideal += 4 - ideal.mean()
+    assert np.abs(bits - ideal).max() < 0.75
+    assert bits.sum() == 256
+
+
+def test_equal_and_zero_variances_are_served_in_turn():
+    np.testing.assert_array_equal(reverse_water_filling(np.ones(4), 1.5, 6), [2, 2, 1, 1])
+    np.testing.assert_array_equal(reverse_water_filling(np.zeros(4), 1.5, 6), [2, 2, 1, 1])
+    np.testing.assert_array_equal(reverse_water_filling([0.0, 1.0, 0.0, 1e-9], 1.5, 6), [0, 6, 0, 0])
+    # Here the two gains are one number after rounding; the larger variance still comes first.
+    np.testing.assert_array_equal(reverse_water_filling([5e-324, 1e-323], 0.5, 1), [0, 1])
+
+
+def test_rows_of_a_stack_are_separate_budgets():
+    variances = np.exp(-np.random.default_rng(0).random((3, 5, 24)) * 9)
+    bits = reverse_water_filling(variances, 2.5, 6)
+    assert bits.shape == (3, 5, 24)
+    assert (bits.sum(axis=-1) == 60).all()
+    np.testing.assert_array_equal(bits[2, 3], reverse_water_filling(variances[2, 3], 2.5, 6))
+    assert reverse_water_filling(np.ones((0, 8)), 1, 1).shape == (0, 8)
+    np.testing.assert_array_equal(reverse_water_filling(np.ones((2, 8)), 0, 0), np.zeros((2, 8)))
+
+
+def test_water_filling_bad_arguments():
+    ones = np.ones(8)
+    for variances in ([1.0, -1e-9], [1.0, np.nan], [np.inf, 1.0]):
+        with pytest.raises(ValueError, match="finite and non-negative"):
+            reverse_water_filling(variances, 1, 4)
+    for variances in (np.ones(()), np.ones((2, 0))):
+        with pytest.raises(ValueError, match="head_dim"):
+            reverse_water_filling(variances, 1, 4)
+    for max_bits in (-1, 9):
+        with pytest.raises(ValueError, match="`max_bits`"):
+            reverse_water_filling(ones, 1, max_bits)
+    for mean_bits in (-0.5, 4.125, float("nan")):
+        with pytest.raises(ValueError, match="`mean_bits` must be from 0"):
+            reverse_water_filling(ones, mean_bits, 4)
+    with pytest.raises(ValueError, match="whole number"):
+        reverse_water_filling(ones, 1.3, 4)
+    for distortions in ([1.0, 0.5, 0.5], [1.0, 0.9, 0.1]):
+        with pytest.raises(ValueError, match="less and less"):
+            reverse_water_filling(ones, 1, 2, distortions)

@@ -1,0 +1,710 @@
+"""Codecs against the paper, literal bytes, slow twins, scikit-learn and published distortions."""
+
+import dataclasses
+import itertools
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import ndtri
+from sklearn.cluster import KMeans
+from sklearn.exceptions import ConvergenceWarning
+from threadpoolctl import threadpool_limits
+
+from esm_turbo import KVCalibrator, TurboConfig
+from esm_turbo.codecs import CODECS, ExactCodec, KVCodec, LutCodec, TurboCodec, codec_class
+from esm_turbo.config import PRODUCT_PRESETS, Geometry
+from esm_turbo.ops import reference
+from tests.helpers.codec_samples import (
+    HEADS,
+    LAYERS,
+    assert_same_state,
+    correlated,
+    fitted,
+    mapped_query,
+    statistics_of,
+)
+
+PAPER = TurboConfig()
+ABLATIONS = {
+    "paper": PAPER,
+    "no rotation": TurboConfig(key_transform="identity"),
+    "hadamard": TurboConfig(key_transform="hadamard", value_transform="hadamard", seed=3),
+    "no sign": TurboConfig(sign_correction="none"),
+    "signs on keys": TurboConfig(sign_correction="keys"),
+    "shared": TurboConfig(shared_codebook=True),
+    "standardised": TurboConfig(standardize=True),
+    "one bit": TurboConfig(bits=1),
+    "two bits": TurboConfig(bits=2, sign_correction="keys"),
+    "four bits": TurboConfig(bits=4, sign_correction="none"),
+    "seven bits": TurboConfig(bits=7, key_transform="hadamard", standardize=True),
+}
+
+
+def gaussian_statistics(head_dim, seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = 150 + 4000 // head_dim
+    return statistics_of(correlated(rng, tokens, head_dim), correlated(rng, tokens, head_dim, decay=0.05))
+
+
+def keys_and_values(statistics, layer, batch_size=2, tokens=7, seed=5):
+    """Fresh keys and values of the statistics' own distribution, float32 [batch, heads, tokens, head_dim]."""
+    rng = np.random.default_rng(seed)
+    drawn = []
+    for sample in (statistics.sample.keys, statistics.sample.values):
+        picks = rng.integers(0, sample.shape[2], (batch_size, tokens))
+        x = sample[layer][:, picks].transpose(1, 0, 2, 3)
+        drawn.append(torch.from_numpy((x * rng.normal(1, 0.1, x.shape)).astype(np.float32)))
+    return drawn
+
+
+@pytest.fixture(scope="module")
+def statistics():
+    return {head_dim: gaussian_statistics(head_dim) for head_dim in (16, 24, 64, 128)}
+
+
+@pytest.fixture(scope="module")
+def codec_of(statistics):
+    """The codec of some options for the statistics of a head size, fitted once for all tests."""
+    codecs = {}
+
+    def codec_of(config, head_dim):
+        if (config, head_dim) not in codecs:
+            codecs[config, head_dim] = fitted(config, statistics[head_dim])
+        return codecs[config, head_dim]
+
+    return codec_of
+
+
+ablations = pytest.mark.parametrize("config", ABLATIONS.values(), ids=ABLATIONS)
+all_head_dims = pytest.mark.parametrize("head_dim", [16, 24, 128])
+
+
+# --- the paper's method
+
+
+@all_head_dims
+def test_rotation_is_that_of_the_svd_of_the_stacked_keys(statistics, codec_of, head_dim):
+    """TurboESM section 3.2: X = U S V^T, keys are multiplied by V^T; X is not centred."""
+    stats = statistics[head_dim]
+    key_map = codec_of(PAPER, head_dim).state["key_map"].double().numpy()
+    for layer, head in np.ndindex(LAYERS, HEADS):
+        x, rows = stats.sample.keys[layer, head].astype(np.float64), key_map[layer, head]
+        _, singular_values, right = np.linalg.svd(x, full_matrices=False)
+        np.testing.assert_allclose(rows @ rows.T, np.eye(head_dim), atol=1e-5)
+        np.testing.assert_allclose(np.linalg.norm(x @ rows.T, axis=0), singular_values, rtol=1e-4, atol=1e-4)
+        # Directions of nearly equal singular values mix freely: the overlap outside of a group is what counts.
+        overlap = np.abs(rows @ right.T)
+        apart = np.abs(np.subtract.outer(singular_values, singular_values)) > 0.01 * singular_values
+        assert overlap[apart].max() < 1e-3
+        assert np.diag(overlap)[:4].min() > 1 - 1e-5
+
+
+def test_values_are_not_rotated(statistics, codec_of):
+    stats = statistics[16]
+    codec = codec_of(PAPER, 16)
+    keys, values = keys_and_values(stats, 1)
+    mapped_keys, mapped_values = codec.transform(1, keys, values)
+    assert torch.equal(mapped_values, values)
+    assert not torch.allclose(mapped_keys, keys, atol=0.1)
+    assert "value_map" not in codec.state
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_levels_are_as_good_as_k_means(statistics, codec_of, shared):
+    """Section 3.3: one 8-level quantiser over all components of a head."""
+    stats = statistics[16]
+    state = codec_of(TurboConfig(shared_codebook=shared), 16).state
+    for layer, head in [(0, 0), (1, 1)]:
+        key_map = state["key_map"][layer, head].double().numpy()
+        samples = {
+            "key": (stats.sample.keys[layer, head] @ key_map.T).ravel(),
+            "value": stats.sample.values[layer, head].ravel(),
+        }
+        if shared:
+            samples = dict.fromkeys(samples, np.concatenate(list(samples.values())))
+        for kind, x in samples.items():
+            levels = state[f"{kind}_levels"][layer, head].double().numpy()
+            assert (np.diff(levels) > 0).all()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                clusters = KMeans(8, n_init=4, random_state=0, max_iter=200).fit(x[:, None])
+            mine = np.square(x[:, None] - levels).min(axis=1).mean()
+            assert mine <= 1.001 * clusters.inertia_ / len(x)
+
+
+@ablations
+def test_step_is_the_mean_absolute_residual(statistics, codec_of, config):
+    """Section 3.4, eq. 7."""
+    stats = statistics[16]
+    state = codec_of(config, 16).state
+    eye = torch.eye(16).expand(LAYERS, HEADS, 16, 16)
+    for kind, sample in (("key", stats.sample.keys), ("value", stats.sample.values)):
+        maps = state.get(f"{kind}_map", eye).double().numpy()
+        x = np.einsum("lhij,lhtj->lhti", maps, sample).reshape(LAYERS, HEADS, -1)
+        levels = state[f"{kind}_levels"].double().numpy()
+        residual = np.abs(x[..., None] - levels[:, :, None]).min(axis=-1)
+        np.testing.assert_allclose(state[f"{kind}_step"].numpy(), residual.mean(axis=-1), rtol=1e-4)
+
+
+def test_all_tokens_are_fitted_unless_special_ones_are_protected():
+    rng = np.random.default_rng(8)
+    keys, values = correlated(rng, 300, 16), correlated(rng, 300, 16)
+    is_special = rng.random(300) < 0.2
+    keys[:, :, is_special] += 20
+    both = fitted(PAPER, statistics_of(keys, values, is_special))
+    assert_same_state(both, fitted(PAPER, statistics_of(keys, values)), atol=1e-5)
+    protecting = dataclasses.replace(PAPER, protect_special_tokens=True)
+    residues = fitted(protecting, statistics_of(keys, values, is_special))
+    assert_same_state(residues, fitted(PAPER, statistics_of(keys[:, :, ~is_special], values[:, :, ~is_special])))
+    assert both.state["key_levels"].max() > 2 * residues.state["key_levels"].max()
+
+
+# --- what is stored
+
+
+def handmade(sign_correction, levels=(-7, -5, -3, -1, 1, 3, 5, 7), step=0.5):
+    """A codec of one layer and one head of eight components, with levels that can be read."""
+    bits = (len(levels) - 1).bit_length()
+    config = TurboConfig(key_transform="identity", sign_correction=sign_correction, bits=bits)
+    tables = torch.tensor(levels, dtype=torch.float32)[None, None]
+    state = {
+        "key_levels": tables,
+        "value_levels": tables * 10,
+        "key_step": torch.tensor([[step]]),
+        "value_step": torch.tensor([[10 * step]]),
+    }
+    return LutCodec(config, Geometry(1, 1, 8), state)
+
+
+# Codes 0 to 7, residuals + - - + + + - +: the fields are code | sign << 3.
+COMPONENTS = torch.tensor([-6.6, -5.4, -3.6, -0.9, 1.2, 3.9, 4.1, 7.5])
+FIELDS = [8, 1, 2, 11, 12, 13, 6, 15]
+WORD = 0xF6DCB218
+
+
+def test_eight_codes_and_eight_signs_are_one_little_endian_word():
+    codec = handmade("keys_and_values")
+    packed = codec.quantize(0, COMPONENTS.view(1, 1, 1, 8), 10 * COMPONENTS.view(1, 1, 1, 8))
+    assert packed.keys() == {"keys", "values"}
+    for stored in packed.values():
+        assert stored.dtype == torch.uint8
+        assert stored.shape == (1, 1, 1, 4)
+        assert stored.flatten().tolist() == [0x18, 0xB2, 0xDC, 0xF6]
+        word = int.from_bytes(bytes(stored.flatten().tolist()), "little")
+        assert word == WORD
+        assert [word >> (4 * j) & 15 for j in range(8)] == FIELDS
+    decoded = torch.tensor([-6.5, -5.5, -3.5, -0.5, 1.5, 3.5, 4.5, 7.5])
+    assert torch.equal(codec.dequantize_keys(0, packed).flatten(), decoded)
+    assert torch.equal(codec.dequantize_values(0, packed).flatten(), 10 * decoded)
+
+
+def test_codes_without_signs_fill_three_bytes():
+    codec = handmade("none")
+    packed = codec.quantize(0, COMPONENTS.view(1, 1, 1, 8), 10 * COMPONENTS.view(1, 1, 1, 8))
+    word = sum(code << (3 * code) for code in range(8))
+    assert packed["keys"].flatten().tolist() == list(word.to_bytes(3, "little"))
+    assert packed["values"].tolist() == packed["keys"].tolist()
+    assert codec.dequantize_keys(0, packed).flatten().tolist() == [-7, -5, -3, -1, 1, 3, 5, 7]
+
+
+def test_signs_on_keys_only():
+    codec = handmade("keys")
+    packed = codec.quantize(0, COMPONENTS.view(1, 1, 1, 8), 10 * COMPONENTS.view(1, 1, 1, 8))
+    assert packed["keys"].shape[-1] == 4
+    assert packed["values"].shape[-1] == 3
+    assert codec.dequantize_keys(0, packed).flatten()[0] == -6.5
+    assert codec.dequantize_values(0, packed).flatten()[0] == -70
+
+
+def test_ties():
+    """Half way between levels goes down; at a level the residual is not positive."""
+    codec = handmade("keys_and_values")
+    x = torch.tensor([-6.0, -4.0, 0.0, 6.0, -7.0, 1.0, 7.0, -0.0]).view(1, 1, 1, 8)
+    decoded = codec.dequantize_keys(0, codec.quantize(0, x, x)).flatten()
+    assert decoded.tolist() == [-6.5, -4.5, -0.5, 5.5, -7.5, 0.5, 6.5, -0.5]
+
+
+def test_values_beyond_the_levels_and_numbers_that_are_none():
+    codec = handmade("keys_and_values")
+    x = torch.tensor([1e30, -1e30, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 100.0]).view(1, 1, 1, 8)
+    packed = codec.quantize(0, x, x)
+    decoded = codec.dequantize_keys(0, packed).flatten()
+    assert decoded.tolist() == [7.5, -7.5, 7.5, -7.5, -7.5, 0.5, -0.5, 7.5]
+    assert torch.isfinite(codec.dequantize_values(0, packed)).all()
+
+
+@ablations
+def test_nan_crashes_nothing_and_stays_with_its_token(statistics, codec_of, config):
+    stats = statistics[16]
+    codec = codec_of(config, 16)
+    keys, values = keys_and_values(stats, 0)
+    expected = codec.encode(0, keys, values)
+    keys[1, 1, 3, 4] = values[1, 1, 3, 4] = float("nan")
+    packed = codec.encode(0, keys, values)
+    for name, tensor in packed.items():
+        changed = (tensor != expected[name]).any(dim=-1)
+        changed[1, 1, 3] = False
+        assert not changed.any()
+    for decoded in codec.decode(0, packed):
+        assert torch.isfinite(decoded).all()
+
+
+@all_head_dims
+@ablations
+def test_bits_per_element_are_exact(statistics, codec_of, config, head_dim):
+    stats = statistics[head_dim]
+    packed = codec_of(config, head_dim).encode(1, *keys_and_values(stats, 1))
+    bits = [8 * tensor[0, 0, 0].nbytes / head_dim for tensor in (packed["keys"], packed["values"])]
+    signs = {"keys_and_values": (1, 1), "keys": (1, 0), "none": (0, 0)}[config.sign_correction]
+    assert bits == [config.bits + sign for sign in signs]
+    assert {tensor.shape[:3] for tensor in packed.values()} == {(2, HEADS, 7)}
+    assert len(packed) == 2
+
+
+def test_bits_per_element_of_the_papers_variants(statistics):
+    def bits(config):
+        packed = fitted(config, statistics[64]).encode(0, *keys_and_values(statistics[64], 0))
+        return 8 * sum(tensor[0, 0, 0].nbytes for tensor in packed.values()) / (2 * 64)
+
+    assert bits(PAPER) == 4
+    assert bits(ABLATIONS["no sign"]) == 3
+    assert bits(ABLATIONS["signs on keys"]) == 3.5
+
+
+@all_head_dims
+@ablations
+def test_codes_are_those_of_the_slow_twin_bit_for_bit(statistics, codec_of, config, head_dim):
+    stats = statistics[head_dim]
+    codec = codec_of(config, head_dim)
+    layer = 1
+    keys, values = codec.transform(layer, *keys_and_values(stats, layer, batch_size=1, tokens=3))
+    packed = codec.quantize(layer, keys, values)
+    decoded = {"keys": codec.dequantize_keys(layer, packed), "values": codec.dequantize_values(layer, packed)}
+    signed = {"keys": config.sign_correction != "none", "values": config.sign_correction == "keys_and_values"}
+    for name, x in (("keys", keys), ("values", values)):
+        levels, step = (codec.state[f"{name[:-1]}_{part}"][layer] for part in ("levels", "step"))
+        codes = reference.quantize(x, (levels[:, 1:] + levels[:, :-1]) / 2).long()
+        nearest = torch.stack([levels[head][codes[:, head]] for head in range(HEADS)], dim=1)
+        # Nearest indeed, whatever the boundaries were.
+        distance = (x[..., None] - levels[:, None, None]).abs().amin(dim=-1)
+        torch.testing.assert_close((x - nearest).abs(), distance, rtol=0, atol=0)
+        fields, expected = codes, nearest
+        if signed[name]:
+            signs = (x > nearest).long()
+            fields = codes | signs << config.bits
+            step = step[:, None, None]
+            expected = torch.where(signs == 1, nearest + step, nearest - step)
+        assert torch.equal(packed[name], reference.pack_codes(fields.to(torch.uint8), config.bits + signed[name]))
+        assert torch.equal(decoded[name], expected)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    data=st.lists(st.floats(-10, 10, width=32), min_size=16, max_size=16),
+    signs=st.sampled_from(["keys_and_values", "none"]),
+)
+def test_stored_values_are_levels_plus_or_minus_a_step(data, signs):
+    codec = handmade(signs)
+    x = torch.tensor(data).view(1, 1, 2, 8)
+    packed = codec.quantize(0, x, x)
+    decoded = codec.dequantize_keys(0, packed)
+    step = 0.5 if signs != "none" else 0.0
+    choices = {level + s * step for level in (-7, -5, -3, -1, 1, 3, 5, 7) for s in (-1, 1)}
+    assert set(decoded.flatten().tolist()) <= choices
+    inside = x.abs() <= 7
+    assert ((decoded - x).abs()[inside] <= 1.0).all()
+    # What is stored decodes to the same when a part of it is read alone.
+    part = {name: tensor[:, :, 1:] for name, tensor in packed.items()}
+    assert torch.equal(codec.dequantize_keys(0, part), decoded[:, :, 1:])
+
+
+@ablations
+def test_tokens_are_encoded_one_by_one(statistics, codec_of, config):
+    """A token's bytes depend on the token alone: not on the batch, the block or strides."""
+    stats = statistics[24]
+    codec = codec_of(config, 24)
+    keys, values = keys_and_values(stats, 0, batch_size=3, tokens=9)
+    packed = codec.encode(0, keys, values)
+    strided = codec.encode(0, keys.transpose(1, 2).contiguous().transpose(1, 2), values.flip(2).flip(2))
+    alone = codec.encode(0, keys[1:2, :, 4:6], values[1:2, :, 4:6])
+    for name, tensor in packed.items():
+        assert tensor.is_contiguous()
+        assert torch.equal(tensor, strided[name])
+        # The maps' sums may be grouped otherwise: a component at a boundary may go to the other side of it.
+        assert (tensor[1:2, :, 4:6] != alone[name]).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@ablations
+def test_inputs_of_any_dtype_are_taken_as_they_are(statistics, codec_of, config, dtype):
+    stats = statistics[16]
+    codec = codec_of(config, 16)
+    keys, values = (x.to(dtype) for x in keys_and_values(stats, 0))
+    packed, expected = codec.encode(0, keys, values), codec.encode(0, keys.float(), values.float())
+    for name, tensor in packed.items():
+        assert torch.equal(tensor, expected[name])
+    assert codec.dequantize_keys(0, packed).dtype == torch.float32
+
+
+# --- the ablation's switches
+
+
+def state_parts(config, stats):
+    """What a codec consists of and what it stores, by part."""
+    codec = fitted(config, stats)
+    packed = codec.encode(0, *keys_and_values(stats, 0))
+    eye = torch.eye(16).expand(LAYERS, HEADS, 16, 16)
+    state = codec.state
+    return {
+        "key_map": state["key_map"],
+        "value_map": state.get("value_map", eye),
+        "key_levels": state["key_levels"],
+        "value_levels": state["value_levels"],
+        "key_step": state["key_step"],
+        "value_step": state["value_step"],
+        "keys": packed["keys"],
+        "values": packed["values"],
+    }
+
+
+EVERYTHING_OF_KEYS = {"key_map", "key_levels", "key_step", "keys"}
+EVERYTHING_OF_VALUES = {"value_map", "value_levels", "value_step", "values"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "changed"),
+    [
+        ("key_transform", "identity", EVERYTHING_OF_KEYS),
+        ("key_transform", "hadamard", EVERYTHING_OF_KEYS),
+        ("value_transform", "hadamard", EVERYTHING_OF_VALUES),
+        ("sign_correction", "none", {"keys", "values"}),
+        ("sign_correction", "keys", {"values"}),
+        ("shared_codebook", True, {"key_levels", "value_levels", "key_step", "value_step", "keys", "values"}),
+        ("standardize", True, EVERYTHING_OF_KEYS | EVERYTHING_OF_VALUES),
+        ("bits", 4, {"key_levels", "value_levels", "key_step", "value_step", "keys", "values"}),
+        # The synthetic data has no special tokens, and the paper's transforms are not random.
+        ("protect_special_tokens", True, set()),
+        ("seed", 1, set()),
+        ("mean_bits", 2, set()),
+    ],
+)
+def test_each_switch_changes_what_it_says_and_nothing_else(statistics, option, value, changed):
+    before = state_parts(PAPER, statistics[16])
+    after = state_parts(dataclasses.replace(PAPER, **{option: value}), statistics[16])
+    assert {name for name in before if not torch.equal(before[name], after[name])} == changed
+
+
+def test_every_option_has_a_test_above():
+    marks = test_each_switch_changes_what_it_says_and_nothing_else.pytestmark
+    tested = {case[0] for case in next(mark for mark in marks if mark.name == "parametrize").args[1]}
+    assert tested == {option.name for option in dataclasses.fields(TurboConfig)} - {"codec"}
+
+
+def test_seed_changes_random_transforms_only_by_the_signs(statistics):
+    one, other, again = (
+        fitted(TurboConfig(key_transform="hadamard", seed=seed), statistics[16]).state["key_map"] for seed in (0, 1, 0)
+    )
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    torch.testing.assert_close(one.abs(), torch.full_like(one, 0.25))
+    # Each head has signs of its own.
+    assert len({tuple(head.flatten().tolist()) for head in one.flatten(0, 1)}) > 1
+
+
+def test_shared_codebook_is_one(statistics):
+    state = fitted(TurboConfig(shared_codebook=True), statistics[16]).state
+    assert torch.equal(state["key_levels"], state["value_levels"])
+    assert not torch.equal(state["key_step"], state["value_step"])
+
+
+def test_standardised_components_have_unit_mean_square(statistics, codec_of):
+    stats = statistics[64]
+    config = TurboConfig(standardize=True, key_transform="svd", value_transform="hadamard")
+    codec = codec_of(config, 64)
+    for layer in range(LAYERS):
+        keys, values = (torch.from_numpy(x[layer])[None] for x in (stats.sample.keys, stats.sample.values))
+        for mapped in codec.transform(layer, keys, values):
+            torch.testing.assert_close(mapped.square().mean(dim=2), torch.ones(1, HEADS, 64), rtol=1e-3, atol=1e-3)
+
+
+def test_identity_map_is_the_identity(statistics):
+    codec = fitted(TurboConfig(key_transform="identity"), statistics[16])
+    keys, values = keys_and_values(statistics[16], 1)
+    mapped_keys, mapped_values = codec.transform(1, keys, values)
+    assert torch.equal(mapped_keys, keys)
+    assert torch.equal(mapped_values, values)
+    query, offset = mapped_query(codec, 1, keys)
+    assert torch.equal(query, keys)
+    assert offset == 0
+
+
+# --- maps of queries and outputs
+
+
+@all_head_dims
+@pytest.mark.parametrize("layer", range(LAYERS))
+@ablations
+def test_mapped_queries_keep_their_scores(statistics, codec_of, config, head_dim, layer):
+    stats = statistics[head_dim]
+    codec = codec_of(config, head_dim)
+    keys, values = keys_and_values(stats, layer, tokens=11)
+    query = torch.randn(2, HEADS, 5, head_dim, generator=torch.Generator().manual_seed(1))
+    mapped, offset = mapped_query(codec, layer, query)
+    stored_keys, _ = codec.transform(layer, keys, values)
+    scores = mapped.double() @ stored_keys.double().transpose(2, 3) + offset
+    expected = query.double() @ keys.double().transpose(2, 3)
+    sizes = query.double().norm(dim=-1)[..., None] * keys.double().norm(dim=-1)[..., None, :]
+    assert ((scores - expected).abs() / sizes).max() < 1e-4
+
+
+@all_head_dims
+@ablations
+def test_weighted_sums_of_stored_values_map_back(statistics, codec_of, config, head_dim):
+    stats = statistics[head_dim]
+    codec = codec_of(config, head_dim)
+    keys, values = keys_and_values(stats, 1, tokens=11)
+    weights = torch.rand(2, HEADS, 5, 11, generator=torch.Generator().manual_seed(2)).softmax(dim=-1)
+    _, stored = codec.transform(1, keys, values)
+    output = codec.unmap_output(1, weights @ stored)
+    torch.testing.assert_close(output, weights @ values, rtol=1e-4, atol=1e-4)
+
+
+@all_head_dims
+@ablations
+def test_inverse_transform_undoes_transform(statistics, codec_of, config, head_dim):
+    stats = statistics[head_dim]
+    codec = codec_of(config, head_dim)
+    keys, values = keys_and_values(stats, 0)
+    again = codec.inverse_transform(0, *codec.transform(0, keys, values))
+    for actual, expected in zip(again, (keys, values), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+class Centred(LutCodec):
+    """The interface allows means, which the paper's codec does not use."""
+
+    @classmethod
+    def fit(cls, config, statistics):
+        state = super().fit(config, statistics)
+        moments = statistics.residues
+        state["key_mean"], state["value_mean"] = (
+            torch.from_numpy(m.mean.astype(np.float32)) for m in (moments.keys, moments.values)
+        )
+        return state
+
+
+def test_centred_codecs_keep_scores_and_sums(statistics):
+    stats = statistics[24]
+    codec = Centred(PAPER, stats.geometry, Centred.fit(PAPER, stats))
+    keys, values = keys_and_values(stats, 1, tokens=11)
+    query = torch.randn(2, HEADS, 5, 24, generator=torch.Generator().manual_seed(3))
+    mapped, offset = mapped_query(codec, 1, query)
+    stored_keys, stored_values = codec.transform(1, keys, values)
+    scores = mapped @ stored_keys.transpose(2, 3) + offset
+    torch.testing.assert_close(scores, query @ keys.transpose(2, 3), rtol=1e-3, atol=1e-3)
+    weights = scores.softmax(dim=-1)
+    torch.testing.assert_close(codec.unmap_output(1, weights @ stored_values), weights @ values, rtol=1e-4, atol=1e-4)
+    again = codec.inverse_transform(1, stored_keys, stored_values)
+    torch.testing.assert_close(again[0], keys, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(again[1], values, rtol=1e-4, atol=1e-4)
+
+
+# --- distortion
+
+
+@pytest.mark.parametrize(
+    ("signs", "distortion"),
+    [("keys_and_values", (0.0123, 0.0123)), ("none", (0.0345, 0.0345)), ("keys", (0.0123, 0.0345))],
+)
+@pytest.mark.parametrize("transform", ["identity", "hadamard"])
+def test_distortion_of_a_unit_gaussian(signs, distortion, transform):
+    """Method of the paper: 8 levels leave 0.0345 of the variance, one sign and one magnitude bring it to 0.0123."""
+    rng = np.random.default_rng(0)
+    shape = (1, 1, 3000, 32)
+    stats = statistics_of(rng.standard_normal(shape), rng.standard_normal(shape))
+    codec = fitted(TurboConfig(key_transform=transform, sign_correction=signs), stats)
+    # Midpoints in probability, in a random order: no sampling noise in their mean squares.
+    grid = ndtri((np.arange(96_000) + 0.5) / 96_000)
+    fresh = torch.from_numpy(np.stack([rng.permutation(grid) for _ in range(2)]).astype(np.float32)).view(2, *shape)
+    decoded = codec.decode(0, codec.encode(0, *fresh))
+    for x, x_hat, expected in zip(fresh, decoded, distortion, strict=True):
+        assert (x - x_hat).square().mean().item() == pytest.approx(expected, abs=5e-4)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
+def test_a_sign_lowers_the_distortion_by_the_square_of_its_step(statistics, codec_of, bits):
+    """On the sample itself, whatever its distribution (section 3.4)."""
+    stats = statistics[64]
+    errors = {}
+    for signs in ("keys_and_values", "none"):
+        codec = codec_of(TurboConfig(bits=bits, sign_correction=signs), 64)
+        keys, values = (torch.from_numpy(x[1])[None] for x in (stats.sample.keys, stats.sample.values))
+        mapped = codec.transform(1, keys, values)
+        packed = codec.quantize(1, *mapped)
+        decoded = codec.dequantize_keys(1, packed), codec.dequantize_values(1, packed)
+        errors[signs] = [(x - y).square().mean(dim=(0, 2, 3)) for x, y in zip(mapped, decoded, strict=True)]
+    for kind, with_sign, without in zip(("key", "value"), errors["keys_and_values"], errors["none"], strict=True):
+        gain = codec.state[f"{kind}_step"][1].square()
+        torch.testing.assert_close(without - with_sign, gain, rtol=2e-3, atol=1e-6)
+
+
+def test_more_bits_lose_less(statistics, codec_of):
+    stats = statistics[16]
+    keys, values = keys_and_values(stats, 0, batch_size=20)
+    errors = []
+    for bits, signs in itertools.product(range(1, 8), ("none", "keys_and_values")):
+        codec = codec_of(TurboConfig(bits=bits, sign_correction=signs), 16)
+        decoded = codec.decode(0, codec.encode(0, keys, values))
+        errors.append(sum((x - y).square().mean().item() for x, y in zip(decoded, (keys, values), strict=True)))
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-3 * errors[0]
+
+
+# --- degenerate data
+
+
+@pytest.mark.parametrize("config", [*ABLATIONS.values()], ids=ABLATIONS)
+def test_constant_and_zero_heads(config):
+    keys, values = correlated(np.random.default_rng(0), 50, 16), np.zeros((LAYERS, HEADS, 50, 16))
+    keys[0, 0] = 0
+    keys[1, 1] = 2.5
+    codec = fitted(config, statistics_of(keys, values))
+    for tensor in codec.state.values():
+        assert torch.isfinite(tensor).all()
+    x = torch.from_numpy(keys[1, :, :4].astype(np.float32))[None]
+    decoded_keys, decoded_values = codec.decode(1, codec.encode(1, x, torch.zeros_like(x)))
+    torch.testing.assert_close(decoded_keys[:, 1], x[:, 1], rtol=1e-3, atol=1e-3)
+    assert decoded_values.abs().max() < 1e-6
+
+
+def test_huge_outlier_channels_stay_finite():
+    keys = correlated(np.random.default_rng(0), 100, 16)
+    keys[..., 3] *= 1e6
+    for config in ABLATIONS.values():
+        codec = fitted(config, statistics_of(keys, keys))
+        x = torch.from_numpy(keys[0].astype(np.float32))[None]
+        for decoded in codec.decode(0, codec.encode(0, x, x)):
+            assert torch.isfinite(decoded).all()
+
+
+def test_heads_that_cannot_be_packed():
+    stats = gaussian_statistics(12)
+    with pytest.raises(ValueError, match="`head_dim` must be a multiple of it, got 12"):
+        fitted(PAPER, stats)
+
+
+# --- determinism
+
+
+@ablations
+def test_fitting_and_encoding_are_deterministic(statistics, config):
+    stats = statistics[64]
+    keys, values = keys_and_values(stats, 1, tokens=33)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 1):
+            torch.set_num_threads(threads)
+            with threadpool_limits(threads):
+                codec = fitted(config, stats)
+                results.append((codec, codec.encode(1, keys, values)))
+    finally:
+        torch.set_num_threads(before)
+    first, packed = results[0]
+    for codec, other in results[1:]:
+        assert_same_state(codec, first)
+        for name, tensor in packed.items():
+            assert torch.equal(other[name], tensor)
+
+
+def test_copies_of_a_codec_share_nothing_that_changes(statistics):
+    codec = fitted(PAPER, statistics[16])
+    state = {name: tensor.clone() for name, tensor in codec.state.items()}
+    keys, values = keys_and_values(statistics[16], 0)
+    kept = keys.clone(), values.clone()
+    codec.decode(0, codec.encode(0, keys, values))
+    codec.map_query(0, keys)
+    assert torch.equal(keys, kept[0])
+    assert torch.equal(values, kept[1])
+    for name, tensor in state.items():
+        assert torch.equal(codec.state[name], tensor)
+
+
+# --- every preset, whatever its codec
+
+
+@pytest.fixture(scope="module")
+def calibration(tiny_esm, random_proteins):
+    calibrator = KVCalibrator(tiny_esm(head_dim=16, heads=2, layers=2), sample_size=300)
+    return calibrator.partial_fit(*random_proteins([150, 90, 120], seed=4, eos=True)).finalize()
+
+
+def model_like(statistics, layer, tokens=40):
+    """Tokens of the calibration's own sample, [1, heads, tokens, head_dim]."""
+    keep = ~statistics.sample.is_special
+    return [
+        torch.from_numpy(x[layer][:, keep][:, :tokens].copy())[None]
+        for x in (statistics.sample.keys, statistics.sample.values)
+    ]
+
+
+@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
+def test_every_preset_stores_uniform_tokens_and_reads_them_back(calibration, preset):
+    codec = calibration.codec(preset)
+    assert isinstance(codec, KVCodec)
+    keys, values = model_like(calibration.statistics, 1)
+    packed = codec.encode(1, keys, values)
+    assert all(tensor.shape[:3] == (1, 2, 40) for tensor in packed.values())
+    decoded = codec.decode(1, packed)
+    for x, x_hat in zip((keys, values), decoded, strict=True):
+        assert x_hat.dtype == torch.float32
+        # Better than storing the mean.
+        spread = (x - x.mean(dim=2, keepdim=True)).square().sum()
+        assert (x - x_hat).square().sum() < spread
+    again = codec.encode(1, keys, values)
+    assert all(torch.equal(again[name], tensor) for name, tensor in packed.items())
+
+
+@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
+def test_every_preset_keeps_scores_and_sums_through_its_maps(calibration, preset):
+    codec = calibration.codec(preset)
+    keys, values = model_like(calibration.statistics, 0)
+    query = torch.randn(1, 2, 6, 16, generator=torch.Generator().manual_seed(0))
+    mapped, offset = mapped_query(codec, 0, query)
+    stored_keys, stored_values = codec.transform(0, keys, values)
+    scores = mapped @ stored_keys.float().transpose(2, 3) + offset
+    torch.testing.assert_close(scores, query @ keys.transpose(2, 3), rtol=1e-3, atol=1e-3)
+    weights = scores.softmax(dim=-1)
+    torch.testing.assert_close(
+        codec.unmap_output(0, weights @ stored_values.float()), weights @ values, rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_exact_stores_what_it_is_given(calibration, dtype):
+    codec = calibration.codec("exact")
+    assert isinstance(codec, ExactCodec)
+    keys, values = (x.to(dtype) for x in model_like(calibration.statistics, 0))
+    packed = codec.encode(0, keys, values)
+    assert packed["keys"].dtype == dtype
+    assert torch.equal(packed["keys"], keys)
+    assert torch.equal(packed["values"], values)
+    decoded = codec.decode(0, packed)
+    assert torch.equal(decoded[0], keys.float())
+    assert torch.equal(decoded[1], values.float())
+    query, offset = mapped_query(codec, 0, keys)
+    assert torch.equal(query, keys.float())
+    assert offset == 0
+
+
+def test_registry_names_the_codecs():
+    assert codec_class(PRODUCT_PRESETS["exact"]) is ExactCodec
+    assert codec_class(PRODUCT_PRESETS["paper"]) is LutCodec
+    assert codec_class(PRODUCT_PRESETS["turbo3"]) is TurboCodec
+    assert {config.codec for config in PRODUCT_PRESETS.values()} <= set(CODECS)
+    with pytest.raises(ValueError, match=r"`codec` must be one of .*'exact'.*'lut'.*got 'gzip'"):
+        codec_class(TurboConfig(codec="gzip"))

@@ -1,0 +1,308 @@
+"""safetensors artifacts: round trips, atomic writes, and damage of every kind."""
+
+import os
+import pickle
+import stat
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from esm_turbo.files import artifacts
+from esm_turbo.files.artifacts import ArtifactError, package_versions, read_artifact, replacing, write_artifact
+from esm_turbo.files.paths import check_writable
+
+KIND, VERSION = "calibration", 3
+TENSORS = {
+    "uint8": torch.arange(24, dtype=torch.uint8).view(2, 3, 4),
+    "int32": torch.tensor([-1, 2**31 - 1], dtype=torch.int32),
+    "bfloat16": torch.tensor([[1.5, -0.0, float("nan")]], dtype=torch.bfloat16),
+    "float32": torch.randn(5, generator=torch.Generator().manual_seed(0)),
+    "bool": torch.tensor([True, False]),
+    "empty": torch.zeros(0, 7),
+    "scalar": torch.tensor(4, dtype=torch.int64),
+}
+METADATA = {"geometry": {"num_layers": 2}, "note": 'mu = "µ"\n', "none": None, "numbers": [1, 2.5], "counts": {}}
+
+
+def written(path, tensors=TENSORS, metadata=METADATA, kind=KIND, version=VERSION):
+    write_artifact(path, kind, version, tensors, metadata)
+    return path
+
+
+@pytest.fixture
+def file(tmp_path):
+    return written(tmp_path / "x.safetensors")
+
+
+def refused(path, match=None):
+    with pytest.raises(ArtifactError, match=match) as caught:
+        read_artifact(path, KIND, VERSION)
+    message = str(caught.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_round_trip(file):
+    tensors, metadata = read_artifact(file, KIND, VERSION)
+    assert metadata == METADATA
+    assert tensors.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert tensors[name].dtype == tensor.dtype
+        assert tensors[name].shape == tensor.shape
+        assert tensors[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
+
+
+def test_tensors_may_be_views(tmp_path):
+    base = torch.arange(12.0).view(3, 4)
+    views = {"transposed": base.T, "column": base[:, 1], "rows": base[1:], "grad": base.clone().requires_grad_()}
+    tensors, _ = read_artifact(written(tmp_path / "x", views), KIND, VERSION)
+    for name, view in views.items():
+        assert torch.equal(tensors[name], view)
+
+
+def test_no_tensors_and_no_metadata(tmp_path):
+    assert read_artifact(written(tmp_path / "x", {}, {}), KIND, VERSION) == ({}, {})
+
+
+def test_checksum_does_not_depend_on_the_order_of_writing(tmp_path, file):
+    again = written(tmp_path / "y", dict(reversed(TENSORS.items())), dict(reversed(METADATA.items())))
+    other = written(tmp_path / "z", TENSORS, METADATA | {"none": 0})
+    checksums = []
+    for path in (file, again, other):
+        with artifacts.safe_open(path, framework="pt") as opened:
+            checksums.append(opened.metadata()["sha256"])
+    assert checksums[0] == checksums[1] != checksums[2]
+
+
+def test_errors_are_value_errors():
+    assert issubclass(ArtifactError, ValueError)
+
+
+# --- damage
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_any_flipped_bit_is_found(tmp_path, file, where, bit):
+    content = bytearray(file.read_bytes())
+    content[int(where * len(content))] ^= 1 << bit
+    altered = tmp_path / "altered"
+    altered.write_bytes(content)
+    refused(altered)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1, exclude_max=True))
+@example(share=0.0)
+@example(share=0.9999)
+def test_any_truncation_is_found(tmp_path, file, share):
+    content = file.read_bytes()
+    cut = tmp_path / "cut"
+    cut.write_bytes(content[: int(share * len(content))])
+    refused(cut, "damaged or not a safetensors file")
+
+
+def test_appended_bytes_are_found(file):
+    file.write_bytes(file.read_bytes() + b"\0" * 8)
+    refused(file)
+
+
+@pytest.mark.parametrize("what", ["value", "dtype", "name", "missing", "extra", "metadata", "more metadata"])
+def test_altered_content_is_found(tmp_path, file, what):
+    """Files that are sound as safetensors and still not what was written."""
+    tensors = dict(TENSORS)
+    with artifacts.safe_open(file, framework="pt") as opened:
+        strings = opened.metadata()
+    if what == "value":
+        tensors["float32"] = tensors["float32"] + 1e-6
+    elif what == "dtype":
+        tensors["int32"] = tensors["int32"].view(torch.uint32)
+    elif what == "name":
+        tensors["renamed"] = tensors.pop("float32")
+    elif what == "missing":
+        del tensors["empty"]
+    elif what == "extra":
+        tensors["extra"] = torch.zeros(1)
+    elif what == "metadata":
+        strings["numbers"] = "[1, 2.6]"
+    else:
+        strings["another"] = "1"
+    save_file(tensors, tmp_path / "altered", metadata=strings)
+    refused(tmp_path / "altered", "does not match its checksum.*altered")
+
+
+def test_other_kinds_are_refused(tmp_path):
+    message = refused(written(tmp_path / "cache", kind="cache"), "not an esm_turbo calibration")
+    assert "'cache'" in message
+
+
+@pytest.mark.parametrize("version", [0, 2, 4, "4.0"])
+def test_other_format_versions_are_refused_with_what_to_do(tmp_path, version):
+    message = refused(written(tmp_path / "x", version=version), f"format version {version}, this release reads 3")
+    assert "install the release that wrote it" in message
+
+
+def test_other_safetensors_files_are_refused(tmp_path):
+    for name, metadata in (("bare", None), ("model", {"format": "pt"})):
+        save_file({"weight": torch.zeros(2)}, tmp_path / name, metadata=metadata)
+        refused(tmp_path / name, "not an esm_turbo calibration")
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 7, b"\xff" * 64, b"not a tensor file at all", pickle.dumps({"a": 1})])
+def test_other_files_are_refused(tmp_path, content):
+    (tmp_path / "x").write_bytes(content)
+    refused(tmp_path / "x", "damaged or not a safetensors file")
+
+
+def test_pickles_are_never_loaded(tmp_path):
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "x.pt")
+    refused(tmp_path / "x.pt", "damaged or not a safetensors file")
+
+
+def test_missing_files_and_folders_are_refused(tmp_path):
+    refused(tmp_path / "nowhere", "no such calibration file")
+    refused(tmp_path, "no such calibration file")
+
+
+# --- writing, whole or not at all
+
+
+def test_folders_are_made(tmp_path):
+    path = written(tmp_path / "a" / "b" / "x.safetensors")
+    assert read_artifact(path, KIND, VERSION)[1] == METADATA
+
+
+def test_replaces_what_was_there(file):
+    before = file.stat().st_ino
+    written(file, {"only": torch.ones(1)}, {})
+    assert read_artifact(file, KIND, VERSION)[0].keys() == {"only"}
+    assert file.stat().st_ino != before
+    assert list(file.parent.iterdir()) == [file]
+
+
+def test_reader_of_the_old_file_is_not_disturbed(file):
+    with artifacts.safe_open(file, framework="pt") as opened:
+        written(file, {"only": torch.ones(1)}, {})
+        assert torch.equal(opened.get_tensor("uint8"), TENSORS["uint8"])
+
+
+class Killed(BaseException):
+    """Not an Exception, as KeyboardInterrupt and SystemExit are not."""
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt(), Killed()])
+@pytest.mark.parametrize("existing", [True, False])
+def test_interrupted_write_leaves_the_old_file_or_none(tmp_path, monkeypatch, error, existing):
+    path = tmp_path / "x.safetensors"
+    if existing:
+        written(path)
+    before = path.read_bytes() if existing else None
+
+    def interrupted(tensors, filename, metadata):
+        with open(filename, "wb") as half:
+            half.write(b"half")
+        raise error
+
+    monkeypatch.setattr(artifacts, "save_file", interrupted)
+    with pytest.raises(type(error)):
+        written(path, {"new": torch.ones(3)})
+    assert [p.name for p in tmp_path.iterdir()] == (["x.safetensors"] if existing else [])
+    if existing:
+        assert path.read_bytes() == before
+
+
+def test_interrupted_replacement_leaves_the_old_file(tmp_path, monkeypatch, file):
+    before = file.read_bytes()
+    monkeypatch.setattr(artifacts.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        written(file, {})
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_file_is_complete_before_it_has_its_name(tmp_path, monkeypatch):
+    seen = []
+
+    def replace(source, target):
+        seen.append((os.path.dirname(source), read_artifact(source, KIND, VERSION)[1]))
+        os.rename(source, target)
+
+    monkeypatch.setattr(artifacts.os, "replace", replace)
+    written(tmp_path / "x")
+    # In the same folder: elsewhere a rename could become a copy.
+    assert seen == [(str(tmp_path), METADATA)]
+
+
+def test_metadata_that_is_no_json_writes_nothing(tmp_path):
+    with pytest.raises(TypeError):
+        written(tmp_path / "x", metadata={"tensor": torch.zeros(1)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError):
+        written(tmp_path / "folder")
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_permissions_are_those_of_a_new_file(tmp_path, umask):
+    previous = os.umask(umask)
+    try:
+        path = written(tmp_path / "x")
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_pipe_stays_one(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    check_writable(path)
+    # Open at both ends, so that nobody waits.
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with replacing(path) as temporary:
+            assert temporary.parent != tmp_path
+            temporary.write_bytes(b"result")
+        assert os.read(handle, 100) == b"result"
+    finally:
+        os.close(handle)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert not temporary.exists()
+
+
+def test_a_link_stays_one(tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    link, target = tmp_path / "link", folder / "x"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as temporary:
+        assert temporary.parent == folder
+        temporary.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["elsewhere", "link", "x"]
+
+
+def test_replacing_serves_any_writer(tmp_path):
+    path = tmp_path / "table.csv"
+    with replacing(path) as temporary:
+        temporary.write_text("a,b")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert path.read_text() == "a,b"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_versions_are_recorded():
+    versions = package_versions()
+    assert versions["torch"] == torch.__version__
+    assert {"python", "transformers", "numpy", "scipy", "safetensors"} <= set(versions)

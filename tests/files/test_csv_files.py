@@ -1,0 +1,88 @@
+"""CSV files in and out."""
+
+import gzip
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esm_turbo.files.csv_files import CsvError, is_csv, read_csv, write_csv
+
+
+def test_columns_are_found_by_name_in_any_case(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('ID,"Receptor Sequence", Sequence \na,MKT,"AC ",\n\n,,\nb,MKT\n')
+    assert read_csv(path, ["sequence"], ["id", "target"]) == [
+        {"sequence": "AC", "id": "a", "target": ""},
+        {"sequence": "", "id": "b", "target": ""},
+    ]
+
+
+def test_rows_know_their_lines(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text('id,sequence\n\na,MKT\n"b\nc",AC\n,\nd,\n')
+    assert [(row["id"], row.line) for row in read_csv(path, ["id", "sequence"])] == [("a", 3), ("b\nc", 4), ("d", 7)]
+
+
+@pytest.mark.parametrize("write", [lambda p, b: p.write_bytes(b), lambda p, b: p.write_bytes(gzip.compress(b))])
+def test_windows_files_and_gzip(tmp_path, write):
+    path = tmp_path / "x.csv"
+    write(path, b"\xef\xbb\xbfsequence,id\r\nAC,a\r\n")
+    assert read_csv(path, ["sequence", "id"]) == [{"sequence": "AC", "id": "a"}]
+
+
+@given(st.lists(st.lists(st.text("abc,\"'é\n;", min_size=1, max_size=5), min_size=2, max_size=2), max_size=5))
+def test_what_is_written_is_read(tmp_path_factory, rows):
+    path = tmp_path_factory.mktemp("csv") / "x.csv"
+    write_csv(path, ["one", "two"], rows)
+    expected = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
+    assert [[row["one"], row["two"]] for row in read_csv(path, ["one", "two"])] == expected
+
+
+def test_nothing_is_left_of_a_write_that_fails(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("old")
+
+    def rows():
+        yield ["a"]
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError):
+        write_csv(path, ["one"], rows())
+    assert [p.name for p in tmp_path.iterdir()] == ["x.csv"]
+    assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty; its first line must name the columns"),
+        (b"\n\n", "is empty"),
+        (b"id,peptide\na,AC\n", "lacks the column 'sequence'; there are 'id', 'peptide'"),
+        (b">a\nMKT\n", "lacks the column 'sequence'; there are '>a'"),
+        (b"sequence\n\xff\xfe\n", "is not text"),
+        (b'sequence\n"AC\n', "is not CSV (unexpected end of data)"),
+        (gzip.compress(b"sequence\nAC\n" * 99)[:-9], "the gzip file is truncated or damaged"),
+    ],
+    # Named, because gzip's bytes hold the time: two test processes would not agree on what the test is called.
+    ids=["empty", "blank", "no-column", "fasta", "not-utf-8", "open-quote", "gzip"],
+)
+def test_files_that_are_refused(tmp_path, content, message):
+    path = tmp_path / "x.csv"
+    path.write_bytes(content)
+    with pytest.raises(CsvError) as caught:
+        read_csv(path, ["sequence"])
+    assert str(caught.value).startswith(f"{path}: {message}")
+
+
+def test_what_is_no_file(tmp_path):
+    for path in (tmp_path / "missing.csv", tmp_path):
+        with pytest.raises(CsvError, match="cannot be read"):
+            read_csv(path, ["sequence"])
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"), [("a.csv", True), ("a.CSV.gz", True), ("a.fasta", False), ("csv", False), ("a.csv.fa", False)]
+)
+def test_names(name, expected):
+    assert is_csv(name) is expected

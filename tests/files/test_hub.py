@@ -1,0 +1,84 @@
+"""Where a model is looked for, with a hub that answers in every way it can."""
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+
+from esm_turbo.files.hub import ModelNotFoundError, local_files_only
+
+MODEL = "facebook/esm2_t6_8M_UR50D"
+
+
+class NetworkDown(Exception):
+    """Stands for the HTTP client's own exceptions."""
+
+
+def http_error(cls):
+    error = cls.__new__(cls)
+    Exception.__init__(error, "the hub says no")
+    return error
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """`hub(answer, copied)` sets what the hub answers, an error or None, and whether there is a local copy."""
+
+    def set_up(answer, copied):
+        def model_info(name, timeout):
+            assert timeout <= 10
+            if answer is not None:
+                raise answer
+            return SimpleNamespace(id=name)
+
+        monkeypatch.setattr(huggingface_hub, "model_info", model_info)
+        monkeypatch.setattr(
+            huggingface_hub, "try_to_load_from_cache", lambda name, file: "/a/config.json" if copied else None
+        )
+
+    return set_up
+
+
+def test_a_folder_asks_nobody(hub, tmp_path):
+    hub(AssertionError("asked"), False)
+    assert local_files_only(str(tmp_path)) is False
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_hub_that_answers(hub, copied):
+    hub(None, copied)
+    assert local_files_only(MODEL) is False
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (NetworkDown("name or service not known"), "the Hugging Face hub cannot be reached"),
+        (OfflineModeIsEnabled("offline"), "HF_HUB_OFFLINE forbids"),
+        (http_error(RepositoryNotFoundError), "the Hugging Face hub has no such model"),
+    ],
+    ids=["no network", "offline", "no such model"],
+)
+def test_a_hub_that_does_not(hub, answer, message):
+    hub(answer, copied=True)
+    assert local_files_only(MODEL) is True
+    hub(answer, copied=False)
+    with pytest.raises(ModelNotFoundError, match=message) as caught:
+        local_files_only(MODEL)
+    assert MODEL in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert isinstance(caught.value, OSError)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_any_other_answer_is_left_to_loading(hub):
+    # A mirror need not have this part of the interface.
+    hub(http_error(HfHubHTTPError), copied=False)
+    assert local_files_only(MODEL) is False
+
+
+@pytest.mark.parametrize("name", ["a/b/c", "no such folder", "./here", "x" * 200])
+def test_what_is_neither_folder_nor_name(name):
+    with pytest.raises(ModelNotFoundError, match="no such folder, and it is no name of a hub model"):
+        local_files_only(name)

@@ -1,0 +1,203 @@
+"""Random arguments of `extend_attention`, and what it must give: attention over what a reader decodes, in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.config import TurboConfig
+from tests.helpers.codec_samples import correlated, fitted, statistics_of
+
+# Not the first, so that a layer too many or too few is seen.
+LAYER = 1
+
+
+@cache
+def codec_of(preset: str, head_dim: int) -> KVCodec:
+    """A preset's codec of two layers and two heads, fitted to random keys and values."""
+    return fitted(TurboConfig.from_preset(preset), _statistics(head_dim))
+
+
+@cache
+def _statistics(head_dim: int):
+    rng = np.random.default_rng(head_dim)
+    keys, values, queries = (correlated(rng, 300, head_dim) for _ in range(3))
+    return statistics_of(keys, values, queries=queries)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Arguments of `extend_attention` but for codec and layer, and all that a row may see, decoded.
+
+    Attributes:
+        query: [B, H, n, D].
+        keys: [B, H, n, D].
+        values: [B, H, n, D].
+        mask: bool [B, n] or None.
+        context: of one layer.
+        all_keys: of the context, protected and new, float32 [B, H, L + P + n, D].
+        all_values: likewise.
+        seen: which of them, bool [B, L + P + n].
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    context: PackedContext
+    all_keys: Tensor
+    all_values: Tensor
+    seen: Tensor
+
+    @property
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, PackedContext]:
+        return self.query, self.keys, self.values, self.mask, self.context
+
+    def expected(self) -> Tensor:
+        """Float64 [B, H, n, D]; zeros where nothing is seen."""
+        scores = self.query.double() @ self.all_keys.double().transpose(2, 3)
+        scores = scores.masked_fill(~self.seen[:, None, None], -math.inf)
+        return scores.softmax(dim=-1).nan_to_num(0.0) @ self.all_values.double()
+
+    def plain(self) -> Tensor:
+        """What PyTorch's attention makes of the decoded keys and values in the query's dtype."""
+        dtype = self.query.dtype
+        return torch.nn.functional.scaled_dot_product_attention(
+            self.query,
+            self.all_keys.to(dtype),
+            self.all_values.to(dtype),
+            self.seen[:, None, None].expand(-1, -1, self.query.shape[2], -1),
+            scale=1.0,
+        )
+
+
+def make_case(
+    codec: KVCodec,
+    *,
+    batch: int = 2,
+    shared: bool = False,
+    n: int = 3,
+    columns: int = 70,
+    lengths: tuple[int, ...] | None = None,
+    slots: int = 0,
+    masked: bool = False,
+    without: tuple[str, ...] = (),
+    scale: float = 1.0,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> Case:
+    """Random queries, new tokens and contexts.
+
+    Args:
+        codec: that stores the contexts.
+        batch: rows of the extension.
+        shared: one context for all rows, or one for each.
+        n: new tokens.
+        columns: of the contexts.
+        lengths: of the contexts, whose columns beyond hold garbage; None for all columns.
+        slots: protected tokens of a context, the last of which is unused where there are more than one.
+        masked: hide some columns, some protected tokens and some new tokens, other ones in every row.
+        without: packed tensors that were dropped.
+        scale: of the queries.
+        dtype: of the model.
+        device: of everything.
+        seed: of everything.
+    """
+    geometry = codec.geometry
+    heads, head_dim, contexts = geometry.num_heads, geometry.head_dim, 1 if shared else batch
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    def hidden(rows: int, length: int) -> Tensor:
+        return torch.rand(rows, length, generator=generator) < 0.3
+
+    def as_projected(x: Tensor) -> Tensor:
+        """[B, H, n, D] as a model makes it: heads of a token beside each other."""
+        return x.transpose(1, 2).contiguous().to(device, dtype).transpose(1, 2)
+
+    query = as_projected(normal(batch, heads, n, head_dim) * (2 * scale / math.sqrt(head_dim)))
+    keys, values = as_projected(normal(batch, heads, n, head_dim)), as_projected(normal(batch, heads, n, head_dim))
+
+    past = [normal(contexts, heads, columns, head_dim) + 0.3 for _ in range(2)]
+    transformed = codec.transform(LAYER, *past)
+    packed = codec.quantize(LAYER, *transformed)
+    length = torch.tensor(lengths or (columns,) * contexts)
+    there = torch.arange(columns) < length[:, None]
+    for tensor in packed.values():
+        garbage = torch.randint(0, 256, tensor.shape, generator=generator, dtype=torch.uint8)
+        tensor.copy_(torch.where(there[:, None, :, None], tensor, garbage))
+    packed = {name: tensor for name, tensor in packed.items() if name not in without}
+    rows = codec.summarize(LAYER, *transformed, packed, there)
+
+    protected: Packed = {}
+    protected_columns = torch.zeros(contexts, slots, dtype=torch.int32)
+    protected_mask = None
+    seen = there.expand(batch, -1)
+    visible = None
+    if masked:
+        visible = ~hidden(batch, columns)
+        seen = seen & visible
+    special = [x[:, :, :0] for x in past]
+    if slots:
+        start = torch.zeros(contexts, slots, dtype=torch.int64)
+        special = codec.transform(LAYER, *(normal(contexts, heads, slots, head_dim) for _ in range(2)), start)
+        protected = {name: x.to(device, torch.bfloat16) for name, x in zip(("keys", "values"), special, strict=True)}
+        special = codec.inverse_transform(LAYER, *(x.cpu().float() for x in protected.values()), start)
+        # The first column of a context, then its last ones.
+        protected_columns = torch.stack([(length - slot) % length for slot in range(slots)], dim=1).to(torch.int32)
+        if slots > 1:
+            protected_columns[:, -1] = -1
+        protected_mask = (protected_columns >= 0).expand(batch, -1)
+        if masked:
+            protected_mask = protected_mask & ~hidden(batch, slots)
+        apart = torch.arange(columns) == protected_columns[:, :, None]
+        seen = seen & ~apart.any(dim=1)
+    mask = ~hidden(batch, n) if masked else None
+
+    sides = [codec.decode(LAYER, packed | rows), special, (keys.cpu().float(), values.cpu().float())]
+    all_keys, all_values = (
+        torch.cat([side[kind].expand(batch, -1, -1, -1) for side in sides], dim=2).to(device) for kind in (0, 1)
+    )
+    masks = [seen, torch.zeros(batch, 0).bool() if protected_mask is None else protected_mask]
+    masks.append(torch.ones(batch, n).bool() if mask is None else mask)
+
+    def on_device(tensors: Packed) -> Packed:
+        return {name: tensor.to(device) for name, tensor in tensors.items()}
+
+    context = PackedContext(
+        on_device(packed),
+        seen.to(device),
+        protected,
+        None if protected_mask is None else protected_mask.to(device),
+        on_device(rows),
+        length.to(device),
+        protected_columns.to(device),
+        None if visible is None else visible.to(device),
+    )
+    mask = None if mask is None else mask.to(device)
+    return Case(query, keys, values, mask, context, all_keys, all_values, torch.cat(masks, dim=1).to(device))
+
+
+def hiding_everything_from(case: Case, row: int) -> Case:
+    """The case with nothing for a row to see."""
+    batch, n = case.query.shape[0], case.query.shape[2]
+    keep = torch.arange(batch, device=case.query.device) != row
+    context = case.context
+    mask = torch.ones(batch, n, device=keep.device).bool() if case.mask is None else case.mask
+    visible = torch.ones_like(context.mask) if context.visible is None else context.visible
+    context = replace(
+        context,
+        mask=context.mask & keep[:, None],
+        visible=visible & keep[:, None],
+        protected_mask=None if context.protected_mask is None else context.protected_mask & keep[:, None],
+    )
+    return replace(case, mask=mask & keep[:, None], context=context, seen=case.seen & keep[:, None])

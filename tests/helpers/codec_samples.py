@@ -1,0 +1,101 @@
+"""Keys, values and statistics that tests of codecs share."""
+
+import dataclasses
+
+import numpy as np
+import torch
+
+from esm_turbo.codecs import codec_class
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.config import Geometry
+
+LAYERS, HEADS = 2, 2
+INV_FREQ = {d: 10000.0 ** (-np.arange(d // 2) / (d // 2)) for d in (8, 12, 16, 24, 32, 64, 72, 128, 136)}
+
+
+def correlated(rng, tokens, head_dim, decay=0.12):
+    """Vectors [LAYERS, HEADS, tokens, head_dim]: variances that fall along random directions, a mean other than 0."""
+    stack = (LAYERS, HEADS)
+    mixing = np.linalg.qr(rng.standard_normal((*stack, head_dim, head_dim)))[0] * np.exp(-decay * np.arange(head_dim))
+    mean = 0.5 * rng.standard_normal((*stack, 1, head_dim))
+    return rng.standard_normal((*stack, tokens, head_dim)) @ np.swapaxes(mixing, -1, -2) + mean
+
+
+def moments_of(x):
+    """Moments of vectors [layers, heads, tokens, head_dim]."""
+    mean = x.mean(axis=2)
+    centred = x - mean[:, :, None]
+    return Moments(x.shape[2], mean, np.swapaxes(centred, 2, 3) @ centred / x.shape[2])
+
+
+def as_bfloat16(x):
+    return torch.from_numpy(x.astype(np.float32)).bfloat16().float().numpy()
+
+
+def statistics_of(keys, values, is_special=None, queries=None, positions=None, bfloat16=True):
+    """Statistics whose sample is all there is: keys and values [layers, heads, tokens, head_dim].
+
+    All tokens weigh the same, and so do all errors of a head's output; queries are of the keys' shape.
+    """
+    if bfloat16:
+        keys, values = as_bfloat16(keys), as_bfloat16(values)
+    layers, heads, tokens, head_dim = keys.shape
+    stack = (layers, heads)
+    is_special = np.zeros(tokens, dtype=bool) if is_special is None else is_special
+    positions = np.zeros(tokens, dtype=np.int64) if positions is None else positions
+    queries = keys if queries is None else queries
+    states = [x.astype(np.float64) for x in (keys, values)]
+
+    def token_moments(mask):
+        return TokenMoments(
+            *(moments_of(x[:, :, mask]) if mask.any() else Moments.empty(*stack, head_dim) for x in states)
+        )
+
+    inv_freq = INV_FREQ[head_dim]
+    relative = turned(keys.astype(np.float64), -(positions // KEY_BLOCK) * KEY_BLOCK)
+    sensitivity = Sensitivity(
+        tokens,
+        relative.mean(axis=2),
+        dataclasses.replace(moments_of(relative), count=np.full(stack, float(tokens))),
+        dataclasses.replace(moments_of(states[1]), count=np.full(stack, float(tokens))),
+        moments_of(queries.astype(np.float64)).second_moment,
+        np.ones(stack),
+    )
+    weights = np.ones((*stack, tokens), dtype=np.float32)
+    sample = TokenSample(keys, values, is_special, positions, weights, weights)
+    gram = np.broadcast_to(np.eye(head_dim), (*stack, head_dim, head_dim))
+    return KVStatistics(
+        Geometry(layers, heads, head_dim),
+        token_moments(~is_special),
+        token_moments(is_special),
+        sensitivity,
+        sample,
+        inv_freq,
+        gram,
+    )
+
+
+def turned(x, positions):
+    """RoPE (Su et al. 2021) of x [..., tokens, head_dim] by positions [tokens]."""
+    half = x.shape[-1] // 2
+    angles = positions[:, None] * INV_FREQ[x.shape[-1]]
+    first, second = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angles), np.sin(angles)
+    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+
+
+def fitted(config, statistics):
+    cls = codec_class(config)
+    return cls(config, statistics.geometry, cls.fit(config, statistics))
+
+
+def mapped_query(codec, layer, query, block=0):
+    """The query against stored keys of one block, and what it adds to every score (a number or [B, H, n, 1])."""
+    mapped, offset = codec.map_query(layer, query, block, 1)
+    return mapped[:, :, 0], 0 if offset is None else offset[:, :, 0]
+
+
+def assert_same_state(one, other, atol=0.0):
+    assert one.state.keys() == other.state.keys()
+    for name, tensor in one.state.items():
+        torch.testing.assert_close(tensor, other.state[name], rtol=0, atol=atol, msg=name)

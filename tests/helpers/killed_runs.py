@@ -1,0 +1,93 @@
+"""Runs a job again and again, each time killed (SIGKILL) at a later write: `python killed_runs.py MODEL JOBS`.
+
+The libraries are loaded once; every run is a fork. JOBS is JSON: a list of `{"job", "out", "kill_at", "when", ...}`,
+where `kill_at` counts renames of finished files and appends to an index, and `when` says at which end of that write
+the process dies: `before`, `after`, or `half`, when a part of it stands in the file. One line a run tells how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from esm_turbo import TurboEsm
+from esm_turbo.files import artifacts
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.embedding import files as embedding_files
+from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+from esm_turbo.tasks.embedding.records import embed_records
+
+
+class DyingWrites:
+    """Replaces what publishes a write, and ends the process at one of them."""
+
+    def __init__(self, kill_at: int, when: str) -> None:
+        self.kill_at = kill_at
+        self.when = when
+        self.count = 0
+
+    def install(self) -> None:
+        rename, append = os.replace, embedding_files._append
+
+        def dying_rename(source: Any, target: Any) -> None:
+            if self._is_it():
+                if self.when == "half":
+                    os.truncate(source, os.path.getsize(source) // 2)
+                if self.when == "after":
+                    rename(source, target)
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(source, target)
+
+        def dying_append(path: Path, size: int, content: bytes) -> int:
+            if self._is_it():
+                if self.when != "before":
+                    append(path, size, content[:5] if self.when == "half" else content)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return append(path, size, content)
+
+        artifacts.os.replace = dying_rename  # type: ignore[attr-defined]
+        embedding_files._append = dying_append
+
+    def _is_it(self) -> bool:
+        self.count += 1
+        return self.count == self.kill_at
+
+
+def run_embed(turbo: TurboEsm, job: dict[str, Any]) -> None:
+    records = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
+    request = EmbeddingRequest.of(turbo, job["layers"], job["include"])
+    embed_records(turbo, records, job["out"], request, file_format=job["format"], toks_per_batch=job["toks_per_batch"])
+
+
+def run_store(turbo: TurboEsm, job: dict[str, Any]) -> None:
+    from esm_turbo import ContextStore
+
+    with ContextStore(job["out"]) as store:
+        store.add(turbo, [sequence for _, sequence in job["records"]], toks_per_batch=job["toks_per_batch"])
+
+
+JOBS = {"embed": run_embed, "store": run_store}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    model, jobs = sys.argv[1], json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))
+    turbo = TurboEsm.from_pretrained(model, preset="exact", device="cpu")
+    for job in jobs:
+        child = os.fork()
+        if child == 0:
+            DyingWrites(job["kill_at"], job["when"]).install()
+            JOBS[job["job"]](turbo, job)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Inline assembly in Triton's interpreter, which has none. Imports triton: import it within tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+from esm_turbo.ops import triton_attention as triton_kernels
+from tests.helpers import ptx
+
+_NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}
+
+
+class _Results:
+    def __init__(self, results: Sequence[TensorHandle]) -> None:
+        self.results = results
+
+    def get_result(self, index: int) -> TensorHandle:
+        return self.results[index]
+
+
+def _create_inline_asm(
+    self: Any, asm: str, constraints: str, values: Sequence[TensorHandle], types: Sequence[Any], pure: bool, pack: int
+) -> _Results:
+    arrays = np.broadcast_arrays(*(value.data for value in values))
+    if pack == 2:
+        # Two numbers of 16 bits in a register: the same one twice will do.
+        arrays = [np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) * np.uint32(0x10001) for x in arrays]
+    results = []
+    for bits, kind in zip(ptx.run(asm, constraints.count("="), arrays), types, strict=True):
+        dtype = kind.scalar
+        if pack == 2:
+            assert np.array_equal(bits >> 16, bits & 0xFFFF)
+            bits = (bits & 0xFFFF).astype(np.uint16)
+        bits = np.broadcast_to(bits, arrays[0].shape)
+        results.append(TensorHandle(np.ascontiguousarray(bits).view(_NUMPY[dtype.name]), dtype))
+    return _Results(results)
+
+
+def use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels take the way that they take on a GPU."""
+    monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
+    monkeypatch.setattr(triton_kernels, "_interpreted", lambda: False)

@@ -1,0 +1,263 @@
+"""Contexts in tensors that stay where they are, and extensions captured as a CUDA graph."""
+
+import gc
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from esm_turbo import CapturedExtension, TurboEsmForMaskedLM
+from esm_turbo.model import graphs
+from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.ops.triton_layout import block_angles
+from tests.helpers.models import make_esm, random_ids
+
+PRESETS = ("exact", "paper", "turbo3", "turbo1")
+LENGTHS = ([21, 9, 13], [5, 30, 3])
+TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
+
+
+def contexts(model, lengths, seed=0):
+    ids, mask = (x.to(model.device) for x in random_ids(lengths, seed=seed))
+    with torch.no_grad():
+        return model(ids, mask, use_cache=True).past_key_values
+
+
+def assert_close(found, expected, tolerance=1e-6):
+    assert found.shape == expected.shape
+    assert torch.isfinite(found).all()
+    error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
+    assert error <= tolerance
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@torch.no_grad()
+def test_a_static_cache_is_read_like_any_other(tiny_model, preset):
+    """Also after it was loaded with contexts of other lengths, and with masks over all of its columns."""
+    model = tiny_model(preset=preset)
+    new_ids, new_mask = random_ids([4, 2, 3], seed=1, cls=False)
+    static = None
+    for seed, lengths in enumerate(LENGTHS):
+        cache = contexts(model, lengths, seed)
+        if static is None:
+            static = StaticKVCache.like(cache, 40)
+            kept = [tensor for layer in static.layers for tensor in layer.packed.values()]
+        else:
+            static.copy_(cache)
+        assert static.columns == static.get_seq_length() == 40
+        assert static.lengths.tolist() == lengths
+        assert all(a is b for a, b in zip(kept, (t for x in static.layers for t in x.packed.values()), strict=True))
+        expected = model(new_ids, new_mask, past_key_values=cache).logits
+        assert_close(model(new_ids, new_mask, past_key_values=static).logits, expected)
+        past = torch.zeros(3, 40, dtype=torch.int64)
+        past[:, : cache.columns] = cache.valid()
+        past[:, 1] = 0
+        both = torch.cat([past, new_mask], dim=1)
+        seen = torch.cat([past[:, : cache.get_seq_length()], new_mask], dim=1)
+        expected = model(new_ids, seen, past_key_values=cache).logits
+        assert_close(model(new_ids, both, past_key_values=static).logits, expected)
+
+
+def test_a_static_cache_shares_nothing_and_does_not_grow(tiny_model):
+    model = tiny_model(preset="turbo3")
+    cache = contexts(model, [21, 9, 13])
+    before = cache.layers[0].packed["key_0"].clone()
+    static = StaticKVCache.like(cache)
+    static.copy_(contexts(model, [20, 8, 12], seed=5))
+    assert torch.equal(cache.layers[0].packed["key_0"], before)
+    ids, _ = random_ids([2, 2, 2], cls=False)
+    with torch.no_grad(), pytest.raises(ValueError, match="nothing can be appended to a static cache"):
+        model(ids, past_key_values=static, use_cache=True)
+
+
+@torch.no_grad()
+def test_what_does_not_fit_is_refused(tiny_model):
+    model, other = tiny_model(preset="turbo3"), tiny_model(preset="paper")
+    cache = contexts(model, [21, 9, 13])
+    with pytest.raises(ValueError, match="at least the context's 21, got 20"):
+        StaticKVCache.like(cache, 20)
+    with pytest.raises(ValueError, match="the cache is empty, or no model has claimed it"):
+        StaticKVCache.like(model.new_cache())
+    static = StaticKVCache.like(cache)
+    with pytest.raises(ValueError, match="stored under the same options"):
+        static.copy_(contexts(other, [21, 9, 13]))
+    for lengths in ([22, 9, 13], [21, 9]):
+        with pytest.raises(ValueError, match="room for 3 rows of up to 21 columns"):
+            static.copy_(contexts(model, lengths))
+    ids, _ = random_ids([12, 9, 8])
+    shifted = model(ids, position_ids=torch.arange(12)[None] + 3, use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="agree in whether positions are stored"):
+        static.copy_(shifted)
+    dropped = contexts(model, [21, 9, 13])
+    dropped.drop_refinements()
+    ids = random_ids([2, 2, 2], cls=False)[0]
+    before = model(ids, past_key_values=static).logits
+    with pytest.raises(ValueError, match="lost their refinements"):
+        static.copy_(dropped)
+    # What is refused changes nothing.
+    assert torch.equal(model(ids, past_key_values=static).logits, before)
+
+
+@torch.no_grad()
+def test_contexts_of_another_model_are_refused(tiny_model):
+    """Also where both have the same codec, which nothing was fitted for."""
+    model, other = (TurboEsmForMaskedLM.from_esm(make_esm(seed=seed), preset="exact") for seed in (0, 1))
+    assert model.esm.codec(model.esm.turbo_config) is other.esm.codec(other.esm.turbo_config)
+    static = StaticKVCache.like(contexts(model, [21]))
+    with pytest.raises(ValueError, match="must be the same model's"):
+        static.copy_(contexts(other, [21]))
+
+
+def test_modes_are_mixed(tiny_model):
+    """What was made in inference mode is written into outside of it."""
+    _mix_modes(tiny_model(preset="turbo3"))
+
+
+@pytest.mark.interpreter
+def test_modes_are_mixed_by_the_kernels(tiny_model):
+    """They keep what they make of protected tokens."""
+    _mix_modes(tiny_model(preset="turbo3", backend="triton"))
+
+
+def _mix_modes(model):
+    ids = random_ids([2, 2], seed=1, cls=False)[0]
+    with torch.inference_mode():
+        cache = contexts(model, [21, 9])
+        made = contexts(model, [13, 20], seed=2)
+        expected = model(ids, past_key_values=made).logits
+        static = StaticKVCache.like(cache, 30)
+        model(ids, past_key_values=static)
+    with torch.no_grad():
+        assert_close(model(ids, past_key_values=made).logits, expected)
+        static.copy_(made)
+        assert_close(model(ids, past_key_values=static).logits, expected)
+    with torch.inference_mode():
+        static.copy_(cache)
+        static.copy_(made)
+        assert_close(model(ids, past_key_values=static).logits, expected)
+
+
+def test_a_graph_needs_a_cuda_device(tiny_model):
+    model = tiny_model(preset="turbo3")
+    with pytest.raises(ValueError, match="needs a CUDA device, the model is on cpu"):
+        CapturedExtension(model, contexts(model, [21]), 3)
+
+
+class NoGraph:
+    """Stands in for a CUDA graph: replays change nothing."""
+
+    def replay(self):
+        pass
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """Makes a `CapturedExtension` on the CPU, where nothing is captured."""
+    monkeypatch.setattr(graphs, "_check_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=lambda other: None))
+    monkeypatch.setattr(torch.cuda, "current_stream", torch.cuda.Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", NoGraph)
+    monkeypatch.setattr(torch.cuda, "graph", nullcontext)
+    return CapturedExtension
+
+
+@pytest.mark.parametrize("replaced", [True, False])
+def test_what_a_graph_reads_is_kept(tiny_model, captured, replaced):
+    """A graph knows addresses alone, of memory that must not be given to others."""
+    model = tiny_model(preset="turbo3")
+    positions = torch.arange(21, 24)[None]
+    extension = captured(model, contexts(model, [21]), 3, position_ids=positions)
+    read = [x.untyped_storage() for x in (*model.parameters(), *model.buffers(), positions)]
+    storages = [weakref.ref(storage) for storage in read]
+    if replaced:
+        model.double()
+    del model, positions, read
+    gc.collect()
+    assert extension.output is not None
+    assert all(storage() is not None for storage in storages)
+
+
+def test_angles_stay_when_longer_contexts_come(tiny_model):
+    model = tiny_model(preset="turbo3")
+    codec, device = model.esm.codec(model.esm.turbo_config), torch.device("cpu")
+    first = weakref.ref(block_angles(codec, 0, 100, device))
+    longer = block_angles(codec, 0, 10_000, device)
+    gc.collect()
+    assert first() is not None
+    assert torch.equal(first(), longer[: len(first())])
+    assert block_angles(codec, 0, 100, device) is longer
+
+
+def test_tokens_and_masks_of_other_dtypes(tiny_model, captured):
+    model = tiny_model(preset="turbo3")
+    extension = captured(model, contexts(model, [21]), 3, masked=True)
+    ids = random_ids([3], cls=False)[0]
+    with pytest.raises(ValueError, match=r"must be whole numbers, got torch\.float32"):
+        extension(ids.float())
+    extension(ids, torch.tensor([[1.0, 0.5, 0.0]]))
+    assert extension._mask[0, -3:].tolist() == [1, 1, 0]
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("preset", PRESETS)
+@torch.no_grad()
+def test_replays_follow_tokens_lengths_and_masks(tiny_model, preset, dtype):
+    """One graph, for contexts of other lengths at every replay, against the model without a graph."""
+    model = tiny_model(preset=preset).to("cuda", getattr(torch, dtype))
+    caches = [contexts(model, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
+    extension = CapturedExtension(model, caches[0], 4, columns=40, masked=True)
+    assert isinstance(extension.cache, StaticKVCache)
+    for turn in range(4):
+        cache = caches[turn % 2]
+        extension.copy_(cache)
+        ids, mask = (x.cuda() for x in random_ids([4, 2, 3], seed=turn, cls=False))
+        for given in (None, mask):
+            expected = model(ids, given, past_key_values=cache).logits
+            assert_close(extension(ids, given).logits, expected, TOLERANCES[dtype])
+        whole = torch.ones(3, 44, dtype=torch.int64, device="cuda")
+        whole[:, :40] = extension.cache.valid()
+        whole[:, 2] = 0
+        seen = torch.cat([whole[:, : cache.get_seq_length()], whole[:, 40:]], dim=1)
+        expected = model(ids, seen, past_key_values=cache).logits
+        assert_close(extension(ids, whole).logits, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_a_shared_context_in_a_graph(tiny_model):
+    model = tiny_model(preset="turbo3").to("cuda")
+    extension = CapturedExtension(model, contexts(model, [21]), 3, batch_size=7, output_hidden_states=True)
+    ids = random_ids([3] * 7, cls=False)[0].cuda()
+    expected = model(ids, past_key_values=contexts(model, [21]), output_hidden_states=True)
+    found = extension(ids)
+    assert_close(found.logits, expected.logits, 2e-5)
+    assert_close(found.hidden_states[-1], expected.hidden_states[-1], 2e-5)
+    with pytest.raises(ValueError, match=r"captured for `input_ids` \[7, 3\], got \[7, 2\]"):
+        extension(ids[:, :2])
+    with pytest.raises(ValueError, match="captured without masks"):
+        extension(ids, torch.ones_like(ids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@torch.no_grad()
+def test_an_extension_does_not_wait_for_the_device(tiny_model, preset):
+    model = tiny_model(preset=preset).to("cuda")
+    cache = contexts(model, [21, 9, 13])
+    ids = random_ids([4, 4, 4], cls=False)[0].cuda()
+    model(ids, past_key_values=cache)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(ids, past_key_values=cache)
+        model(ids, past_key_values=cache, use_cache=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert cache.lengths.tolist() == [25, 13, 17]

@@ -1,0 +1,652 @@
+"""The Triton kernels of the packed attention, in Triton's interpreter and on a GPU: the same tests of the same cases.
+
+The interpreter takes seconds for what a GPU does in microseconds, so its cases are few and small. What it cannot find:
+loads beyond a tensor that come back as something else than zero, races, and all that depends on a GPU's arithmetic.
+bfloat16 is for the GPU alone: the interpreter multiplies it wrongly.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esm_turbo import TurboConfig
+from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
+from esm_turbo.codecs.packing import unpack_codes
+from esm_turbo.config import Geometry
+from esm_turbo.ops import torch_ops
+from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
+from tests.helpers.attention_cases import LAYER, Case, codec_of, hiding_everything_from, make_case
+from tests.helpers.models import random_ids
+from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401 - the fixture
+
+PRESETS = ("turbo4", "turbo3", "turbo2", "turbo1", "paper")
+HEAD_DIMS = (16, 24, 32, 64, 128)
+NEW_TOKENS = (1, 3, 17)
+COLUMNS = (1, 17, 63, 64, 70, 1000)
+# Float32 against float64, relative to the largest output: the exponent of a score has the score's rounding.
+TOLERANCE = 1e-5
+
+
+def tune(monkeypatch: pytest.MonkeyPatch, **settings: int) -> None:
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", replace(triton_kernels.DEFAULT_TUNING, **settings))
+
+
+def attend(case: Case, codec: KVCodec) -> Tensor:
+    return triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+
+
+def assert_close(output: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
+    """Largest error, relative to the largest output."""
+    assert output.shape == expected.shape
+    assert torch.isfinite(output).all()
+    error = (output.double() - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    assert error <= tolerance
+
+
+def assert_as_good_as_plain(output: Tensor, case: Case) -> None:
+    """Root mean square and largest error at most twice those of PyTorch's attention in the same dtype.
+
+    The largest is that of few numbers, so half a unit in the last place of the largest output is let pass.
+    """
+    expected = case.expected()
+    plain = case.plain()
+    assert output.dtype == plain.dtype
+    assert torch.isfinite(output).all()
+    ours, theirs = ((x.double() - expected).abs() for x in (output, plain))
+    assert ours.square().mean().sqrt() <= 2 * theirs.square().mean().sqrt()
+    unit = torch.finfo(output.dtype).eps * expected.abs().max()
+    assert ours.max() <= 2 * theirs.max() + unit / 2
+
+
+# ---------------------------------------------------------------- formats
+
+
+@on_devices("preset, head_dim", cpu=itertools.product(PRESETS, HEAD_DIMS), gpu=itertools.product(PRESETS, HEAD_DIMS))
+def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> None:
+    """Contexts of their own and of unequal lengths, masks, protected tokens, in float32."""
+    codec = codec_of(preset, head_dim)
+    assert triton_kernels.can_run(codec)
+    case = make_case(codec, lengths=(70, 33), slots=2, masked=True, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices(
+    "preset, head_dim, dtype",
+    cpu=[("turbo3", 64, "float16"), ("turbo1", 32, "float16"), ("paper", 64, "float16")],
+    gpu=itertools.product(PRESETS, HEAD_DIMS, ("float16", "bfloat16")),
+)
+@pytest.mark.parametrize("n", [1, 17])
+def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: int) -> None:
+    codec = codec_of(preset, head_dim)
+    columns = 70 if device == "cpu" else 1000
+    case = make_case(
+        codec, n=n, columns=columns, lengths=(columns, 33), slots=1, masked=True, dtype=DTYPES[dtype], device=device
+    )
+    assert_as_good_as_plain(attend(case, codec), case)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    "preset, head_dim", [("turbo4", 64), ("turbo2", 32), ("turbo1", 16), ("turbo3", 128), ("paper", 64), ("paper", 24)]
+)
+@pytest.mark.parametrize("n", [1, 9])
+def test_half_precision_with_assembly(monkeypatch: pytest.MonkeyPatch, preset: str, head_dim: int, n: int) -> None:
+    """What a GPU runs instead of arithmetic that the interpreter knows."""
+    from tests.helpers import triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    codec = codec_of(preset, head_dim)
+    case = make_case(codec, n=n, lengths=(130, 33), slots=1, masked=n > 1, dtype=torch.float16, device="cpu")
+    assert_as_good_as_plain(attend(case, codec), case)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("bits, components", [(1, 8), (2, 16), (4, 64), (8, 128)])
+@pytest.mark.parametrize("first, count, last", [(0, 128, 512), (64, 64, 128), (188, 512, 700), (189, 512, 700)])
+def test_everything_is_asked_for_or_nothing(
+    monkeypatch: pytest.MonkeyPatch, bits: int, components: int, first: int, count: int, last: int
+) -> None:
+    """No gap between two addresses is larger than what a prefetch brings; nothing beyond the last column is touched."""
+    from tests.helpers import ptx, triton_assembly
+    from tests.helpers.triton_probe import ask
+
+    triton_assembly.use(monkeypatch)
+    view = key_view(FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components))
+    words = view.of({"slab": torch.zeros(700, components * bits // 8, dtype=torch.uint8)})
+    ptx.prefetched.clear()
+    for lane in range(32):
+        monkeypatch.setattr(ptx, "LANE", lane)
+        ask(view, words, first, last, count)
+    begin, end = (words.data_ptr() + column * words[0].nbytes for column in (first, first + count))
+    if first + count > last:
+        assert not ptx.prefetched
+    else:
+        asked = sorted(ptx.prefetched)
+        assert asked[0] == begin
+        assert all(0 < after - before <= 64 for before, after in itertools.pairwise([*asked, end]))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("n, asks", [(1, True), (3, True), (16, False)])
+def test_long_contexts_are_asked_for_ahead_of_time(monkeypatch: pytest.MonkeyPatch, n: int, asks: bool) -> None:
+    from tests.helpers import ptx, triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    tune(monkeypatch, programs=1)
+    codec = codec_of("turbo2", 32)
+    lengths = (700, 50)
+    case = make_case(codec, n=n, columns=700, lengths=lengths, slots=1, dtype=torch.float16, device="cpu")
+    ptx.prefetched.clear()
+    assert_as_good_as_plain(attend(case, codec), case)
+    for slab in case.context.packed.values():
+        for row, length in enumerate(lengths):
+            for head in slab[row]:
+                tiles = -(-length // 64)
+                first, last = head.data_ptr(), head.data_ptr() + min(64 * tiles, 700) * head.shape[1]
+                assert any(first <= address < last for address in ptx.prefetched) == (asks and tiles > 2)
+                assert not any(last <= address < first + head.nbytes for address in ptx.prefetched)
+
+
+@pytest.mark.interpreter
+def test_float32_with_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.helpers import triton_assembly
+
+    triton_assembly.use(monkeypatch)
+    codec = codec_of("turbo3", 32)
+    case = make_case(codec, n=3, lengths=(70, 33), slots=2, device="cpu")
+    assert_close(attend(case, codec), case.expected())
+
+
+# Every kind of operand there is: fields of all sizes, in elements of 1 to 32 bits.
+OPERANDS = [
+    (kind, bits, components)
+    for kind, bits, components in itertools.product(("key", "value"), (1, 2, 4, 8), (8, 16, 32, 64, 128))
+]
+
+
+@on_devices("kind, bits, components", cpu=OPERANDS, gpu=OPERANDS)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_operands_are_in_the_order_that_the_maps_expect(
+    device: str, kind: str, bits: int, components: int, dtype: str, rows: int
+) -> None:
+    """At every place the fields of one component, times a power of two, plus a constant: exactly."""
+    from tests.helpers.triton_probe import operand
+
+    slab = FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components)
+    view = key_view(slab) if kind == "key" else value_view(slab)
+    order = key_order(view) if kind == "key" else value_order(view)
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (61, components * bits // 8), generator=generator, dtype=torch.uint8)
+    fields = unpack_codes(packed, bits).float()
+    found = operand(kind, view, view.of({"slab": packed.to(device)}), None, DTYPES[dtype], rows).cpu()[: len(packed)]
+    assert torch.isfinite(found).all()
+    assert sorted(component for component in order if component >= 0) == list(range(components))
+    for place, component in enumerate(order):
+        if component >= 0:
+            field, place_holds = fields[:, component], found[:, place]
+            low, high = field.argmin(), field.argmax()
+            slope = (place_holds[high] - place_holds[low]) / (field[high] - field[low])
+            assert slope.log2() in range(11)
+            assert torch.equal(place_holds, place_holds[low] + slope * (field - field[low]))
+            if dtype == "float32":
+                assert torch.equal(place_holds, slope * (field - 2 ** (bits - 1)))
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("kind, bits, components", OPERANDS)
+@pytest.mark.parametrize("rows", [8, 16])
+def test_operands_with_assembly(
+    monkeypatch: pytest.MonkeyPatch, kind: str, bits: int, components: int, rows: int
+) -> None:
+    """They are what the same kernels make without: keys and 1024, where there is a field."""
+    from tests.helpers import triton_assembly
+    from tests.helpers.triton_probe import operand
+
+    triton_assembly.use(monkeypatch)
+    slab = FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components)
+    view = key_view(slab) if kind == "key" else value_view(slab)
+    packed = torch.randint(0, 256, (64, components * bits // 8), dtype=torch.uint8)
+    words = view.of({"slab": packed})
+    found, expected = (
+        operand(kind, view, words, None, torch.float16, rows, assembly=assembly) for assembly in (True, False)
+    )
+    if kind == "key":
+        order = torch.tensor(key_order(view))
+        expected[:, : len(order)] += 1024 * (order >= 0)
+    assert torch.equal(found, expected)
+
+
+@on_devices(cpu=["key", "value"], gpu=["key", "value"], names="kind")
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("components", [16, 64])
+@pytest.mark.parametrize("rows", [8, 16])
+def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, components: int, rows: int) -> None:
+    from tests.helpers.triton_probe import operand
+
+    slab = FieldSlab("slab", 4, tuple(range(components)), (1.0,) * components, "table")
+    view = key_view(slab) if kind == "key" else value_view(slab)
+    order = key_order(view) if kind == "key" else value_order(view)
+    generator = torch.Generator().manual_seed(0)
+    packed = torch.randint(0, 256, (64, components // 2), generator=generator, dtype=torch.uint8)
+    table = torch.randn(16, generator=generator)
+    words = view.of({"slab": packed.to(device)})
+    found = operand(kind, view, words, table.to(device, DTYPES[dtype]), DTYPES[dtype], rows).cpu()
+    expected = table.to(DTYPES[dtype]).float()[unpack_codes(packed, 4).long()]
+    assert torch.equal(found, expected[:, order])
+
+
+# ---------------------------------------------------------------- shapes
+
+
+@on_devices(
+    "n, columns, shared",
+    cpu=[(1, 1, False), (3, 17, True), (17, 63, False), (1, 64, True), (17, 70, True)],
+    gpu=itertools.product(NEW_TOKENS, COLUMNS, (False, True)),
+)
+@pytest.mark.parametrize("preset", ["turbo3", "paper"])
+def test_lengths(device: str, n: int, columns: int, shared: bool, preset: str) -> None:
+    """Nothing is hidden."""
+    codec = codec_of(preset, 32)
+    case = make_case(codec, n=n, columns=columns, shared=shared, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices(
+    "batch, n",
+    cpu=[(20, 1), (3, 7)],
+    gpu=[(1, 1), (2, 1), (5, 1), (20, 1), (3, 7), (300, 2)],
+)
+@pytest.mark.parametrize("merge_programs", [1, 264])
+def test_masks_of_every_row_over_a_shared_context(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+) -> None:
+    tune(monkeypatch, merge_programs=merge_programs)
+    codec = codec_of("turbo2", 24)
+    case = make_case(codec, batch=batch, shared=True, n=n, slots=2, masked=True, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
+@pytest.mark.parametrize("merge_programs", [1, 30])
+def test_many_rows_with_contexts_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+) -> None:
+    """Several rows share a tile of the merge, as many as fit or fewer, and none sees another's tokens."""
+    tune(monkeypatch, merge_programs=merge_programs)
+    codec = codec_of("turbo2", 24)
+    lengths = tuple(70 - 3 * row % 69 for row in range(batch))
+    case = make_case(codec, batch=batch, n=n, slots=2, masked=True, lengths=lengths, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices("columns, programs", cpu=[(585, 1), (585, 4)], gpu=itertools.product((585, 1000, 2500), (1, 64, 2048)))
+@pytest.mark.parametrize("preset", ["turbo1", "paper"])
+@pytest.mark.parametrize("n", [1, 5])
+def test_many_blocks_by_any_number_of_programs(
+    device: str, columns: int, programs: int, n: int, preset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More blocks than are worked on at once; in `turbo1` with a query that is turned for each of them."""
+    tune(monkeypatch, programs=programs)
+    codec = codec_of(preset, 16)
+    assert codec.block_size == (64 if preset == "turbo1" else None)
+    case = make_case(codec, batch=1, n=n, columns=columns, masked=True, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@given(items=st.integers(1, 300), blocks=st.integers(1, 600), programs=st.integers(1, 3000))
+def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int) -> None:
+    share = triton_kernels._share(items, blocks, programs)
+    most = triton_kernels._most_parts(blocks, share)
+    assert 1 <= most <= 64
+    assert share >= 1
+    for item in range(items):
+        first, last = item * blocks // share, ((item + 1) * blocks - 1) // share
+        assert last - first + 1 <= most
+
+
+@on_devices(
+    "batch, columns, programs", cpu=[(3, 300, 2), (5, 190, 7)], gpu=[(3, 300, 2), (64, 1000, 1000), (5, 4000, 7)]
+)
+@pytest.mark.parametrize("n", [1, 3, 16])
+def test_a_program_reads_the_end_of_one_context_and_the_beginning_of_the_next(
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, columns: int, programs: int, n: int
+) -> None:
+    tune(monkeypatch, programs=programs)
+    codec = codec_of("turbo2", 16)
+    lengths = tuple(columns - 67 * row % columns for row in range(batch))
+    case = make_case(codec, batch=batch, n=n, columns=columns, slots=1, lengths=lengths, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+# ---------------------------------------------------------------- hidden columns
+
+
+@on_devices(cpu=["turbo3", "paper"], gpu=PRESETS, names="preset")
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_row_that_sees_nothing_is_zero(device: str, preset: str, shared: bool) -> None:
+    codec = codec_of(preset, 32)
+    case = hiding_everything_from(make_case(codec, batch=3, shared=shared, slots=1, device=device), 1)
+    output = attend(case, codec)
+    assert_close(output, case.expected())
+    assert (output[1] == 0).all()
+    assert (output[[0, 2]] != 0).all()
+
+
+@on_devices("hidden", cpu=["past", "protected", "new"], gpu=["past", "protected", "new"])
+def test_a_row_that_does_not_see_one_side(device: str, hidden: str) -> None:
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, slots=1, device=device)
+    dark = hiding_everything_from(case, 0)
+    columns, n = case.context.mask.shape[1], case.query.shape[2]
+    start, stop = {"past": (0, columns), "protected": (columns, columns + 1), "new": (columns + 1, None)}[hidden]
+    seen = case.seen.clone()
+    seen[:, start:stop] = dark.seen[:, start:stop]
+    context, mask = case.context, None
+    if hidden == "past":
+        context = replace(context, mask=dark.context.mask, visible=dark.context.visible)
+    elif hidden == "protected":
+        context = replace(context, protected_mask=dark.context.protected_mask)
+    else:
+        mask = dark.mask
+        assert not mask[0].any()
+    case = replace(case, mask=mask, context=context, seen=seen)
+    assert int(case.seen[0].sum()) == {"past": 1 + n, "protected": columns - 1 + n, "new": columns}[hidden]
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices()
+def test_a_context_of_no_tokens(device: str) -> None:
+    """One of the rows has none, and so nothing but the new tokens."""
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, lengths=(0, 70), device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices()
+def test_a_mask_alone_says_what_is_there(device: str) -> None:
+    """Without lengths, as for a context that is no cache's."""
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, lengths=(50, 70), masked=True, device=device)
+    context = replace(case.context, lengths=None, protected_columns=None, visible=None)
+    assert_close(attend(replace(case, context=context), codec), case.expected())
+
+
+# ---------------------------------------------------------------- values of any size, and memory that was used before
+
+
+@on_devices(
+    "scale, dtype",
+    cpu=itertools.product((1e-30, 1e4), ("float32", "float16")),
+    gpu=itertools.product((1e-30, 1e4), DTYPES),
+)
+@pytest.mark.parametrize("preset", ["turbo3", "paper"])
+def test_queries_of_any_size(device: str, scale: float, dtype: str, preset: str) -> None:
+    """Tiny ones weigh all columns alike, huge ones choose a single one."""
+    codec = codec_of(preset, 32)
+    case = make_case(codec, scale=scale, slots=1, masked=True, dtype=DTYPES[dtype], device=device)
+    assert torch.isfinite(case.query).all()
+    if dtype == "float32":
+        assert_close(attend(case, codec), case.expected())
+    else:
+        assert_as_good_as_plain(attend(case, codec), case)
+
+
+@on_devices()
+def test_queries_of_zeros(device: str) -> None:
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, masked=True, scale=0.0, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices(
+    cpu=[("turbo3", "float32", False), ("paper", "float16", True)],
+    gpu=itertools.product(PRESETS, DTYPES, (False, True)),
+    names="preset, dtype, shared",
+)
+def test_memory_that_was_used_before(
+    device: str, preset: str, dtype: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the kernels write into is full of NaN before, and one split of two has nothing to write."""
+    codec = codec_of(preset, 32)
+    lengths = (12,) if shared else (70, 12)
+    options = {"lengths": lengths, "shared": shared, "slots": 1, "masked": True}
+    case = make_case(codec, **options, dtype=DTYPES[dtype], device=device)
+    clean = attend(case, codec)
+    empty, made = torch.empty, []
+
+    def used(*args: object, **kwargs: object) -> Tensor:
+        tensor = empty(*args, **kwargs)
+        made.append(tensor.fill_(float("nan") if tensor.is_floating_point() else 77))
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", used)
+    output = attend(case, codec)
+    monkeypatch.undo()
+    assert any(tensor.data_ptr() == output.data_ptr() for tensor in made)
+    assert torch.equal(output, clean)
+
+
+@on_devices(cpu=["turbo3"], gpu=["turbo3", "turbo4", "paper"], names="preset")
+def test_strides_of_any_kind(device: str, preset: str) -> None:
+    """Slices of larger tensors, and components that do not lie beside each other."""
+    codec = codec_of(preset, 16)
+    case = make_case(codec, masked=True, device=device)
+    expected = attend(case, codec)
+    generator = torch.Generator().manual_seed(1)
+
+    def within(x: Tensor) -> Tensor:
+        larger = torch.randn(*(size + 3 for size in x.shape), generator=generator).to(x)
+        view = larger[1:-2, 1:-2, 2:-1, 1:-2]
+        return view.copy_(x)
+
+    def scattered(x: Tensor) -> Tensor:
+        return x.transpose(1, 3).contiguous().transpose(1, 3)
+
+    for how in (within, scattered):
+        query, keys, values = (how(x) for x in (case.query, case.keys, case.values))
+        assert torch.equal(query, case.query)
+        assert not query.is_contiguous()
+        assert torch.equal(attend(replace(case, query=query, keys=keys, values=values), codec), expected)
+    context = case.context
+    packed = {name: torch.cat([x, x], dim=2)[:, :, : x.shape[2]] for name, x in context.packed.items()}
+    assert not any(x.is_contiguous() for x in packed.values())
+    assert torch.equal(attend(replace(case, context=replace(context, packed=packed)), codec), expected)
+
+
+# ---------------------------------------------------------------- what is stored in parts
+
+
+@on_devices(
+    cpu=[("turbo3", 24), ("turbo4", 32)], gpu=itertools.product(PRESETS[:-1], HEAD_DIMS), names="preset, head_dim"
+)
+def test_dropped_planes(device: str, preset: str, head_dim: int) -> None:
+    codec = planes_codec(preset, head_dim)
+    planes = codec.refinements(LAYER)
+    assert {name.partition("_")[0] for name in planes} == {"key", "value"}
+    case = make_case(codec, without=tuple(planes), masked=True, device=device)
+    whole = make_case(codec, masked=True)
+    assert (case.expected().cpu() - whole.expected()).abs().max() > 1e-3
+    assert_close(attend(case, codec), case.expected())
+
+
+def planes_codec(preset: str, head_dim: int) -> KVCodec:
+    """A codec with slabs of all sizes for keys and for values, whatever was fitted."""
+    fitted = codec_of(preset, head_dim)
+    runs = fitted.state["key_widths"].shape[1]
+    widths = {"key": [8, 7, 6, 2, 1, 1, 0, 0], "value": [7, 4, 3, 3, 1, 1, 0, 0]}
+    state = fitted.state | {f"{kind}_widths": torch.tensor([some[:runs]] * 2) for kind, some in widths.items()}
+    for kind in widths:
+        steps = 4.0 / 2.0 ** state[f"{kind}_widths"].repeat_interleave(head_dim // runs, dim=1)
+        state[f"{kind}_steps"] = steps.float()
+    return TurboCodec(fitted.config, fitted.geometry, state)
+
+
+@on_devices(cpu=[16, 64], gpu=HEAD_DIMS, names="head_dim")
+def test_slabs_of_all_sizes(device: str, head_dim: int) -> None:
+    codec = planes_codec("turbo3", head_dim)
+    case = make_case(codec, lengths=(70, 33), slots=1, masked=True, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices()
+def test_a_context_without_a_mean_residual(device: str) -> None:
+    codec = codec_of("turbo2", 16)
+    case = make_case(codec, device=device)
+    keys, values = codec.decode(LAYER, {name: x.cpu() for name, x in case.context.packed.items()})
+    columns = keys.shape[2]
+    all_keys, all_values = case.all_keys.clone(), case.all_values.clone()
+    all_keys[:, :, :columns], all_values[:, :, :columns] = keys.to(device), values.to(device)
+    bare = replace(case, context=replace(case.context, rows={}), all_keys=all_keys, all_values=all_values)
+    assert_close(attend(bare, codec), bare.expected())
+
+
+def test_what_there_are_no_kernels_for_runs_in_pytorch() -> None:
+    codec = ExactCodec(TurboConfig.from_preset("exact"), Geometry(2, 2, 16), {})
+    assert not triton_kernels.can_run(codec)
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(2, 2, 3, 16, generator=generator) for _ in range(3))
+    case = make_case(codec_of("paper", 16))
+    packed = dict(zip(("keys", "values"), codec.transform(LAYER, keys, values), strict=True))
+    arguments = (query, keys, values, None, replace(case.context, packed=packed, mask=None, rows={}))
+    expected = torch_ops.extend_attention(*arguments, codec, LAYER)
+    assert torch.equal(triton_kernels.extend_attention(*arguments, codec, LAYER), expected)
+
+
+# ---------------------------------------------------------------- the custom op
+
+
+class _Recorded(TorchDispatchMode):
+    """Keeps the arguments of every call of the custom op."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        if func._schema.name == "esm_turbo::attend_packed":
+            assert not kwargs
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
+
+
+@on_devices("preset", cpu=["turbo1"], gpu=["turbo3", "paper"])
+def test_opcheck(device: str, preset: str) -> None:
+    codec = codec_of(preset, 16)
+    case = make_case(codec, columns=17, slots=1, masked=True, device=device)
+    with _Recorded() as recorded:
+        attend(case, codec)
+    [arguments] = recorded.calls
+    checks = torch.library.opcheck(torch.ops.esm_turbo.attend_packed.default, arguments)
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+class _Layer(torch.nn.Module):
+    """A projection around the attention, so that there is something to compile on both sides."""
+
+    def __init__(self, case: Case, codec: KVCodec) -> None:
+        super().__init__()
+        self.case, self.codec = case, codec
+        head_dim = case.query.shape[3]
+        self.scale = torch.nn.Parameter(torch.linspace(0.5, 1.5, head_dim, device=case.query.device))
+
+    def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        case = self.case
+        output = triton_kernels.extend_attention(
+            query * self.scale, keys, values, case.mask, case.context, self.codec, LAYER
+        )
+        return output.transpose(1, 2).flatten(2) * 2
+
+
+@on_devices("preset, slots", cpu=[("turbo1", 0), ("turbo1", 1)], gpu=itertools.product(("turbo3", "paper"), (0, 1)))
+@torch.no_grad()
+def test_compiles_as_one_graph(device: str, preset: str, slots: int) -> None:
+    codec = codec_of(preset, 16)
+    case = make_case(codec, columns=17, slots=slots, masked=True, device=device)
+    layer = _Layer(case, codec)
+    expected = layer(case.query, case.keys, case.values)
+    torch._dynamo.reset()
+    # Without a GPU what is compiled is the graph alone: building it for a processor takes half a minute.
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    output = compiled(case.query, case.keys, case.values)
+    assert_close(output, expected.double())
+
+
+# ---------------------------------------------------------------- through the model
+
+
+@on_devices("preset, shared", cpu=[("turbo3", False)], gpu=itertools.product(PRESETS, (False, True)))
+@torch.no_grad()
+def test_whole_model(device: str, preset: str, shared: bool, tiny_model: object) -> None:
+    """Prefill, masked and ragged extensions, an append: with either backend on caches of the same bytes."""
+    config = replace(TurboConfig.from_preset(preset), protect_special_tokens=True)
+    models = [tiny_model(preset=config, heads=2).to(device) for _ in range(2)]
+    for model, backend in zip(models, ("triton", "torch"), strict=True):
+        model.esm.backend = backend
+    ids, mask = (x.to(device) for x in random_ids([21] if shared else [21, 9, 13], masks=1))
+    new_ids, new_mask = (x.to(device) for x in random_ids([4, 2, 3], seed=1, cls=False))
+    both = torch.ones(3, 21 + 4, dtype=torch.int64, device=device)
+    both[:, 21:] = new_mask
+    if not shared:
+        both[:, :21] = mask
+    both[:, [0, 2]] = torch.tensor([[0, 1], [1, 0], [1, 1]], device=device)
+    caches = [model(ids, mask, use_cache=True).past_key_values for model in models]
+    for given_mask in (None, new_mask, both):
+        outputs = [m(new_ids, given_mask, past_key_values=c).logits for m, c in zip(models, caches, strict=True)]
+        assert_close(outputs[0], outputs[1].double(), 2e-5)
+    if not shared:
+        for model, cache in zip(models, caches, strict=True):
+            model(new_ids, new_mask, past_key_values=cache, use_cache=True)
+        outputs = [m(new_ids, past_key_values=c).logits for m, c in zip(models, caches, strict=True)]
+        # What was appended was computed with either backend, and a code may fall on the other side of a midpoint.
+        assert_close(outputs[0], outputs[1].double(), 1e-2)
+
+
+@on_devices(cpu=[], gpu=[()])
+@torch.no_grad()
+def test_auto_takes_the_kernels_on_a_gpu(device: str, tiny_model: object) -> None:
+    model = tiny_model(preset="turbo3").to(device)
+    ids, _ = random_ids([21])
+    cache = model(ids.to(device), use_cache=True).past_key_values
+    with _Recorded() as recorded:
+        model(ids[:, :3].to(device), past_key_values=cache)
+    assert len(recorded.calls) == model.config.num_hidden_layers
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("keys", "must have one shape"),
+        ("contexts", "need as many contexts, or one for all of them; got 2"),
+        ("mask", "masks must be boolean"),
+        ("visible", "masks must be boolean"),
+    ],
+)
+def test_what_would_be_read_as_something_else_is_refused(what: str, message: str) -> None:
+    codec = codec_of("turbo3", 32)
+    case = make_case(codec, n=2, masked=True, device="cpu")
+    query, keys, values, mask, context = case.arguments
+    assert mask is not None and context.mask is not None
+    if what == "keys":
+        keys = torch.cat([keys, keys], dim=2)
+    elif what == "contexts":
+        query, keys, values, mask = (torch.cat([x, x]) for x in (query, keys, values, mask))
+    elif what == "mask":
+        mask = mask.long()
+    else:
+        context = replace(context, visible=torch.ones(2, context.mask.shape[1], dtype=torch.int64))
+    with pytest.raises(ValueError, match=message):
+        triton_kernels.extend_attention(query, keys, values, mask, context, codec, LAYER)

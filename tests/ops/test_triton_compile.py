@@ -1,0 +1,223 @@
+"""The Triton kernels are compiled for GPUs that are not there: the interpreter accepts what the compiler does not."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops import triton_encode, triton_layer
+from tests.helpers.attention_cases import LAYER, codec_of, make_case
+from tests.ops.test_torch_ops import rotary_case
+
+triton = pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from esm_turbo.ops.kernels import attention, encode, layer, merge  # noqa: E402
+
+KERNELS = (
+    (attention, "attend_context"),
+    (merge, "merge"),
+    (encode, "encode_context"),
+    (layer, "rotate"),
+    (layer, "gelu"),
+)
+# Bytes that a program may have, by compute capability: Ampere, the oldest that is supported, and Hopper.
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+TYPES = {
+    torch.float32: "fp32",
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+}
+
+
+def type_of(value: object) -> Any:
+    """As Triton writes it in signatures."""
+    if isinstance(value, tuple):
+        return tuple(map(type_of, value))
+    if isinstance(value, Tensor):
+        return "*" + TYPES[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+class Compiler:
+    """Stands in for kernels: where one would be launched, it is compiled for those arguments.
+
+    Attributes:
+        made: compiled kernels by name.
+    """
+
+    def __init__(self, capability: int) -> None:
+        self.target = GPUTarget("cuda", capability, 32)
+        self.made: dict[str, Any] = {}
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module, name in KERNELS:
+            monkeypatch.setattr(module, name, _Kernel(partial(self.compile, getattr(module, name))))
+
+    def compile(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+        assert list(values) == kernel.arg_names
+        signature, constants, aligned = {}, {}, {}
+        for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
+            if parameter.is_constexpr or value is None:
+                signature[parameter.name] = "constexpr"
+                constants[(index,)] = value
+                continue
+            signature[parameter.name] = type_of(value)
+            places = [(index, i) for i in range(len(value))] if isinstance(value, tuple) else [(index,)]
+            if isinstance(value, tuple | Tensor):
+                aligned |= {place: [["tt.divisibility", 16]] for place in places}
+        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+        self.made[kernel.__name__] = triton.compile(source, target=self.target, options=options)
+
+
+class _Kernel:
+    def __init__(self, launch: Callable[..., None]) -> None:
+        self.launch = launch
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.launch
+
+
+@pytest.fixture(params=SHARED_MEMORY, ids=lambda capability: f"sm{capability}")
+def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Compiles what a test would launch: all of it must fit the GPU, and compute nothing in float64."""
+    if triton.knobs.runtime.interpret:
+        pytest.fail("kernels are compiled here: run without TRITON_INTERPRET")
+    made = Compiler(request.param)
+    made.replace(monkeypatch)
+    yield made
+    assert made.made
+    for name, kernel in made.made.items():
+        assert kernel.asm["cubin"]
+        assert kernel.metadata.shared <= SHARED_MEMORY[request.param], name
+        assert "f64" not in kernel.asm["ttgir"], name
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_dim", "dtype", "n", "options"),
+    [
+        ("turbo3", 64, torch.bfloat16, 1, {"slots": 2}),
+        ("turbo4", 64, torch.bfloat16, 16, {}),
+        ("turbo1", 16, torch.float16, 3, {"shared": True, "masked": True, "slots": 1}),
+        ("turbo2", 24, torch.float32, 5, {"masked": True, "slots": 2}),
+        ("turbo4", 128, torch.float32, 17, {"masked": True}),
+        ("paper", 64, torch.bfloat16, 1, {}),
+    ],
+)
+def test_attention(
+    compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype, n: int, options: dict[str, Any]
+) -> None:
+    codec = codec_of(preset, head_dim)
+    case = make_case(codec, n=n, dtype=dtype, **options)
+    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+    assert compiler.made.keys() == {"attend_context", "merge"}
+
+
+@pytest.mark.parametrize(
+    ("preset", "n", "dtype", "limit"),
+    [
+        ("turbo4", 1, torch.bfloat16, 168),
+        ("turbo1", 8, torch.float16, 168),
+        ("turbo4", 16, torch.bfloat16, None),
+        ("turbo4", 1, torch.float32, None),
+    ],
+)
+def test_long_contexts(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, n: int, dtype: torch.dtype, limit: int | None
+) -> None:
+    """Of up to eight queries: words are asked for ahead of time, and registers are limited in half precision."""
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    codec = codec_of(preset, 64)
+    case = make_case(codec, n=n, columns=700, dtype=dtype)
+    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+    attend = compiler.made["attend_context"]
+    assert ("prefetch.global.L2" in attend.asm["ptx"]) == (n == 1)
+    assert attend.metadata.maxnreg == limit
+
+
+def test_what_is_multiplied_with_every_tile_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries and weights are brought to their lanes before a group's tiles, not for each of them."""
+    compiler = Compiler(90)
+    compiler.replace(monkeypatch)
+    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    codec = codec_of("turbo2", 64)
+    triton_kernels.extend_attention(*make_case(codec, n=1, columns=700, dtype=torch.bfloat16).arguments, codec, LAYER)
+    code = compiler.made["attend_context"].asm["ttgir"]
+    tiles = re.findall(r"scf\.while .*?^ +} do {(.*?)^ +scf\.yield", code, flags=re.DOTALL | re.MULTILINE)
+    assert len(tiles) == 2
+    for tile in tiles:
+        assert "tt.dot" in tile
+        # The first operands are keys and values: products of eight rows are transposed.
+        assert not [line for line in tile.splitlines() if "local_load" in line and "opIdx = 1" in line]
+
+
+@pytest.mark.parametrize(
+    ("preset", "head_dim", "dtype"),
+    [("turbo3", 64, torch.bfloat16), ("turbo4", 128, torch.float32), ("paper", 24, torch.float16)],
+)
+def test_encoding(compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype) -> None:
+    keys, values = torch.randn(2, 2, 2, 70, head_dim).to(dtype)
+    protected = torch.tensor([[0, 5], [3, -1]])
+    triton_encode.encode(codec_of(preset, head_dim), LAYER, keys, values, protected=protected)
+    assert compiler.made.keys() == {"encode_context"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None:
+    case = rotary_case(dtype)
+    triton_kernels.rotate(*case, 0.5)
+    triton_kernels.gelu(case[0])
+    assert compiler.made.keys() == {"rotate", "gelu"}
+
+
+def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who begins early waits for the one before it, and who is followed by one lets it begin."""
+    compiler = Compiler(90)
+    compiler.replace(monkeypatch)
+    for module in (triton_encode, triton_layer, triton_kernels):
+        monkeypatch.setattr(module, "overlaps", lambda device: True)
+    codec = codec_of("turbo3", 64)
+    triton_encode.encode(codec, LAYER, *torch.randn(2, 2, 2, 70, 64))
+    triton_kernels.rotate(*rotary_case(torch.bfloat16), 0.5)
+    triton_kernels.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
+    found = {
+        name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
+        for name, kernel in compiler.made.items()
+    }
+    assert found == {
+        "encode_context": [True, True],
+        "rotate": [False, True],
+        "attend_context": [True, True],
+        "merge": [True, False],
+    }
+    early = [name for name in found if compiler.made[name].metadata.launch_pdl]
+    assert early == ["encode_context", "attend_context", "merge"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "allowed", "expected"), [((9, 0), True, True), ((8, 9), True, False), ((9, 0), False, False)]
+)
+def test_where_kernels_overlap(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(triton_layer, "OVERLAP", allowed)
+    assert triton_layer.overlaps(torch.device("cuda")) is expected
+    assert not triton_layer.overlaps(torch.device("cpu"))

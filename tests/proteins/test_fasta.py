@@ -1,0 +1,443 @@
+"""Reading and checking FASTA files, and batching by token budget."""
+
+import gzip
+import hashlib
+import pickle
+import re
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esm_turbo.proteins.fasta import (
+    RESIDUES,
+    BadRecord,
+    FastaError,
+    ProteinRecord,
+    normalize_sequence,
+    read_fasta,
+    read_fasta_strict,
+    sha256_file,
+    token_batches,
+)
+
+
+@pytest.fixture
+def write(tmp_path):
+    """Writes bytes or text to a new file and returns its path."""
+
+    def _write(content, name="proteins.fasta"):
+        path = tmp_path / name
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return path
+
+    return _write
+
+
+def one_line_error(path, **options):
+    with pytest.raises(FastaError) as caught:
+        read_fasta(path, **options)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert "\n" not in message
+    assert "; " in message, "says what to do after the semicolon"
+    assert [problem.record for problem in caught.value.problems] == [""]
+    return message
+
+
+# Residues
+
+
+def test_residues_are_the_vocabulary_of_esm2_without_gap_tokens():
+    assert len(RESIDUES) == len(set(RESIDUES)) == 25
+    assert set(RESIDUES) == set("ABCDEFGHIJKLMNOPQRSTUVWXYZ") - {"J"}
+    assert RESIDUES.startswith("LAGVSERTIDPKQNFYMHWC")
+
+
+def test_normalize_sequence_accepts_case_whitespace_and_one_trailing_stop():
+    assert normalize_sequence(" mk t\tA\r\nyIa*\n", name="p") == "MKTAYIA"
+    assert normalize_sequence(RESIDUES.lower(), name="p") == RESIDUES
+
+
+@pytest.mark.parametrize(
+    ("sequence", "position", "character"),
+    [
+        ("MKJ", 3, "'J'"),
+        ("mkj", 3, "'J'"),
+        ("M K\nT-A", 4, "'-'"),
+        (".MK", 1, "'.'"),
+        ("MK1T", 3, "'1'"),
+        ("MK?T", 3, "'?'"),
+        ("MK<mask>T", 3, "'<'"),
+        ("MKß", 3, r"'\xdf'"),
+        ("M\u0131", 2, r"'\u0131'"),
+        ("MK\u200bT", 3, r"'\u200b'"),
+        ("MK\x1bT", 3, r"'\x1b'"),
+        ("\u041cK", 1, r"'\u041c'"),
+    ],
+    ids=ascii,
+)
+def test_normalize_sequence_names_record_and_position(sequence, position, character):
+    with pytest.raises(ValueError, match=rf"^P01308: position {position} is {re.escape(character)}, not one of"):
+        normalize_sequence(sequence, name="P01308")
+    mapped = normalize_sequence(sequence, name="P01308", unknown="X")
+    assert set(mapped) <= set(RESIDUES)
+    assert mapped[position - 1] == "X"
+
+
+@pytest.mark.parametrize(("sequence", "position"), [("MK*T", 3), ("*MK", 1), ("MKT**", 4), ("MK*T*", 3)])
+@pytest.mark.parametrize("unknown", [None, "X"])
+def test_a_stop_inside_is_never_accepted(sequence, position, unknown):
+    with pytest.raises(ValueError, match=rf"^p: position {position} is a stop '\*' inside"):
+        normalize_sequence(sequence, name="p", unknown=unknown)
+
+
+@pytest.mark.parametrize("sequence", ["", " \t\r\n", "*", " * "], ids=ascii)
+@pytest.mark.parametrize("unknown", [None, "X"])
+def test_an_empty_sequence_is_refused(sequence, unknown):
+    with pytest.raises(ValueError, match=r"^p: holds no residues; "):
+        normalize_sequence(sequence, name="p", unknown=unknown)
+
+
+@pytest.mark.parametrize("sequence", [None, b"MKT", 7, ["M", "K"]])
+def test_a_sequence_must_be_a_string(sequence):
+    with pytest.raises(TypeError, match=f"^p: a sequence must be a string, got {type(sequence).__name__}$"):
+        normalize_sequence(sequence, name="p")
+
+
+@pytest.mark.parametrize("unknown", ["", "A", "XX", "*", "-", 1])
+def test_unknown_is_none_or_x(write, unknown):
+    with pytest.raises(ValueError, match="`unknown` must be None or 'X', got "):
+        normalize_sequence("MKT", name="p", unknown=unknown)
+    with pytest.raises(ValueError, match="`unknown` must be None or 'X', got "):
+        read_fasta(write(">a\nMKT\n"), unknown=unknown)
+
+
+def test_unknown_keeps_the_length_and_every_residue_code():
+    assert normalize_sequence("MKJJ-1.BZUOXé", name="p", unknown="x") == "MKXXXXXBZUOXX"
+
+
+@given(st.text(max_size=40))
+def test_normalized_text_is_valid_and_stable_or_refused(text):
+    try:
+        strict = normalize_sequence(text, name="p")
+    except ValueError as error:
+        assert str(error).startswith("p: ")
+        assert "\n" not in str(error)
+    else:
+        assert strict
+        assert set(strict) <= set(RESIDUES)
+        assert strict == normalize_sequence(strict, name="p") == normalize_sequence(text, name="p", unknown="X")
+
+
+# Files that can be read
+
+
+def test_reads_id_description_and_wrapped_sequence(write):
+    path = write(">sp|P01308|INS_HUMAN Insulin OS=Homo sapiens\nMALW\nMRLL\n\n>b\tclass=mainly_beta\nkv f\tg*\n")
+    good, bad = read_fasta(path)
+    assert good == [
+        ProteinRecord("sp|P01308|INS_HUMAN", "MALWMRLL", "Insulin OS=Homo sapiens"),
+        ProteinRecord("b", "KVFG", "class=mainly_beta"),
+    ]
+    assert bad == []
+    assert read_fasta_strict(str(path)) == good
+
+
+PLAIN = b">a first\nMKTAYIA\nKQR\n>b\nGGG\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        PLAIN,
+        PLAIN.replace(b"\n", b"\r\n"),
+        PLAIN.replace(b"\n", b"\r"),
+        PLAIN.rstrip(b"\n"),
+        b"\xef\xbb\xbf" + PLAIN,
+        b"\n \r\n" + PLAIN,
+        PLAIN.lower(),
+        PLAIN.replace(b"KQR", b"KQR*"),
+        gzip.compress(PLAIN),
+        gzip.compress(PLAIN[:10]) + gzip.compress(PLAIN[10:]),
+    ],
+    ids=["plain", "crlf", "cr", "no-newline", "bom", "blank-start", "lower", "stop", "gzip", "gzip-members"],
+)
+def test_forms_of_the_same_file_read_alike(write, content):
+    # The names of the file say nothing: gzip is recognised by its content.
+    for name in ("x.fasta", "x.fasta.gz"):
+        good, bad = read_fasta(write(content, name))
+        assert [(record.id, record.sequence) for record in good] == [("a", "MKTAYIAKQR"), ("b", "GGG")]
+        assert good[0].description == "first"
+        assert bad == []
+
+
+@pytest.mark.parametrize(
+    ("description", "expected"),
+    [
+        ("class=mainly_beta", "mainly_beta"),
+        ("human class=transmembrane length=40", "transmembrane"),
+        ("1.10.8.10", "mainly_alpha"),
+        ("2.60.40.10", "mainly_beta"),
+        ("3.40.50.720", "alpha_beta"),
+        ("4.10.410.10", "little_structure"),
+        ("6.10.250.10", None),
+        ("version 3.40.50", None),
+        ("subclass=x", None),
+        ("", None),
+    ],
+)
+def test_structural_class_of_a_header(description, expected):
+    assert ProteinRecord("p", "MKT", description).structural_class == expected
+
+
+def test_records_are_immutable():
+    with pytest.raises(AttributeError):
+        ProteinRecord("p", "MKT").sequence = "A"
+    with pytest.raises(AttributeError):
+        BadRecord("p", "reason").reason = ""
+
+
+# Bad records
+
+MIXED = ">a\nMKT\n>b\nMJT\n>a\nGGG\n>c\n>d\nM*T\n>\nMKT\n>e\nM-T\n>f\nLAG\n"
+
+
+def test_bad_records_are_set_apart(write):
+    good, bad = read_fasta(write(MIXED))
+    assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("f", "LAG")]
+    assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6", "e"]
+    beginnings = [
+        "position 2 is 'J', not one of the 25 residue codes",
+        "record 3 repeats the identifier of record 1; ",
+        "holds no residues; ",
+        "position 2 is a stop '*' inside the sequence; ",
+        "the header names no identifier; ",
+        "position 2 is '-', not one of",
+    ]
+    for problem, beginning in zip(bad, beginnings, strict=True):
+        assert problem.reason.startswith(beginning)
+        assert "; " in problem.reason
+
+
+def test_unknown_maps_letters_and_nothing_else(write):
+    good, bad = read_fasta(write(MIXED), unknown="x")
+    assert [(record.id, record.sequence) for record in good] == [
+        ("a", "MKT"),
+        ("b", "MXT"),
+        ("e", "MXT"),
+        ("f", "LAG"),
+    ]
+    assert [problem.record for problem in bad] == ["a", "c", "d", "#6"]
+
+
+def test_a_bad_record_still_owns_its_identifier(write):
+    good, bad = read_fasta(write(">a\nM1T\n>a\nMKT\n"))
+    assert good == []
+    assert [problem.reason.partition(";")[0] for problem in bad][1] == ("record 2 repeats the identifier of record 1")
+
+
+def test_positions_count_residues_over_wrapped_lines(write):
+    _, [problem] = read_fasta(write(">a\r\nMKT A\r\n\r\nYI1\r\n"))
+    assert problem.reason.startswith("position 7 is '1'")
+
+
+def test_text_that_looks_like_a_second_header_is_a_bad_letter(write):
+    _, [problem] = read_fasta(write(">a\nMKT\n  >b\nGGG\n"))
+    assert problem.reason.startswith("position 4 is '>'")
+
+
+def test_strict_reading_names_the_first_problem_and_counts_the_others(write):
+    path = write(MIXED)
+    with pytest.raises(FastaError) as caught:
+        read_fasta_strict(path)
+    assert str(caught.value).startswith(f"{path}, record 'b': position 2 is 'J', not one of")
+    assert str(caught.value).endswith(" (and 5 more bad records)")
+    assert "\n" not in str(caught.value)
+    assert caught.value.problems == read_fasta(path)[1]
+    assert caught.value.path == str(path)
+
+
+def test_strict_reading_counts_in_words(write):
+    with pytest.raises(FastaError, match=r"unknown='X'\)$"):
+        read_fasta_strict(write(">a\nMJT\n"))
+    with pytest.raises(FastaError, match=r"\(and 1 more bad record\)$"):
+        read_fasta_strict(write(">a\nMJT\n>b\n"))
+
+
+def test_messages_stay_short_and_printable(write):
+    with pytest.raises(FastaError) as caught:
+        read_fasta_strict(write(">" + "\x1b[31m" + "x" * 5000 + "\n"))
+    assert len(str(caught.value)) < 400
+    assert "\x1b" not in str(caught.value)
+
+
+def test_fasta_error_is_a_value_error_that_survives_pickling(write):
+    with pytest.raises(ValueError) as caught:
+        read_fasta_strict(write(MIXED))
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert str(copy) == str(caught.value)
+    assert copy.problems == caught.value.problems
+
+
+# Files that cannot be used
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\n\n", b" \r\n\t\n", b"\xef\xbb\xbf", gzip.compress(b"")],
+    ids=["nothing", "newlines", "blanks", "bom", "gzip"],
+)
+def test_an_empty_file_is_refused(write, content):
+    assert ": is empty; " in one_line_error(write(content))
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        ("id,sequence\na,MKT\n", 1),
+        ("MKTAYIAKQR\n", 1),
+        ('{"a": "MKT"}', 1),
+        ("\n\n# comment\n>a\nMKT\n", 3),
+        ("MKT\n>a\nGGG\n", 1),
+        (" >a\nMKT\n", 1),
+        ("@read\nACGT\n+\nIIII\n", 1),
+    ],
+)
+def test_text_that_is_not_fasta_is_refused(write, content, line):
+    assert f": is not FASTA: line {line} is " in one_line_error(write(content))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04\x95\xff\xfe binary",
+        ">a\nMKT\n".encode("utf-16"),
+        ">a r\xf6ntgen\nMKT\n".encode("latin-1"),
+        b">a\nMK\x00T\n",
+        b"\x50\x00\x00\x00\x00\x00\x00\x00{}",
+        gzip.compress(b"\xff\xfe\x00"),
+        b">a\n" + b"MKT\n" * 5000 + b"\xff\n",
+    ],
+    ids=["bytes", "utf-16", "latin-1", "nul", "safetensors", "gzip-bytes", "late"],
+)
+def test_bytes_that_are_not_text_are_refused(write, content):
+    assert ": is not text; " in one_line_error(write(content))
+
+
+WHOLE_GZIP = gzip.compress(b"".join(b">r%d\nMKTAYIAKQRLAGVSERT\n" % i for i in range(500)))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        WHOLE_GZIP[: len(WHOLE_GZIP) // 2],
+        WHOLE_GZIP[:-4],
+        WHOLE_GZIP[:2],
+        WHOLE_GZIP[:12],
+        WHOLE_GZIP[:40] + b"\x00" * 40 + WHOLE_GZIP[80:],
+        WHOLE_GZIP[:-8] + b"\x00" * 8,
+        WHOLE_GZIP + b"junk",
+    ],
+    ids=["half", "no-length", "magic-only", "header", "overwritten", "checksum", "trailing"],
+)
+def test_a_damaged_gzip_file_is_refused(write, content):
+    assert ": the gzip file is truncated or damaged (" in one_line_error(write(content, "x.fasta.gz"))
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    assert ": there is no such file; " in one_line_error(tmp_path / "none.fasta")
+    assert ": is a folder; " in one_line_error(tmp_path)
+    (tmp_path / "file").write_text(">a\nMKT\n")
+    assert ": cannot be read (" in one_line_error(tmp_path / "file" / "below")
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_give_records_or_a_fasta_error(tmp_path_factory, content):
+    path = tmp_path_factory.getbasetemp() / "any.fasta"
+    path.write_bytes(content)
+    try:
+        good, bad = read_fasta(path)
+    except FastaError as error:
+        assert error.problems
+    else:
+        assert good or bad
+        assert all(record.id and set(record.sequence) <= set(RESIDUES) for record in good)
+
+
+@given(
+    st.lists(
+        st.tuples(st.from_regex(r"[!-~]{1,12}", fullmatch=True), st.text(RESIDUES, min_size=1, max_size=90)),
+        min_size=1,
+        max_size=8,
+        unique_by=lambda record: record[0],
+    ),
+    st.integers(1, 100),
+    st.sampled_from(["\n", "\r\n"]),
+    st.booleans(),
+)
+def test_written_records_come_back(tmp_path_factory, records, width, newline, compress):
+    lines = []
+    for name, sequence in records:
+        lines.append(f">{name} any words")
+        lines += [sequence[i : i + width] for i in range(0, len(sequence), width)]
+    content = newline.join(lines).encode()
+    path = tmp_path_factory.getbasetemp() / "roundtrip.fasta"
+    path.write_bytes(gzip.compress(content) if compress else content)
+    assert read_fasta(path) == (
+        [ProteinRecord(name, sequence, "any words") for name, sequence in records],
+        [],
+    )
+
+
+# Batching
+
+
+@given(st.lists(st.integers(0, 1200), max_size=60), st.integers(1, 5000))
+def test_token_batches_hold_each_index_once_within_the_budget(lengths, budget):
+    batches = token_batches(lengths, budget)
+    order = [index for batch in batches for index in batch]
+    assert order == sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
+    for batch in batches:
+        assert len(batch) == 1 or max(lengths[i] for i in batch) * len(batch) <= budget
+    for batch, following in pairwise(batches):
+        assert lengths[following[0]] * (len(batch) + 1) > budget, "a batch is closed only when it is full"
+
+
+def test_token_batches_of_a_known_case():
+    assert token_batches([10, 3, 10, 50, 4], 20) == [[1, 4], [0, 2], [3]]
+    assert token_batches([], 20) == []
+
+
+def test_token_batches_refuses_bad_input():
+    with pytest.raises(ValueError, match="`toks_per_batch` must be at least 1, got 0"):
+        token_batches([3], 0)
+    with pytest.raises(ValueError, match="`lengths` must not be negative, got -2"):
+        token_batches([3, -2], 10)
+
+
+# Files
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"x" * 300_000], ids=["empty", "short", "blocks"])
+def test_sha256_file(write, content):
+    assert sha256_file(write(content)) == hashlib.sha256(content).hexdigest()
+
+
+def test_sha256_of_a_known_value(write):
+    expected = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+    assert sha256_file(write(b"abc")) == expected
+
+
+def test_importing_the_module_imports_no_heavy_library():
+    code = (
+        "import sys, esm_turbo.proteins.fasta\n"
+        "print([name for name in ('Bio', 'numpy', 'torch', 'transformers') if name in sys.modules])"
+    )
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"

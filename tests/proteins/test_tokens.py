@@ -1,0 +1,74 @@
+"""From residues to token ids, beside the tokenizer's own where that can be trusted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import EsmTokenizer
+
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.proteins.fasta import RESIDUES
+from esm_turbo.proteins.tokens import TokenCodes
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> EsmTokenizer:
+    return EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def codes(tokenizer: EsmTokenizer) -> TokenCodes:
+    return TokenCodes.of(tokenizer)
+
+
+def test_the_vocabulary(codes: TokenCodes) -> None:
+    """Lin et al. 2023: `<cls>`, `<pad>`, `<eos>`, `<unk>`, the residues from 4, `<mask>` last."""
+    assert (codes.cls, codes.pad, codes.eos, codes.mask) == (0, 1, 2, 32)
+    assert codes.residues == {residue: 4 + index for index, residue in enumerate(RESIDUES)}
+
+
+@given(parts=st.lists(st.sampled_from([*RESIDUES, "<mask>"]), min_size=1, max_size=30))
+def test_ids_are_the_tokenizers(tokenizer: EsmTokenizer, codes: TokenCodes, parts: list[str]) -> None:
+    sequence = "".join(parts)
+    assert [codes.cls, *codes.encode(sequence, "it"), codes.eos] == tokenizer(sequence)["input_ids"]
+
+
+@pytest.mark.parametrize("text", ["MKT", "mkt", " M K\tT\n", "MKT*", "m<mask>t".replace("<mask>", "k")])
+def test_what_is_accepted(codes: TokenCodes, text: str) -> None:
+    assert codes.encode(text, "it") == [20, 15, 11]
+
+
+@pytest.mark.parametrize("text", ["M<mask>T", "m<MASK>t*", "M <mask> T"])
+def test_masks(codes: TokenCodes, text: str) -> None:
+    assert codes.encode(text, "it") == [20, 32, 11]
+
+
+@pytest.mark.parametrize(
+    ("text", "position"),
+    [("MKJT", 3), ("M<mask>-T", 3), ("<mask><mask>1", 3), ("MK.", 3), ("<mask", 1), ("M<cls>", 2), ("M*K", 2)],
+)
+def test_what_is_refused(codes: TokenCodes, text: str, position: int) -> None:
+    """The tokenizer takes all of these. Positions count from 1, a mask as one residue."""
+    with pytest.raises(ValueError, match=rf"^sequence 7: .*position {position}\b"):
+        codes.encode(text, "sequence 7")
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "*"])
+def test_nothing(codes: TokenCodes, text: str) -> None:
+    with pytest.raises(ValueError, match="sequence 7"):
+        codes.encode(text, "sequence 7")
+
+
+@pytest.mark.parametrize("sequence", [None, 1.5, b"MKT", ["M"]])
+def test_what_is_no_string(codes: TokenCodes, sequence: Any) -> None:
+    with pytest.raises(TypeError, match="sequence 7: a sequence must be a string"):
+        codes.encode(sequence, "sequence 7")
+
+
+def test_batch(codes: TokenCodes) -> None:
+    ids, mask = codes.batch([[0, 5, 6, 2], [0, 2]])
+    assert ids.tolist() == [[0, 5, 6, 2], [0, 2, 1, 1]]
+    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]

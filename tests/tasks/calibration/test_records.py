@@ -1,0 +1,109 @@
+"""Calibration from records: what is counted and recorded, and what has no influence."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from esm_turbo import TurboEsm
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
+from esm_turbo.proteins.limits import LongProteinWarning, length_bin
+from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records
+
+RECORDS = [
+    ProteinRecord("a", "MKTAYIAKQRQISFVKSHFS" * 4, "class=mainly_alpha"),
+    ProteinRecord("b", "GSGSWKDLAEXPLLKRRVWT" * 8, "3.40.50.720 domain"),
+    ProteinRecord("c", "ACDEFGHIKLMNPQRSTVWY" * 2),
+]
+
+
+@pytest.fixture
+def tiny(turbo, tiny_esm):
+    from esm_turbo import TurboEsmForMaskedLM
+
+    return TurboEsm(TurboEsmForMaskedLM.from_esm(tiny_esm(), preset="exact"), turbo.tokenizer)
+
+
+def test_provenance(tiny, tmp_path):
+    fasta = tmp_path / "proteins.fasta"
+    fasta.write_text("".join(f">{r.id} {r.description}\n{r.sequence}\n" for r in RECORDS))
+    record = calibrate_records(tiny, read_fasta_strict(fasta), source=fasta).provenance
+    assert record["sequences"] == 3
+    assert record["residues"] == 80 + 160 + 40
+    assert record["classes"] == {
+        "mainly_alpha": {"sequences": 1, "residues": 80},
+        "alpha_beta": {"sequences": 1, "residues": 160},
+        "unknown": {"sequences": 1, "residues": 40},
+    }
+    assert record["lengths"] == {
+        "1-100": {"sequences": 2, "residues": 120},
+        "101-200": {"sequences": 1, "residues": 160},
+    }
+    assert record["fasta"] == {"name": "proteins.fasta", "sha256": sha256_file(fasta)}
+    assert record["versions"]["torch"] == torch.__version__
+    # A file that is passed on must not tell where it was made.
+    assert str(tmp_path) not in json.dumps(record)
+
+
+def test_the_name_of_a_model_is_not_its_path(turbo):
+    assert turbo.name == "esm2-mini"
+
+
+def test_order_and_batches_have_no_influence(tiny):
+    one = calibrate_records(tiny, RECORDS, toks_per_batch=1)
+    other = calibrate_records(tiny, RECORDS[::-1], toks_per_batch=100_000)
+    for kind in ("keys", "values"):
+        a, b = (getattr(calibration.statistics.residues, kind) for calibration in (one, other))
+        assert a.count == b.count == 280
+        np.testing.assert_allclose(a.mean, b.mean, atol=1e-5)
+        np.testing.assert_allclose(a.covariance, b.covariance, atol=1e-5)
+    np.testing.assert_array_equal(one.statistics.sample.is_special, other.statistics.sample.is_special)
+    # Rounded to bfloat16, where a last bit may fall either way.
+    np.testing.assert_allclose(one.statistics.sample.keys, other.statistics.sample.keys, rtol=2**-7, atol=1e-5)
+
+
+def test_progress_ends_at_the_total(tiny):
+    seen = []
+    calibrate_records(tiny, RECORDS, toks_per_batch=100, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(160, 280), (240, 280), (280, 280)]
+
+
+def test_first_records():
+    assert [r.id for r in first_records(RECORDS)] == ["a", "b", "c"]
+    assert [r.id for r in first_records(RECORDS, 280)] == ["a", "b", "c"]
+    assert [r.id for r in first_records(RECORDS, 279)] == ["a", "b"]
+    assert [r.id for r in first_records(RECORDS, 80)] == ["a"]
+    with pytest.raises(ValueError, match="at least the first protein's 80, got 79"):
+        first_records(RECORDS, 79)
+
+
+def test_max_residues_is_what_is_recorded(tiny):
+    calibration = calibrate_records(tiny, RECORDS, max_residues=250)
+    assert (calibration.provenance["sequences"], calibration.provenance["residues"]) == (2, 240)
+
+
+def test_too_few_residues(tiny):
+    with pytest.raises(ValueError, match="seen 3 residues, fewer than a head has components"):
+        calibrate_records(tiny, [ProteinRecord("a", "MKT")])
+
+
+def test_long_proteins_warn_once(tiny):
+    records = [ProteinRecord(str(n), "MKTAYIAKQR" * 100 + "M" * n) for n in (22, 23, 24)]
+    with pytest.warns(LongProteinWarning, match="2 proteins") as caught:
+        calibrate_records(tiny, records, presets=[])
+    assert len(caught) == 1
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, "1-100"), (100, "1-100"), (101, "101-200"), (350, "201-350"), (1022, "701-1022"), (1023, "over 1022")],
+)
+def test_length_bins(length, expected):
+    assert length_bin(length) == expected
+
+
+def test_counts_keep_the_order_of_appearance():
+    counts = counts_by(RECORDS, lambda r: r.id[::-1])
+    assert list(counts) == ["a", "b", "c"]
+    assert counts["b"] == {"sequences": 1, "residues": 160}

@@ -1,0 +1,335 @@
+"""Scores of candidates: every arm against a computation of its own, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import EsmForMaskedLM
+
+from esm_turbo import TurboEsm
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.tasks.common import arms, memory
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+from tests.helpers.frozen_esm2 import MASK, FrozenEsm2
+
+TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQ"
+CANDIDATES = ["GSWKDLA", "WTCAC", "PLLKRRA", "DEFGH", "Y"]
+CLS, EOS = 0, 2
+# Float32 against float64, or batched otherwise: differences of log-probabilities of a few nats.
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def frozen() -> FrozenEsm2:
+    return FrozenEsm2(EMBEDDED_MODEL)
+
+
+@pytest.fixture(scope="module")
+def slow() -> TurboEsm:
+    """The embedded model with the slow backend."""
+    return TurboEsm.from_pretrained(device="cpu", backend="reference")
+
+
+def log_probabilities(scores: Scores) -> torch.Tensor:
+    return torch.tensor([x for one in scores.scores for x in one.log_probabilities], dtype=torch.float64)
+
+
+def assert_close(ours: Scores, expected: list[float]) -> None:
+    difference = (log_probabilities(ours) - torch.tensor(expected, dtype=torch.float64)).abs().max()
+    assert difference <= TOLERANCE
+
+
+def independent(
+    turbo: TurboEsm,
+    frozen: FrozenEsm2,
+    place: str,
+    refresh: int,
+    target: str = TARGET,
+    candidates: list[str] = CANDIDATES,
+) -> list[float]:
+    """The frozen arm from the tensors of the checkpoint, one masked copy at a time."""
+    found = []
+    target_ids = [CLS, *turbo.codes.encode(target, "target")]
+    for candidate in candidates:
+        ids = turbo.codes.encode(candidate, "candidate")
+        after = [*[MASK] * len(ids), EOS] if place == "masked" else []
+        context = frozen.context([*target_ids, *after])
+        # <cls> never runs again.
+        kept = max(1, len(target_ids) - refresh)
+        hidden = tuple(range(kept, len(target_ids) + len(after)))
+        for index, residue in enumerate(ids):
+            new = [*target_ids[kept:], *ids[:index], MASK, *ids[index + 1 :], EOS]
+            positions = list(range(kept, kept + len(new)))
+            run = frozen.extend([*target_ids, *after], context, new, positions=positions, hidden=hidden)
+            logits = run.logits[len(target_ids) - kept + index]
+            found.append(float(logits.log_softmax(0)[residue]))
+    return found
+
+
+# --- the arms
+
+
+def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm) -> None:
+    plain = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    expected = []
+    for candidate in CANDIDATES:
+        ids = turbo.tokenizer(TARGET + candidate, return_tensors="pt").input_ids
+        for index in range(len(candidate)):
+            masked = ids.clone()
+            at = 1 + len(TARGET) + index
+            masked[0, at] = MASK
+            with torch.no_grad():
+                logits = plain(masked).logits[0, at].double()
+            expected.append(float(logits.log_softmax(0)[ids[0, at]]))
+    ours = turbo.score(TARGET, CANDIDATES, arm="full")
+    assert_close(ours, expected)
+    assert (ours.arm, ours.preset, ours.place, ours.refresh) == ("full", None, None, 0)
+
+
+@pytest.mark.parametrize("refresh", [0, 3, 8, len(TARGET), 10_000])
+@pytest.mark.parametrize("place", ["masked", "empty"])
+def test_frozen_is_the_independent_computation(turbo: TurboEsm, frozen: FrozenEsm2, place: str, refresh: int) -> None:
+    candidates = CANDIDATES[:2]
+    ours = turbo.score(TARGET, candidates, arm="frozen", place=place, refresh=refresh)
+    assert_close(ours, independent(turbo, frozen, place, refresh, candidates=candidates))
+    assert (ours.arm, ours.preset, ours.place) == ("frozen", "exact", place)
+    assert ours.refresh == min(refresh, len(TARGET))
+
+
+def test_the_independent_computation_can_fail(turbo: TurboEsm, frozen: FrozenEsm2) -> None:
+    candidates = CANDIDATES[:1]
+    ours = log_probabilities(turbo.score(TARGET, candidates, arm="frozen", refresh=3))
+    for place, refresh in (("empty", 3), ("masked", 2), ("masked", 4)):
+        other = torch.tensor(independent(turbo, frozen, place, refresh, candidates=candidates), dtype=torch.float64)
+        assert (ours - other).abs().max() > 20 * TOLERANCE
+
+
+@pytest.mark.parametrize("place", ["masked", "empty"])
+def test_turbo_reads_the_compressed_context_as_the_slow_backend_does(
+    turbo: TurboEsm, slow: TurboEsm, place: str
+) -> None:
+    ours = turbo.score(TARGET, CANDIDATES, place=place)
+    assert_close(ours, log_probabilities(slow.score(TARGET, CANDIDATES, place=place)).tolist())
+    assert (ours.arm, ours.preset) == ("turbo", turbo.model.esm.turbo_config.name)
+    frozen = log_probabilities(turbo.score(TARGET, CANDIDATES, arm="frozen", place=place))
+    assert 1e-4 < (log_probabilities(ours) - frozen).abs().max() < 0.5
+
+
+@pytest.mark.parametrize("refresh", [0, 8])
+def test_turbo_alone_is_extend(turbo: TurboEsm, refresh: int) -> None:
+    cache = turbo.prefill(TARGET)
+    expected = []
+    for candidate in CANDIDATES:
+        for index, residue in enumerate(candidate):
+            masked = candidate[:index] + "<mask>" + candidate[index + 1 :]
+            logits = turbo.extend(cache, masked, refresh=refresh).logits[0, index].double()
+            expected.append(float(logits.log_softmax(0)[turbo.codes.residues[residue]]))
+    assert_close(turbo.score(TARGET, CANDIDATES, place="empty", refresh=refresh), expected)
+
+
+def test_a_whole_refresh_of_an_uncompressed_context_is_the_full_arm(turbo: TurboEsm) -> None:
+    # All but <cls> runs anew, and <cls> is frozen: close to the full arm, yet not the same.
+    full = log_probabilities(turbo.score(TARGET, CANDIDATES, arm="full"))
+    errors = []
+    for refresh in (0, 8, len(TARGET)):
+        ours = log_probabilities(turbo.score(TARGET, CANDIDATES, arm="frozen", refresh=refresh))
+        errors.append(float((ours - full).abs().mean()))
+    assert errors[2] < errors[1] < errors[0]
+    assert 0 < errors[2] < 0.02
+
+
+# --- given caches
+
+
+@pytest.mark.parametrize("refresh", [0, 5])
+def test_a_given_cache_is_the_target_alone(turbo: TurboEsm, refresh: int) -> None:
+    cache = turbo.prefill(TARGET)
+    ours = turbo.score(cache, CANDIDATES, refresh=refresh)
+    assert ours == turbo.score(TARGET, CANDIDATES, place="empty", refresh=refresh)
+    assert cache.lengths.tolist() == [1 + len(TARGET)]
+
+
+def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, frozen: FrozenEsm2) -> None:
+    exact = TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
+    ids = [CLS, *turbo.codes.encode(TARGET, "target")]
+    positions = [*range(20), *range(50, 50 + len(ids) - 20)]
+    with torch.no_grad():
+        output = exact.model(torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
+    ours = exact.score(output.past_key_values, "WTCAC", refresh=4)
+    context = frozen.run(ids, positions, total_tokens=len(ids), total_masks=0)
+    expected = []
+    residues = turbo.codes.encode("WTCAC", "candidate")
+    kept = len(ids) - 4
+    for index, residue in enumerate(residues):
+        new = [*ids[kept:], *residues[:index], MASK, *residues[index + 1 :], EOS]
+        places = list(range(positions[kept], positions[kept] + len(new)))
+        run = frozen.extend(ids, context, new, positions=places, hidden=tuple(range(kept, len(ids))))
+        expected.append(float(run.logits[4 + index].log_softmax(0)[residue]))
+    assert_close(ours, expected)
+    assert ours.arm == "frozen"
+
+
+def test_caches_that_are_refused(turbo: TurboEsm) -> None:
+    cache = turbo.prefill(TARGET)
+    with pytest.raises(ValueError, match="of arm 'turbo', not 'full'"):
+        turbo.score(cache, CANDIDATES, arm="full")
+    with pytest.raises(ValueError, match="`place` must be 'empty'"):
+        turbo.score(cache, CANDIDATES, place="masked")
+    with pytest.raises(ValueError, match="one row, this one has 2"):
+        turbo.score(turbo.prefill([TARGET, TARGET]), CANDIDATES)
+    whole = turbo.tokenizer(TARGET, return_tensors="pt").input_ids
+    with torch.no_grad(), pytest.raises(ValueError, match="holds an <eos>"):
+        turbo.score(turbo.model(whole, use_cache=True).past_key_values, CANDIDATES)
+    cache.crop(1)
+    with pytest.raises(ValueError, match="holds no residues"):
+        turbo.score(cache, CANDIDATES)
+
+
+# --- invariants
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    candidates=st.lists(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=1, max_size=6), min_size=1, max_size=4),
+    toks_per_batch=st.integers(1, 400),
+    arm=st.sampled_from(["full", "frozen", "turbo"]),
+)
+def test_a_score_does_not_depend_on_the_batch(
+    turbo: TurboEsm, candidates: list[str], toks_per_batch: int, arm: str
+) -> None:
+    target = TARGET[:20]
+    together = turbo.score(target, candidates, arm=arm, toks_per_batch=toks_per_batch)
+    assert [one.candidate for one in together.scores] == candidates
+    for candidate, one in zip(candidates, together.scores, strict=True):
+        assert len(one.log_probabilities) == len(candidate)
+        [alone] = turbo.score(target, candidate, arm=arm).scores
+        assert one.log_probabilities == pytest.approx(alone.log_probabilities, abs=TOLERANCE)
+        assert max(one.log_probabilities) <= 0
+
+
+def test_figures_of_a_score() -> None:
+    one = CandidateScore("AC", (math.log(0.5), math.log(0.125)))
+    assert one.pseudo_log_likelihood == pytest.approx(math.log(0.0625), rel=1e-12)
+    assert one.pseudo_perplexity == pytest.approx(4, rel=1e-12)
+    assert one.is_finite()
+    assert not CandidateScore("AC", (math.nan, -1.0)).is_finite()
+    scores = Scores((one, CandidateScore("GG", (-0.1, -0.1)), one), "turbo", "turbo3", "masked", 8)
+    assert scores.ranking() == [1, 0, 2]
+    assert scores.agreement(scores).to_dict() == {
+        "count": 3,
+        "spearman": pytest.approx(1),
+        "top_k": 3,
+        "top_k_overlap": 1.0,
+        "mean_difference": 0.0,
+    }
+    with pytest.raises(ValueError, match="same candidates in the same order"):
+        scores.agreement(Scores(scores.scores[::2], "full", None, None, 0))
+    first = scores.to_dict()["candidates"][0]
+    assert first["log_probabilities"] == [math.log(0.5), math.log(0.125)]
+
+
+def test_lower_case_and_a_stop_are_read_as_elsewhere(turbo: TurboEsm) -> None:
+    ours = turbo.score(TARGET.lower() + "*", ["wtcac*"])
+    assert ours == turbo.score(TARGET, ["WTCAC"])
+    assert ours.scores[0].candidate == "WTCAC"
+
+
+def test_progress_counts_every_residue_once(turbo: TurboEsm) -> None:
+    calls: list[tuple[str, int, int]] = []
+    turbo.score(TARGET, CANDIDATES, toks_per_batch=60, progress=lambda *call: calls.append(call))
+    total = sum(map(len, CANDIDATES))
+    assert calls[-1] == ("score", total, total)
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+
+
+def test_one_context_serves_all_candidates_of_a_length(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    from esm_turbo.tasks.scoring import targets
+
+    lengths: list[int] = []
+
+    def counted(model: TurboEsm, ids: list[int], arm: str):
+        lengths.append(len(ids))
+        return arms.prefill_ids(model, ids, arm)
+
+    monkeypatch.setattr(targets, "prefill_ids", counted)
+    turbo.score(TARGET, CANDIDATES)
+    assert lengths == [len(TARGET) + 2 + n for n in (1, 5, 7)]
+    lengths.clear()
+    turbo.score(TARGET, CANDIDATES, place="empty")
+    assert lengths == [len(TARGET) + 1]
+
+
+def test_half_precision_scores_are_finite_and_near(turbo: TurboEsm) -> None:
+    half = TurboEsm.from_pretrained(device="cpu", dtype=torch.bfloat16)
+    ours = log_probabilities(half.score(TARGET, CANDIDATES))
+    assert (ours - log_probabilities(turbo.score(TARGET, CANDIDATES))).abs().mean() < 0.05
+
+
+# --- bad input
+
+
+@pytest.mark.parametrize(
+    ("target", "candidates", "message"),
+    [
+        ("", ["A"], "the target: holds no residues"),
+        ("MK1T", ["A"], "the target: position 3 is '1'"),
+        (TARGET, [], "`candidates` must hold at least one"),
+        (TARGET, ["ACD", ""], "candidate 2: holds no residues"),
+        (TARGET, ["ACD", "AC-D"], "candidate 2: position 3 is '-'"),
+        (TARGET, ["AC<mask>D"], "candidate 1: holds a <mask>"),
+    ],
+)
+def test_bad_sequences(turbo: TurboEsm, target: str, candidates: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turbo.score(target, candidates)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"arm": "fast"}, r"`arm` must be one of \['full', 'frozen', 'turbo'\], got 'fast'"),
+        ({"place": "alone"}, r"`place` must be one of \['masked', 'empty'\], got 'alone'"),
+        ({"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
+        ({"refresh": 1.5}, "`refresh` must be an integer of at least 0, got 1.5"),
+        ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
+    ],
+)
+def test_bad_options(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turbo.score(TARGET, CANDIDATES, **options)
+
+
+def test_a_preset_without_its_calibration_is_refused(turbo: TurboEsm) -> None:
+    bare = TurboEsm.from_pretrained(calibration=False, device="cpu")
+    with pytest.raises(ValueError, match="needs a calibration"):
+        bare.score(TARGET, "ACD")
+    assert bare.score(TARGET, "ACD", arm="frozen") == turbo.score(TARGET, "ACD", arm="frozen")
+
+
+@pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
+def test_a_target_that_does_not_fit_says_how_much_it_needs(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**20)
+    with pytest.raises(NotEnoughMemoryError, match=r"\d+ tokens at once need about \d+ MiB .* 1 MiB are free on cpu"):
+        turbo.score(TARGET * 4, "ACD", arm=arm)
+
+
+def test_a_long_target_warns_once(turbo: TurboEsm) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        turbo.score("ACDEFGHIKL" * 103, "AC")
+    assert [one.category for one in caught] == [LongProteinWarning]
+    assert caught[0].filename == __file__
+
+
+def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+    score = CandidateScore("A", (-800.0,))
+    assert score.is_finite() and score.pseudo_perplexity == float("inf")

@@ -1,0 +1,270 @@
+"""Scores of variants: every arm against a computation of its own, and what is refused."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import EsmForMaskedLM
+
+from esm_turbo import TurboEsm
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.variants.score import VariantScores
+from esm_turbo.tasks.variants.substitutions import Substitution, all_substitutions, parse_variant
+from tests.helpers.frozen_esm2 import MASK, FrozenEsm2
+
+WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
+VARIANTS = ["M1A", "K2R", "S13W", "G28D", "S13W:G28D"]
+CLS, EOS = 0, 2
+TOLERANCE = 3e-5
+
+
+@pytest.fixture(scope="module")
+def plain() -> EsmForMaskedLM:
+    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def slow() -> TurboEsm:
+    """The embedded model with the slow backend."""
+    return TurboEsm.from_pretrained(device="cpu", backend="reference")
+
+
+def expected_scores(turbo: TurboEsm, logits_at: object, variants: list[str] = VARIANTS) -> list[float]:
+    """Scores from a function that gives the logits at a residue."""
+    found = []
+    for variant in variants:
+        total = 0.0
+        for one in parse_variant(variant, WILD_TYPE):
+            log_probs = logits_at(one.index).double().log_softmax(0)
+            letters = turbo.codes.residues
+            total += float(log_probs[letters[one.mutant]] - log_probs[letters[one.wild_type]])
+        found.append(total)
+    return found
+
+
+def assert_close(ours: VariantScores, expected: list[float]) -> None:
+    assert np.abs(np.array(ours.values) - np.array(expected)).max() <= TOLERANCE
+
+
+# --- the arms
+
+
+@pytest.mark.parametrize("method", ["masked", "wild_type"])
+@torch.no_grad()
+def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm, plain: EsmForMaskedLM, method: str) -> None:
+    ids = turbo.tokenizer(WILD_TYPE, return_tensors="pt").input_ids
+
+    def logits_at(index: int) -> torch.Tensor:
+        changed = ids.clone()
+        if method == "masked":
+            changed[0, 1 + index] = MASK
+        return plain(changed).logits[0, 1 + index]
+
+    ours = turbo.score_variants(WILD_TYPE, VARIANTS, method=method, arm="full")
+    assert_close(ours, expected_scores(turbo, logits_at))
+    assert (ours.arm, ours.preset, ours.refresh, ours.method) == ("full", None, 0, method)
+    assert ours.wild_type == WILD_TYPE
+
+
+@pytest.mark.parametrize("refresh", [0, 1, 8, 27, 500])
+def test_frozen_masked_marginals_are_the_independent_computation(turbo: TurboEsm, refresh: int) -> None:
+    frozen = FrozenEsm2(EMBEDDED_MODEL)
+    ids = [CLS, *turbo.codes.encode(WILD_TYPE, "protein"), EOS]
+    context = frozen.context(ids)
+    width = min(refresh, len(WILD_TYPE) - 1) + 1
+
+    def logits_at(index: int) -> torch.Tensor:
+        start = min(max(index - (width - 1) // 2, 0), len(WILD_TYPE) - width)
+        columns = list(range(1 + start, 1 + start + width))
+        new = [MASK if column == 1 + index else ids[column] for column in columns]
+        run = frozen.extend(ids, context, new, positions=columns, hidden=tuple(columns))
+        return run.logits[columns.index(1 + index)]
+
+    ours = turbo.score_variants(WILD_TYPE, VARIANTS, arm="frozen", refresh=refresh)
+    assert_close(ours, expected_scores(turbo, logits_at))
+    assert (ours.arm, ours.preset, ours.refresh) == ("frozen", "exact", width - 1)
+
+
+def test_frozen_wild_type_marginals_are_exact(turbo: TurboEsm) -> None:
+    """A residue in its own place sees what it saw at the prefill: freezing costs nothing."""
+    full = turbo.score_variants(WILD_TYPE, VARIANTS, method="wild_type", arm="full")
+    assert_close(turbo.score_variants(WILD_TYPE, VARIANTS, method="wild_type", arm="frozen"), full.values)
+    ours = turbo.score_variants(WILD_TYPE, VARIANTS, method="wild_type")
+    assert 1e-4 < np.abs(np.array(ours.values) - np.array(full.values)).max() < 1
+    assert ours.refresh == 0
+
+
+@pytest.mark.parametrize("method", ["masked", "wild_type"])
+def test_turbo_reads_the_compressed_protein_as_the_slow_backend_does(
+    turbo: TurboEsm, slow: TurboEsm, method: str
+) -> None:
+    ours = turbo.score_variants(WILD_TYPE, VARIANTS, method=method)
+    assert_close(ours, slow.score_variants(WILD_TYPE, VARIANTS, method=method).values)
+    assert (ours.arm, ours.preset) == ("turbo", turbo.model.esm.turbo_config.name)
+
+
+def test_refreshing_neighbours_brings_the_frozen_arm_closer(turbo: TurboEsm) -> None:
+    full = np.array(turbo.score_variants(WILD_TYPE, arm="full").values)
+    errors = []
+    for refresh in (0, 8, len(WILD_TYPE) - 1):
+        ours = turbo.score_variants(WILD_TYPE, arm="frozen", refresh=refresh).values
+        errors.append(float(np.abs(np.array(ours) - full).mean()))
+    assert errors[2] < errors[1] < errors[0]
+
+
+# --- given caches
+
+
+def test_a_given_cache_is_read_and_not_changed(turbo: TurboEsm) -> None:
+    ids = turbo.tokenizer(WILD_TYPE, return_tensors="pt").input_ids
+    with torch.no_grad():
+        cache = turbo.model(ids, use_cache=True).past_key_values
+    ours = turbo.score_variants(cache, VARIANTS)
+    assert ours == turbo.score_variants(WILD_TYPE, VARIANTS)
+    assert cache.lengths.tolist() == [len(WILD_TYPE) + 2]
+    # Without <eos>, as turbo.prefill makes it, it is another context.
+    other = turbo.score_variants(turbo.prefill(WILD_TYPE), VARIANTS)
+    assert other.wild_type == WILD_TYPE
+    assert 0 < np.abs(np.array(other.values) - np.array(ours.values)).max() < 1
+
+
+def test_caches_that_are_refused(turbo: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="of arm 'turbo', not 'frozen'"):
+        turbo.score_variants(turbo.prefill(WILD_TYPE), VARIANTS, arm="frozen")
+    with pytest.raises(ValueError, match="one row, this one has 2"):
+        turbo.score_variants(turbo.prefill([WILD_TYPE] * 2), VARIANTS)
+    cut = turbo.prefill(WILD_TYPE)
+    cut.crop(1)
+    for cache in (cut, turbo.prefill("MK<mask>T")):
+        with pytest.raises(ValueError, match="holds no whole protein"):
+            turbo.score_variants(cache, ["M1A"])
+
+
+# --- invariants
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    chosen=st.lists(st.sampled_from(all_substitutions(WILD_TYPE)), min_size=1, max_size=4),
+    toks_per_batch=st.integers(1, 200),
+    arm=st.sampled_from(["full", "frozen", "turbo"]),
+    method=st.sampled_from(["masked", "wild_type"]),
+)
+def test_a_score_does_not_depend_on_the_batch(
+    turbo: TurboEsm, chosen: list[str], toks_per_batch: int, arm: str, method: str
+) -> None:
+    options = {"arm": arm, "method": method}
+    together = turbo.score_variants(WILD_TYPE, chosen, toks_per_batch=toks_per_batch, **options)
+    assert [one.variant for one in together.scores] == chosen
+    for variant, one in zip(chosen, together.scores, strict=True):
+        alone = turbo.score_variants(WILD_TYPE, variant, **options)
+        assert one.score == pytest.approx(alone.scores[0].score, abs=TOLERANCE)
+
+
+def test_substitutions_add_up(turbo: TurboEsm) -> None:
+    first, second, both = turbo.score_variants(WILD_TYPE, ["S13W", "G28D", "S13W:G28D"]).values
+    assert both == pytest.approx(first + second, abs=1e-6)
+
+
+def test_a_numbering_of_its_own(turbo: TurboEsm) -> None:
+    shifted = turbo.score_variants(WILD_TYPE, ["M24A", "g51d"], first_position=24)
+    assert shifted.values == turbo.score_variants(WILD_TYPE, ["M1A", "G28D"]).values
+    assert [one.variant for one in shifted.scores] == ["M24A", "g51d"]
+
+
+def test_numbers_below_one(turbo: TurboEsm) -> None:
+    """Residues before the first of the mature protein, such as a tag's."""
+    everything = turbo.score_variants("MKT", first_position=-1)
+    assert [one.variant for one in everything.scores[::19]] == ["M-1A", "K0A", "T1A"]
+    assert everything.values == turbo.score_variants("MKT").values
+    with pytest.raises(ValueError, match="position -2 lies outside of the protein, -1 to 1"):
+        turbo.score_variants("MKT", "M-2A", first_position=-1)
+
+
+def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
+    ours = turbo.score_variants("MKT")
+    assert len(ours.scores) == 3 * 19
+    assert {one.variant for one in ours.scores} >= {"M1A", "K2Y", "T3V"}
+    assert all(map(math.isfinite, ours.values))
+    assert all_substitutions("XB")[:2] == ["X1A", "X1C"]
+    assert len(all_substitutions("X")) == 20
+    assert ours.to_dict()["variants"][0] == {"variant": "M1A", "score": ours.values[0]}
+
+
+def test_progress_counts_every_position_once(turbo: TurboEsm) -> None:
+    calls: list[tuple[str, int, int]] = []
+    turbo.score_variants(WILD_TYPE, VARIANTS, toks_per_batch=20, progress=lambda *call: calls.append(call))
+    assert calls == [("score", done, 4) for done in (2, 4)]
+
+
+# --- bad input
+
+
+def test_variants_are_taken_apart() -> None:
+    assert parse_variant(" h24c:E26k ", "HPE", 24) == [Substitution("H", 0, "C"), Substitution("E", 2, "K")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("", "'' is no variant: write the residue, its position and the mutant, such as H24C"),
+        ("M1", "'M1' is no variant"),
+        ("1A", "'1A' is no variant"),
+        ("M1A,K2R", "'M1A,K2R' is no variant"),
+        ("M1A:", "'M1A:' is no variant"),
+        ("M1del", "'M1del' is no variant"),
+        ("M0A", "'M0A': position 0 lies outside of the protein, 1 to 28"),
+        ("G29A", "'G29A': position 29 lies outside of the protein, 1 to 28"),
+        ("K1A", "'K1A': residue 1 is M; is 1 the number of the first residue?"),
+        ("M1J", "'M1J': position 1 is 'J', not one of the 25 residue codes"),
+        ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
+    ],
+)
+def test_bad_variants(turbo: TurboEsm, variant: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        turbo.score_variants(WILD_TYPE, ["M1A", variant])
+    assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("wild_type", "options", "message"),
+    [
+        ("", {}, "the wild type: holds no residues"),
+        ("MK-T", {}, "the wild type: position 3 is '-'"),
+        ("MK<mask>T", {}, "the wild type holds a <mask>"),
+        (WILD_TYPE, {"variants": []}, "`variants` must hold at least one"),
+        (WILD_TYPE, {"method": "both"}, r"`method` must be one of \['masked', 'wild_type'\], got 'both'"),
+        (WILD_TYPE, {"arm": "fast"}, "`arm` must be one of"),
+        (WILD_TYPE, {"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
+        (WILD_TYPE, {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
+    ],
+)
+def test_bad_input(turbo: TurboEsm, wild_type: str, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turbo.score_variants(wild_type, **options)
+
+
+@pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
+def test_a_protein_that_does_not_fit_says_how_much_it_needs(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
+    with pytest.raises(NotEnoughMemoryError, match=r"30 tokens at once need about \d+ MiB"):
+        turbo.score_variants(WILD_TYPE, VARIANTS, arm=arm)
+
+
+def test_a_long_protein_warns_once(turbo: TurboEsm) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        turbo.score_variants("ACDEFGHIKL" * 103, "A1C")
+    assert [one.category for one in caught] == [LongProteinWarning]
+    assert caught[0].filename == __file__
