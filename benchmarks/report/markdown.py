@@ -31,9 +31,9 @@ def source(
 ) -> str:
     """Where the figures of a table come from: one of its records, the file, and the model in words."""
     where, versions = record["environment"], record["environment"]["versions"]
-    changed = " with changes" if record["revision"]["dirty"] else ""
+    changed = " with local changes" if record["revision"]["dirty"] else ""
     return (
-        f"Measured on {model}, float32, on the CPU,"
-        f" {where['processor']}, torch {versions['torch']}, transformers {versions['transformers']},"
+        f"Measured with {model} in float32 on the CPU ({where['processor']}),"
+        f" torch {versions['torch']}, transformers {versions['transformers']},"
         f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`.\n"
     )

@@ -25,7 +25,8 @@ IMAGES = ROOT / "docs" / "images"
 PLOTS = plots_accuracy.PLOTS | plots_calibration.PLOTS | plots_gpu.PLOTS | plots_scoring.PLOTS
 """Functions that draw, and the result files that they read, by the image's name."""
 
-# Text stays text, so that an image can be searched; ids are the same in every run.
+# Text stays text, so that an image can be searched; ids are the same in every run. Figures are drawn about as wide as
+# pages show them, so that these font sizes are the displayed ones.
 _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "esm_turbo",

@@ -16,7 +16,7 @@ from benchmarks.report.tables_accuracy import COMPRESSED, by_bits, planted
 _TURBO = [name for name in COMPRESSED if name.startswith("turbo")]
 _FAMILIES: Mapping[str, Sequence[str]] = {
     "turbo": _TURBO,
-    "the paper's": ["paper"],
+    "TurboESM paper": ["paper"],
     "TurboQuant": ["turboquant4", "turboquant3", "turboquant2"],
     "TurboQuant prod": ["turboquant_prod4", "turboquant_prod3"],
     "hybrid": ["tq35", "tq25"],
@@ -30,6 +30,8 @@ _FAMILIES: Mapping[str, Sequence[str]] = {
     "HQQ": ["hqq4", "hqq2"],
 }
 _MARKERS = "osD^v<>Pp*hXd"
+_LABELLED = ("turbo",)
+_FREEZING = "freezing error"
 _SETS = {"cath_val200": "CATH domains", "long_human": "proteins of 600 to 1,022 residues"}
 # What rounding of float32 leaves; a code that is better is shown there.
 _FLOOR = 1e-7
@@ -37,9 +39,9 @@ _FLOOR = 1e-7
 
 def pareto() -> Figure:
     """Bits per element against KL and against 1 - cosine, every codec, on both protein sets."""
-    figure = Figure(figsize=(10, 8))
-    axes = figure.subplots(2, 2, sharex=True)
-    figures = {"kl_mean": "mean KL divergence, nats", "cosine_mean": "1 - mean cosine"}
+    figure = Figure(figsize=(8.7, 8))
+    axes = figure.subplots(2, 2, sharex=True, sharey="row")
+    figures = {"kl_mean": "mean KL divergence (nats)", "cosine_mean": "1 - mean cosine"}
     for column, (proteins, title) in enumerate(_SETS.items()):
         records = by_bits(proteins)
         if not records:
@@ -48,12 +50,12 @@ def pareto() -> Figure:
             axis = axes[row, column]
             points = {preset: _point(record["figures"]["preset"], name) for preset, record in records.items()}
             _draw_families(axis, points)
-            axis.set(yscale="log", ylabel=label, title=title if row == 0 else "")
+            axis.set(yscale="log", ylabel=label if column == 0 else "", title=title if row == 0 else "")
             axis.grid(alpha=0.3, which="major")
             if row == 1:
-                axis.set_xlabel("bits per element, everything counted")
+                axis.set_xlabel("bits per element, all storage counted")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=7)
+    figure.legend(handles, labels, loc="outside lower center", ncols=4)
     return figure
 
 
@@ -62,7 +64,7 @@ def layers() -> Figure:
     records = by_bits("cath_val200")
     if not records:
         raise LookupError("no records of presets on cath_val200")
-    figure = Figure(figsize=(8, 4.5))
+    figure = Figure(figsize=(8.7, 5.6))
     axis = figure.subplots()
     ends = {}
     for name, record in records.items():
@@ -72,7 +74,7 @@ def layers() -> Figure:
         axis.plot(range(1, len(errors) + 1), errors, color=_colour(family), **_line(family))
         ends[name] = errors[-1]
     axis.set(yscale="log", xlabel="layer", ylabel="relative RMS error of hidden states",
-             title="Leave-one-out on CATH domains, against full precision")  # fmt: skip
+             title="Leave-one-out on CATH domains, against the frozen arm")  # fmt: skip
     axis.set_xticks(range(1, len(errors) + 1))
     _label_ends(axis, len(errors), ends)
     axis.grid(alpha=0.3)
@@ -81,7 +83,7 @@ def layers() -> Figure:
 
 def outliers() -> Figure:
     """KL by the size of planted outliers."""
-    figure = Figure(figsize=(8, 4.5))
+    figure = Figure(figsize=(8.7, 5.6))
     axis = figure.subplots()
     found, ends = planted(), {}
     for preset, accuracies in found.items():
@@ -90,8 +92,8 @@ def outliers() -> Figure:
         axis.plot(list(accuracies), kls, color=_colour(family), marker=_marker(family), markersize=4, **_line(family))
         ends[preset] = kls[-1]
     scales = sorted({scale for accuracies in found.values() for scale in accuracies})
-    axis.set(xscale="log", yscale="log", xlabel="size of planted outliers", ylabel="mean KL divergence, nats",
-             title="Outliers planted in keys and values; the model computes the same")  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="factor of the planted outliers", ylabel="mean KL divergence (nats)",
+             title="Outliers planted in keys and values; the model's function is unchanged")  # fmt: skip
     axis.set_xticks(scales, [f"x{scale:g}" for scale in scales])
     axis.xaxis.minorticks_off()
     _label_ends(axis, scales[-1], ends)
@@ -101,14 +103,14 @@ def outliers() -> Figure:
 
 def freezing() -> Figure:
     """What freezing costs and what compressing costs, by residues refreshed."""
-    figure = Figure(figsize=(9, 3.5))
+    figure = Figure(figsize=(8.7, 3.8))
     axes = figure.subplots(1, 3, sharey=True)
     frozen = stored.accuracy("cath_val200", "exact", "extend")["figures"]["preset"]["extend"]
-    arms: dict[str, list[dict[str, Any]]] = {"freezing": [_side(e, "against_full") for e in frozen]}
+    arms: dict[str, list[dict[str, Any]]] = {_FREEZING: [_side(e, "against_full") for e in frozen]}
     for name in _TURBO:
         extend = stored.accuracy("cath_val200", name, "extend")["figures"]["preset"]["extend"]
-        arms[name] = [_side(e, "against_frozen") for e in extend]
-    news = sorted({entry["new"] for entry in arms["freezing"]})
+        arms[f"quantisation error, {name}"] = [_side(e, "against_frozen") for e in extend]
+    news = sorted({entry["new"] for entry in arms[_FREEZING]})
     for axis, new in zip(axes, news, strict=True):
         for name, entries in arms.items():
             chosen = [entry for entry in entries if entry["new"] == new]
@@ -117,14 +119,14 @@ def freezing() -> Figure:
                 [entry["error"] for entry in chosen],
                 marker="o",
                 markersize=4,
-                color="black" if name == "freezing" else None,
-                linestyle="--" if name == "freezing" else "-",
+                color="black" if name == _FREEZING else None,
+                linestyle="--" if name == _FREEZING else "-",
                 label=name,
             )
         axis.set(yscale="log", xlabel="residues refreshed", title=f"{new} new residue{'s' if new > 1 else ''}")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("1 - mean cosine")
-    axes[-1].legend()
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure
 
 
@@ -134,17 +136,19 @@ def _draw_families(axis: Axes, points: Mapping[str, tuple[float, float]]) -> Non
         if not known:
             continue
         bits, errors = zip(*(points[name] for name in known), strict=True)
-        axis.plot(bits, errors, color=_colour(family), marker=_marker(family), label=family,
-                  markersize=6 if family == "turbo" else 5, **_line(family))  # fmt: skip
-        for name in known:
-            axis.annotate(name, points[name], xytext=(4, 3), textcoords="offset points", fontsize=6,
+        # Points of most codecs lie too close for labels of their own, so that the legend names them.
+        names = family if family == "turbo" else ", ".join(known)
+        axis.plot(bits, errors, color=_colour(family), marker=_marker(family), label=names,
+                  markersize=6, **_line(family))  # fmt: skip
+        for name in known if family in _LABELLED else ():
+            axis.annotate(name, points[name], xytext=(6, 3), textcoords="offset points", fontsize=8.5,
                           color=_colour(family))  # fmt: skip
 
 
 def _label_ends(axis: Axes, x: float, ends: Mapping[str, float]) -> None:
     """Names the lines that end at x, on a logarithmic axis, so that names do not cover each other."""
     low, high = (math.log(limit) for limit in axis.get_ylim())
-    gap = (high - low) / 45
+    gap = (high - low) / 36
     names = sorted(ends, key=ends.__getitem__)
     heights = [math.log(ends[name]) for name in names]
     for i in range(1, len(heights)):
@@ -154,7 +158,7 @@ def _label_ends(axis: Axes, x: float, ends: Mapping[str, float]) -> None:
     for name, height in zip(names, heights, strict=True):
         colour = _colour(_family(name))
         axis.annotate(name, (x, ends[name]), xytext=(1.03, (height - low) / (high - low)),
-                      textcoords="axes fraction", fontsize=7, va="center", color=colour,
+                      textcoords="axes fraction", fontsize=8.5, va="center", color=colour,
                       arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": colour,
                                   "relpos": (0, 0.5)})  # fmt: skip
 

@@ -58,7 +58,7 @@ def memory() -> str:
                 f"{found['calibration_nbytes'] / 1000:,.0f}",
             ]
         )
-    head = ["preset", "kB at 1,024 tokens", "bits per element", "vs float32", "vs fp16", "calibration, kB, shared"]
+    head = ["preset", "kB at 1,024 tokens", "bits per element", "vs float32", "vs fp16", "shared calibration, kB"]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
 
 
@@ -90,13 +90,13 @@ def extension() -> str:
         found = _extensions(_preset(record)["extend"])
         sides = ("against_frozen", "against_full")
         rows.append([f"`{name}`", *(cosine(found[at][side]["residues"]) for side in sides for at in where)])
-    head = ["cosine (1 %)", *(f"{k}, against {arm}" for arm in ("frozen", "full") for k, _ in where)]
+    head = ["cosine (1 %)", *(f"{k} new, against {arm}" for arm in ("frozen", "full") for k, _ in where)]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3", "extend"), "accuracy")
 
 
 def positions() -> str:
     """Figure 4: long proteins by position."""
-    return _groups(_LONG, "by_position", {"1-300": "residues 1-300", "301-600": "301-600", "over 600": "over 600"})
+    return _groups(_LONG, "by_position", {"1-300": "residues 1-300", "301-600": "301-600", "over 600": "after 600"})
 
 
 def classes() -> str:
@@ -118,7 +118,7 @@ def layers() -> str:
         errors = [layer["relative_rms_error"] for layer in _preset(record)["leave_one_out"]["by_layer"]]
         count = len(errors)
         rows.append([f"`{name}`", *(small(error) for error in errors)])
-    head = ["relative RMS error", *(str(layer) for layer in range(1, count + 1))]
+    head = ["relative RMS error after layer", *(str(layer) for layer in range(1, count + 1))]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
 
 

@@ -80,7 +80,7 @@ def refinements() -> str:
             bits = record["figures"][part]["bits_per_element"]
             cells += [f"{bits:.2f}", cosine(figures), small(figures["kl_mean"])]
         rows.append(cells)
-    head = ["preset", "bits", "cosine (1 %)", "KL", "bits without planes", "cosine (1 %)", "KL"]
+    head = ["preset", "bits", "cosine (1 %)", "KL", "bits without sign planes", "cosine (1 %)", "KL"]
     return table(head, rows) + source(next(reversed(records.values())), "refinements")
 
 

@@ -47,8 +47,8 @@ def gpu_attention() -> str:
             ]
         )
     head = ["batch x context, queries", "SDPA bf16 (backend)", "SDPA fp32", *(f"`{p}`" for p in _SHOWN),
-            "the paper's structure", EMPTY]  # fmt: skip
-    return table(head, rows) + _source(records, "20 heads of 64, bfloat16, microseconds (times as fast as SDPA)")
+            "paper's kernel structure", EMPTY]  # fmt: skip
+    return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
 
 
 def gpu_overview() -> str:
@@ -58,7 +58,7 @@ def gpu_overview() -> str:
         [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]
         for record in records
     ]
-    said = "Times as fast as SDPA in bfloat16 by its fastest backend: a layer of 20 heads of 64, captured"
+    said = "Speedup over the fastest backend of SDPA in bfloat16: one layer, 20 heads of 64, captured in a CUDA graph"
     return table(["batch x context, queries", *(f"`{preset}`" for preset in _SHOWN)], rows) + _source(records, said)
 
 
@@ -66,8 +66,12 @@ def gpu_profile() -> str:
     """Hardware counters of the kernel that reads contexts, a column a case."""
     records = list(stored.newest("gpu_profile", lambda figures: tuple(figures["cases"])).values())
     cases = {name: case for record in records for name, case in record["figures"]["cases"].items()}
-    rows = [[counter, *(_number(case.get(counter)) for case in cases.values())] for counter in COUNTERS]
-    return table(["", *cases], rows) + _source(records, "64 contexts of 4,096 tokens, by ncu", "gpu_profile")
+    rows = [
+        [_COUNTER_LABELS.get(counter, counter), *(_number(case.get(counter)) for case in cases.values())]
+        for counter in COUNTERS
+    ]
+    head = ["ncu counter", *(_profiled(case) for case in cases)]
+    return table(head, rows) + _source(records, "64 contexts of 4,096 tokens", "gpu_profile")
 
 
 def gpu_bandwidth() -> str:
@@ -83,8 +87,8 @@ def gpu_bandwidth() -> str:
                 *(f"{rates[arm]:,.0f} ({rates[arm] / rates['copy']:.2f})" for arm in (SDPA, *_SHOWN) if arm in rates),
             ]
         )
-    head = ["batch x context, queries", "copy, read and written", SDPA, *(f"`{p}`" for p in _SHOWN)]
-    return table(head, rows) + _source(records, "GB/s of what is stored (part of the copy's)")
+    head = ["batch x context, queries", "copy (read and write)", SDPA, *(f"`{p}`" for p in _SHOWN)]
+    return table(head, rows) + _source(records, "GB/s of stored context read (fraction of the copy's)")
 
 
 def gpu_in_cache() -> str:
@@ -101,9 +105,9 @@ def gpu_in_cache() -> str:
                 *(_times(figures, f"{PAPER_KERNEL} / {p}").strip(" ()") for p in ("paper", "turbo3")),
             ]
         )
-    head = ["batch x context, queries", SDPA, *(f"`{p}`" for p in _SHOWN), "the paper's structure / `paper`, flushed",
-            "/ `turbo3`, flushed"]  # fmt: skip
-    return table(head, rows) + _source(records, "microseconds, the device's cache not flushed")
+    head = ["batch x context, queries", SDPA, *(f"`{p}`" for p in _SHOWN), "paper's structure / `paper`, flushed",
+            "paper's structure / `turbo3`, flushed"]  # fmt: skip
+    return table(head, rows) + _source(records, "microseconds, cache of the device not flushed")
 
 
 def gpu_targets() -> str:
@@ -121,11 +125,12 @@ def gpu_targets() -> str:
     for (name, figure, bound), judged in asked.items():
         shown = [max(judged, key=_distance)] if len(judged) > _MANY_CASES else judged
         for record, target in shown:
-            of = f", furthest of {len(judged)}" if len(shown) < len(judged) else ""
+            of = f", worst of {len(judged)}" if len(shown) < len(judged) else ""
             where = f"{name}: {record['figures']['case']}{of}"
-            rows.append([where, figure, bound, _number(target["found"]), "yes" if target["met"] else "**no**"])
+            rows.append([where, _figure(figure), bound, _number(target["found"]), "yes" if target["met"] else "**no**"])
             records.append(record)
-    return table(["what", "figure", "asked for", "found", "met"], rows) + _source(records, "times in seconds")
+    said = "ratios are of median times, of candidates per second (scoring) or of errors (validation)"
+    return table(["benchmark", "figure", "target", "measured", "met"], rows) + _source(records, said)
 
 
 def gpu_table_2() -> str:
@@ -145,8 +150,8 @@ def gpu_table_2() -> str:
                 f"{logits['cosine_min']:.6f}",
             ]
         )
-    head = ["tokens, dtype", "paper: cosine", "here: lowest layer's mean", "lowest token of any layer",
-            "largest difference", "lowest token, logits"]  # fmt: skip
+    head = ["tokens, dtype", "paper: cosine", "ours: lowest layer mean", "ours: lowest token of any layer",
+            "largest difference", "logits: lowest token"]  # fmt: skip
     said = f"all {records[-1]['figures']['layers']} layers, preset `{records[-1]['figures']['shape']['preset']}`"
     return table(head, rows) + _source(records, said)
 
@@ -169,9 +174,9 @@ def gpu_table_3() -> str:
                 _small(max(figures["relative_errors_of_sdpa"])),
             ]
         )
-    head = ["preset, dtype, queries", "layers", "lowest layer's mean cosine", "lowest cosine", "largest error",
-            "relative to the largest output", "PyTorch's in this dtype"]  # fmt: skip
-    claim = "the paper: 33/33 layers, mean cosine 1.000000, largest error below 1e-6, in float32; here against float64"
+    head = ["preset, dtype, queries", "layers", "lowest layer-mean cosine", "lowest cosine", "largest error",
+            "relative to the largest output", "relative error of SDPA in this dtype"]  # fmt: skip
+    claim = "reference: float64. The paper reports 33/33 layers, mean cosine 1.000000 and errors below 1e-6 in float32"
     said = f"context of {records[-1]['figures']['shape']['context_tokens']:,} tokens; {claim}"
     return table(head, rows) + _source(records, said)
 
@@ -217,8 +222,8 @@ def gpu_table_5() -> str:
                 cells += [f"{both[0]} -> {both[1]}{more}", _ms(seconds, f"encode {preset}, {kind}")]
             part = figures["ratios"].get(f"encode {preset}, captured / forward")
             rows.append([*cells, "" if part is None else f"{100 * part:.1f} %"])
-    head = ["tokens, preset", "paper: ms", "eager, ms", "encoding alone, eager", "captured, ms",
-            "encoding alone, captured", "part of the forward"]  # fmt: skip
+    head = ["tokens, preset", "paper: ms", "eager, ms", "encoding alone, eager, ms", "captured, ms",
+            "encoding alone, captured, ms", "share of the forward"]  # fmt: skip
     said = "milliseconds without -> with a cache (overhead); all layers, batch of one, bfloat16"
     return table(head, rows) + _source(records, said)
 
@@ -237,11 +242,11 @@ def gpu_table_6() -> str:
                 cells += [_ms(seconds, f"{preset}, {path}, {kind}") for path in ("PyTorch", "kernels")]
                 cells.append(_times(figures, f"{preset}, PyTorch, {kind} / {preset}, kernels, {kind}").strip(" ()"))
             rows.append(cells)
-    head = ["context, preset", "eager: PyTorch, ms", "kernels, ms", "faster", "captured: PyTorch, ms", "kernels, ms",
-            "faster"]  # fmt: skip
+    head = ["context, preset", "eager: PyTorch, ms", "kernels, ms", "speedup", "captured: PyTorch, ms", "kernels, ms",
+            "speedup"]  # fmt: skip
     said = (
-        "attention of one new token in all 33 layers, bfloat16; the paper's claim is of fetching keys alone, at 143"
-        f" tokens: {PAPER_FETCH[0]} ms -> {PAPER_FETCH[1]} ms, {PAPER_FETCH[2]} times"
+        "attention of one new token in all 33 layers, bfloat16. The paper times the fetch of keys alone, at 143 tokens:"
+        f" {PAPER_FETCH[0]} ms -> {PAPER_FETCH[1]} ms, {PAPER_FETCH[2]}x"
     )
     return table(head, rows) + _source(records, said)
 
@@ -267,8 +272,8 @@ def gpu_extension() -> str:
                 ]
             )
     head = ["geometry", "new tokens on context", "recompute, ms", "`exact`", "`turbo3`", "`paper`",
-            "the faster recompute / `turbo3`"]  # fmt: skip
-    return table(head, rows) + _source(records, "batch of one, bfloat16, milliseconds of a whole step of the model")
+            "speedup of `turbo3` over the faster recompute"]  # fmt: skip
+    return table(head, rows) + _source(records, "milliseconds per step of the whole model, batch of one, bfloat16")
 
 
 def gpu_memory() -> str:
@@ -285,8 +290,8 @@ def gpu_memory() -> str:
                  f"{sizes['packed'] / _MIB:,.0f}", f"{extra / _MIB:,.1f}", f"{100 * part:.2f} %"]
             )  # fmt: skip
     shape = records[-1]["figures"]["shape"]
-    head = ["preset, new tokens of a row", "dense bfloat16 cache, MiB", "packed, MiB", "extra peak, MiB",
-            "part of the packed cache"]  # fmt: skip
+    head = ["preset, new tokens per row", "dense bfloat16 cache, MiB", "packed, MiB", "extra peak, MiB",
+            "share of the packed cache"]  # fmt: skip
     said = f"batch of {shape['batch_size']} x {shape['context_tokens']:,}, after a first extension"
     return table(head, rows) + _source(records, said)
 
@@ -297,21 +302,21 @@ def gpu_resident() -> str:
     figures = record["figures"]
     shape, sizes = figures["shape"], figures["bytes"]
     rows = [
-        ["contexts, each encoded from a protein of its own", f"{figures['contexts']:,}"],
-        ["different ones among them", f"{figures['distinct_token_sequences']:,}"],
-        ["bytes of one, stored", f"{sizes['of a context']:,.0f}"],
-        ["bytes of one, allocated", f"{sizes['of a context, allocated']:,.0f}"],
+        ["contexts, each encoded from its own protein", f"{figures['contexts']:,}"],
+        ["distinct token sequences among them", f"{figures['distinct_token_sequences']:,}"],
+        ["bytes per context, stored", f"{sizes['of a context']:,.0f}"],
+        ["bytes per context, allocated", f"{sizes['of a context, allocated']:,.0f}"],
         ["seconds for all", f"{figures['seconds_for_all']:.0f}"],
         ["stopped by", figures["stopped_by"]],
-        ["the first, a middle and the last batch read again, largest difference",
+        ["largest difference when the first, a middle and the last batch are read again",
          _small(figures["read_again"]["largest_difference"])],
     ]  # fmt: skip
     if "contexts_extrapolated" in figures:
-        rows.append(["contexts that would fit, extrapolated", f"{figures['contexts_extrapolated']:,}"])
+        rows.append(["contexts that would fit (extrapolated)", f"{figures['contexts_extrapolated']:,}"])
     said = (
-        f"contexts of {shape['tokens']} tokens under `{shape['preset']}`, device of {sizes['device'] / 2**30:.0f} GiB"
+        f"contexts of {shape['tokens']} tokens in `{shape['preset']}` on a device of {sizes['device'] / 2**30:.0f} GiB"
     )
-    return table(["", ""], rows) + _source([record], said)
+    return table(["quantity", "value"], rows) + _source([record], said)
 
 
 def gpu_peers() -> str:
@@ -333,7 +338,7 @@ def gpu_peers() -> str:
     versions = records[-1]["figures"]["shape"]["versions"]
     named = [f"{name} ({versions[PACKAGES[name]] or 'missing'})" for name in PACKAGES]
     head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in OURS), *named]
-    said = "one query, 20 heads of 64, microseconds"
+    said = "microseconds; one query, 20 heads of 64"
     reasons = "".join(f" {name} did not run: {why}." for name, why in failed.items())
     return table(head, rows) + _source(records, said + "." + reasons if reasons else said)
 
@@ -353,7 +358,8 @@ def gpu_scoring() -> str:
                 cells = [f"{rates[name]:,.1f} ({figures['ratios'][f'{name} / full']:.1f}x)" for name in names]
                 rows.append([f"`{arm}`, {dtype}, {refresh}", *cells])
     head = ["arm, dtype, residues refreshed", "20 candidates", "100", "1,000"]
-    return table(head, rows) + _source(records, "candidates a second (times those of `full`), 12 residues on 500")
+    said = "candidates per second (speedup over `full`), 12 residues on a target of 500"
+    return table(head, rows) + _source(records, said)
 
 
 def gpu_tests() -> str:
@@ -362,7 +368,7 @@ def gpu_tests() -> str:
     files = {file: counts for record in records for file, counts in record["figures"]["by_file"].items()}
     rows = [[f"`{file}`", *(str(counts.get(outcome, 0)) for outcome in _OUTCOMES)] for file, counts in files.items()]
     total = sum(sum(counts.values()) for counts in files.values())
-    return table(["tests", *_OUTCOMES], rows) + _source(records, f"{total:,} tests marked `gpu`", "gpu_tests")
+    return table(["tests", *_OUTCOMES.values()], rows) + _source(records, f"{total:,} tests marked `gpu`", "gpu_tests")
 
 
 def _distance(judged: tuple[Record, dict[str, Any]]) -> float:
@@ -373,12 +379,52 @@ def _distance(judged: tuple[Record, dict[str, Any]]) -> float:
     return float(found if "at_most" in judged[1] else -found)
 
 
+def _figure(name: str) -> str:
+    """A target's figure in words: its stored name is a path into the record."""
+    kind, _, rest = name.partition(" ")
+    label = rest.replace(PAPER_KERNEL, "paper's kernel structure").removesuffix(" p50")
+    return {
+        "ratios": label,
+        "seconds": f"{label}, median seconds",
+        "part_of_cache": f"share of the packed cache, {rest} new token{'s' * (rest != '1')}",
+    }.get(kind, name)
+
+
+def _profiled(case: str) -> str:
+    """A profiled case in words."""
+    for stored_as, label in _CASE_LABELS.items():
+        case = case.replace(stored_as, label)
+    return case
+
+
 def _decoding(shape: dict[str, Any]) -> str:
     """Contexts and queries of a row of decode attention."""
     return f"{shape['batch_size']} x {shape['context_tokens']:,}, {shape['queries']}"
 
 
-_OUTCOMES = ("passed", "failure", "error", "skipped")
+_OUTCOMES = {"passed": "passed", "failure": "failed", "error": "errors", "skipped": "skipped"}
+_COUNTER_LABELS = {
+    "registers": "registers per thread",
+    "warps of a scheduler": "warps per scheduler",
+    "memory, GB/s": "DRAM reads, GB/s",
+    "memory, %": "DRAM throughput, %",
+    "second-level cache, %": "L2 throughput, %",
+    "first-level cache's data, %": "L1 data pipe, %",
+    "of this for shared memory, %": "thereof shared memory, %",
+    "instructions issued, %": "issue slots used, %",
+    "integer and logic, %": "integer and logic pipe, %",
+    "cycles of an instruction": "warp cycles per instruction",
+    "of these waiting for memory": "thereof long scoreboard (memory)",
+    "of these waiting for results": "thereof wait (fixed latency)",
+    "of these waiting for shared memory": "thereof short scoreboard (shared memory)",
+}
+"""Labels of counters whose stored names are not the usual ones."""
+_CASE_LABELS = {
+    "nothing asked for ahead": "no prefetch",
+    "two tiles asked for ahead": "two tiles prefetched",
+    "two tiles asked for at a time": "two tiles per prefetch",
+    "keys in order": "keys in storage order",
+}
 _MANY_CASES = 6
 _OVERVIEW = ("1 x 1,024, 1", "1 x 16,384, 1", "64 x 1,024, 1", "64 x 4,096, 1", "64 x 16,384, 1", "64 x 4,096, 16")
 _SHOWN = tuple(preset for preset in (*COMPRESSED[1:], COMPRESSED[0]))
@@ -449,7 +495,7 @@ def _number(x: float | None) -> str:
 def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
     where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
     commits = dict.fromkeys(_commit(record["revision"]) for record in records)
-    commit = "commit " + " and ".join(commits) if len(commits) == 1 else "commits " + " and ".join(commits)
+    commit = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}"
     models = "; ".join(dict.fromkeys(record["model"] for record in records if record["model"]))
     text = said[0].upper() + said[1:].removesuffix(".")
     how = f"Measured with {models}, on" if models else "Run on"
@@ -461,4 +507,4 @@ def _source(records: Sequence[Record], said: str, file: str = FILE) -> str:
 
 
 def _commit(revision: dict[str, Any] | None) -> str:
-    return "not known" if revision is None else revision["commit"][:10] + (" with changes" * revision["dirty"])
+    return "not known" if revision is None else revision["commit"][:10] + (" with local changes" * revision["dirty"])

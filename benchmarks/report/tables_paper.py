@@ -26,6 +26,10 @@ PAPER_TABLE_4 = {"FP32": 330.0, "total": 46.6}
 """MB of a cache of 1,024 tokens, ESM-2 650M."""
 
 _MIB = 2**20
+_OUTLIERS = {
+    "entries": "largest entry over the median entry",
+    "channels": "largest channel over the median channel (RMS)",
+}
 _SHOWN = ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
 
 
@@ -44,8 +48,8 @@ def ablation() -> str:
     head = [
         "configuration",
         "paper: ESM-2 650M, haemoglobin alpha",
-        "here: esm2-mini, domains",
-        "esm2-mini, the paper's six proteins",
+        "ours: esm2-mini, domains",
+        "ours: esm2-mini, the paper's six proteins",
         "bits",
     ]
     return table(head, rows) + source(stored.accuracy("cath_val200", "paper, no sign"), "accuracy")
@@ -70,11 +74,11 @@ def paper_table_1() -> str:
     head = [
         "protein (residues)",
         "paper: decode",
-        "here: prefill",
+        "ours: prefill",
         "`paper` against frozen (1 %)",
         "`turbo3`",
         "`turbo1`",
-        "freezing: last residue new",
+        "frozen against full, last residue new",
     ]
     return table(head, rows) + source(next(reversed(records.values())), "paper_six")
 
@@ -88,7 +92,7 @@ def paper_table_4() -> str:
         ["`paper`", f"{PAPER_TABLE_4['total']:.1f}", *_size_cells(sizes["paper"])],
         *([f"`{name}`", "", *_size_cells(sizes[name])] for name in _SHOWN[1:]),
     ]
-    head = ["stored as", "paper: MB", "here: MiB", "bits per element", "vs float32", "vs fp16"]
+    head = ["stored as", "paper: MB", "ours: MiB", "bits per element", "vs float32", "vs fp16"]
     return table(head, rows) + _SIZES_SOURCE
 
 
@@ -100,7 +104,7 @@ def memory_by_geometry() -> str:
         rows.append(
             [f"{name}: {_geometry(record)}", *(_mib(figures[preset]["bytes"]) for preset in ("fp32", "fp16", *_SHOWN))]
         )
-    head = ["geometry: layers x heads x components", "float32", "fp16", *(f"`{name}`" for name in _SHOWN)]
+    head = ["MiB; layers x heads x head_dim", "float32", "fp16", *(f"`{name}`" for name in _SHOWN)]
     return table(head, rows) + _SIZES_SOURCE
 
 
@@ -121,7 +125,7 @@ def outlier_ratios() -> str:
     record = newest_calibration()
     rows, layers = [], 0
     for kind, ratios in record["figures"]["outlier_ratios"].items():
-        for what, text in (("entries", "largest number over the median"), ("channels", "largest channel (RMS)")):
+        for what, text in _OUTLIERS.items():
             layers = len(ratios[what])
             rows.append([f"{kind}s: {text}", *(f"{ratio:.1f}" for ratio in ratios[what])])
     return table(["layer", *(str(layer) for layer in range(1, layers + 1))], rows) + source(record, "calibration")
@@ -131,10 +135,10 @@ def coding_gains() -> str:
     """Bits an element that sharing out by variance or cost saves against equal bits, at high rates."""
     record = newest_calibration()
     shown = {
-        "variance, channels": "variance as it is",
+        "variance, channels": "variance of the channels",
         "variance, svd": "variance after the SVD",
         "cost, svd": "cost after the SVD",
-        "cost, turbo": "cost in turbo's basis",
+        "cost, turbo": "cost in the turbo basis",
     }
     rows = []
     for kind, spectra in record["figures"]["spectra"].items():
@@ -180,8 +184,8 @@ def _geometry(record: Record) -> str:
 
 
 _SIZES_SOURCE = (
-    "Bytes of a cache of 1,024 tokens with everything that is stored for it; they follow from the geometry, no weights"
-    " are needed; `benchmarks/results/memory.jsonl`.\n"
+    "Size of a cache of 1,024 tokens with everything stored for it. It follows from the geometry alone; no weights are"
+    " needed. `benchmarks/results/memory.jsonl`.\n"
 )
 
 TABLES = {

@@ -30,7 +30,7 @@ def embedding_throughput() -> str:
             ]
         )
     head = ["model", "on", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",
-            "against the same batches", "against file order"]  # fmt: skip
+            "speedup over the same batches", "speedup over file order"]  # fmt: skip
     return table(head, rows) + _sources(by_file)
 
 
@@ -43,7 +43,7 @@ def embedding_output() -> str:
         [name, f"{residues / spread['p50']:,.0f}", f"{spread['p50'] / seconds['in memory']['p50']:.2f}x"]
         for name, spread in seconds.items()
     ]
-    return table(["mean and per-residue", "residues/s", "time"], rows) + source(record, "cpu")
+    return table(["mean and per-residue embeddings", "residues/s", "relative time"], rows) + source(record, "cpu")
 
 
 def store_read() -> str:
@@ -63,7 +63,7 @@ def store_read() -> str:
                 *(f"{1e3 * seconds[place]['p50']:.1f}" if place in seconds else "" for place in places),
             ]
         )
-    head = ["model", "on", "residues", "MiB", "prefill, ms", "from disk", "from host memory", "from device memory"]
+    head = ["model", "on", "residues", "MiB", "prefill, ms", "disk, ms", "host memory, ms", "device memory, ms"]
     return table(head, rows) + _sources(by_file)
 
 
@@ -87,8 +87,8 @@ def store_compression() -> str:
             ]
         )
     assert last is not None
-    head = ["preset", "files, MiB", "zstandard saves", "checksum, MB/s", "decompression, MB/s",
-            "pays below, MB/s of the disk"]  # fmt: skip
+    head = ["preset", "files, MiB", "saved by zstandard", "checksum, MB/s", "decompression, MB/s",
+            "break-even disk speed, MB/s"]  # fmt: skip
     return table(head, rows) + source(last, "cpu")
 
 
@@ -109,8 +109,8 @@ def short_contexts() -> str:
             ]
         )
     assert last is not None
-    head = ["residues of the context", "candidates/s, recomputed", "from the cache", "faster",
-            "candidates that pay for the prefill"]  # fmt: skip
+    head = ["context residues", "candidates/s, recomputed", "candidates/s, cached", "speedup",
+            "candidates to break even"]  # fmt: skip
     return table(head, rows) + source(last, "cpu")
 
 
@@ -124,9 +124,9 @@ def extension_speed() -> str:
             preset = arm.removeprefix("extend ")
             beside = "1" if preset == "exact" else f"{ratios[f'{arm} / extend exact']:.2f}"
             rows.append([f"`{preset}`", f"{seconds[arm]['p50']:.2f}", f"{ratios[f'recompute / {arm}']:.1f}", beside])
-    head = ["16 tokens on 512", "seconds", "times as fast", "time against `exact`"]
+    head = ["16 new tokens on 512", "seconds", "speedup", "time relative to `exact`"]
     threads = record["environment"]["threads"]
-    model = f"random weights of the geometry of ESM-2 650M, {threads} threads"
+    model = f"random weights in the geometry of ESM-2 650M, {threads} threads,"
     return table(head, rows) + source(record, "cpu", model)
 
 
@@ -172,12 +172,12 @@ def _sources(by_file: dict[str, Record]) -> str:
     for file, record in by_file.items():
         where, versions, revision = record["environment"], record["environment"]["versions"], record["revision"]
         processor = where["processor"] if file == "cpu" else record["figures"]["shape"]["device_name"]
-        changed = " with changes" if revision["dirty"] else ""
+        changed = " with local changes" if revision["dirty"] else ""
         text += (
             f"Measured on {processor}, torch {versions['torch']}, transformers {versions['transformers']},"
             f" commit {revision['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`. "
         )
     return text + (
-        "esm2-mini is the embedded model (9.6 M parameters, float32, not one of Meta's); random weights stand in for"
-        " the published checkpoints' geometry.\n"
+        "esm2-mini is the embedded model (9.6 M parameters, float32, not one of Meta's); the other rows have random"
+        " weights in the geometry of the published checkpoints.\n"
     )

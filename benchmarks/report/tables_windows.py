@@ -15,7 +15,7 @@ def windows() -> str:
     rows = []
     for window, memory in dict.fromkeys((window, memory) for window, _, memory, _ in found):
         arms = {preset: found[w, o, m, preset] for w, o, m, preset in found if (w, m) == (window, memory)}
-        cells = [str(window), str(memory) if memory else "none: plain windows"]
+        cells = [str(window), str(memory) if memory else "none (plain windows)"]
         for preset in ("exact", "turbo3"):
             one = arms.get(preset, arms.get("none"))
             assert one is not None
@@ -38,7 +38,8 @@ def overlaps() -> str:
     for overlap in sorted(found):
         figures = found[overlap]["figures"]["against_full"]
         rows.append([str(overlap), cosine(figures), f"{figures['cosine_q10']:.4f}", f"{figures['cosine_median']:.4f}"])
-    return table(["overlap", "cosine (1 %)", "10 %", "median"], rows) + source(next(iter(found.values())), "windows")
+    head = ["overlap", "cosine (1 %)", "10 % quantile", "median"]
+    return table(head, rows) + source(next(iter(found.values())), "windows")
 
 
 def window_places() -> str:
@@ -69,10 +70,10 @@ def long_memory() -> str:
     growth = figures["growth"]["peak without the output"]
     head = [
         "residues",
-        "MiB with the model loaded",
-        "MiB at the peak",
-        "MiB of result",
-        "peak without it",
+        "model loaded, MiB",
+        "peak, MiB",
+        "result, MiB",
+        "peak without the result, MiB",
         "residues/s",
     ]
     return (
@@ -94,8 +95,8 @@ def generation() -> str:
             against = arm["against_full"]
             cells += [f"{small(against['kl_mean'])} ({small(against['kl_q99'])})", f"{against['top1_agreement']:.3f}"]
         rows.append(cells)
-    head = ["generated", "`refresh`", "`refresh_every`", "tokens a step / in full"]
-    head += [f"{arm}: {what}" for arm in ("frozen", "`turbo3`") for what in ("KL (99 %)", "same likeliest")]
+    head = ["generated", "`refresh`", "`refresh_every`", "tokens per step / full run"]
+    head += [f"{arm}: {what}" for arm in ("frozen", "`turbo3`") for what in ("KL (99 %)", "top-1 agreement")]
     return table(head, rows) + source(next(reversed(found.values())), "generation")
 
 

@@ -330,7 +330,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
         assert len(widths) == 1, name
     asked = tables_gpu.TABLES["gpu_targets"]()
     assert (
-        "| decode attention: batch 2 x 70, 2 queries | ratios SDPA bf16 / turbo3 | at least 3.2 | 1.5 | **no** |"
+        "| decode attention: batch 2 x 70, 2 queries | SDPA bf16 / turbo3 | at least 3.2 | 1.5 | **no** |"
         in asked
     )
     # The worst of many cases stands for all.
@@ -343,7 +343,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
     ]
     assert len(errors) == 2
     [row] = [line for line in tables_gpu.TABLES["gpu_targets"]().splitlines() if "kernel validation" in line]
-    assert "furthest of 2 |" in row
+    assert "worst of 2 |" in row
     assert f"| {max(errors):.3g} |" in row
     pages = [(tables.ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/performance.md")]
     assert {f"<!-- table {name} -->" for name in tables_gpu.TABLES} <= set("\n".join(pages).splitlines())

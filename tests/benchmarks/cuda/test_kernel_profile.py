@@ -49,5 +49,5 @@ def test_adding_a_page_and_the_table_of_it(tmp_path: Path, monkeypatch: pytest.M
     stored.forget()
     text = tables_gpu.TABLES["gpu_profile"]()
     stored.forget()
-    assert "| registers | 1,000 |" in text
+    assert "| registers per thread | 1,000 |" in text
     assert "random codes, on a device" in text
