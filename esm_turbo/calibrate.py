@@ -26,6 +26,7 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.files.hub import model_name
+from esm_turbo.model.checkpoints import check_weights
 from esm_turbo.model.collectors import (
     MomentsCollector,
     ProteinAttention,
@@ -34,7 +35,7 @@ from esm_turbo.model.collectors import (
     SampleCollector,
     SensitivityCollector,
 )
-from esm_turbo.modeling_esm_turbo import TurboEsmModel, check_weights
+from esm_turbo.modeling_esm_turbo import TurboEsmModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

@@ -21,7 +21,8 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact
 from esm_turbo.files.hub import local_files_only, not_found
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.modeling_esm_turbo import TurboEsmModel, check_is_esm2
+from esm_turbo.model.checkpoints import check_is_esm2
+from esm_turbo.modeling_esm_turbo import TurboEsmModel
 
 _CLS, _RESIDUE = 0, 5
 # A multiple of every codec's group of tokens.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from esm_turbo.files.fingerprint import same_model
 from esm_turbo.kv_cache import Append, TurboKVCache
+from esm_turbo.model.projections import fused_projections
 from esm_turbo.ops import triton_attention as triton_kernels
 
 __all__ = ["CapturedExtension", "StaticKVCache"]
@@ -117,7 +118,7 @@ class CapturedExtension:
 
     It reads the model's parameters where they lay when it was made, and keeps them: what is written into them is seen,
     what replaces them (`model.to`, `load_state_dict` with `assign`) is not; make another one then. The first one of a
-    model moves its parameters (`joined_projections`): graphs of your own that read them must be captured after it.
+    model moves its parameters (`fused_projections`): graphs of your own that read them must be captured after it.
 
     Args:
         model: `TurboEsmModel` or `TurboEsmForMaskedLM` on a CUDA device.
@@ -159,7 +160,7 @@ class CapturedExtension:
         seen = self.cache.columns + num_new_tokens
         self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None
         options = {"past_key_values": self.cache, **kwargs}
-        with model.joined_projections() as joined:
+        with fused_projections(model) as fused:
             stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
@@ -171,7 +172,7 @@ class CapturedExtension:
             with torch.cuda.graph(self._graph):
                 self.output = model(self._input_ids, self._mask, **options)
             # A graph knows addresses alone.
-            self._read = [joined, kwargs, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+            self._read = [fused, kwargs, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
 
     def copy_(self, context: TurboKVCache) -> None:
         """Loads other contexts for the calls that follow, see `StaticKVCache.copy_`."""

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from esm_turbo import TurboEsmForMaskedLM
+from esm_turbo.model.projections import fused_projections
 from esm_turbo.modeling_esm_turbo import TurboEsmSelfAttention
 from tests.helpers.models import random_ids
 
@@ -29,25 +30,25 @@ def extension(model):
 def test_the_same_comes_out_and_the_parameters_stay(tiny_model, preset):
     model = tiny_model(preset=preset)
     before, expected = values_of(model), extension(model)
-    with model.joined_projections() as joined:
-        assert len(joined) == len(attentions(model)) > 1
-        for (weight, bias), attention in zip(joined, attentions(model), strict=True):
+    with fused_projections(model) as fused:
+        assert len(fused) == len(attentions(model)) > 1
+        for (weight, bias), attention in zip(fused, attentions(model), strict=True):
             assert weight.shape == (3 * attention.all_head_size, model.config.hidden_size)
             assert bias.shape == weight.shape[:1]
         assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
         assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
-    assert all(attention.joined is None for attention in attentions(model))
+    assert all(attention.fused is None for attention in attentions(model))
 
 
 @torch.no_grad()
 def test_what_is_written_into_a_parameter_is_what_is_multiplied_with(tiny_model):
     model = tiny_model()
-    with model.joined_projections() as joined:
+    with fused_projections(model) as fused:
         attention = attentions(model)[0]
         size = attention.all_head_size
         attention.key.weight.fill_(0.5)
         attention.value.bias.fill_(0.25)
-        weight, bias = joined[0]
+        weight, bias = fused[0]
         assert (weight[size : 2 * size] == 0.5).all() and (bias[2 * size :] == 0.25).all()
         assert torch.equal(weight[:size], attention.query.weight)
         expected = extension(model)
@@ -57,22 +58,22 @@ def test_what_is_written_into_a_parameter_is_what_is_multiplied_with(tiny_model)
 def test_they_are_laid_side_by_side_once(tiny_model):
     model = tiny_model()
     before = values_of(model)
-    with model.joined_projections() as first:
+    with fused_projections(model) as first:
         pass
-    with model.joined_projections() as second:
+    with fused_projections(model) as second:
         pass
     assert [(w.data_ptr(), b.data_ptr()) for w, b in first] == [(w.data_ptr(), b.data_ptr()) for w, b in second]
     assert all(torch.equal(a[0], b[0]) and torch.equal(a[1], b[1]) for a, b in zip(first, second, strict=True))
     assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
     model.double()
-    with model.joined_projections() as third:
+    with fused_projections(model) as third:
         assert {weight.dtype for weight, _ in third} == {torch.float64}
 
 
 def test_a_model_is_saved_as_before(tiny_model, tmp_path):
     model = tiny_model()
     before, expected = values_of(model), extension(model)
-    with model.joined_projections():
+    with fused_projections(model):
         pass
     model.save_pretrained(tmp_path)
     loaded = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
@@ -93,9 +94,9 @@ def test_projections_that_are_more_than_linear_are_left_alone(tiny_model):
     first.value.__class__ = Adapter
     handle = others[0].query.register_forward_hook(lambda module, args, output: output + 1)
     expected = extension(model)
-    with model.joined_projections() as joined:
-        assert len(joined) == len(others) - 1
-        assert first.joined is None and others[0].joined is None
+    with fused_projections(model) as fused:
+        assert len(fused) == len(others) - 1
+        assert first.fused is None and others[0].fused is None
         assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
     handle.remove()
 
@@ -112,13 +113,13 @@ def test_adapters_on_plain_linear_layers_are_left_alone(tiny_model, how):
         first.value.register_forward_pre_hook(lambda module, args: (2 * args[0],))
     expected = extension(model)
     assert (expected - plain).abs().max() > 1e-3 * plain.abs().max()
-    with model.joined_projections() as joined:
-        assert len(joined) == len(others)
+    with fused_projections(model) as fused:
+        assert len(fused) == len(others)
         assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_nothing_stays_joined_after_an_error(tiny_model):
     model = tiny_model()
-    with pytest.raises(KeyError), model.joined_projections():
+    with pytest.raises(KeyError), fused_projections(model):
         raise KeyError
-    assert all(attention.joined is None for attention in attentions(model))
+    assert all(attention.fused is None for attention in attentions(model))

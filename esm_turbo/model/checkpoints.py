@@ -1,0 +1,177 @@
+"""Loading and saving of ESM-2 checkpoints, and checks of what they hold."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Iterable
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import EsmConfig, PreTrainedConfig
+
+from esm_turbo.calibration import CALIBRATION_FILE, Calibration
+from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+
+_INV_FREQ = "rotary_embeddings.inv_freq"
+# transformers 5 saves one key for all layers, with an asterisk for the layer's number.
+_PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embeddings\.inv_freq"
+_CONVERT = (
+    'python -c "import torch; from safetensors.torch import save_file;'
+    " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
+    " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
+)
+_Model = TypeVar("_Model", bound=nn.Module)
+
+
+class CheckpointMixin:
+    """`from_pretrained` and `save_pretrained` of both model classes."""
+
+    config: EsmConfig
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        *args: Any,
+        calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
+        preset: str | TurboConfig = DEFAULT_PRESET,
+        backend: str | Backend = Backend.AUTO,
+        **kwargs: Any,
+    ) -> Self:
+        """Loads any ESM-2 checkpoint as Hugging Face's class does.
+
+        Args:
+            pretrained_model_name_or_path: a hub id or a folder.
+            calibration: a `Calibration` or its path; by default the one in the folder, if there is one; False for none.
+            preset: a preset's name or options: how new caches are stored.
+            backend: implementation of the packed attention, see `Backend`.
+            *args: as of `PreTrainedModel.from_pretrained`.
+            **kwargs: as of `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is another model's,
+                or an option is wrong.
+            OSError: there is no such checkpoint, or the hub cannot be reached.
+        """
+        check_is_esm2(pretrained_model_name_or_path, kwargs)
+        # Hugging Face renames these keys for its own classes only.
+        kwargs.setdefault("key_mapping", {_PUBLISHED_INV_FREQ: _INV_FREQ})
+        wants_report = kwargs.pop("output_loading_info", False)
+        try:
+            loaded, report = super().from_pretrained(  # type: ignore[misc]
+                pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+            )
+        except pickle.UnpicklingError as error:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or holds more than tensors and is not"
+                f" run; if you trust where it is from, convert it: {_CONVERT}"
+            ) from error
+        except torch.OutOfMemoryError:
+            raise
+        except (SafetensorError, EOFError, RuntimeError) as error:
+            reason = str(error).partition(". ")[0]
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: the weights are damaged or do not fit config.json ({reason})"
+            ) from error
+        in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
+        if calibration is None and os.path.isfile(in_folder):
+            calibration = in_folder
+        _check_complete(pretrained_model_name_or_path, report["missing_keys"])
+        check_weights(loaded)
+        loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
+        return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+        """Saves as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
+        state = kwargs.pop("state_dict", None) or self.state_dict()  # type: ignore[attr-defined]
+        kwargs.setdefault("save_original_format", False)
+        super().save_pretrained(  # type: ignore[misc]
+            save_directory, state_dict=_published_keys(state, self.config.num_hidden_layers), **kwargs
+        )
+
+
+def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
+    """Checks that a checkpoint is ESM-2 before anything is loaded.
+
+    Raises:
+        ValueError: it is another architecture.
+        OSError: there is no such checkpoint, or the hub cannot be reached.
+    """
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+    config, _ = PreTrainedConfig.get_config_dict(
+        name_or_path, **{name: options[name] for name in names if name in options}
+    )
+    if not config:
+        raise OSError(f"{name_or_path}: there is no config.json")
+    kind = config.get("model_type")
+    if kind != "esm":
+        raise ValueError(f"{name_or_path}: not ESM-2 but model type {kind!r}")
+    positions = config.get("position_embedding_type", "absolute")
+    if positions != "rotary":
+        raise ValueError(f"{name_or_path}: not ESM-2 but an ESM model with {positions} positions (ESM-1?)")
+
+
+def check_config(config: EsmConfig) -> None:
+    """Checks that a configuration is that of an ESM-2 encoder.
+
+    Raises:
+        ValueError: it has other positions, or is a decoder or a folding model.
+    """
+    if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
+        raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
+
+
+def check_weights(model: nn.Module) -> None:
+    """Checks that all weights are finite.
+
+    Raises:
+        ValueError: naming the first parameter that holds NaN or infinity.
+    """
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
+            raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
+
+
+def share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model:
+    """A `cls` that holds the parameters and buffers of `model` themselves, not copies."""
+    with torch.device("meta"):
+        converted = cls(copy.deepcopy(model.config), **options)
+    for name, module in converted.named_modules():
+        source = model.get_submodule(name)
+        module._parameters.update(source._parameters)
+        module._buffers.update(source._buffers)
+        module.training = source.training
+    return converted
+
+
+def _check_complete(name_or_path: str | os.PathLike[str], missing_keys: Iterable[str]) -> None:
+    """Checks that a checkpoint held the encoder: Hugging Face fills missing weights with random ones.
+
+    Raises:
+        ValueError: naming the first missing weight. Heads and the pooler may be missing.
+    """
+    # Rotary frequencies follow from the configuration.
+    keys = (key for key in missing_keys if not key.endswith(_INV_FREQ))
+    missing = sorted(key for key in keys if "encoder.layer." in key or "embeddings." in key)
+    if missing:
+        raise ValueError(
+            f"{name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as {missing[0]};"
+            " is it ESM-2, and complete?"
+        )
+
+
+def _published_keys(state: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
+    """Renames the model's rotary frequencies to those of the published checkpoints, one copy per layer."""
+    published = {}
+    for name, tensor in state.items():
+        if name.endswith(_INV_FREQ):
+            prefix = name.removesuffix(_INV_FREQ)
+            for index in range(num_layers):
+                published[f"{prefix}encoder.layer.{index}.attention.self.{_INV_FREQ}"] = tensor.clone()
+        else:
+            published[name] = tensor
+    return published

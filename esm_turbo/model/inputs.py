@@ -1,0 +1,137 @@
+"""Checks of the inputs of a forward with a cache, and what follows from them: masks, token counts and positions."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from esm_turbo.kv_cache import TurboKVCache
+
+
+def check_inputs(
+    input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int
+) -> None:
+    """Checks shapes and dtypes; values only on the CPU, because elsewhere that would wait for the device.
+
+    Raises:
+        ValueError: naming the input that is wrong, with the value found and the values allowed.
+    """
+    if input_ids.dim() != 2 or input_ids.numel() == 0:
+        raise ValueError(f"`input_ids` must be [batch, n] with n >= 1, got {list(input_ids.shape)}")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"`input_ids` must be int64 or int32, got {input_ids.dtype}")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError(f"`attention_mask` must have two dimensions, got {list(attention_mask.shape)}")
+    n = input_ids.shape[1]
+    if position_ids is not None and position_ids.shape not in (input_ids.shape, (1, n)):
+        raise ValueError(f"`position_ids` must be [batch, {n}] or [1, {n}], got {list(position_ids.shape)}")
+    if position_ids is not None and (position_ids.is_floating_point() or position_ids.dtype == torch.bool):
+        raise ValueError(f"`position_ids` must be integers, got {position_ids.dtype}")
+    if input_ids.device.type == "cpu":
+        if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
+            raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
+        if position_ids is not None and bool((position_ids < 0).any()):
+            raise ValueError("`position_ids` must not be negative")
+        if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
+            raise ValueError("`attention_mask` must hold zeros and ones")
+        if attention_mask is not None and attention_mask.shape == input_ids.shape:
+            _check_right_padded(attention_mask != 0)
+
+
+def token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Mask of the real tokens, bool [batch, n]: all of them without an `attention_mask`."""
+    if attention_mask is None:
+        return torch.ones_like(input_ids, dtype=torch.bool)
+    return attention_mask != 0
+
+
+def count_tokens(input_ids: Tensor, mask: Tensor, mask_token_id: int) -> tuple[Tensor, Tensor]:
+    """Number of real tokens and of `<mask>` tokens among them per row, int64 [batch] each."""
+    return mask.sum(1), (mask & (input_ids == mask_token_id)).sum(1)
+
+
+def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
+    """Checks that token dropout has a scale for every row (counts on the CPU only).
+
+    Raises:
+        ValueError: a row consists of `<mask>` and padding alone.
+    """
+    tokens, masks = counts
+    if tokens.device.type == "cpu" and bool((masks >= tokens).any()):
+        row = int((masks >= tokens).nonzero()[0])
+        raise ValueError(f"row {row} has no token but <mask> or padding: token dropout has no scale for it")
+
+
+def split_attention_mask(
+    cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Splits the mask of an extension into that of the past and that of the new tokens.
+
+    Args:
+        cache: the past.
+        input_ids: the new tokens, [batch, n].
+        attention_mask: [batch, n] or [batch, past + n]; None for all tokens.
+
+    Returns:
+        The visible columns of the cache, bool [batch, columns] or None for all of them, and the real new tokens, bool
+        [batch, n].
+
+    Raises:
+        ValueError: the mask has another shape, shows tokens that the cache does not hold, or is not padded on the
+            right.
+    """
+    batch_size, n = input_ids.shape
+    past = cache.get_seq_length() if attention_mask is not None and attention_mask.shape[1] != n else 0
+    if attention_mask is not None and attention_mask.shape != (batch_size, past + n):
+        raise ValueError(
+            f"`attention_mask` must be [batch, n] = [{batch_size}, {n}] or [batch, past + n] ="
+            f" [{batch_size}, {cache.get_seq_length() + n}], got {list(attention_mask.shape)}"
+        )
+    valid = cache.valid()
+    ragged = valid.device.type != "cpu" or not bool(valid.all())
+    past_mask = valid.expand(batch_size, -1) if ragged else None
+    if past:
+        assert attention_mask is not None
+        given = attention_mask[:, :past] != 0
+        if given.device.type == "cpu" and bool((given & ~valid[:, :past]).any()):
+            row = int((given & ~valid[:, :past]).any(1).nonzero()[0])
+            length = int(cache.lengths[row % cache.batch_size])
+            raise ValueError(f"`attention_mask` shows past tokens that row {row} does not hold: it has {length}")
+        past_mask = given & valid[:, :past]
+        spare = cache.columns - past
+        if spare:
+            past_mask = torch.cat([past_mask, past_mask.new_zeros(batch_size, spare)], dim=1)
+        attention_mask = attention_mask[:, past:]
+    new_mask = token_mask(input_ids, attention_mask)
+    _check_right_padded(new_mask)
+    return past_mask, new_mask
+
+
+def positions_to_store(keep: Tensor, mask: Tensor, given: Tensor | None, computed: Tensor) -> Tensor | None:
+    """Positions at which the cache stores appended tokens.
+
+    Args:
+        keep: tokens to append, bool [batch, n].
+        mask: real tokens, bool [batch, n].
+        given: `position_ids` of the call, [batch, n] or [1, n]; None for each row's next ones.
+        computed: positions at which the tokens are computed, [batch, n].
+
+    Returns:
+        `given`, or `computed` where a token is left out before one that is kept: the latter stays where it was
+        computed. The check for such gaps runs on the CPU only.
+
+    Raises:
+        ValueError: `keep` has another shape or dtype, or keeps padding.
+    """
+    if keep.shape != mask.shape or keep.dtype != torch.bool:
+        raise ValueError(f"`append_mask` must be bool {list(mask.shape)}, got {keep.dtype} {list(keep.shape)}")
+    if keep.device.type == "cpu" and bool((keep & ~mask).any()):
+        raise ValueError("`append_mask` keeps tokens that `attention_mask` hides")
+    gaps = keep.device.type == "cpu" and bool((keep[:, 1:] & ~keep[:, :-1]).any() | ~keep[:, 0].all())
+    return computed if gaps else given
+
+
+def _check_right_padded(mask: Tensor) -> None:
+    if mask.device.type == "cpu" and bool((mask[:, 1:] & ~mask[:, :-1]).any()):
+        row = int((mask[:, 1:] & ~mask[:, :-1]).any(1).nonzero()[0])
+        raise ValueError(f"`attention_mask` of row {row} is padded on the left or has holes; pad on the right")

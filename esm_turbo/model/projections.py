@@ -1,0 +1,81 @@
+"""Fused query, key and value projections: one matrix multiplication in place of three."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+class QKVProjections:
+    """Mixin of a self-attention whose `query`, `key` and `value` projections can be computed by one multiplication.
+
+    Attributes:
+        fused: weight [3 * all_head_size, hidden_size] and bias [3 * all_head_size] of all three projections while
+            `fused_projections` is active; else None.
+    """
+
+    query: nn.Module
+    key: nn.Module
+    value: nn.Module
+    fused: tuple[Tensor, Tensor] | None = None
+
+    def project(self, hidden_states: Tensor, allow_fused: bool) -> tuple[Tensor, ...]:
+        """Queries, keys and values, [batch, n, all_head_size] each."""
+        if allow_fused and self.fused is not None:
+            return nn.functional.linear(hidden_states, *self.fused).chunk(3, dim=-1)
+        return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
+
+
+@contextmanager
+def fused_projections(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Fuses the projections of a model: with few tokens, one fused multiplication costs about as much as one of three.
+
+    The parameters keep their values but move into shared storage, in which query, key and value lie side by side.
+    Writes into a parameter are therefore seen by the fused one, also in a captured graph, which must keep the yielded
+    tensors alive. A graph captured before the parameters moved still reads their old addresses, whose memory may be
+    reused by then. Projections other than plain linear layers, such as adapters', are left as they are.
+
+    Yields:
+        Weight and bias of every fused attention, in the order of the layers.
+    """
+    attentions = [module for module in model.modules() if isinstance(module, QKVProjections)]
+    for attention in attentions:
+        attention.fused = _fuse([attention.query, attention.key, attention.value])
+    try:
+        yield [attention.fused for attention in attentions if attention.fused is not None]
+    finally:
+        for attention in attentions:
+            attention.fused = None
+
+
+def _fuse(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
+    """Weight and bias of linear layers, stacked along the outputs; None if one of them is not plain.
+
+    The layers' own parameters become views of the result.
+    """
+    if not all(_is_plain(linear) and linear.bias is not None for linear in linears):
+        return None
+    weight, bias = (_stack_in_place([getattr(linear, name) for linear in linears]) for name in ("weight", "bias"))
+    return weight, bias
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether the module only multiplies: adapters replace it or its forward, or register hooks."""
+    hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+    return type(module) is nn.Linear and not hooked
+
+
+def _stack_in_place(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Parameters stacked along the first dimension, sharing storage with the result; moved only if they do not yet."""
+    first, sizes = parameters[0], [parameter.shape[0] for parameter in parameters]
+    starts = [first.data_ptr() + first[0].nbytes * sum(sizes[:i]) for i in range(len(parameters))]
+    shared = all(p.untyped_storage().data_ptr() == first.untyped_storage().data_ptr() for p in parameters)
+    if shared and all(p.is_contiguous() for p in parameters) and [p.data_ptr() for p in parameters] == starts:
+        return first.detach().as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    stacked = torch.cat([parameter.detach() for parameter in parameters])
+    for parameter, view in zip(parameters, stacked.split(sizes), strict=True):
+        parameter.data = view
+    return stacked
