@@ -18,7 +18,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 from Bio.SeqUtils.ProtParamData import kd
 
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
@@ -109,14 +108,14 @@ def transmembrane_segments(sequence: str) -> int:
 
     Window and limit of Kyte and Doolittle (J. Mol. Biol. 157:105, 1982) for membrane-spanning segments.
     """
-    if len(sequence) < TM_WINDOW:
-        return 0
-    hydropathy = np.array([kd[residue] for residue in sequence])
-    spanning = np.convolve(hydropathy, np.full(TM_WINDOW, 1 / TM_WINDOW), "valid") >= TM_HYDROPATHY
-    count, free_from = 0, 0
-    for start in np.flatnonzero(spanning).tolist():
-        if start >= free_from:
-            count, free_from = count + 1, start + TM_WINDOW
+    # The scale has one decimal. In whole tenths the sums are exact, and so is the comparison at the limit.
+    tenths = [round(10 * kd[residue]) for residue in sequence]
+    least = round(10 * TM_HYDROPATHY) * TM_WINDOW
+    count, start = 0, 0
+    while start + TM_WINDOW <= len(tenths):
+        spans = sum(tenths[start : start + TM_WINDOW]) >= least
+        count += spans
+        start += TM_WINDOW if spans else 1
     return count
 
 

@@ -260,6 +260,14 @@ def test_transmembrane_segments_are_separate_windows(script):
     assert script.transmembrane_segments("A" * 17 + "SS") == 0, "mean 1.53"
 
 
+@pytest.mark.parametrize("place", [0, 7, 16])
+def test_transmembrane_limit_is_exact(script, place):
+    before, after = "A" * place, "A" * (16 - place)
+    # Hydropathy in tenths: alanine 18, phenylalanine 28, serine -8, glycine -4, tryptophan -9.
+    assert script.transmembrane_segments(before + "FSG" + after) == 1, "304 tenths, mean 1.6"
+    assert script.transmembrane_segments(before + "FWG" + after) == 0, "303 tenths"
+
+
 def test_charge_hydropathy_of_known_compositions(script):
     # Glutamate: hydropathy -3.5, scaled 1/9, net charge 1. Isoleucine: 4.5, scaled 1, no charge.
     assert script.charge_hydropathy("E" * 50) == pytest.approx(1 - 2.785 / 9 + 1.151, abs=1e-12)
