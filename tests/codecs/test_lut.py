@@ -604,21 +604,16 @@ def test_heads_that_cannot_be_packed():
 def test_fitting_and_encoding_are_deterministic(statistics, config):
     stats = statistics[64]
     keys, values = keys_and_values(stats, 1, tokens=33)
-    before = torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 2, 1):
-            torch.set_num_threads(threads)
-            with threadpool_limits(threads):
-                codec = fitted(config, stats)
-                results.append((codec, codec.encode(1, keys, values)))
-    finally:
-        torch.set_num_threads(before)
-    first, packed = results[0]
-    for codec, other in results[1:]:
+    codecs = []
+    for threads in (1, 2, 1):
+        with threadpool_limits(threads):
+            codecs.append(fitted(config, stats))
+    first, *others = codecs
+    packed = first.encode(1, keys, values)
+    for codec in others:
         assert_same_state(codec, first)
-        for name, tensor in packed.items():
-            assert torch.equal(other[name], tensor)
+        for name, tensor in codec.encode(1, keys, values).items():
+            assert torch.equal(packed[name], tensor)
 
 
 def test_copies_of_a_codec_share_nothing_that_changes(statistics):
