@@ -24,6 +24,7 @@ from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.kv_cache import FORMAT_VERSION
+from tests.helpers.codec_samples import certain
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -203,7 +204,7 @@ def test_prefill_in_one_step_or_by_appending_stores_the_same_bytes(
     cache_config: TurboConfig, tiny_model: MakeModel
 ) -> None:
     codec = tiny_model(preset=cache_config).esm.codec(cache_config)
-    ids, keys, values = random_kv(codec.geometry, [24, 24], seed=5)
+    ids, keys, values = random_kv(codec, [24, 24], seed=5)
     whole, pieces = new_cache(codec), new_cache(codec)
     write(whole, ids, torch.ones_like(ids).bool(), keys, values)
     for part in (slice(0, 10), slice(10, 11), slice(11, 24)):
@@ -533,16 +534,23 @@ def test_reset(model: TurboEsmForMaskedLM) -> None:
 # ---------------------------------------------------------------- invariants
 
 
-def random_kv(geometry: Geometry, lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, and keys and values [layers, batch, heads, n, head_dim]: those of a row are the same in any batch."""
+def random_kv(codec: KVCodec, lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, and keys and values [layers, batch, heads, n, head_dim]: those of a row are the same in any batch.
+
+    Rounding changes none of their codes.
+    """
+    layers, heads, head_dim = codec.geometry.num_layers, codec.geometry.num_heads, codec.geometry.head_dim
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
-    shape = (geometry.num_layers, len(lengths), geometry.num_heads, max(lengths), geometry.head_dim)
-    keys, values = torch.randn(shape) * 1e3, torch.randn(shape) * 1e3
+    shape = (layers, len(lengths), heads, max(lengths), head_dim)
+    padding = torch.Generator().manual_seed(seed)
+    keys, values = (1e3 * torch.randn(shape, generator=padding) for _ in range(2))
     for row, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(1000 * seed + row)
         ids[row, :length] = torch.randint(0, 33, (length,), generator=generator)
-        for x in (keys, values):
-            x[:, row, :, :length] = torch.randn(shape[0], shape[2], length, shape[4], generator=generator)
+        drawn = torch.randn(2, layers, 1, heads, length, head_dim, generator=generator)
+        while (again := ~torch.stack([certain(codec, i, *drawn[:, i])[0] for i in range(layers)]).all(0)).any():
+            drawn[..., again, :] = torch.randn(drawn[..., again, :].shape, generator=generator)
+        keys[:, row, :, :length], values[:, row, :, :length] = drawn[:, :, 0]
     return ids, keys, values
 
 
@@ -562,7 +570,7 @@ def write(
 
 
 def random_cache(codec: KVCodec, lengths: list[int], seed: int, only: int | None = None) -> TurboKVCache:
-    ids, keys, values = random_kv(codec.geometry, lengths, seed)
+    ids, keys, values = random_kv(codec, lengths, seed)
     keep = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     if only is not None:
         part = slice(only, only + 1), slice(0, lengths[only])
@@ -699,7 +707,7 @@ def test_append_then_crop_is_nothing(
     """The bytes of ragged rows come back whatever was appended and cut off again."""
     codec = tiny_codecs[name]
     cache, before = random_cache(codec, lengths, seed), random_cache(codec, lengths, seed)
-    ids, keys, values = random_kv(codec.geometry, [extra] * len(lengths), seed + 1)
+    ids, keys, values = random_kv(codec, [extra] * len(lengths), seed + 1)
     write(cache, ids, torch.ones_like(ids).bool(), keys, values)
     cache.crop(-extra)
     assert_caches_equal(cache, before)

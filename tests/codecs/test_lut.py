@@ -22,6 +22,7 @@ from tests.helpers.codec_samples import (
     HEADS,
     LAYERS,
     assert_same_state,
+    certain,
     correlated,
     fitted,
     mapped_query,
@@ -289,9 +290,10 @@ def test_codes_are_those_of_the_slow_twin_bit_for_bit(statistics, codec_of, conf
         levels, step = (codec.state[f"{name[:-1]}_{part}"][layer] for part in ("levels", "step"))
         codes = reference.quantize(x, (levels[:, 1:] + levels[:, :-1]) / 2).long()
         nearest = torch.stack([levels[head][codes[:, head]] for head in range(HEADS)], dim=1)
-        # Nearest indeed, whatever the boundaries were.
+        # Nearest indeed, whatever the boundaries were, which are rounded as the differences are.
         distance = (x[..., None] - levels[:, None, None]).abs().amin(dim=-1)
-        torch.testing.assert_close((x - nearest).abs(), distance, rtol=0, atol=0)
+        rounding = 4 * torch.finfo(torch.float32).eps * levels.abs().max().item()
+        torch.testing.assert_close((x - nearest).abs(), distance, rtol=0, atol=rounding)
         fields, expected = codes, nearest
         if signed[name]:
             signs = (x > nearest).long()
@@ -331,11 +333,13 @@ def test_tokens_are_encoded_one_by_one(statistics, codec_of, config):
     packed = codec.encode(0, keys, values)
     strided = codec.encode(0, keys.transpose(1, 2).contiguous().transpose(1, 2), values.flip(2).flip(2))
     alone = codec.encode(0, keys[1:2, :, 4:6], values[1:2, :, 4:6])
+    # The maps' sums may be grouped otherwise: a component at a boundary may go to the other side of it.
+    sure = certain(codec, 0, keys, values)
+    assert sure.sum() >= 9
     for name, tensor in packed.items():
         assert tensor.is_contiguous()
-        assert torch.equal(tensor, strided[name])
-        # The maps' sums may be grouped otherwise: a component at a boundary may go to the other side of it.
-        assert (tensor[1:2, :, 4:6] != alone[name]).float().mean() < 0.01
+        assert not (tensor != strided[name]).any(3).any(1)[sure].any()
+        assert not (tensor[1:2, :, 4:6] != alone[name]).any(3).any(1)[sure[1:2, 4:6]].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

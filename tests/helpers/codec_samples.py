@@ -89,6 +89,27 @@ def fitted(config, statistics):
     return Calibration(statistics, np.zeros(0, dtype=np.float32), {}).codec(config)
 
 
+def certain(codec, layer, keys, values):
+    """Tokens of the first block whose codes do not depend on how the maps' products are summed, bool [B, L].
+
+    However n products are summed in float32, the sum is within (n + 2) 2^-24 of the products' sizes together (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 3.1; one more for the mean, one for rounding the map). Two
+    such sums lie twice as far apart at most, and codes rise with the number: so they are compared at both ends.
+    """
+    state = codec.layer_state(layer, keys.device)
+    mapped = codec.transform(layer, keys, values)
+    margins = []
+    for kind, x in (("key", keys), ("value", values)):
+        size = x.abs() + state.get(f"{kind}_mean", torch.zeros(x.shape[1], x.shape[3])).abs()[:, None]
+        matrix = state.get(f"{kind}_map", torch.zeros(x.shape[1], x.shape[3], x.shape[3]))
+        margins.append(2 * (x.shape[3] + 4) * 2**-24 * size @ matrix.abs().transpose(1, 2))
+    low, high = (
+        codec.quantize(layer, *(x + sign * margin for x, margin in zip(mapped, margins, strict=True)))
+        for sign in (-1, 1)
+    )
+    return torch.stack([(low[name] == high[name]).flatten(3).all(3).all(1) for name in low]).all(0)
+
+
 def mapped_query(codec, layer, query, block=0):
     """The query against stored keys of one block, and what it adds to every score (a number or [B, H, n, 1])."""
     mapped, offset = codec.map_query(layer, query, block, 1)
