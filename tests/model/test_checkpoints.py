@@ -1,0 +1,339 @@
+"""Saving and loading: published checkpoints, Hugging Face's own, and damaged or foreign ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
+
+from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo.config import DEFAULT_PRESET, PRESETS
+from tests.helpers.models import make_config, make_esm, random_ids
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
+PUBLISHED = Path(__file__).parents[1] / "data" / "published_configs"
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INV_FREQ = "esm.encoder.layer.{}.attention.self.rotary_embeddings.inv_freq"
+
+
+@contextlib.contextmanager
+def transformers_log() -> Iterator[list[str]]:
+    """Collects warnings and errors of the logger `transformers`, which does not propagate."""
+    messages: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            messages.append(record.getMessage())
+
+    logger, handler = logging.getLogger("transformers"), Collect(logging.WARNING)
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.WARNING)
+    try:
+        yield messages
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_save_pretrained_is_read_by_both(tiny_model: MakeModel, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Published keys, frequencies in float32, the same outputs from Hugging Face's class and from ours, no warning."""
+    model = tiny_model(head_dim=24, layers=3)
+    model.esm.rotary_embeddings.inv_freq.mul_(1.001)
+    model = model.to(dtype)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    frequencies = {name: tensor for name, tensor in saved.items() if "inv_freq" in name}
+    assert sorted(frequencies) == [INV_FREQ.format(layer) for layer in range(3)]
+    assert all(torch.equal(f, model.esm.rotary_embeddings.inv_freq) for f in frequencies.values())
+    assert all(f.dtype == torch.float32 for f in frequencies.values())
+    assert saved["esm.encoder.layer.0.attention.self.key.weight"].dtype == dtype
+    assert not [name for name in saved if "*" in name]
+    ids, mask = random_ids([14, 9], masks=1)
+    with torch.no_grad():
+        expected = model(ids, mask).logits
+        for cls in (TurboEsmForMaskedLM, EsmForMaskedLM):
+            with transformers_log() as log:
+                loaded = cls.from_pretrained(tmp_path, dtype=dtype).eval()
+            assert log == []
+            if cls is EsmForMaskedLM:
+                # Hugging Face's class may round them.
+                loaded.esm.rotary_embeddings.inv_freq = loaded.esm.rotary_embeddings.inv_freq.float()
+                if dtype != torch.float32:
+                    continue
+            assert torch.equal(loaded.esm.rotary_embeddings.inv_freq, model.esm.rotary_embeddings.inv_freq)
+            assert torch.equal(loaded(ids, mask).logits, expected)
+
+
+def test_save_pretrained_of_the_base_model(tmp_path: Path) -> None:
+    model = TurboEsmModel.from_esm(EsmModel._from_config(make_config()).eval(), preset="exact")
+    model.save_pretrained(tmp_path)
+    assert INV_FREQ.format(1).removeprefix("esm.") in load_file(tmp_path / "model.safetensors")
+    ids, mask = random_ids([14, 9])
+    for cls in (TurboEsmModel, EsmModel):
+        with transformers_log() as log:
+            loaded = cls.from_pretrained(tmp_path).eval()
+        assert log == []
+        with torch.no_grad():
+            assert torch.equal(loaded(ids, mask).last_hidden_state, model(ids, mask).last_hidden_state)
+
+
+def test_the_base_model_of_a_masked_lm(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """`TurboEsmModel` reads a checkpoint with a language-model head, as `EsmModel` does."""
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    loaded = TurboEsmModel.from_pretrained(tmp_path, add_pooling_layer=False, preset="exact").eval()
+    ids, mask = random_ids([14, 9])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, mask).last_hidden_state, model.esm(ids, mask).last_hidden_state)
+        assert torch.equal(loaded.predict_contacts(ids, mask), model.predict_contacts(ids, mask))
+    assert torch.equal(loaded.rotary_embeddings.inv_freq, model.esm.rotary_embeddings.inv_freq)
+
+
+def test_save_pretrained_in_shards(tiny_model: MakeModel, tmp_path: Path) -> None:
+    model = tiny_model(layers=3)
+    model.save_pretrained(tmp_path, max_shard_size="100kB")
+    assert len(list(tmp_path.glob("model-*.safetensors"))) > 1
+    with transformers_log() as log:
+        loaded = TurboEsmForMaskedLM.from_pretrained(tmp_path).eval()
+    assert log == []
+    ids, mask = random_ids([14, 9])
+    with torch.no_grad():
+        assert torch.equal(loaded(ids, mask).logits, model(ids, mask).logits)
+
+
+def published_checkpoint(name: str, folder: Path, *, binary: bool = False, tied_weight: bool = False) -> EsmForMaskedLM:
+    """A folder as on the hub: configuration and tokenizer as published, random weights under the keys of then.
+
+    Returns Hugging Face's model with these weights; its rotary frequencies are a little off the default, so that it
+    shows whether the checkpoint's are used.
+    """
+    shutil.copytree(PUBLISHED / name, folder, dirs_exist_ok=True)
+    config = EsmConfig.from_pretrained(folder)
+    model = make_esm(
+        heads=config.num_attention_heads,
+        head_dim=config.hidden_size // config.num_attention_heads,
+        layers=config.num_hidden_layers,
+        intermediate_size=config.intermediate_size,
+    )
+    model.esm.rotary_embeddings.inv_freq *= 1.001
+    state = {}
+    for key, tensor in model.state_dict().items():
+        if key == "esm.rotary_embeddings.inv_freq":
+            state |= {INV_FREQ.format(layer): tensor.clone() for layer in range(config.num_hidden_layers)}
+        elif key != "lm_head.decoder.weight" or tied_weight:
+            state[key] = tensor.clone()
+    state["esm.embeddings.position_ids"] = torch.arange(1026)[None]
+    state["esm.embeddings.position_embeddings.weight"] = torch.randn(1026, config.hidden_size)
+    if binary:
+        torch.save(state, folder / "pytorch_model.bin")
+    else:
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("tied_weight", [False, True], ids=["", "with the tied weight"])
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("name", sorted(path.name for path in PUBLISHED.iterdir()))
+def test_published_checkpoints(tmp_path: Path, name: str, binary: bool, tied_weight: bool) -> None:
+    """Keys of older versions neither warn nor cost anything: the contact head and the frequencies are the file's."""
+    expected = published_checkpoint(name, tmp_path, binary=binary, tied_weight=tied_weight)
+    with transformers_log() as log:
+        model = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact").eval()
+    assert log == []
+    assert torch.equal(model.esm.rotary_embeddings.inv_freq, expected.esm.rotary_embeddings.inv_freq)
+    assert torch.equal(model.esm.contact_head.regression.weight, expected.esm.contact_head.regression.weight)
+    ids, mask = random_ids([12, 7], masks=1, eos=True)
+    with torch.no_grad():
+        assert torch.equal(model(ids, mask, use_cache=True).logits, expected(ids, mask).logits)
+        expected.set_attn_implementation("eager")
+        contacts = expected.predict_contacts(ids, mask)
+        assert (model.predict_contacts(ids, mask) - contacts).abs().max() <= 1e-5
+    assert model.dtype == torch.float32
+    assert contacts.std() > 0.01
+
+
+def test_layer_norms_of_older_checkpoints(tmp_path: Path) -> None:
+    """`gamma` and `beta` are `weight` and `bias`."""
+    name = "esm2_t6_8M_UR50D"
+    expected = published_checkpoint(name, tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    renamed = {
+        key.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for key, tensor in state.items()
+    }
+    assert renamed.keys() != state.keys()
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with transformers_log() as log:
+        model = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact").eval()
+    assert log == []
+    ids, mask = random_ids([12, 7])
+    with torch.no_grad():
+        assert torch.equal(model(ids, mask).logits, expected(ids, mask).logits)
+
+
+def test_a_weight_that_is_missing(tmp_path: Path) -> None:
+    """One of the encoder is an error, one of a head is reported: the silence above is not deafness."""
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    weight = state.pop("esm.contact_head.regression.weight")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with transformers_log() as log:
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+    assert any("contact_head.regression.weight" in message for message in log)
+    state["esm.contact_head.regression.weight"] = weight
+    state.pop("esm.encoder.layer.3.output.dense.weight")
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks 1 weights of the encoder, such as .*3\.output\.dense\.weight"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+
+
+def test_a_checkpoint_without_frequencies(tmp_path: Path) -> None:
+    """They follow from the configuration, and some programs do not save them."""
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
+    state = {name: t for name, t in load_file(tmp_path / "model.safetensors").items() if "inv_freq" not in name}
+    save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    model = TurboEsmForMaskedLM.from_pretrained(tmp_path, preset="exact")
+    expected = 10000 ** -(torch.arange(0, 16, 2) / 16)
+    torch.testing.assert_close(model.esm.rotary_embeddings.inv_freq, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_what_hugging_face_saves_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Its newer versions write the frequencies under a key of their own making."""
+    hf = make_esm()
+    hf.esm.rotary_embeddings.inv_freq *= 1.01
+    hf = hf.to(dtype)
+    hf.save_pretrained(tmp_path)
+    with transformers_log() as log:
+        model = TurboEsmForMaskedLM.from_pretrained(tmp_path, dtype=dtype, preset="exact").eval()
+    assert log == []
+    assert torch.equal(model.esm.rotary_embeddings.inv_freq, hf.esm.rotary_embeddings.inv_freq.float())
+    ids, mask = random_ids([12, 7])
+    with torch.no_grad():
+        assert torch.equal(model(ids, mask).logits, hf(ids, mask).logits)
+
+
+class _Bomb:
+    """Unpickling one makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_a_pickle_with_code_is_refused(tmp_path: Path, legacy: bool) -> None:
+    """It is not run, and the message says how to convert a checkpoint that is trusted."""
+    folder, trap = tmp_path / "model", tmp_path / "trap"
+    shutil.copytree(PUBLISHED / "esm2_t6_8M_UR50D", folder)
+    torch.save({"x": _Bomb(trap)}, folder / "pytorch_model.bin", _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*safetensors"):
+        TurboEsmForMaskedLM.from_pretrained(folder)
+    assert not trap.exists()
+
+
+@pytest.mark.parametrize("binary", [False, True], ids=["safetensors", "bin"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.999])
+def test_a_truncated_checkpoint(tmp_path: Path, binary: bool, share: float) -> None:
+    published_checkpoint("esm2_t6_8M_UR50D", tmp_path, binary=binary)
+    path = tmp_path / ("pytorch_model.bin" if binary else "model.safetensors")
+    content = path.read_bytes()
+    path.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match="damaged"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)
+
+
+def test_weights_that_do_not_fit_the_configuration(tiny_model: MakeModel, tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    with pytest.raises(ValueError, match="do not fit"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite(tiny_model: MakeModel, tmp_path: Path, value: float) -> None:
+    model = tiny_model()
+    model.esm.encoder.layer[1].output.dense.weight.data[3, 4] = value
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"encoder\.layer\.1\.output\.dense\.weight holds NaN or infinity"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "esm", "position_embedding_type": "absolute"}, "absolute positions"),
+        ({"model_type": "esm"}, "absolute positions"),
+        (BertConfig(num_hidden_layers=1).to_dict() | {"model_type": "bert"}, "model type 'bert'"),
+        ({"hidden_size": 8}, "model type None"),
+    ],
+    ids=["ESM-1b", "ESM-1", "BERT", "nothing"],
+)
+def test_what_is_not_esm2_is_refused(tmp_path: Path, config: dict[str, object], message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for cls in (TurboEsmForMaskedLM, TurboEsmModel):
+        with pytest.raises(ValueError, match=message):
+            cls.from_pretrained(tmp_path)
+
+
+def test_calibration_and_preset_at_loading(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """Both classes take them; a calibration in the folder is found; another model's is refused."""
+    model = tiny_model(preset=DEFAULT_PRESET)
+    folder, path = tmp_path / "model", tmp_path / "calibration.safetensors"
+    model.save_pretrained(folder)
+    model.esm.calibration.save(path)
+    bare = TurboEsmForMaskedLM.from_pretrained(folder)
+    assert bare.esm.calibration is None
+    ids, mask = random_ids([9, 5])
+    with torch.no_grad():
+        expected = model(ids, past_key_values=model(ids, mask, use_cache=True).past_key_values).logits
+        with pytest.raises(ValueError, match="esm-turbo calibrate"):
+            bare(ids, mask, use_cache=True)
+        for calibration in (path, str(path), model.esm.calibration):
+            loaded = TurboEsmForMaskedLM.from_pretrained(folder, calibration=calibration).eval()
+            cache = loaded(ids, mask, use_cache=True).past_key_values
+            assert torch.equal(loaded(ids, past_key_values=cache).logits, expected)
+        base = TurboEsmModel.from_pretrained(folder, calibration=path, preset="exact", add_pooling_layer=False)
+        assert base.turbo_config == PRESETS["exact"]
+        shutil.copy(path, folder)
+        assert TurboEsmForMaskedLM.from_pretrained(folder).esm.calibration is not None
+        assert TurboEsmForMaskedLM.from_pretrained(folder, calibration=False).esm.calibration is None
+    tiny_model(seed=1).save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="weights are not this model's"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path / "other", calibration=path)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preset": "turbo99"}, "`preset` must be one of"),
+        ({"preset": TurboConfig(codec="zip")}, "`codec` must be one of"),
+        ({"backend": "cuda"}, "`backend` must be one of"),
+        ({"backend": "triton"}, "backend 'triton' cannot run"),
+        ({"calibration": "nowhere.safetensors"}, "no such calibration file"),
+    ],
+    ids=str,
+)
+def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str, object], message: str) -> None:
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path, **options)
+    with pytest.raises(ValueError, match=message):
+        model.set_turbo(**options)
+    assert model.esm.turbo_config == PRESETS["exact"]
