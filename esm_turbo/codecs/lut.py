@@ -18,7 +18,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
 from esm_turbo.codecs.fitting import transforms
-from esm_turbo.codecs.fitting.lloyd_max import lloyd_max_rows
+from esm_turbo.codecs.fitting.lloyd_max import lloyd_max
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
 from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from esm_turbo.config import TurboConfig
@@ -149,8 +149,8 @@ def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Ar
 def _fit_levels(samples: Array, bits: int) -> Array:
     """Lloyd-Max levels of all components of a head together, [layers, heads, 2^bits]."""
     layers, heads = samples.shape[:2]
-    levels, _, _ = lloyd_max_rows(samples.reshape(layers * heads, -1), 2**bits)
-    return levels.reshape(layers, heads, -1)
+    levels = [lloyd_max(samples[layer, head], 2**bits).levels for layer, head in np.ndindex(layers, heads)]
+    return np.reshape(levels, (layers, heads, -1))
 
 
 def _mean_absolute_residual(samples: Array, levels: Array) -> Array:

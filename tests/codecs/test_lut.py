@@ -539,6 +539,16 @@ def test_distortion_of_a_unit_gaussian(signs, distortion, transform):
         assert (x - x_hat).square().mean().item() == pytest.approx(expected, abs=5e-4)
 
 
+def test_step_and_distortion_of_three_bits_and_a_sign():
+    """By quadrature a unit Gaussian's mean absolute residual is 0.149594, and 0.0345478 - 0.149594^2 = 0.0121693."""
+    grid = ndtri((np.arange(96_000) + 0.5) / 96_000).reshape(1, 1, 3000, 32)
+    codec = fitted(TurboConfig(key_transform="identity"), statistics_of(grid, grid, bfloat16=False))
+    x = torch.from_numpy(grid.astype(np.float32))
+    decoded, _ = codec.decode(0, codec.encode(0, x, x))
+    assert codec.state["key_step"].item() == pytest.approx(0.149594, abs=5e-5)
+    assert (x - decoded).square().mean().item() == pytest.approx(0.0121693, abs=2e-5)
+
+
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 5])
 def test_a_sign_lowers_the_distortion_by_the_square_of_its_step(statistics, codec_of, bits):
     """On the sample itself, whatever its distribution (section 3.4)."""

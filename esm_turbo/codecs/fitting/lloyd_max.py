@@ -1,13 +1,12 @@
-"""Lloyd-Max scalar quantisers, in float64 on the CPU.
+"""Scalar quantisers of samples, in float64 on the CPU: Lloyd-Max levels and evenly spaced ones.
 
 A quantiser of n levels c_1 <= ... <= c_n maps x to the nearest level: cell i is the interval between the
 boundaries (midpoints) on either side of c_i, the upper one included, which is the tie rule of
 `esm_turbo.codecs.packing.quantize`. Its distortion is the mean squared error. A quantiser of least distortion
 satisfies two conditions at once (Lloyd 1957, published in IEEE Trans. Inf. Theory 28, 129 (1982); Max, IRE
 Trans. Inf. Theory 6, 7 (1960)): boundaries are midpoints of levels, and each level is the mean of its cell.
-For a Gaussian density there is exactly one such quantiser and Newton's method finds it. For a sample there
-can be many; the best is sought by dynamic programming on bins of the sorted sample, then Lloyd's iteration on
-the sample itself.
+A sample can have many such quantisers. The best is sought by dynamic programming on bins of the sorted sample,
+followed by Lloyd's iteration on the sample itself.
 """
 
 from functools import lru_cache
@@ -15,19 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.linalg import solve_banded
 from scipy.optimize import minimize_scalar
-from scipy.special import ndtr, ndtri
+from scipy.special import ndtr
 
 __all__ = [
     "LloydMax",
     "UniformQuantizer",
-    "gaussian_lloyd_max",
     "gaussian_uniform",
     "lloyd_max",
-    "lloyd_max_rows",
-    "sign_distortion",
-    "sign_magnitude",
     "uniform_quantizer",
 ]
 
@@ -36,7 +30,6 @@ IntArray = NDArray[np.intp]
 
 MAX_LEVELS = 256
 
-_MAX_NEWTON_STEPS = 100
 _MAX_LLOYD_STEPS = 1000
 _LLOYD_TOLERANCE = 1e-8
 """An iteration that lowers the distortion by a smaller part than this is the last."""
@@ -60,23 +53,6 @@ class LloydMax(NamedTuple):
     distortion: float
 
 
-def gaussian_lloyd_max(levels: int) -> LloydMax:
-    """The Lloyd-Max quantiser of the standard normal distribution (Max 1960, table I).
-
-    Args:
-        levels: number of levels, 1 to 256.
-
-    Returns:
-        The quantiser, symmetric about 0; fresh arrays at each call.
-
-    Raises:
-        ValueError: ``levels`` outside 1 to 256.
-    """
-    _check_levels(levels)
-    quantiser = _gaussian_lloyd_max(levels)
-    return LloydMax(quantiser.levels.copy(), quantiser.boundaries.copy(), quantiser.distortion)
-
-
 def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> LloydMax:
     """The Lloyd-Max quantiser of a sample.
 
@@ -98,32 +74,6 @@ def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None)
     """
     _check_levels(levels)
     return _quantiser(*_ascending(samples, weights), levels)
-
-
-def lloyd_max_rows(samples: ArrayLike, levels: int) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """`lloyd_max` of each row of a matrix.
-
-    Args:
-        samples: real numbers [rows, n].
-        levels: number of levels, 1 to 256.
-
-    Returns:
-        float64 levels [rows, levels], boundaries [rows, levels - 1] and distortions [rows].
-
-    Raises:
-        ValueError: ``samples`` is not a matrix with at least one column, NaN or infinity, or ``levels``
-            outside 1 to 256.
-    """
-    _check_levels(levels)
-    x = np.asarray(samples)
-    if x.ndim != 2:
-        raise ValueError(f"`samples` must be [rows, n], got shape {x.shape}")
-    all_levels = np.empty((len(x), levels))
-    all_boundaries = np.empty((len(x), levels - 1))
-    distortions = np.empty(len(x))
-    for i, row in enumerate(x):
-        all_levels[i], all_boundaries[i], distortions[i] = lloyd_max(row, levels)
-    return all_levels, all_boundaries, distortions
 
 
 class UniformQuantizer(NamedTuple):
@@ -152,7 +102,7 @@ def gaussian_uniform(levels: int) -> UniformQuantizer:
     centres = np.arange(levels, dtype=np.float64) - (levels - 1) / 2
 
     def distortion(step: float) -> float:
-        mass, mean, _, _ = _gaussian_cells(centres * step)
+        mass, mean = _gaussian_cells(centres * step)
         return 1.0 - float(np.sum(mass * centres * step * (2.0 * mean - centres * step)))
 
     # Levels reach from one standard deviation out to five; fewer levels reach less far.
@@ -215,42 +165,6 @@ def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None
     return UniformQuantizer(step * scale, distortion * scale * scale)
 
 
-def sign_magnitude(samples: ArrayLike, lloydmax: LloydMax) -> float:
-    """Mean absolute residual of a sample: the magnitude of the sign correction (TurboESM section 3.4, eq. 7).
-
-    Adding the sign of the residual times this constant to the level is the best correction by one sign and
-    one constant: it lowers the mean squared error by the square of the constant.
-
-    Args:
-        samples: real numbers of any shape.
-        lloydmax: the quantiser whose residuals are meant.
-
-    Returns:
-        The mean of |x - level(x)|, in the unit of the samples.
-
-    Raises:
-        ValueError: no samples, NaN or infinity.
-    """
-    return float(np.abs(_residuals(samples, lloydmax)).mean())
-
-
-def sign_distortion(samples: ArrayLike, lloydmax: LloydMax, magnitude: float) -> float:
-    """Mean squared error of a sample after the sign correction (TurboESM section 3.4, eq. 7).
-
-    Args:
-        samples: real numbers of any shape.
-        lloydmax: the quantiser.
-        magnitude: the constant that the sign of the residual multiplies, usually of `sign_magnitude`.
-
-    Returns:
-        The mean of (x - level(x) - sign(x - level(x)) * magnitude)^2.
-
-    Raises:
-        ValueError: no samples, NaN or infinity.
-    """
-    return float(np.square(np.abs(_residuals(samples, lloydmax)) - magnitude).mean())
-
-
 def _check_levels(levels: int) -> None:
     if levels not in range(1, MAX_LEVELS + 1):
         raise ValueError(f"`levels` must be one of 1 to {MAX_LEVELS}, got {levels}")
@@ -294,49 +208,14 @@ def _midpoints(levels: FloatArray) -> FloatArray:
     return 0.5 * levels[:-1] + 0.5 * levels[1:]
 
 
-def _residuals(samples: ArrayLike, lloydmax: LloydMax) -> FloatArray:
-    x = np.asarray(samples).ravel()
-    _check_samples(x)
-    x = x.astype(np.float64)
-    return x - lloydmax.levels[np.searchsorted(lloydmax.boundaries, x, side="left")]
-
-
-@lru_cache(maxsize=MAX_LEVELS)
-def _gaussian_lloyd_max(levels: int) -> LloydMax:
-    # Panter and Dite (1951): optimal levels are dense as the cube root of the density, here a wider Gaussian.
-    centres = np.sqrt(3.0) * ndtri((np.arange(levels) + 0.5) / levels)
-    for _ in range(_MAX_NEWTON_STEPS):
-        mass, mean, lower_slope, upper_slope = _gaussian_cells(centres)
-        residual = centres - mean
-        if np.abs(residual).max() < 1e-14:
-            break
-        # Row i of the Jacobian of centre - mean holds centres i - 1, i and i + 1.
-        bands = np.zeros((3, levels))
-        bands[0, 1:] = -0.5 * upper_slope[:-1]
-        bands[1] = 1.0 - 0.5 * (lower_slope + upper_slope)
-        bands[2, :-1] = -0.5 * lower_slope[1:]
-        step = solve_banded((1, 1), bands, residual)
-        # A step that would swap centres is shortened; near the solution it never is.
-        gap = np.diff(step) / np.diff(centres)
-        centres = centres - step / max(1.0, 2.0 * float(gap.max(initial=0.0)))
-        centres = 0.5 * (centres - centres[::-1])
-    mass, mean, _, _ = _gaussian_cells(centres)
-    distortion = 1.0 - float(np.sum(mass * centres * (2.0 * mean - centres)))
-    return LloydMax(centres, _midpoints(centres), distortion)
-
-
-def _gaussian_cells(centres: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Mass and mean of a standard normal variable in each cell, and the mean's derivative by either edge."""
+def _gaussian_cells(centres: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Mass and mean of a standard normal variable in each cell, [levels] each."""
     edges = np.concatenate(([-np.inf], _midpoints(centres), [np.inf]))
     density = np.exp(-0.5 * edges**2) / np.sqrt(2.0 * np.pi)
     lower, upper = edges[:-1], edges[1:]
-    # The tail that is nearer is the one that keeps its digits.
+    # The difference of the nearer tails keeps its digits.
     mass = np.where(lower > 0, ndtr(-lower) - ndtr(-upper), ndtr(upper) - ndtr(lower))
-    mean = (density[:-1] - density[1:]) / mass
-    finite = np.where(np.isfinite(edges), edges, 0.0)
-    lower_slope = density[:-1] * (mean - finite[:-1]) / mass
-    upper_slope = density[1:] * (finite[1:] - mean) / mass
-    return mass, mean, lower_slope, upper_slope
+    return mass, (density[:-1] - density[1:]) / mass
 
 
 def _quantiser(x: FloatArray, weights: FloatArray | None, levels: int) -> LloydMax:

@@ -25,31 +25,16 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.linalg import hadamard
 
 __all__ = [
-    "GAUSSIAN_DISTORTIONS",
     "Transform",
     "component_variances",
     "identity",
     "query_aware",
     "random_hadamard",
-    "reverse_water_filling",
     "standardized",
     "svd_rotation",
 ]
 
 FloatArray = NDArray[np.float64]
-
-GAUSSIAN_DISTORTIONS = (
-    1.0,
-    0.3633802276324186,
-    0.11748184782932913,
-    0.03454776078850341,
-    0.009501008008191647,
-    0.002504668355674422,
-    0.0006442396653170146,
-    0.0001634782299799742,
-    4.1185082866990186e-05,
-)
-"""Distortion of a unit Gaussian variable coded with 0 to 8 bits: `gaussian_lloyd_max(2**bits).distortion`."""
 
 _MIN_RELATIVE_STD = 1e-6
 """Components below this part of the head's largest standard deviation are scaled as if they had it."""
@@ -241,61 +226,6 @@ def query_aware(
     forward = flip * rows * scale[..., None, :]
     inverse = (inverse_root @ vectors) * _transposed(flip) / scale[..., :, None]
     return Transform(forward, inverse)
-
-
-def reverse_water_filling(
-    variances: ArrayLike,
-    mean_bits: float,
-    max_bits: int,
-    distortions: ArrayLike = GAUSSIAN_DISTORTIONS,
-) -> NDArray[np.int64]:
-    """Whole numbers of bits for components, so that the summed distortion is the least.
-
-    Bits are dealt one at a time to the component whose distortion falls most. The distortion of one component
-    falls by less with each bit, so no other allocation of the same budget does better. Components whose
-    variance is small get none, and in the limit of many bits each gets half the base-2 logarithm of its
-    variance over a common level. Of two components of equal variance the first is served first.
-
-    Args:
-        variances: non-negative [..., head_dim]; each row is a problem of its own.
-        mean_bits: budget over head_dim; head_dim * mean_bits must be a whole number.
-        max_bits: the most for one component.
-        distortions: distortion at unit variance with 0, 1, 2, ... bits, at least ``max_bits + 1`` numbers;
-            falling by less and less.
-
-    Returns:
-        int64 [..., head_dim]; each row sums to head_dim * mean_bits, a larger variance never has fewer bits.
-
-    Raises:
-        ValueError: a budget that is not a whole number or does not fit, variances that are negative or not
-            finite, or distortions that are too few or do not fall by less and less.
-    """
-    var = np.asarray(variances, dtype=np.float64)
-    if var.ndim == 0 or var.shape[-1] == 0:
-        raise ValueError(f"`variances` must be [..., head_dim], got shape {var.shape}")
-    if not np.isfinite(var).all() or (var < 0).any():
-        raise ValueError("`variances` must be finite and non-negative")
-    head_dim = var.shape[-1]
-    table = np.asarray(distortions, dtype=np.float64)
-    if not 0 <= max_bits < len(table):
-        raise ValueError(f"`max_bits` must be 0 to {len(table) - 1}, as `distortions` has it, got {max_bits}")
-    gains = -np.diff(table[: max_bits + 1])
-    if (gains <= 0).any() or (np.diff(gains) > 0).any():
-        raise ValueError("`distortions` must fall with each bit, by less and less")
-    if not 0 <= mean_bits <= max_bits:
-        raise ValueError(f"`mean_bits` must be from 0 to `max_bits` = {max_bits}, got {mean_bits}")
-    budget = round(mean_bits * head_dim)
-    if abs(budget - mean_bits * head_dim) > 1e-6:
-        raise ValueError(f"`mean_bits` times {head_dim} components must be a whole number, got {mean_bits * head_dim}")
-    rank = np.argsort(-var, axis=-1, kind="stable")
-    # [..., max_bits, head_dim]: a stable sort of equal gains serves first bits before second ones.
-    offers = gains[:, None] * np.take_along_axis(var, rank, axis=-1)[..., None, :]
-    best = np.argsort(-offers.reshape(*var.shape[:-1], max_bits * head_dim), axis=-1, kind="stable")[..., :budget]
-    taken = np.zeros((*var.shape[:-1], max_bits * head_dim), dtype=np.int64)
-    np.put_along_axis(taken, best, 1, axis=-1)
-    bits = np.empty(var.shape, dtype=np.int64)
-    np.put_along_axis(bits, rank, taken.reshape(offers.shape).sum(axis=-2), axis=-1)
-    return bits
 
 
 def _checked_moment(moment: ArrayLike, name: str) -> FloatArray:

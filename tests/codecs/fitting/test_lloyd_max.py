@@ -1,4 +1,4 @@
-"""Lloyd-Max quantisers against published figures, quadrature, exhaustive search and scikit-learn."""
+"""Quantisers of samples against published figures, the Gaussian quantiser, exhaustive search and scikit-learn."""
 
 import itertools
 import warnings
@@ -13,17 +13,13 @@ from scipy.stats import norm
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
+from benchmarks.accuracy.gaussian import gaussian_lloyd_max
 from esm_turbo.codecs.fitting.lloyd_max import (
-    LloydMax,
     _lloyd,
     _PrefixSums,
     _run_starts,
-    gaussian_lloyd_max,
     gaussian_uniform,
     lloyd_max,
-    lloyd_max_rows,
-    sign_distortion,
-    sign_magnitude,
     uniform_quantizer,
 )
 
@@ -63,61 +59,6 @@ def assert_is_quantiser(quantiser, levels):
     assert (np.diff(quantiser.levels) >= 0).all()
     middles = 0.5 * quantiser.levels[1:] + 0.5 * quantiser.levels[:-1]
     np.testing.assert_array_equal(quantiser.boundaries, middles)
-
-
-# --- the Gaussian one
-
-
-@pytest.mark.parametrize(("bits", "published"), [(0, 1.0), (1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.00950)])
-def test_gaussian_distortion_is_the_published_one(bits, published):
-    # Max's figures have three or four digits (1 bit is 1 - 2 / pi = 0.36338); ours to nine stand below.
-    assert gaussian_lloyd_max(2**bits).distortion == pytest.approx(published, abs=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("levels", "distortion"),
-    [
-        (2, 1 - 2 / np.pi),
-        (4, 0.117481848),
-        (8, 0.034547761),
-        (16, 0.009501008),
-        (32, 0.002504668),
-        (64, 0.000644240),
-    ],
-)
-def test_gaussian_distortion_digits(levels, distortion):
-    assert gaussian_lloyd_max(levels).distortion == pytest.approx(distortion, abs=5e-10)
-
-
-def test_eight_gaussian_levels():
-    # Max 1960, table I, N = 8.
-    np.testing.assert_allclose(gaussian_lloyd_max(8).levels[4:], [0.2451, 0.7560, 1.344, 2.152], atol=5e-4)
-    np.testing.assert_allclose(gaussian_lloyd_max(8).boundaries[3:], [0, 0.5006, 1.050, 1.748], atol=5e-4)
-
-
-@pytest.mark.parametrize("levels", [1, 2, 3, 7, 8, 33, 64, 255, 256])
-def test_gaussian_conditions_by_quadrature(levels):
-    quantiser = gaussian_lloyd_max(levels)
-    assert_is_quantiser(quantiser, levels)
-    np.testing.assert_allclose(quantiser.levels, -quantiser.levels[::-1], atol=1e-15)
-    edges = np.concatenate([[-12.0], quantiser.boundaries, [12.0]])
-    distortion = 0.0
-    for level, lower, upper in zip(quantiser.levels, edges[:-1], edges[1:], strict=True):
-        mass = quad(norm.pdf, lower, upper, epsabs=0, epsrel=1e-11)[0]
-        # First moment about the level: 0 where the level is the mean of its cell.
-        first = quad(lambda x, c=level: (x - c) * norm.pdf(x), lower, level, epsabs=0, epsrel=1e-11)[0]
-        first += quad(lambda x, c=level: (x - c) * norm.pdf(x), level, upper, epsabs=0, epsrel=1e-11)[0]
-        assert abs(first) < 1e-9 * mass
-        distortion += quad(lambda x, c=level: (x - c) ** 2 * norm.pdf(x), lower, upper, epsabs=0, epsrel=1e-11)[0]
-    assert quantiser.distortion == pytest.approx(distortion, rel=1e-8)
-
-
-def test_gaussian_result_is_the_callers_own():
-    gaussian_lloyd_max(4).levels[:] = 0.0
-    assert gaussian_lloyd_max(4).levels[0] == pytest.approx(-1.5104, abs=1e-4)
-
-
-# --- a sample's
 
 
 @pytest.mark.parametrize("levels", [2, 8, 16])
@@ -265,9 +206,6 @@ def test_a_level_that_loses_its_samples_is_used_elsewhere():
     assert mean_squared_error(x, levels) == pytest.approx(mean_squared_error(x, lloyd_max(x, 3).levels))
 
 
-# --- weights
-
-
 def test_whole_weights_are_repeats():
     rng = np.random.default_rng(3)
     x, repeats = rng.standard_normal(3000), rng.integers(0, 4, 3000)
@@ -302,29 +240,6 @@ def test_weights_lost_in_rounding(small):
     assert np.abs(quantiser.levels[:, None] - x[:25]).min(axis=0).max() < 1e-12
     assert 25 - 1e-12 <= quantiser.levels[-1] <= 59 + 1e-12
     assert quantiser.distortion < 1e4 * small
-
-
-# --- rows
-
-
-def test_rows_are_independent_problems():
-    rng = np.random.default_rng(6)
-    x = (rng.standard_normal((7, 3000)) * np.arange(7)[:, None]).astype(np.float32)
-    levels, boundaries, distortions = lloyd_max_rows(x, 8)
-    assert (levels.shape, boundaries.shape, distortions.shape) == ((7, 8), (7, 7), (7,))
-    for i, row in enumerate(x):
-        one = lloyd_max(row, 8)
-        np.testing.assert_array_equal(levels[i], one.levels)
-        np.testing.assert_array_equal(boundaries[i], one.boundaries)
-        assert distortions[i] == one.distortion
-
-
-def test_no_rows():
-    levels, boundaries, distortions = lloyd_max_rows(np.empty((0, 10)), 8)
-    assert (levels.shape, boundaries.shape, distortions.shape) == ((0, 8), (0, 7), (0,))
-
-
-# --- evenly spaced levels
 
 
 def even_levels(step, levels):
@@ -470,73 +385,21 @@ def test_bad_samples_for_even_levels():
         uniform_quantizer([0.0, 1.0], 2, weights=[1.0, 1.0, 1.0])
 
 
-# --- the sign correction
-
-
-def test_three_bits_and_a_sign_on_a_gaussian():
-    quantiser = gaussian_lloyd_max(8)
-    magnitude = sign_magnitude(GAUSSIAN_GRID, quantiser)
-    distortion = sign_distortion(GAUSSIAN_GRID, quantiser, magnitude)
-    # By quadrature the mean absolute residual is 0.149594 and 0.0345478 - 0.149594^2 = 0.0121693.
-    assert magnitude == pytest.approx(0.149594, abs=5e-5)
-    assert distortion == pytest.approx(0.0121693, abs=2e-5)
-    # Worse than a fourth bit in the table, better than without the sign.
-    assert gaussian_lloyd_max(16).distortion < distortion < quantiser.distortion
-
-
-@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
-def test_sign_correction(x):
-    quantiser = lloyd_max(x, 8)
-    magnitude = sign_magnitude(x, quantiser)
-    assert magnitude == pytest.approx(np.abs(x[:, None] - quantiser.levels).min(axis=1).mean(), rel=1e-9)
-    distortion = sign_distortion(x, quantiser, magnitude)
-    assert distortion == pytest.approx(quantiser.distortion - magnitude**2, rel=1e-6)
-    for other in (0.9 * magnitude, 1.1 * magnitude):
-        assert sign_distortion(x, quantiser, other) > distortion
-
-
-def test_sign_correction_of_literal_numbers():
-    quantiser = LloydMax(np.array([0.0, 4.0]), np.array([2.0]), float("nan"))
-    x = np.array([-1.0, 1.0, 2.0, 3.0])
-    assert sign_magnitude(x, quantiser) == 1.25
-    assert sign_distortion(x, quantiser, 1.0) == 0.25
-
-
-# --- bad input
-
-
 @pytest.mark.parametrize("levels", [0, -1, 257, 2.5])
 def test_bad_levels(levels):
-    for call in (
-        lambda: gaussian_lloyd_max(levels),
-        lambda: lloyd_max([1.0, 2.0], levels),
-        lambda: lloyd_max_rows([[1.0, 2.0]], levels),
-    ):
-        with pytest.raises(ValueError, match="`levels` must be one of 1 to 256"):
-            call()
+    with pytest.raises(ValueError, match="`levels` must be one of 1 to 256"):
+        lloyd_max([1.0, 2.0], levels)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_samples_that_are_not_finite(bad):
-    x = [0.0, bad, 1.0, bad]
-    quantiser = gaussian_lloyd_max(2)
-    for call in (
-        lambda: lloyd_max(x, 2),
-        lambda: lloyd_max_rows([[0.0] * 4, x], 2),
-        lambda: sign_magnitude(x, quantiser),
-        lambda: sign_distortion(x, quantiser, 0.1),
-    ):
-        with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
-            call()
+    with pytest.raises(ValueError, match="2 values that are NaN or infinite"):
+        lloyd_max([0.0, bad, 1.0, bad], 2)
 
 
 def test_bad_samples():
     with pytest.raises(ValueError, match="empty"):
         lloyd_max([], 8)
-    with pytest.raises(ValueError, match="empty"):
-        lloyd_max_rows(np.empty((3, 0)), 8)
-    with pytest.raises(ValueError, match=r"\[rows, n\]"):
-        lloyd_max_rows([1.0, 2.0], 8)
     for x in ([1j, 2j], ["a"], [True, False]):
         with pytest.raises(ValueError, match="real numbers"):
             lloyd_max(x, 2)

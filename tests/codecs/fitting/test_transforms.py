@@ -1,21 +1,16 @@
-"""Transforms: orthogonality, exact scores, invariance under planted outliers; bits against brute force."""
+"""Transforms: orthogonality, exact scores, invariance under planted outliers."""
 
 import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from esm_turbo.codecs.fitting.lloyd_max import gaussian_lloyd_max
 from esm_turbo.codecs.fitting.transforms import (
-    GAUSSIAN_DISTORTIONS,
     Transform,
     component_variances,
     identity,
     query_aware,
     random_hadamard,
-    reverse_water_filling,
     standardized,
     svd_rotation,
 )
@@ -363,84 +358,3 @@ def test_query_aware_bad_arguments():
         query_aware(np.eye(5), np.eye(5))
     with pytest.raises(ValueError, match="`transform` is"):
         standardized(Transform(np.eye(3), np.eye(3)), eye)
-
-
-# --- bits
-
-
-def summed_distortion(variances, bits):
-    return (np.asarray(variances) * np.asarray(GAUSSIAN_DISTORTIONS)[bits]).sum()
-
-
-def test_gaussian_distortions_are_those_of_lloyd_max():
-    expected = [gaussian_lloyd_max(2**bits).distortion for bits in range(9)]
-    np.testing.assert_allclose(GAUSSIAN_DISTORTIONS, expected, rtol=1e-10)
-
-
-@settings(deadline=None, max_examples=150)
-@given(st.data())
-def test_no_other_allocation_is_better(data):
-    max_bits = data.draw(st.integers(0, 4))
-    variances = data.draw(st.lists(st.floats(0, 1e6), min_size=1, max_size=5))
-    budget = data.draw(st.integers(0, max_bits * len(variances)))
-    bits = reverse_water_filling(variances, budget / len(variances), max_bits)
-    assert bits.dtype == np.int64
-    assert bits.sum() == budget
-    assert (bits >= 0).all()
-    assert (bits <= max_bits).all()
-    order = np.argsort(variances)
-    assert (np.diff(bits[order])[np.diff(np.array(variances)[order]) > 0] >= 0).all()
-    best = min(
-        summed_distortion(variances, np.array(other))
-        for other in itertools.product(range(max_bits + 1), repeat=len(variances))
-        if sum(other) == budget
-    )
-    assert summed_distortion(variances, bits) == pytest.approx(best, rel=1e-9, abs=1e-300)
-
-
-def test_high_rate_limit_is_half_the_logarithm_over_a_level():
-    variances = 4.0 ** -np.linspace(0, 3, 64)
-    bits = reverse_water_filling(variances, 4, 8)
-    ideal = 0.5 * np.log2(variances)
-    ideal += 4 - ideal.mean()
-    assert np.abs(bits - ideal).max() < 0.75
-    assert bits.sum() == 256
-
-
-def test_equal_and_zero_variances_are_served_in_turn():
-    np.testing.assert_array_equal(reverse_water_filling(np.ones(4), 1.5, 6), [2, 2, 1, 1])
-    np.testing.assert_array_equal(reverse_water_filling(np.zeros(4), 1.5, 6), [2, 2, 1, 1])
-    np.testing.assert_array_equal(reverse_water_filling([0.0, 1.0, 0.0, 1e-9], 1.5, 6), [0, 6, 0, 0])
-    # Here the two gains are one number after rounding; the larger variance still comes first.
-    np.testing.assert_array_equal(reverse_water_filling([5e-324, 1e-323], 0.5, 1), [0, 1])
-
-
-def test_rows_of_a_stack_are_separate_budgets():
-    variances = np.exp(-np.random.default_rng(0).random((3, 5, 24)) * 9)
-    bits = reverse_water_filling(variances, 2.5, 6)
-    assert bits.shape == (3, 5, 24)
-    assert (bits.sum(axis=-1) == 60).all()
-    np.testing.assert_array_equal(bits[2, 3], reverse_water_filling(variances[2, 3], 2.5, 6))
-    assert reverse_water_filling(np.ones((0, 8)), 1, 1).shape == (0, 8)
-    np.testing.assert_array_equal(reverse_water_filling(np.ones((2, 8)), 0, 0), np.zeros((2, 8)))
-
-
-def test_water_filling_bad_arguments():
-    ones = np.ones(8)
-    for variances in ([1.0, -1e-9], [1.0, np.nan], [np.inf, 1.0]):
-        with pytest.raises(ValueError, match="finite and non-negative"):
-            reverse_water_filling(variances, 1, 4)
-    for variances in (np.ones(()), np.ones((2, 0))):
-        with pytest.raises(ValueError, match="head_dim"):
-            reverse_water_filling(variances, 1, 4)
-    for max_bits in (-1, 9):
-        with pytest.raises(ValueError, match="`max_bits`"):
-            reverse_water_filling(ones, 1, max_bits)
-    for mean_bits in (-0.5, 4.125, float("nan")):
-        with pytest.raises(ValueError, match="`mean_bits` must be from 0"):
-            reverse_water_filling(ones, mean_bits, 4)
-    with pytest.raises(ValueError, match="whole number"):
-        reverse_water_filling(ones, 1.3, 4)
-    for distortions in ([1.0, 0.5, 0.5], [1.0, 0.9, 0.1]):
-        with pytest.raises(ValueError, match="less and less"):
-            reverse_water_filling(ones, 1, 2, distortions)
