@@ -186,3 +186,9 @@ OPTIONAL_PRESETS: dict[str, TurboConfig] = {
 _NAMED = PRESETS | OPTIONAL_PRESETS
 
 DEFAULT_PRESET = "turbo3"
+
+DEFAULT_REFRESH = 8
+"""Cached residues that run again beside new or masked ones; chosen by measurement, see docs/concepts.md."""
+
+DEFAULT_TOKS_PER_BATCH = 4096
+"""Padded tokens per batch."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.hub import model_name
 from esm_turbo.proteins.tokens import TokenCodes
 
@@ -110,7 +111,7 @@ class ContextModel:
         cache: TurboKVCache,
         sequences: str | Sequence[str],
         eos: bool = True,
-        refresh: int = 8,
+        refresh: int = DEFAULT_REFRESH,
         append: bool = False,
     ) -> ExtendOutput:
         """Runs new residues after cached contexts.

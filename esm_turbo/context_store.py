@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
@@ -29,6 +30,7 @@ from esm_turbo.store.files import FORMAT_VERSION, Shelf, StoreFiles, blueprint_o
 from esm_turbo.store.flat import Blueprint, FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
+from esm_turbo.tasks.common.progress import Progress, silent
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -156,7 +158,7 @@ class ContextStore:
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
         *,
-        toks_per_batch: int = 4096,
+        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     ) -> TurboKVCache:
         """As `ContextModel.prefill`, but computes only what is not in the store, and stores it.
 
@@ -201,8 +203,8 @@ class ContextStore:
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
         *,
-        toks_per_batch: int = 4096,
-        progress: Callable[[str, int, int], None] | None = None,
+        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+        progress: Progress | None = None,
     ) -> int:
         """Computes and stores what is missing, batch by batch, in memory that does not grow with the number.
 
@@ -214,8 +216,7 @@ class ContextStore:
             total_tokens: likewise.
             total_masks: likewise.
             toks_per_batch: padded tokens of a batch.
-            progress: called with a stage's name, units done and units in all: `check` counts contexts, `prefill`
-                residues.
+            progress: called with stage `check` and contexts, then with `prefill` and residues, see `Progress`.
 
         Returns:
             How many contexts were computed.
@@ -225,7 +226,7 @@ class ContextStore:
         """
         if self.read_only:
             raise ValueError(f"{self.folder}: was opened with `read_only`, so that nothing can be added")
-        report = progress or (lambda stage, done, total: None)
+        report = progress or silent
         with self._mutex:
             jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
             blueprint = blueprint_of(turbo)

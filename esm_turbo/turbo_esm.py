@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
 from esm_turbo.files.hub import ModelNotFoundError, local_files_only, not_found
 
@@ -116,7 +116,7 @@ class TurboEsm(ContextModel):
         sequences: str | Sequence[str],
         repr_layers: Sequence[int] = (-1,),
         include: Sequence[str] = ("mean", "per_tok"),
-        toks_per_batch: int = 4096,
+        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
         return_cache: bool = False,
         *,
         window: int | None = None,

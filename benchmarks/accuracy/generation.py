@@ -21,8 +21,8 @@ from benchmarks.harness.measure import Case, Check, Figures, worst
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.evaluate.contexts import to_float64
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
-from esm_turbo.tasks.generation.sampling import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.unmasking import MaskedBatch
 
 _SET = "cath_val200"

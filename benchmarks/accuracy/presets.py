@@ -13,8 +13,9 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
 from esm_turbo.evaluate import PAPER_ABLATION
 from esm_turbo.evaluate.planted import planted_accuracy
-from esm_turbo.evaluate.protocols import FROZEN, Protein
+from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.arms import FROZEN
 
 EXTENSION: Mapping[str, Any] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
 NO_EXTENSION: Mapping[str, Any] = {"extend_ks": ()}

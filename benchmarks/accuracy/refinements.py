@@ -14,9 +14,10 @@ from benchmarks.harness.measure import Case, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRESETS
 from esm_turbo.evaluate.contexts import prefill
-from esm_turbo.evaluate.protocols import FROZEN, Comparison, Protein, extend_each_token
+from esm_turbo.evaluate.protocols import Comparison, Protein, extend_each_token
 from esm_turbo.evaluate.summary import token_accuracy
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.arms import FROZEN
 
 # Every so many domains.
 _STRIDE = 5

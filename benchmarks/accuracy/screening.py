@@ -18,9 +18,9 @@ from benchmarks.harness.measure import Case, Check, Figures, worst
 from benchmarks.speed.scoring import REFRESHES, plain_scores
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.files.csv_files import read_csv
-from esm_turbo.tasks.scoring.score import DEFAULT_REFRESH, Scores
+from esm_turbo.tasks.scoring.score import Scores
 
 FILE = "peptide_targets_dev.csv"
 SHUFFLED, SWAPPED, TOP_K, SEED = 10, 9, 5, 0

@@ -13,12 +13,10 @@ from benchmarks.harness.embedded import embedded, evaluation_set, exactness, rou
 from benchmarks.harness.measure import Case, Figures
 from benchmarks.speed.scoring import REFRESHES
 from esm_turbo.assets import EMBEDDED_MODEL, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.variants.records import read_variants
-from esm_turbo.tasks.variants.score import DEFAULT_REFRESH
-from esm_turbo.tasks.variants.substitutions import STANDARD_RESIDUES
 
 PROTEIN, MEASURED, FIRST_POSITION = "blat_ecolx.fasta", "blat_ecolx_ranganathan2015.csv", 24
 _DOMAINS = 20

@@ -19,9 +19,9 @@ from benchmarks.harness.measure import Case, Check, Figures, Target, interleave,
 from benchmarks.harness.models import Architecture, random_calibration, random_model
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.tasks.common.arms import prefill_ids
-from esm_turbo.tasks.scoring.score import DEFAULT_REFRESH, Scores
+from esm_turbo.tasks.scoring.score import Scores
 from esm_turbo.tasks.variants.score import score_variants
 
 SCREENS = (20, 100, 1000)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from cyclopts import App, CycloptsError, Parameter
 
 from esm_turbo import __version__
-from esm_turbo.config import DEFAULT_PRESET, Backend
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend
 from esm_turbo.tasks.common.options import Arm, EmbeddingFormat, Include, MarginalMethod, Place, UnmaskingOrder
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def calibrate(
     out: Path,
     model: str | None = None,
     max_residues: int | None = None,
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     device: str | None = None,
     dtype: DType | None = None,
     unknown: str | None = None,
@@ -165,7 +165,7 @@ def calibrate(
             source=proteins,
             toks_per_batch=toks_per_batch,
             max_residues=max_residues,
-            progress=lambda done, total: progress("calibrate", done, total),
+            progress=progress,
         )
     with working("writing"):
         calibration.save(out)
@@ -183,7 +183,7 @@ def embed(
     preset: str = DEFAULT_PRESET,
     repr_layers: Annotated[tuple[int, ...], _MANY] = (-1,),
     include: Annotated[tuple[Include, ...], _MANY] = ("mean", "per_tok"),
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     window: int | None = None,
     overlap: int | None = None,
@@ -294,7 +294,7 @@ def generate(
     model: str | None = None,
     calibration: str | None = None,
     preset: str = DEFAULT_PRESET,
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     device: str | None = None,
     dtype: DType | None = None,
     unknown: str | None = None,
@@ -397,7 +397,7 @@ def store(
     model: str | None = None,
     calibration: str | None = None,
     preset: str = DEFAULT_PRESET,
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     device: str | None = None,
     dtype: DType | None = None,
     unknown: str | None = None,
@@ -529,7 +529,7 @@ def score(
     /,
     *,
     arm: Annotated[tuple[Arm, ...], _MANY] = ("turbo",),
-    refresh: int = 8,
+    refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
     top: int = 10,
     top_k: int = 10,
@@ -612,7 +612,7 @@ def variants(
     *,
     method: MarginalMethod = "masked",
     arm: Annotated[tuple[Arm, ...], _MANY] = ("turbo",),
-    refresh: int = 8,
+    refresh: int = DEFAULT_REFRESH,
     first_position: int = 1,
     measured: str | None = None,
     top: int = 10,
@@ -752,7 +752,7 @@ def _load(model: str | None, *, calibration: str | Literal[False] | None, **opti
             from esm_turbo.tasks.calibration.auto import auto_calibration
 
             with progress_bar("residues") as progress:
-                made = auto_calibration(turbo, lambda done, total: progress("calibrate", done, total))
+                made = auto_calibration(turbo, progress)
             own = turbo.model.esm
             own.set_turbo(calibration=made, preset=own.turbo_config, backend=own.backend)
     return turbo

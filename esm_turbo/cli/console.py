@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,17 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
-    Progress,
     ProgressColumn,
     Task,
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.progress import Progress as ProgressDisplay
 from rich.table import Table
 from rich.text import Text
 
 from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.tasks.common.progress import Progress, silent
 
 PROGRAM = "esm-turbo"
 _debug: ContextVar[bool] = ContextVar("debug", default=False)
@@ -104,20 +105,20 @@ class _Rate(ProgressColumn):
 
 
 @contextlib.contextmanager
-def progress_bar(unit: str) -> Iterator[Callable[[str, int, int], None]]:
+def progress_bar(unit: str) -> Iterator[Progress]:
     """A progress bar on standard error, with rate and time left; nothing where that is no terminal.
 
     Args:
         unit: what is counted.
 
     Yields:
-        A function to call with a stage's name, units done, and units in all; each stage has a bar of its own.
+        The callback for a task; each stage has a bar of its own.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda stage, done, total: None
+        yield silent
         return
-    bar = Progress(
+    bar = ProgressDisplay(
         TextColumn("{task.description}"),
         BarColumn(bar_width=20),
         MofNCompleteColumn(),

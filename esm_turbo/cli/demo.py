@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from esm_turbo.assets import calibration_proteins, evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.calibration.records import calibrate_records
+from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.turbo_esm import TurboEsm
 
 if TYPE_CHECKING:
@@ -23,8 +23,6 @@ EVALUATION_PROTEINS = 6
 NEW_RESIDUES = 8
 REFRESH = 8
 _EVALUATION_LENGTHS = range(60, 161)
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -82,9 +80,8 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
 
     Args:
         device: where the model runs; None as for `TurboEsm.from_pretrained`.
-        progress: called with a stage's name, units done, and units in all.
+        progress: called in every stage, see `Progress`.
     """
-    report = progress or (lambda stage, done, total: None)
     clock = _Clock()
     # The shipped calibration is left aside: the demo makes its own.
     turbo = TurboEsm.from_pretrained(calibration=False, device=device)
@@ -96,7 +93,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
         records,
         source=fasta,
         presets=PRODUCT_PRESETS,
-        progress=lambda done, total: report("calibrate", done, total),
+        progress=progress,
     )
     turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
     clock.lap("calibrate")

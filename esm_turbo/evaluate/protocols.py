@@ -19,6 +19,7 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
 from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
 from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.tasks.common.arms import FROZEN
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
     from esm_turbo.proteins.tokens import TokenCodes
 
-FROZEN = TurboConfig.from_preset("exact")
 # Rows of one leave-one-out forward: with a thousand residues in the past their scores take a few megabytes a head.
 _ROWS = 256
 # Small, so that proteins of one batch are alike in length and little of it is padding.

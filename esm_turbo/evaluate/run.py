@@ -14,18 +14,18 @@ from esm_turbo.evaluate.environment import device_name, source_revision
 from esm_turbo.evaluate.memory import measure_memory
 from esm_turbo.evaluate.planted import planted_accuracy
 from esm_turbo.evaluate.presets import Presets, resolve_presets
-from esm_turbo.evaluate.protocols import FROZEN, ExtendArms, Protein, extend_at_end, leave_one_out
+from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
 from esm_turbo.evaluate.results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.ops.backends import resolve_backend
 from esm_turbo.proteins.fasta import normalize_sequence
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.arms import FROZEN
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-Progress = Callable[[str, int, int], None]
 
 
 def evaluate(
@@ -60,7 +60,7 @@ def evaluate(
         outlier_scales: of figure 5; empty switches it off. For every scale a copy of the model is made and calibrated.
         outlier_proteins: of figure 5, the first ones.
         outlier_calibration_proteins: how many of the shipped proteins each copy is calibrated on.
-        progress: called with a stage's name, proteins done, and proteins in all.
+        progress: called as proteins are done, see `Progress`.
 
     Returns:
         The figures, see `Evaluation`.
@@ -76,16 +76,9 @@ def evaluate(
     labels, options = list(configs), list(configs.values())
 
     def advance(stage: str, total: int) -> Callable[[int], None]:
-        done = 0
-
-        def report(more: int) -> None:
-            nonlocal done
-            done += more
-            if progress is not None:
-                progress(stage, done, total)
-
-        report(0)
-        return report
+        counter = StageProgress(progress, stage, total)
+        counter.advance(0)
+        return counter.advance
 
     memory = measure_memory(turbo, proteins, options)
     loo = leave_one_out(turbo, proteins, options, labels, advance("leave-one-out", len(proteins)))

@@ -6,8 +6,6 @@ from collections.abc import Container, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from esm_turbo.proteins.fasta import normalize_sequence, token_batches
 from esm_turbo.proteins.tokens import TokenCodes
@@ -40,17 +38,6 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
             ids = normalize_sequence(sequence, name=name).encode("ascii").translate(table)
         rows.append(np.frombuffer(bytes([codes.cls]) + ids + end, dtype=np.uint8))
     return rows
-
-
-def padded(rows: Sequence[TokenRow], pad: int) -> tuple[Tensor, Tensor]:
-    """Rows as `input_ids` and `attention_mask`, int64 [batch, longest], padded on the right."""
-    width = max(len(row) for row in rows)
-    input_ids = np.full((len(rows), width), pad, dtype=np.int64)
-    attention_mask = np.zeros((len(rows), width), dtype=np.int64)
-    for index, row in enumerate(rows):
-        input_ids[index, : len(row)] = row
-        attention_mask[index, : len(row)] = 1
-    return torch.from_numpy(input_ids), torch.from_numpy(attention_mask)
 
 
 def remaining_batches(lengths: Sequence[int], toks_per_batch: int, done: Container[int] = ()) -> list[list[int]]:

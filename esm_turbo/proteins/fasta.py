@@ -16,6 +16,7 @@ from pathlib import Path
 
 __all__ = [
     "RESIDUES",
+    "STANDARD_RESIDUES",
     "BadRecord",
     "FastaError",
     "ProteinRecord",
@@ -28,6 +29,9 @@ __all__ = [
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 """The residue codes of ESM-2's vocabulary, in its order: the 20 standard ones and X, B, U, Z, O."""
+
+STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+"""The 20 standard residues, in alphabetical order."""
 
 _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
 # str.upper would also change letters beyond ASCII, some of them into two.

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 
 _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
+
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Token ids of one row: a list, or a NumPy array of integers."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +73,12 @@ class TokenCodes:
         letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
         return "".join(letters[index] for index in token_ids)
 
-    def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
-        """Rows of ids as `input_ids` and `attention_mask` [batch, longest], padded on the right."""
+    def batch(self, rows: Sequence[TokenIds]) -> tuple[Tensor, Tensor]:
+        """Rows of ids as `input_ids` and `attention_mask`, int64 [batch, longest], padded on the right."""
         width = max(len(row) for row in rows)
-        input_ids = torch.full((len(rows), width), self.pad, dtype=torch.int64)
-        attention_mask = torch.zeros(len(rows), width, dtype=torch.int64)
+        input_ids = np.full((len(rows), width), self.pad, dtype=np.int64)
+        attention_mask = np.zeros((len(rows), width), dtype=np.int64)
         for index, row in enumerate(rows):
-            input_ids[index, : len(row)] = torch.tensor(row, dtype=torch.int64)
+            input_ids[index, : len(row)] = row
             attention_mask[index, : len(row)] = 1
-        return input_ids, attention_mask
+        return torch.from_numpy(input_ids), torch.from_numpy(attention_mask)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.proteins.batches import encode_rows, padded, remaining_batches
+from esm_turbo.proteins.batches import encode_rows, remaining_batches
 from esm_turbo.proteins.fasta import RESIDUES, token_batches
 
 lengths = st.lists(st.integers(1, 60), max_size=30)
@@ -61,7 +61,7 @@ def test_bad_letters(turbo, sequence, message):
 
 def test_rows_of_one_batch(turbo):
     rows = encode_rows(turbo.codes, ["MKTAY", "GS"])
-    input_ids, attention_mask = padded(rows, turbo.codes.pad)
+    input_ids, attention_mask = turbo.codes.batch(rows)
     expected = turbo.tokenizer(["MKTAY", "GS"], padding=True, return_tensors="pt")
     assert torch.equal(input_ids, expected.input_ids)
     assert torch.equal(attention_mask, expected.attention_mask)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from esm_turbo.config import Geometry
 from esm_turbo.files.fingerprint import model_fingerprint, same_model
 from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
 from esm_turbo.tasks.calibration.records import calibrate_records
+from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def auto_calibration(turbo: ContextModel, progress: Callable[[int, int], None] | None = None) -> Calibration:
+def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> Calibration:
     """The calibration of a model on the shipped proteins: read from the cache folder, or made and kept there.
 
     A file that is damaged is passed over and made anew. Where the folder cannot be written, the calibration is
@@ -31,7 +31,7 @@ def auto_calibration(turbo: ContextModel, progress: Callable[[int, int], None] |
 
     Args:
         turbo: the model and its tokenizer.
-        progress: called with the residues done and all residues while it is made.
+        progress: as of `calibrate_records`; not called where the calibration is found.
 
     Raises:
         ValueError: the model's weights are not finite.

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.calibrate import KVCalibrator
-from esm_turbo.config import PRODUCT_PRESETS, TurboConfig
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
 from esm_turbo.proteins.limits import length_bin, warn_if_long
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_model import ContextModel
 
-TOKS_PER_BATCH = 4096
 NO_CLASS = "unknown"
 
 Counts = dict[str, dict[str, int]]
@@ -29,9 +29,9 @@ def calibrate_records(
     *,
     source: str | os.PathLike[str] | None = None,
     presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
-    toks_per_batch: int = TOKS_PER_BATCH,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     max_residues: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Calibration:
     """Calibrates a model on proteins. The model is not changed.
 
@@ -44,7 +44,7 @@ def calibrate_records(
         presets: whose codecs are fitted now; others are fitted when they are first asked for.
         toks_per_batch: padded tokens of a batch.
         max_residues: see `first_records`.
-        progress: called with the residues done and all residues.
+        progress: called with stage `calibrate` and residues, see `Progress`.
 
     Returns:
         The calibration, its provenance with counts by class and by length.
@@ -58,13 +58,12 @@ def calibrate_records(
     batches = token_batches([length + 2 for length in lengths], toks_per_batch)
     warn_if_long(lengths)
     calibrator = KVCalibrator(turbo.model)
-    codes, total = turbo.codes, sum(lengths)
+    codes, counter = turbo.codes, StageProgress(progress, "calibrate", sum(lengths))
     # The longest first: what does not fit into memory is known at once.
     for batch in reversed(batches):
         rows = [[codes.cls, *codes.encode(records[i].sequence, records[i].id), codes.eos] for i in batch]
         calibrator.partial_fit(*codes.batch(rows))
-        if progress is not None:
-            progress(calibrator.n_residues_seen_, total)
+        counter.advance(sum(lengths[i] for i in batch))
     return calibrator.finalize(presets, provenance(turbo, records, source))
 
 

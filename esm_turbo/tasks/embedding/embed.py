@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from esm_turbo.proteins.batches import TokenRow, encode_rows, padded, remaining_batches
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -102,7 +103,7 @@ def embed(
     sequences: Sequence[str],
     repr_layers: Sequence[int] = (-1,),
     include: Iterable[str] = ("mean", "per_tok"),
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     return_cache: bool = False,
     windows: Windows | None = None,
 ) -> list[ProteinEmbedding]:
@@ -153,7 +154,7 @@ def iter_embeddings(
     turbo: ContextModel,
     sequences: Sequence[str],
     request: EmbeddingRequest,
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     *,
     done: Container[int] = (),
     on_failure: Callable[[int, str], None] | None = None,
@@ -262,7 +263,7 @@ def _embed_batch(
         residues = rows[index][1:-1]
         return _Done(index, embed_in_windows(turbo, residues, request.windows, request.layers, request.include))
     device = turbo.model.device
-    input_ids, attention_mask = (x.to(device) for x in padded([rows[index] for index in batch], turbo.codes.pad))
+    input_ids, attention_mask = (x.to(device) for x in turbo.codes.batch([rows[index] for index in batch]))
     lengths = [len(rows[index]) - 2 for index in batch]
     pending = _Pending(batch, lengths, request)
     if request.include & {"mean", "per_tok", "bos"}:

@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.writing import only_writer
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.store.files import is_store
 from esm_turbo.tasks.common.options import EmbeddingFormat
+from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
 from esm_turbo.tasks.embedding.files import INDEX_FILE, EmbeddingWriter, FolderWriter, SameSequence
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, units done, and units in all: `check` counts proteins, `embed` residues."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def embed_records(
     request: EmbeddingRequest,
     *,
     file_format: EmbeddingFormat = "pt",
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
 ) -> EmbeddingRun:
@@ -72,7 +71,7 @@ def embed_records(
         file_format: see `embedding_writer`.
         toks_per_batch: padded tokens of a batch; a longer protein forms a batch of its own.
         truncation_seq_length: residues after which a protein is cut; None cuts none.
-        progress: see `Progress`.
+        progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
 
     Raises:
         ValueError: the place holds embeddings made with other settings, or another process writes there; an identifier
@@ -80,27 +79,26 @@ def embed_records(
         UnfinishedError: (an OSError) a file could not be written, as on a full disk, or the model failed.
         ImportError: h5py is missing.
     """
-    report = progress or (lambda stage, done, total: None)
     _check_identifiers(records)
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     groups = _by_sequence(records)
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     failed: dict[int, str] = {}
     with embedding_writer(out, file_format, settings) as writer:
-        done = _find_done(writer, groups, report)
+        done = _find_done(writer, groups, progress)
         batches = iter_embeddings(turbo, sequences, request, toks_per_batch, done=done, on_failure=failed.__setitem__)
-        residues, total = 0, sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
+        residues = sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
+        counter = StageProgress(progress, "embed", residues)
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:
             # Also before the first batch: identifiers of sequences that are there may be new.
             writer.commit()
-            report("embed", 0, total)
+            counter.advance(0)
             for batch in batches:
                 failed |= _write(writer, groups, batch)
                 written += sum(len(groups[index]) for index, _ in batch if index not in failed)
-                residues += sum(len(sequences[index]) for index, _ in batch)
-                report("embed", residues, total)
+                counter.advance(sum(len(sequences[index]) for index, _ in batch))
             writer.finish(records)
         except OSError as error:
             raise UnfinishedError(
@@ -164,7 +162,8 @@ def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:
     return list(groups.values())
 
 
-def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], report: Progress) -> set[int]:
+def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:
+    report = progress or silent
     done = set()
     for index, group in enumerate(groups):
         if writer.has(group):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.options import UnmaskingOrder
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 # Chosen by measurement, see docs/generation.md.
-_REFRESH = 8
 _APPEND_EVERY, _FILL_EVERY = 1, 8
 
 
@@ -158,7 +158,7 @@ def generate(
     inputs = _Inputs.of(turbo, sequences)
     repeats = options.num_return_sequences
     sampler = ResidueSampler(options.sampling, options.constraint(turbo), row_seeds(seed, len(inputs.rows) * repeats))
-    refresh = _REFRESH if options.refresh is None else options.refresh
+    refresh = DEFAULT_REFRESH if options.refresh is None else options.refresh
     if options.max_new_tokens is not None:
         ends = [len(row) + options.max_new_tokens for row in inputs.rows]
         _check_constrained(

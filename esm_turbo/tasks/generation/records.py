@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
 from esm_turbo.tasks.generation.sampling import row_seeds
 
@@ -15,9 +17,6 @@ if TYPE_CHECKING:
 
 # Far beyond the longest protein.
 _MOST_POSITIONS = 1_000_000
-
-Progress = Callable[[str, int, int], None]
-"""Called with a stage's name, records done, and records in all."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ def generate_records(
     options: GenerationOptions,
     *,
     seed: int = 0,
-    toks_per_batch: int = 4096,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     progress: Progress | None = None,
 ) -> tuple[list[Generated], list[BadRecord]]:
     """Generates from every record that it is possible for.
@@ -68,7 +67,7 @@ def generate_records(
         options: what to generate and how, the same for all.
         seed: from which those of all rows follow.
         toks_per_batch: padded tokens of a batch.
-        progress: see `Progress`.
+        progress: called with stage `generate` and records, see `Progress`.
 
     Returns:
         The sequences in the order of the records, and the records that nothing could be made of, with the reason.
@@ -79,12 +78,12 @@ def generate_records(
     options.constraint(turbo)
     turbo.model.new_cache()
     samples = options.num_return_sequences
-    report = progress or (lambda stage, done, total: None)
+    counter = StageProgress(progress, "generate", len(records))
     seeds = row_seeds(seed, len(records) * samples)
     sizes = [(len(record.sequence) + 2 + (options.max_new_tokens or 0)) * samples for record in records]
     found: dict[int, list[Generated]] = {}
     bad: dict[int, BadRecord] = {}
-    report("generate", 0, len(records))
+    counter.advance(0)
 
     def run(batch: Sequence[int]) -> None:
         own = [seeds[index * samples + k] for index in batch for k in range(samples)]
@@ -104,7 +103,7 @@ def generate_records(
 
     for batch in token_batches(sizes, toks_per_batch):
         run(batch)
-        report("generate", len(found) + len(bad), len(records))
+        counter.advance(len(batch))
     generated = [one for index in sorted(found) for one in found[index]]
     return generated, [bad[index] for index in sorted(bad)]
 

@@ -11,11 +11,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from esm_turbo.proteins.fasta import RESIDUES
+from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
 from esm_turbo.proteins.tokens import TokenCodes
-
-STANDARD_RESIDUES = RESIDUES[:20]
-"""The 20 standard residues; X, B, U, Z and O are generated only where they are asked for."""
 
 # Logits divided by less would leave the range of float32.
 # Logits divided by less, or by more, would leave float32.

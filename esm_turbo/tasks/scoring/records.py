@@ -13,8 +13,9 @@ from esm_turbo.files.csv_files import CsvError, is_csv, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.common.rankings import TOP_K, RankAgreement
-from esm_turbo.tasks.scoring.score import Progress, Scores, score
+from esm_turbo.tasks.scoring.score import Scores, score
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -157,10 +158,10 @@ def score_records(
         candidates: each on its target, or on all.
         arms: one or several.
         top_k: how many of the best the arms' rankings are compared by.
-        progress: called with "score", residues done and residues in all.
+        progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
         **options: as of `scoring.score`.
     """
-    run = ScoringRun()
+    run, report = ScoringRun(), progress or silent
     done = 0
     total = len(arms) * sum(len(c.sequence) for target in targets for c in _candidates_of(target, candidates))
     for target in targets:
@@ -172,8 +173,7 @@ def score_records(
             start = done
 
             def advance(stage: str, part: int, whole: int, start: int = start) -> None:
-                if progress is not None:
-                    progress(stage, start + part, total)
+                report(stage, start + part, total)
 
             try:
                 found[arm] = score(

@@ -13,25 +13,24 @@ one context by the candidate and `<eos>`; the last residues of the target run ag
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import FROZEN, arm_of, batch_tokens, check_arm, log_probabilities
 from esm_turbo.tasks.common.options import Arm, Place
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import TOP_K, RankAgreement, rank_agreement
 from esm_turbo.tasks.scoring.targets import CachedTarget, RecomputedTarget, StoredTarget, Target
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-DEFAULT_REFRESH = 8
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ def score(
         place: compute the context with masks in the candidate's place (`masked`, the default), once for every length
             of the candidates, or alone (`empty`), once. A cache is taken as it is: `empty`.
         toks_per_batch: tokens of a batch, which bounds the memory; None chooses by arm and device.
-        progress: called with "score", residues done and residues in all.
+        progress: called with stage `score` and residues, see `Progress`.
 
     Raises:
         ValueError: the target is empty or a candidate is, letters are no residues, an option is wrong, or the cache is
@@ -181,14 +180,12 @@ def score(
     budget = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
     found: dict[int, tuple[float, ...]] = {}
-    done, total = 0, sum(map(len, residues))
+    counter = StageProgress(progress, "score", sum(map(len, residues)))
     for length, members in _by_length(residues):
         flat: list[float] = []
         for values in _masked_log_probabilities(turbo, target, torch.tensor([residues[i] for i in members]), budget):
             flat += values
-            done += len(values)
-            if progress is not None:
-                progress("score", done, total)
+            counter.advance(len(values))
         for place_in_group, index in enumerate(members):
             found[index] = tuple(flat[place_in_group * length : (place_in_group + 1) * length])
     scores = tuple(CandidateScore(turbo.codes.decode(ids), found[index]) for index, ids in enumerate(residues))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.files.csv_files import CsvError, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.common.rankings import spearman
-from esm_turbo.tasks.scoring.score import Progress
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
 from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
 
@@ -140,7 +140,7 @@ def score_file(
         variants: of it; None for all single substitutions.
         arms: one or several.
         first_position: the number of the protein's first residue.
-        progress: called with the arm's name, positions done and positions in all.
+        progress: called with the arm as stage and positions, see `Progress`.
         **options: as of `variants.score_variants`.
 
     Raises:
@@ -149,12 +149,12 @@ def score_file(
     """
     if variants is None:
         variants = [MeasuredVariant(name) for name in all_substitutions(wild_type.sequence, first_position)]
+    report = progress or silent
     found: dict[Arm, VariantScores] = {}
     for arm in arms:
 
         def advance(stage: str, done: int, total: int, arm: str = arm) -> None:
-            if progress is not None:
-                progress(arm, done, total)
+            report(arm, done, total)
 
         names = [one.variant for one in variants]
         found[arm] = score_variants(

@@ -11,24 +11,24 @@ carry most of that, and run again with the mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import FROZEN, arm_of, batch_tokens, check_arm, log_probabilities, prefill_ids
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-DEFAULT_REFRESH = 8
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def score_variants(
     refresh: int = DEFAULT_REFRESH,
     first_position: int = 1,
     toks_per_batch: int | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> VariantScores:
     """Scores variants of a protein.
 
@@ -106,7 +106,7 @@ def score_variants(
         refresh: of masked marginals: residues around the position, half on each side, that run again with the mask.
         first_position: the number of the protein's first residue in the variants.
         toks_per_batch: tokens of a batch, which bounds the memory; None chooses by arm and device.
-        progress: called with "score", positions done and positions in all.
+        progress: called with stage `score` and positions, see `Progress`.
 
     Raises:
         ValueError: the protein is empty or has letters that are no residues, a variant does not fit it, an option is
@@ -148,11 +148,11 @@ def score_variants(
     else:
         cache = prefill_ids(turbo, ids, arm) if cache is None else cache
         jobs = _extended(turbo, cache, ids, positions, method, refresh, budget)
+    counter = StageProgress(progress, "score", len(positions))
     predicted: dict[int, Tensor] = {}
     for part, rows in jobs:
         predicted.update(zip(part, rows, strict=True))
-        if progress is not None:
-            progress("score", len(predicted), len(positions))
+        counter.advance(len(part))
     letters = turbo.codes.residues
     scores = tuple(
         VariantScore(

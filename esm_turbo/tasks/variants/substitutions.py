@@ -5,9 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from esm_turbo.proteins.fasta import normalize_sequence
-
-STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, normalize_sequence
 
 _SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE)
 

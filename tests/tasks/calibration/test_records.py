@@ -65,8 +65,8 @@ def test_order_and_batches_have_no_influence(tiny):
 
 def test_progress_ends_at_the_total(tiny):
     seen = []
-    calibrate_records(tiny, RECORDS, toks_per_batch=100, progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(160, 280), (240, 280), (280, 280)]
+    calibrate_records(tiny, RECORDS, toks_per_batch=100, progress=lambda *call: seen.append(call))
+    assert seen == [("calibrate", done, 280) for done in (160, 240, 280)]
 
 
 def test_first_records():

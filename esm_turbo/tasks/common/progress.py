@@ -1,0 +1,46 @@
+"""Progress of long runs: the callback that tasks call and the command line draws as a bar."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """A callback that is told how far a run has come.
+
+    A run has one or more stages. Each stage has a name and counts its own units, such as proteins or residues.
+    """
+
+    def __call__(self, stage: str, done: int, total: int, /) -> None:
+        """Report progress.
+
+        Args:
+            stage: name of the stage, such as `embed`.
+            done: units finished so far; never decreases within a stage.
+            total: units of the whole stage.
+        """
+
+
+class StageProgress:
+    """One stage of a run, which counts its units and reports them.
+
+    Args:
+        progress: the callback; None reports to nobody.
+        stage: name of the stage.
+        total: units of the stage.
+    """
+
+    def __init__(self, progress: Progress | None, stage: str, total: int) -> None:
+        self.progress = progress or silent
+        self.stage = stage
+        self.total = total
+        self.done = 0
+
+    def advance(self, units: int) -> None:
+        """Report that `units` more are done; 0 shows the stage before its first unit is."""
+        self.done += units
+        self.progress(self.stage, self.done, self.total)
+
+
+def silent(stage: str, done: int, total: int, /) -> None:
+    """The `Progress` that reports to nobody."""
