@@ -24,10 +24,12 @@ from esm_turbo.codecs import KVCodec, Packed, codec_class
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
-from esm_turbo.ops import triton_encode
+from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from esm_turbo.ops.backends import KVBackend
 
 FORMAT_VERSION = 1
 
@@ -97,7 +99,7 @@ class Append:
         positions: likewise, or None for the next ones.
         protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
         layers: per layer what the codec made of the tokens, the protected ones, and what is stored once a row.
-        counters: for the kernel that encodes, see `triton_encode.new_counters`; made when first needed.
+        counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
     """
 
     order: Tensor
@@ -247,36 +249,33 @@ class TurboKVCache(Cache):
                 positions = None
         return Append(order, counts, token_ids.to(torch.uint8), positions, protected)
 
-    def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, fused: bool | None = None) -> None:
-        """Encodes one layer's keys (after RoPE) and values [batch, heads, n, head_dim] of the new tokens.
+    def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
+        """Encodes one layer's keys and values of the new tokens.
 
         Args:
             append: the tokens.
             layer_idx: which layer.
             keys: after RoPE, [batch, heads, n, head_dim].
             values: likewise.
-            fused: whether the Triton kernel does it where there is one; None: on a device that it runs on.
+            backend: encodes.
         """
         assert self.codec is not None
-        asked = triton_encode.runs_on(keys.device) if fused is None else fused
-        if asked and triton_encode.can_run(self.codec, layer_idx, append.protected.shape[1]):
-            append.layers.append(self._encode(append, layer_idx, keys, values))
-            return
-        keys, values = _take(keys, append.order), _take(values, append.order)
-        protected: Packed = {}
-        if self.config.protect_special_tokens:
-            slots = append.protected.clamp_min(0)
-            # Relative to the first block, wherever they stand, so that one mapped query serves all of them.
-            special = self.codec.transform(layer_idx, _take(keys, slots), _take(values, slots), torch.zeros_like(slots))
-            protected = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), special, strict=True)}
-        steps = torch.arange(append.order.shape[1], device=keys.device)
-        start = self.lengths.to(keys.device)[:, None] if self.batch_size else 0
-        keys, values = self.codec.transform(layer_idx, keys, values, (start + steps).expand(len(keys), -1))
-        packed = self.codec.quantize(layer_idx, keys, values)
-        rows: Packed = {}
-        if self._begins():
-            read = (steps < append.counts.to(keys.device)[:, None]) & ~_among(steps, append.protected.to(keys.device))
-            rows = self.codec.summarize(layer_idx, keys, values, packed, read)
+        device = keys.device
+        if append.counters is None or append.counters.device != device:
+            append.counters = backend.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
+        packed, protected, rows = backend.encode(
+            self.codec,
+            layer_idx,
+            keys,
+            values,
+            order=append.order.to(device),
+            start=self.lengths.to(device) if self.batch_size else None,
+            columns=self.columns + keys.shape[2],
+            counts=append.counts.to(device),
+            protected=append.protected.to(device) if self.config.protect_special_tokens else None,
+            summarize=self._begins(),
+            counters=None if append.counters is None else append.counters[layer_idx],
+        )
         append.layers.append((packed, protected, self._with_begun(layer_idx, rows)))
 
     def _begins(self) -> bool:
@@ -292,27 +291,6 @@ class TurboKVCache(Cache):
             return new or old
         empty = (self.lengths == 0)[:, None, None, None]
         return {name: torch.where(empty.to(x.device), new[name], x) for name, x in old.items()}
-
-    def _encode(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor) -> tuple[Packed, Packed, Packed]:
-        """What `stage` adds, in one launch."""
-        assert self.codec is not None
-        device, new = keys.device, self._begins()
-        if append.counters is None or append.counters.device != device:
-            append.counters = triton_encode.new_counters(len(self.layers), keys.shape[0], keys.shape[1], device)
-        packed, protected, rows = triton_encode.encode(
-            self.codec,
-            layer_idx,
-            keys,
-            values,
-            order=append.order.to(device),
-            start=self.lengths.to(device) if self.batch_size else None,
-            columns=self.columns + keys.shape[2],
-            counts=append.counts.to(device),
-            protected=append.protected.to(device) if self.config.protect_special_tokens else None,
-            summarize=new,
-            counters=append.counters[layer_idx],
-        )
-        return packed, protected, self._with_begun(layer_idx, rows)
 
     def commit(self, append: Append) -> None:
         """Adds the staged tokens to every row."""
@@ -381,7 +359,9 @@ class TurboKVCache(Cache):
         chosen = torch.argsort(empty, dim=1, stable=True)[:, :slots]
         self.protected_columns = self.protected_columns.gather(1, chosen)
         for layer in self.layers:
-            layer.protected = {name: _take(tensor, chosen) for name, tensor in layer.protected.items()}
+            layer.protected = {
+                name: take_tokens(tensor, chosen.to(tensor.device)) for name, tensor in layer.protected.items()
+            }
 
     def _trim(self, columns: int) -> None:
         for layer in self.layers:
@@ -718,17 +698,6 @@ class TurboKVCache(Cache):
 def _bytes_per_token(tensor: Tensor) -> int:
     """Bytes of one token over all heads in a tensor [batch, heads, tokens, ...]."""
     return tensor.shape[1] * tensor[0, 0, 0].numel() * tensor.element_size() if tensor.numel() else 0
-
-
-def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """x [batch, heads, n, d] at tokens [batch, m], giving [batch, heads, m, d]."""
-    index = tokens.to(x.device)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return x.gather(2, index)
-
-
-def _among(steps: Tensor, protected: Tensor) -> Tensor:
-    """Which of the tokens steps [n] are in protected [batch, slots], bool [batch, n]."""
-    return (steps[None, :, None] == protected[:, None, :]).any(dim=2)
 
 
 def _pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:

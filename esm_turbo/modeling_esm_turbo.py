@@ -41,7 +41,7 @@ from esm_turbo.model.inputs import (
 )
 from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.sessions import Extension, KVSession, Prefill
-from esm_turbo.ops.backends import resolve_backend
+from esm_turbo.ops.backends import KVBackend, resolve_backend
 
 # Fraction of residues masked in ESM-2's training (Lin et al. 2023), for which token dropout corrects.
 _TRAINED_MASK_RATIO = 0.15 * 0.8
@@ -196,7 +196,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         Args:
             calibration: a `Calibration` of this model or its path.
             preset: a preset's name or options.
-            backend: implementation of the packed attention, see `Backend`.
+            backend: implementation of encoding and packed attention, see `Backend`.
 
         Raises:
             ValueError: the calibration is unreadable or another model's, or an option is wrong.
@@ -211,6 +211,15 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
         self.calibration, self.turbo_config, self.backend = calibration, config, backend
+
+    @property
+    def kv_backend(self) -> KVBackend:
+        """The backend that `backend` names on the model's device.
+
+        Raises:
+            ValueError: it cannot run there.
+        """
+        return resolve_backend(self.backend, self.device)
 
     def codec(self, config: TurboConfig) -> KVCodec:
         """The codec for these options.
@@ -352,7 +361,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 positions_to_store(append_mask, mask, position_ids, computed.expand_as(input_ids)),
             )
         append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
-        session = Prefill(cache, append)
+        session = Prefill(cache, append, self.kv_backend)
         if token_counts is None:
             check_not_all_masked(count_tokens(input_ids, mask, self.config.mask_token_id))
             output = super().forward(input_ids, attention_mask, position_ids, kv_session=session, **kwargs)
@@ -401,7 +410,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             )
         session = Extension(
             cache,
-            resolve_backend(self.backend, self.device),
+            self.kv_backend,
             past_mask,
             None if attention_mask is None else new_mask,
             append,
@@ -482,6 +491,11 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
     def set_turbo(self, **turbo: Any) -> None:
         """See `TurboEsmModel.set_turbo`."""
         self.esm.set_turbo(**turbo)
+
+    @property
+    def kv_backend(self) -> KVBackend:
+        """See `TurboEsmModel.kv_backend`."""
+        return self.esm.kv_backend
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """See `TurboEsmModel.claim_cache`."""

@@ -24,6 +24,7 @@ from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.kv_cache import FORMAT_VERSION
+from esm_turbo.ops.backends import TorchBackend
 from tests.helpers.codec_samples import certain
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
 
@@ -565,7 +566,7 @@ def write(
     """Adds tokens to a cache without a model."""
     plan = cache.plan_append(ids, keep, positions, (CLS, EOS))
     for layer in range(cache.geometry.num_layers):
-        cache.stage(plan, layer, keys[layer], values[layer])
+        cache.stage(plan, layer, keys[layer], values[layer], TorchBackend())
     cache.commit(plan)
 
 

@@ -92,7 +92,7 @@ def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
         append.layers.clear()
         append.counters = None
         for layer_idx, (keys, values) in enumerate(record.layers):
-            cache.stage(append, layer_idx, keys, values)
+            cache.stage(append, layer_idx, keys, values, model.kv_backend)
         return append
 
     return encode
@@ -107,7 +107,9 @@ def _planned(model: TurboEsmModel, ids: Tensor) -> Callable[[], Tensor]:
         append.layers.clear()
         append.counters = None
         with torch.no_grad():
-            output: Tensor = EsmModel.forward(model, ids, kv_session=Prefill(cache, append)).last_hidden_state
+            output: Tensor = EsmModel.forward(
+                model, ids, kv_session=Prefill(cache, append, model.kv_backend)
+            ).last_hidden_state
         return output
 
     return prefill

@@ -19,6 +19,7 @@ from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.model.sessions import Extension, KVSession
+from esm_turbo.ops.backends import TorchBackend, TritonBackend
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Relative to a layer's largest output.
@@ -136,11 +137,9 @@ def _similarity(plain: EsmForMaskedLM, turbo: TurboEsmForMaskedLM, ids: Tensor) 
 @torch.no_grad()
 def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
     """Errors of the kernels and of PyTorch in the same dtype on the decoded contexts."""
-    from esm_turbo.ops import triton_attention as triton_kernels
-
     n = context.shape[1]
     cache = _encoded(model, context, layers)
-    kernel, dense = Extension(cache, triton_kernels, None, None), _Dense()
+    kernel, dense = Extension(cache, TritonBackend(), None, None), _Dense()
     decoded = Extension(cache, dense, None, None)  # type: ignore[arg-type]
     rows = []
     for layer_idx, (query, keys, values) in enumerate(layers):
@@ -216,7 +215,7 @@ def _encoded(model: TurboEsmModel, context: Tensor, layers: Layers) -> TurboKVCa
     cache, n = model.new_cache(), context.shape[1]
     append = cache.plan_append(context, torch.ones_like(context, dtype=torch.bool), None, model.special_ids)
     for layer_idx, (_, keys, values) in enumerate(layers):
-        cache.stage(append, layer_idx, keys[:, :, :n], values[:, :, :n])
+        cache.stage(append, layer_idx, keys[:, :, :n], values[:, :, :n], model.kv_backend)
     cache.commit(append)
     return cache
 
@@ -229,13 +228,10 @@ def _attend_all(session: Extension, new: Layers) -> Tensor:
 
 
 def _decode_arms(caches: dict[str, TurboKVCache], layers: Layers) -> dict[str, Callable[[], Tensor]]:
-    from esm_turbo.ops import torch_ops
-    from esm_turbo.ops import triton_attention as triton_kernels
-
     new = [(query[:, :, -1:], keys[:, :, -1:], values[:, :, -1:]) for query, keys, values in layers]
     arms: dict[str, Callable[[], Tensor]] = {}
     for preset, cache in caches.items():
-        for name, backend in (("kernels", triton_kernels), ("PyTorch", torch_ops)):
+        for name, backend in (("kernels", TritonBackend()), ("PyTorch", TorchBackend())):
             arms[f"{preset}, {name}"] = partial(_attend_all, Extension(cache, backend, None, None), new)
     return arms
 

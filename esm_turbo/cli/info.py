@@ -23,6 +23,7 @@ from esm_turbo.files.hub import local_files_only, not_found
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import check_is_esm2
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
+from esm_turbo.ops.backends import TorchBackend
 
 _CLS, _RESIDUE = 0, 5
 # A multiple of every codec's group of tokens.
@@ -163,8 +164,9 @@ def _bytes_of(codec: KVCodec, tokens: int) -> int:
     input_ids = torch.tensor([[_CLS, *[_RESIDUE] * (tokens - 1)]])
     append = cache.plan_append(input_ids, torch.ones_like(input_ids, dtype=torch.bool), None, (_CLS,))
     states = torch.zeros(1, geometry.num_heads, tokens, geometry.head_dim)
+    backend = TorchBackend()
     for layer_idx in range(geometry.num_layers):
-        cache.stage(append, layer_idx, states, states)
+        cache.stage(append, layer_idx, states, states, backend)
     cache.commit(append)
     return cache.nbytes
 

@@ -55,7 +55,7 @@ def prefill(
     for config in dict.fromkeys(configs):
         cache = TurboKVCache(config, geometry, fingerprint, esm.codec(config), device)
         append = cache.plan_append(input_ids, attention_mask != 0, None, esm.special_ids)
-        prefills.append(Prefill(cache, append))
+        prefills.append(Prefill(cache, append, model.kv_backend))
     output = model(input_ids, attention_mask, kv_session=_PrefillEach(prefills), output_hidden_states=True)
     for one in prefills:
         one.cache.commit(one.append)

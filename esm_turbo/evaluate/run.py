@@ -18,7 +18,6 @@ from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, lea
 from esm_turbo.evaluate.results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.ops.backends import resolve_backend
 from esm_turbo.proteins.fasta import normalize_sequence
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import FROZEN
@@ -162,14 +161,13 @@ def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
     model = turbo.model
     revision = source_revision()
     calibration = turbo.calibration
-    backend = resolve_backend(model.esm.backend, model.device)
     return Provenance(
         model=turbo.name,
         geometry=asdict(Geometry.of(model.config)),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         device_name=device_name(model.device),
-        backend=backend.__name__.rpartition(".")[2],
+        backend=model.kv_backend.module,
         versions={**package_versions(), "esm_turbo": __version__},
         commit=None if revision is None else revision.commit,
         dirty=None if revision is None else revision.dirty,

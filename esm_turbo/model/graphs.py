@@ -7,10 +7,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from esm_turbo.config import Backend
 from esm_turbo.files.fingerprint import same_model
 from esm_turbo.kv_cache import Append, TurboKVCache
 from esm_turbo.model.projections import fused_projections
-from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops.backends import KVBackend, resolve_backend
 
 __all__ = ["CapturedExtension", "StaticKVCache"]
 
@@ -24,18 +25,24 @@ class StaticKVCache(TurboKVCache):
 
     It can be read, and loaded with other contexts (`copy_`); nothing can be appended to it. Masks over the past have
     all its columns.
+
+    Attributes:
+        backend: of the model that reads it.
     """
+
+    backend: KVBackend
 
     # What is made here is written into later, in whatever mode.
     @classmethod
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def like(cls, cache: TurboKVCache, columns: int | None = None) -> Self:
+    def like(cls, cache: TurboKVCache, columns: int | None = None, backend: KVBackend | None = None) -> Self:
         """Room for contexts like those of a cache, and a copy of these.
 
         Args:
             cache: claimed by a model, with at least one row.
             columns: of the longest context there will be; the cache's own for None.
+            backend: of the model that will read it; None for the one that `auto` chooses.
 
         Raises:
             ValueError: the cache is empty or unclaimed, or has more columns.
@@ -46,6 +53,7 @@ class StaticKVCache(TurboKVCache):
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
         made = cls(cache.config, cache.geometry, cache.fingerprint, cache.codec, cache.device)
+        made.backend = resolve_backend(Backend.AUTO, cache.device) if backend is None else backend
         made.lengths = torch.zeros_like(cache.lengths)
         made.token_ids = cache.token_ids.new_zeros(cache.batch_size, columns)
         made.positions = None if cache.positions is None else cache.positions.new_zeros(cache.batch_size, columns)
@@ -91,7 +99,7 @@ class StaticKVCache(TurboKVCache):
         for held, given in pairs:
             (held[:, : given.shape[1]] if held.dim() == 2 else held).copy_(given)
         assert self.codec is not None
-        triton_kernels.refresh_protected(self.codec, [layer.protected for layer in self.layers])
+        self.backend.refresh_protected(self.codec, [layer.protected for layer in self.layers])
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         """The number of columns: the contexts' own lengths are known to the device alone."""
@@ -155,7 +163,7 @@ class CapturedExtension:
         _check_device(device)
         batch_size = context.batch_size if batch_size is None else batch_size
         model.claim_cache(context)
-        self.cache = StaticKVCache.like(context, columns)
+        self.cache = StaticKVCache.like(context, columns, model.kv_backend)
         self._input_ids = torch.full((batch_size, num_new_tokens), model.config.mask_token_id, device=device)
         seen = self.cache.columns + num_new_tokens
         self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None

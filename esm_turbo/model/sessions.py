@@ -6,13 +6,13 @@ A session travels through the layers as a keyword argument, so that neither the 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import PackedContext
 from esm_turbo.kv_cache import Append, TurboKVCache
+from esm_turbo.ops.backends import KVBackend
 
 
 class KVSession(ABC):
@@ -26,12 +26,13 @@ class KVSession(ABC):
 class Prefill(KVSession):
     """Encodes the keys and values of an exact forward into an empty cache, layer by layer."""
 
-    def __init__(self, cache: TurboKVCache, append: Append) -> None:
+    def __init__(self, cache: TurboKVCache, append: Append, backend: KVBackend) -> None:
         self.cache = cache
         self.append = append
+        self.backend = backend
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.cache.stage(self.append, layer_idx, keys, values)
+        self.cache.stage(self.append, layer_idx, keys, values, self.backend)
 
 
 class Extension(KVSession):
@@ -39,7 +40,7 @@ class Extension(KVSession):
 
     Args:
         cache: of as many rows as the extension, or of one row shared by all; not changed.
-        backend: the module that attends.
+        backend: encodes, attends, rotates and activates.
         past_mask: which columns each row sees, bool [batch, columns]; None for all.
         mask: which new tokens are seen, bool [batch, n]; None for all.
         append: where given, the new tokens are staged into it.
@@ -49,7 +50,7 @@ class Extension(KVSession):
     def __init__(
         self,
         cache: TurboKVCache,
-        backend: ModuleType,
+        backend: KVBackend,
         past_mask: Tensor | None,
         mask: Tensor | None,
         append: Append | None = None,
@@ -77,22 +78,21 @@ class Extension(KVSession):
             self.cache.protected_columns.to(query.device),
             _on(self.visible, query),
         )
-        output: Tensor = self.backend.extend_attention(
+        assert self.cache.codec is not None
+        output = self.backend.extend_attention(
             query, keys, values, _on(self.mask, query), context, self.cache.codec, layer_idx
         )
         if self.append is not None:
-            self.cache.stage(self.append, layer_idx, keys, values)
+            self.cache.stage(self.append, layer_idx, keys, values, self.backend)
         return output
 
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
-        rotated: tuple[Tensor, Tensor] = self.backend.rotate(query, keys, cos, sin, scale)
-        return rotated
+        return self.backend.rotate(query, keys, cos, sin, scale)
 
     def gelu(self, x: Tensor) -> Tensor:
         """The activation of [batch, n, intermediate_size], see `torch_ops.gelu`."""
-        activated: Tensor = self.backend.gelu(x)
-        return activated
+        return self.backend.gelu(x)
 
 
 def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -1,25 +1,196 @@
-"""Chooses the implementation of the packed attention."""
+"""The backends: what encodes keys and values, attends to packed contexts, rotates and activates."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from types import ModuleType
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
+from torch import Tensor
 
+from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.config import Backend
-from esm_turbo.ops import reference, torch_ops
-from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode
 
 # Looked up, not imported: only a kernel that runs may cost the import of triton.
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
-# The first NVIDIA generation that Triton compiles for.
+# The first NVIDIA generation that Triton compiles for, and that multiplies TF32.
 _OLDEST_CAPABILITY = 8
 
 
-def resolve_backend(backend: str | Backend, device: torch.device | str) -> ModuleType:
-    """The module whose `extend_attention` runs on a device.
+class KVBackend(ABC):
+    """One implementation of everything that is computed on keys and values besides the model's own attention.
+
+    Attributes:
+        name: as `resolve_backend` takes it.
+        module: name of the module that attends, for records of what was measured.
+    """
+
+    name: ClassVar[Backend]
+    module: ClassVar[str]
+
+    def can_run(self, device: torch.device) -> bool:
+        """Whether this backend runs on a device."""
+        return self.obstacle(device) is None
+
+    @abstractmethod
+    def obstacle(self, device: torch.device) -> str | None:
+        """Why this backend cannot run on a device; None where it can."""
+
+    def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:
+        """Scratch for `encode`, one row per layer; None where it needs none."""
+        return None
+
+    def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
+        """Updates in place what captured graphs read of protected tokens, after `layers` were written into.
+
+        Args:
+            codec: of the cache.
+            layers: each layer's protected tokens.
+        """
+        return None
+
+    @staticmethod
+    @abstractmethod
+    def encode(
+        codec: KVCodec,
+        layer_idx: int,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        order: Tensor | None = None,
+        start: Tensor | None = None,
+        columns: int | None = None,
+        counts: Tensor | None = None,
+        protected: Tensor | None = None,
+        summarize: bool = True,
+        counters: Tensor | None = None,
+    ) -> tuple[Packed, Packed, Packed]:
+        """Encodes one layer's keys and values, see `torch_ops.encode`."""
+
+    @staticmethod
+    @abstractmethod
+    def extend_attention(
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: Tensor | None,
+        context: PackedContext,
+        codec: KVCodec,
+        layer_idx: int,
+    ) -> Tensor:
+        """Attention of new tokens to a packed context and to each other, see `torch_ops.extend_attention`."""
+
+    @staticmethod
+    @abstractmethod
+    def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
+
+    @staticmethod
+    @abstractmethod
+    def gelu(x: Tensor) -> Tensor:
+        """The model's activation, see `torch_ops.gelu`."""
+
+
+class TorchBackend(KVBackend):
+    """PyTorch, on any device."""
+
+    name = Backend.TORCH
+    module = "torch_ops"
+    encode = staticmethod(torch_ops.encode)
+    extend_attention = staticmethod(torch_ops.extend_attention)
+    rotate = staticmethod(torch_ops.rotate)
+    gelu = staticmethod(torch_ops.gelu)
+
+    def obstacle(self, device: torch.device) -> str | None:
+        return None
+
+
+class ReferenceBackend(KVBackend):
+    """The slow, plain implementation, on the CPU."""
+
+    name = Backend.REFERENCE
+    module = "reference"
+    encode = staticmethod(reference.encode)
+    extend_attention = staticmethod(reference.extend_attention)
+    rotate = staticmethod(reference.rotate)
+    gelu = staticmethod(reference.gelu)
+
+    def obstacle(self, device: torch.device) -> str | None:
+        return None if device.type == "cpu" else f"it runs on the CPU only, the model is on {device}"
+
+
+class TritonBackend(KVBackend):
+    """Triton kernels, and PyTorch for codecs without kernels. On the CPU they run in the interpreter, for tests."""
+
+    name = Backend.TRITON
+    module = "triton_kernels"
+    extend_attention = staticmethod(triton_attention.extend_attention)
+    rotate = staticmethod(triton_attention.rotate)
+    gelu = staticmethod(triton_attention.gelu)
+
+    def obstacle(self, device: torch.device) -> str | None:
+        if not _TRITON_IS_INSTALLED:
+            return "triton is not installed (pip install 'esm-turbo[triton]')"
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
+            return None
+        if device.type != "cuda" or torch.version.hip is not None:
+            return f"it needs an NVIDIA GPU, the model is on {device}"
+        properties = torch.cuda.get_device_properties(device)
+        if properties.major < _OLDEST_CAPABILITY:
+            found = f"{properties.major}.{properties.minor}"
+            return f"it needs an NVIDIA GPU of compute capability {_OLDEST_CAPABILITY}.0 or newer, {device} has {found}"
+        return None
+
+    def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:
+        return triton_encode.new_counters(num_layers, batch_size, heads, device)
+
+    def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
+        triton_attention.refresh_protected(codec, layers)
+
+    @staticmethod
+    def encode(
+        codec: KVCodec,
+        layer_idx: int,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        order: Tensor | None = None,
+        start: Tensor | None = None,
+        columns: int | None = None,
+        counts: Tensor | None = None,
+        protected: Tensor | None = None,
+        summarize: bool = True,
+        counters: Tensor | None = None,
+    ) -> tuple[Packed, Packed, Packed]:
+        """Encodes one layer's keys and values by the kernel, or in PyTorch where there is none for the layer."""
+        slots = 0 if protected is None else protected.shape[1]
+        encode = triton_encode.encode if triton_encode.can_run(codec, layer_idx, slots) else torch_ops.encode
+        return encode(
+            codec,
+            layer_idx,
+            keys,
+            values,
+            order=order,
+            start=start,
+            columns=columns,
+            counts=counts,
+            protected=protected,
+            summarize=summarize,
+            counters=counters,
+        )
+
+
+_BACKENDS: dict[Backend, KVBackend] = {
+    backend.name: backend for backend in (TritonBackend(), TorchBackend(), ReferenceBackend())
+}
+
+
+def resolve_backend(backend: str | Backend, device: torch.device | str) -> KVBackend:
+    """The backend of a name that runs on a device.
 
     Args:
         backend: `auto`, `triton`, `torch` or `reference`; only `auto` falls back. `triton` also runs on the CPU where
@@ -34,30 +205,11 @@ def resolve_backend(backend: str | Backend, device: torch.device | str) -> Modul
     except ValueError:
         raise ValueError(f"`backend` must be one of {[b.value for b in Backend]}, got {backend!r}") from None
     device = torch.device(device)
-    if backend is Backend.REFERENCE:
-        if device.type != "cpu":
-            raise ValueError(f"backend 'reference' runs on the CPU only, the model is on {device}")
-        return reference
-    if backend is Backend.AUTO and device.type == "cuda" and _obstacle(device) is None:
-        return triton_kernels
-    if backend is Backend.TRITON:
-        obstacle = _obstacle(device)
-        if obstacle is not None:
-            raise ValueError(f"backend 'triton' cannot run: {obstacle}; use 'auto' or 'torch'")
-        return triton_kernels
-    return torch_ops
-
-
-def _obstacle(device: torch.device) -> str | None:
-    """Why the Triton kernels cannot run on a device; None where they can."""
-    if not _TRITON_IS_INSTALLED:
-        return "triton is not installed (pip install 'esm-turbo[triton]')"
-    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    if device.type != "cuda" or torch.version.hip is not None:
-        return f"it needs an NVIDIA GPU, the model is on {device}"
-    properties = torch.cuda.get_device_properties(device)
-    if properties.major < _OLDEST_CAPABILITY:
-        found = f"{properties.major}.{properties.minor}"
-        return f"it needs an NVIDIA GPU of compute capability {_OLDEST_CAPABILITY}.0 or newer, {device} has {found}"
-    return None
+    if backend is Backend.AUTO:
+        # Triton's interpreter is slow: it has to be asked for by name.
+        fast = device.type == "cuda" and _BACKENDS[Backend.TRITON].can_run(device)
+        return _BACKENDS[Backend.TRITON if fast else Backend.TORCH]
+    obstacle = _BACKENDS[backend].obstacle(device)
+    if obstacle is not None:
+        raise ValueError(f"backend '{backend}' cannot run: {obstacle}; use 'auto' or 'torch'")
+    return _BACKENDS[backend]

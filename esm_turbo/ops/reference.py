@@ -4,14 +4,16 @@ They are written to be read: Python integers, loops over groups and rows, float6
 exact. Tests compare the fast paths with them, codes bit for bit. Nothing here is meant for production.
 """
 
+from __future__ import annotations
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs import KVCodec, PackedContext
+from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.packing import GROUP_SIZE, check_boundaries, check_codes, check_packed
 
-__all__ = ["extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
+__all__ = ["encode", "extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -52,6 +54,48 @@ def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
         if not np.isnan(values[index]):
             codes[index] = np.searchsorted(thresholds[index], values[index], side="left")
     return torch.from_numpy(codes).to(x.device)
+
+
+def encode(
+    codec: KVCodec,
+    layer_idx: int,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    order: Tensor | None = None,
+    start: Tensor | None = None,
+    columns: int | None = None,
+    counts: Tensor | None = None,
+    protected: Tensor | None = None,
+    summarize: bool = True,
+    counters: Tensor | None = None,
+) -> tuple[Packed, Packed, Packed]:
+    """See `torch_ops.encode`, whose slow twin this is: row by row, tokens chosen by lists of integers."""
+    encoded: list[tuple[Packed, Packed, Packed]] = []
+    for row in range(len(keys)):
+        tokens = list(range(keys.shape[2])) if order is None else order[row].tolist()
+        first = 0 if start is None else int(start[row])
+        kept = len(tokens) if counts is None else int(counts[row])
+        slots = [] if protected is None else protected[row].tolist()
+        offsets = torch.tensor([range(first, first + len(tokens))])
+        mapped = codec.transform(layer_idx, keys[[row]][:, :, tokens], values[[row]][:, :, tokens], offsets)
+        packed = codec.quantize(layer_idx, *mapped)
+        summary: Packed = {}
+        if summarize:
+            read = torch.tensor([[step < kept and step not in slots for step in range(len(tokens))]])
+            summary = codec.summarize(layer_idx, *mapped, packed, read)
+        apart: Packed = {}
+        if protected is not None:
+            chosen = [tokens[max(slot, 0)] for slot in slots]
+            zero = torch.zeros(1, len(chosen), dtype=torch.int64)
+            special = codec.transform(layer_idx, keys[[row]][:, :, chosen], values[[row]][:, :, chosen], zero)
+            apart = {"keys": special[0].to(torch.bfloat16), "values": special[1].to(torch.bfloat16)}
+        encoded.append((packed, apart, summary))
+    packed, apart, summary = (
+        {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
+        for rows in zip(*encoded, strict=True)
+    )
+    return packed, apart, summary
 
 
 def extend_attention(

@@ -1,4 +1,4 @@
-"""Attention over packed contexts in PyTorch: the path of CPU and MPS, and the fallback on CUDA."""
+"""Encoding and attention over packed contexts in PyTorch: the path of CPU and MPS, and the fallback on CUDA."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 
-__all__ = ["extend_attention", "gelu", "rotate"]
+__all__ = ["encode", "extend_attention", "gelu", "rotate", "take_tokens"]
 
 # Elements of a decoded slice: two megabytes in float32, few enough for the caches of a processor, many enough that
 # starting operations is not what takes the time.
@@ -18,6 +18,68 @@ _SLICE_ELEMENTS = 2**19
 # The upper bound keeps small models from decoding whole contexts at once.
 _SLICE_TOKENS = (16, 512)
 _LOWEST = -1e30
+
+
+def encode(
+    codec: KVCodec,
+    layer_idx: int,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    order: Tensor | None = None,
+    start: Tensor | None = None,
+    columns: int | None = None,
+    counts: Tensor | None = None,
+    protected: Tensor | None = None,
+    summarize: bool = True,
+    counters: Tensor | None = None,
+) -> tuple[Packed, Packed, Packed]:
+    """Encodes one layer's keys and values: `transform`, `quantize` and `summarize` of a codec.
+
+    Shapes: B batch, H heads, L tokens, D `head_dim`, P slots.
+
+    Args:
+        codec: encodes.
+        layer_idx: which layer.
+        keys: after RoPE, [B, H, L, D], any floating dtype.
+        values: of the same tokens.
+        order: index of the token stored at each offset, int64 [B, L]; None for the order given.
+        start: column of each row's first token, int64 [B]; None for 0.
+        columns: upper bound of all columns, for kernels that keep tables of them.
+        counts: number of ordered tokens that are kept per row, int64 [B]; None for all.
+        protected: ordered tokens that are also stored unquantised, distinct, and kept, int64 [B, P], -1 for none.
+        summarize: whether to make what is stored once per row.
+        counters: scratch for kernels.
+
+    Returns:
+        Packed tensors [B, H, L, ...]; keys and values of the protected tokens, bfloat16 [B, H, P, D], or nothing
+        without `protected`; what is stored once per row, [B, H, 1, ...], or nothing.
+    """
+    if order is not None:
+        keys, values = take_tokens(keys, order), take_tokens(values, order)
+    apart: Packed = {}
+    if protected is not None:
+        slots = protected.clamp_min(0)
+        # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
+        mapped = codec.transform(
+            layer_idx, take_tokens(keys, slots), take_tokens(values, slots), torch.zeros_like(slots)
+        )
+        apart = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), mapped, strict=True)}
+    steps = torch.arange(keys.shape[2], device=keys.device)
+    first = 0 if start is None else start[:, None]
+    keys, values = codec.transform(layer_idx, keys, values, (first + steps).expand(len(keys), -1))
+    packed = codec.quantize(layer_idx, keys, values)
+    if not summarize:
+        return packed, apart, {}
+    read = (steps < (len(steps) if counts is None else counts[:, None])).expand(len(keys), -1)
+    if protected is not None:
+        read = read & ~(steps[:, None] == protected[:, None]).any(dim=2)
+    return packed, apart, codec.summarize(layer_idx, keys, values, packed, read)
+
+
+def take_tokens(x: Tensor, tokens: Tensor) -> Tensor:
+    """x [B, H, n, D] at tokens [B, m], giving [B, H, m, D]."""
+    return x.gather(2, tokens[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
 
 def extend_attention(

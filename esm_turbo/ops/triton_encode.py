@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -24,8 +23,6 @@ _ROWS_OF_A_WARP = 16
 # Slabs begin at multiples of so many bytes.
 _ALIGNMENT = 16
 _BLOCK = 64
-# The first NVIDIA generation that multiplies TF32.
-_OLDEST_CAPABILITY = 8
 _DIGITS = (8, 4, 2, 1)
 _TABLE_LEVELS = (8, 16)
 
@@ -82,13 +79,6 @@ def _can_run(codec: KVCodec, layer_idx: int) -> bool:
         if len(sizes) > 1 or not sizes <= set(_TABLE_LEVELS):
             return False
     return all(codec.field_slabs(layer_idx, kind) for kind in ("key", "value"))
-
-
-def runs_on(device: torch.device) -> bool:
-    """Whether the kernel runs on a device without being asked to."""
-    if device.type != "cuda" or torch.version.hip is not None or importlib.util.find_spec("triton") is None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= _OLDEST_CAPABILITY
 
 
 def new_counters(num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor:

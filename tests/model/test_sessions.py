@@ -18,6 +18,7 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
 from esm_turbo.config import DEFAULT_PRESET, Geometry
 from esm_turbo.ops import reference, torch_ops
+from esm_turbo.ops.backends import KVBackend
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK, random_ids
 
@@ -645,10 +646,12 @@ def test_a_write_holds_the_dense_keys_of_one_layer_only(
     dense: list[weakref.ref[Tensor]] = []
     stage = TurboKVCache.stage
 
-    def watched(self: TurboKVCache, plan: object, layer_idx: int, keys: Tensor, values: Tensor) -> None:
+    def watched(
+        self: TurboKVCache, plan: object, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend
+    ) -> None:
         assert [x for x in dense if x() is not None] == []
         dense.extend((weakref.ref(keys), weakref.ref(values)))
-        stage(self, plan, layer_idx, keys, values)
+        stage(self, plan, layer_idx, keys, values, backend)
 
     monkeypatch.setattr(TurboKVCache, "stage", watched)
     with torch.no_grad():

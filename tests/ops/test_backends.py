@@ -1,25 +1,31 @@
-"""Which module runs the packed attention, and what is refused."""
+"""Which backend runs where, what is refused, and that each does all of its work itself."""
+
+from __future__ import annotations
 
 import importlib.metadata
 import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from esm_turbo import TurboEsmForMaskedLM
 from esm_turbo.config import Backend
-from esm_turbo.ops import backends, reference, torch_ops
-from esm_turbo.ops import triton_attention as triton_kernels
-from esm_turbo.ops.backends import resolve_backend
+from esm_turbo.ops import backends, reference, torch_ops, triton_attention, triton_encode, triton_layer
+from esm_turbo.ops.backends import KVBackend, ReferenceBackend, TorchBackend, TritonBackend, resolve_backend
+from tests.helpers.models import random_ids
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 MPS = torch.device("mps")
+BACKENDS = (TritonBackend, TorchBackend, ReferenceBackend)
 # Before the fixture below says otherwise.
 FOUND = backends._TRITON_IS_INSTALLED
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def machine(monkeypatch):
     """A machine with triton and an H200; `machine(installed=..., hip=..., capability=..., interpreter=...)` another."""
 
@@ -41,17 +47,17 @@ def machine(monkeypatch):
 @pytest.mark.parametrize("device", [CPU, "cpu", MPS])
 def test_pytorch_runs_where_there_is_no_cuda(backend, device, installed, machine):
     machine(installed=installed, interpreter="1")
-    assert resolve_backend(backend, device) is torch_ops
+    assert isinstance(resolve_backend(backend, device), TorchBackend)
 
 
-def test_pytorch_can_be_asked_for_on_cuda():
-    assert resolve_backend("torch", CUDA) is torch_ops
+def test_pytorch_can_be_asked_for_on_cuda(machine):
+    assert isinstance(resolve_backend("torch", CUDA), TorchBackend)
 
 
 @pytest.mark.parametrize("backend", ["auto", Backend.AUTO, "triton", Backend.TRITON])
 @pytest.mark.parametrize("device", [CUDA, "cuda", "cuda:1"])
-def test_triton_runs_on_cuda(backend, device):
-    assert resolve_backend(backend, device) is triton_kernels
+def test_triton_runs_on_cuda(backend, device, machine):
+    assert isinstance(resolve_backend(backend, device), TritonBackend)
 
 
 CANNOT = {
@@ -64,7 +70,8 @@ CANNOT = {
 @pytest.mark.parametrize(("options", "message"), CANNOT.values(), ids=CANNOT)
 def test_only_auto_falls_back_on_cuda(options, message, machine):
     machine(**options)
-    assert resolve_backend("auto", CUDA) is torch_ops
+    assert isinstance(resolve_backend("auto", CUDA), TorchBackend)
+    assert not TritonBackend().can_run(CUDA)
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run: .*{message}.*use 'auto' or 'torch'"):
         resolve_backend("triton", CUDA)
 
@@ -75,7 +82,7 @@ def test_triton_needs_the_interpreter_on_the_cpu(interpreter, machine):
     with pytest.raises(ValueError, match="backend 'triton' cannot run: it needs an NVIDIA GPU, the model is on cpu"):
         resolve_backend("triton", CPU)
     machine(interpreter="1")
-    assert resolve_backend("triton", CPU) is triton_kernels
+    assert isinstance(resolve_backend("triton", CPU), TritonBackend)
     machine(interpreter="1", installed=False)
     with pytest.raises(ValueError, match="triton is not installed"):
         resolve_backend("triton", CPU)
@@ -95,8 +102,8 @@ def test_triton_is_found_where_it_is_installed():
 
 @pytest.mark.parametrize("backend", ["reference", Backend.REFERENCE])
 def test_reference_runs_on_the_cpu_only(backend):
-    assert resolve_backend(backend, "cpu") is reference
-    with pytest.raises(ValueError, match=r"'reference' runs on the CPU only.*cuda:0"):
+    assert isinstance(resolve_backend(backend, "cpu"), ReferenceBackend)
+    with pytest.raises(ValueError, match=r"'reference' cannot run: it runs on the CPU only.*cuda:0"):
         resolve_backend(backend, CUDA)
 
 
@@ -106,11 +113,128 @@ def test_unknown_backends_are_refused(backend):
         resolve_backend(backend, CPU)
 
 
-@pytest.mark.parametrize("module", [reference, triton_kernels], ids=lambda module: module.__name__)
-def test_backends_have_one_signature(module):
-    expected = inspect.signature(torch_ops.extend_attention)
-    names = list(expected.parameters)
-    assert names == ["query", "keys", "values", "mask", "context", "codec", "layer_idx"]
-    actual = inspect.signature(module.extend_attention)
-    assert list(actual.parameters) == names
-    assert [p.default for p in actual.parameters.values()] == [p.default for p in expected.parameters.values()]
+def test_each_backend_is_found_by_its_name(machine):
+    machine(interpreter="1")
+    assert [type(resolve_backend(backend.name, CPU)) for backend in BACKENDS] == list(BACKENDS)
+
+
+@pytest.mark.parametrize("operation", ["encode", "extend_attention", "rotate", "gelu"])
+def test_backends_have_one_signature(operation):
+    expected = inspect.signature(getattr(KVBackend, operation))
+    implementations = [*BACKENDS, torch_ops, reference, triton_encode if operation == "encode" else triton_attention]
+    for implementation in implementations:
+        actual = inspect.signature(getattr(implementation, operation))
+        assert actual == expected, implementation
+
+
+# ---------------------------------------------------------------- no Triton but where it is the backend
+
+
+class _OwnOperations(TorchDispatchMode):
+    """Names of the package's custom operations that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        namespace, _, name = func._schema.name.partition("::")
+        if namespace == "esm_turbo":
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def use_a_cache(model: TurboEsmForMaskedLM) -> set[str]:
+    """Prefill, extension and append, ragged and masked; returns the package's custom operations that were called."""
+    ids, mask = (x.to(model.device) for x in random_ids([21, 9], eos=True))
+    new_ids, new_mask = (x.to(model.device) for x in random_ids([4, 2], seed=1, cls=False))
+    with _OwnOperations() as called:
+        cache = model(ids, mask, use_cache=True).past_key_values
+        model(new_ids, new_mask, past_key_values=cache)
+        model(new_ids, new_mask, past_key_values=cache, use_cache=True)
+        cache.crop(torch.tensor([0, 5]))
+        model(new_ids, past_key_values=cache, use_cache=True)
+    assert cache.lengths.tolist() == [4, 9]
+    return set(called.names)
+
+
+OPERATIONS = {"encode_packed", "attend_packed", "rotate", "gelu"}
+
+
+def refuse(*args, **kwargs):
+    raise AssertionError("Triton was asked for")
+
+
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """Every launcher of a kernel fails."""
+    for module, names in (
+        (TritonBackend, ("encode", "extend_attention", "rotate", "gelu", "new_counters", "refresh_protected")),
+        (triton_encode, ("encode", "_encode")),
+        (triton_attention, ("extend_attention", "_attend", "refresh_protected")),
+        (triton_layer, ("rotate", "gelu", "like_tokens")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, staticmethod(refuse))
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto", "reference"])
+@pytest.mark.parametrize("preset", ["turbo3", "paper", "exact"])
+def test_no_kernel_runs_unless_triton_is_the_backend(
+    preset: str, backend: str, without_kernels: None, tiny_model: Callable[..., TurboEsmForMaskedLM]
+) -> None:
+    assert use_a_cache(tiny_model(preset=preset, backend=backend)) == set()
+
+
+@pytest.mark.parametrize("preset", ["turbo3", "paper"])
+def test_no_kernel_runs_where_the_device_could(
+    preset: str,
+    without_kernels: None,
+    tiny_model: Callable[..., TurboEsmForMaskedLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on CUDA: Triton can run on every device, and the model's backend is PyTorch all the same."""
+    monkeypatch.setattr(TritonBackend, "obstacle", lambda self, device: None)
+    model = tiny_model(preset=preset, backend="torch")
+    assert TritonBackend().can_run(model.device)
+    assert use_a_cache(model) == set()
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize(("backend", "expected"), [("triton", OPERATIONS), ("torch", set()), ("reference", set())])
+def test_what_runs_is_the_backends(
+    backend: str, expected: set[str], tiny_model: Callable[..., TurboEsmForMaskedLM]
+) -> None:
+    assert resolve_backend("triton", CPU).can_run(CPU)
+    assert use_a_cache(tiny_model(preset="turbo3", heads=2, backend=backend)) == expected
+
+
+@pytest.mark.interpreter
+def test_codecs_without_kernels_run_in_pytorch(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    assert use_a_cache(tiny_model(preset="exact", heads=2, backend="triton")) == {"rotate", "gelu"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("backend", "expected"), [("auto", OPERATIONS), ("triton", OPERATIONS), ("torch", set())])
+@pytest.mark.parametrize("preset", ["turbo3", "paper"])
+def test_what_runs_on_a_gpu_is_the_backends(
+    preset: str,
+    backend: str,
+    expected: set[str],
+    tiny_model: Callable[..., TurboEsmForMaskedLM],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also counted at Triton's own launcher, below the custom operations."""
+    from triton.runtime.jit import JITFunction
+
+    launched = []
+    run = JITFunction.run
+
+    def counted(self, *args, **kwargs):
+        launched.append(self.__name__)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(JITFunction, "run", counted)
+    assert use_a_cache(tiny_model(preset=preset, backend=backend).to("cuda")) == expected
+    assert bool(launched) == bool(expected)

@@ -1,12 +1,15 @@
-"""RoPE and the activation of an extension, in PyTorch: as the model computes them, and as a slow twin does."""
+"""Encoding, RoPE and the activation of an extension in PyTorch: as the model computes them, and as a slow twin does."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from transformers.models.esm import modeling_esm
 
+from esm_turbo.config import TurboConfig
 from esm_turbo.ops import reference, torch_ops
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -48,3 +51,55 @@ def test_activation_is_the_normal_distributions() -> None:
     """To 1e-6: below -4 the model's formula loses what is left of it in float32."""
     x = torch.linspace(-9, 9, 3001)
     assert (torch_ops.gelu(x) - reference.gelu(x)).abs().max() < 1e-6
+
+
+# ---------------------------------------------------------------- encoding
+
+
+ENCODED = {name: TurboConfig.from_preset(name) for name in ("exact", "paper", "turbo3", "turbo1", "kivi2", "int8")}
+
+
+@pytest.mark.parametrize("summarize", [True, False])
+@pytest.mark.parametrize("preset", ENCODED)
+def test_encoding_is_the_slow_twins(preset: str, summarize: bool, tiny_model: Callable[..., object]) -> None:
+    """Ragged rows in any order, some tokens protected: the same codes, and floats to two roundings to bfloat16.
+
+    Both multiply by the same maps, row by row or all at once, so that codes do not come to lie at a boundary.
+    """
+    codec = tiny_model(preset=preset).esm.codec(ENCODED[preset])
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 3, 70, codec.geometry.num_heads, codec.geometry.head_dim, generator=generator)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    order = torch.stack([torch.randperm(70, generator=generator) for _ in range(3)])
+    options = {
+        "order": order,
+        "start": None if preset.startswith("kivi") else torch.tensor([0, 5, 130]),
+        "columns": 200,
+        "counts": torch.tensor([70, 33, 1]),
+        "protected": torch.tensor([[0, 69], [12, -1], [-1, -1]]),
+        "summarize": summarize,
+    }
+    found = torch_ops.encode(codec, 1, keys, values, **options)
+    expected = reference.encode(codec, 1, keys, values, **options)
+    for fast, slow in zip(found, expected, strict=True):
+        assert fast.keys() == slow.keys()
+        for name, x in slow.items():
+            assert fast[name].dtype == x.dtype
+            if x.is_floating_point():
+                torch.testing.assert_close(fast[name], x, rtol=2**-7, atol=1e-5)
+            else:
+                assert torch.equal(fast[name], x), name
+    assert bool(found[2]) == (summarize and preset not in ("exact", "paper", "int8"))
+
+
+def test_tokens_are_encoded_in_order_without_options(tiny_model: Callable[..., object]) -> None:
+    """By hand: nothing but the transform and the codes, at columns from 0 on."""
+    codec = tiny_model(preset="turbo3").esm.codec(ENCODED["turbo3"])
+    keys, values = torch.randn(2, 2, 4, 9, 16, generator=torch.Generator().manual_seed(1))
+    packed, apart, rows = torch_ops.encode(codec, 0, keys, values, summarize=False)
+    assert apart == rows == {}
+    by_hand = codec.encode(0, keys, values)
+    assert packed.keys() == by_hand.keys()
+    assert all(torch.equal(packed[name], x) for name, x in by_hand.items())
+    shifted, _, _ = torch_ops.encode(codec, 0, keys, values, start=torch.tensor([64, 64]), columns=73, summarize=False)
+    assert not all(torch.equal(shifted[name], x) for name, x in by_hand.items())

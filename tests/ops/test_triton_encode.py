@@ -27,6 +27,7 @@ from esm_turbo.codecs.base import rotate
 from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
 from esm_turbo.ops import triton_encode
+from esm_turbo.ops.backends import KVBackend, ReferenceBackend, TorchBackend, TritonBackend
 from tests.helpers.attention_cases import LAYER, _statistics, codec_of
 from tests.helpers.codec_samples import fitted
 from tests.helpers.models import random_ids
@@ -580,12 +581,12 @@ def cache_codec(preset: str, head_dim: int) -> KVCodec:
     return type(codec)(replace(codec.config, protect_special_tokens=True), codec.geometry, codec.state)
 
 
-def add(cache: TurboKVCache, ids: Tensor, keep: Tensor, fused: bool | None, seed: int) -> None:
+def add(cache: TurboKVCache, ids: Tensor, keep: Tensor, backend: KVBackend, seed: int) -> None:
     """Appends tokens of random keys and values, all layers other ones."""
     append = cache.plan_append(ids.to(cache.device), keep.to(cache.device), None, [CLS, EOS])
     for layer_idx in range(cache.geometry.num_layers):
         tokens = random_tokens(cache.codec, batch=len(ids), length=ids.shape[1], seed=seed + layer_idx)
-        cache.stage(append, layer_idx, tokens.keys.to(cache.device), tokens.values.to(cache.device), fused=fused)
+        cache.stage(append, layer_idx, tokens.keys.to(cache.device), tokens.values.to(cache.device), backend)
     cache.commit(append)
 
 
@@ -598,17 +599,17 @@ def test_a_cache_written_by_either(device: str, preset: str) -> None:
     ids[1, 40] = EOS
     keep = torch.arange(68) < torch.tensor([[68], [41]])
     caches = []
-    for fused in (True, False):
+    for backend in (TritonBackend(), TorchBackend()):
         cache = new_cache(codec, device)
-        add(cache, ids, keep, fused, 0)
+        add(cache, ids, keep, backend, 0)
         more = torch.tensor([[RESIDUE, EOS, RESIDUE], [RESIDUE] * 3])
-        add(cache, more, torch.tensor([[True, True, False], [False, True, True]]), fused, 10)
+        add(cache, more, torch.tensor([[True, True, False], [False, True, True]]), backend, 10)
         caches.append(cache)
-    fused, plain = caches
-    assert fused.lengths.tolist() == [70, 43]
-    assert torch.equal(fused.protected_columns, plain.protected_columns)
+    by_kernel, plain = caches
+    assert by_kernel.lengths.tolist() == [70, 43]
+    assert torch.equal(by_kernel.protected_columns, plain.protected_columns)
     there = plain.valid().cpu()[:, None, :, None]
-    for layer_idx, (one, other) in enumerate(zip(fused.layers, plain.layers, strict=True)):
+    for layer_idx, (one, other) in enumerate(zip(by_kernel.layers, plain.layers, strict=True)):
         codes = [
             ordinals(codec, {name: x.cpu() for name, x in layer.packed.items()}, layer_idx) for layer in (one, other)
         ]
@@ -630,14 +631,14 @@ def no_kernel(*args: object, **kwargs: object) -> tuple[Packed, Packed, Packed]:
     raise AssertionError("the kernel was asked for")
 
 
-@pytest.mark.parametrize("fused", [None, False])
-def test_a_cache_on_a_cpu_is_written_by_pytorch(fused: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_triton_backend_encodes_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_encode, "encode", no_kernel)
     cache = new_cache(cache_codec("turbo3", 16), "cpu")
-    add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), fused, 0)
-    assert cache.columns == 5
+    for backend in (TorchBackend(), ReferenceBackend()):
+        add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), backend, 0)
+    assert cache.columns == 10
     with pytest.raises(AssertionError, match="asked for"):
-        add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), True, 0)
+        add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), TritonBackend(), 0)
 
 
 WITHOUT_KERNEL: dict[str, Callable[[], KVCodec]] = {
@@ -658,8 +659,8 @@ def test_what_there_is_no_kernel_for(codec: Callable[[], KVCodec], monkeypatch: 
         encode(tokens, made, "cpu")
     monkeypatch.setattr(triton_encode, "encode", no_kernel)
     caches = [new_cache(made, "cpu") for _ in range(2)]
-    for cache, fused in zip(caches, (True, False), strict=True):
-        add(cache, torch.full((1, 3), RESIDUE), torch.ones(1, 3).bool(), fused, 0)
+    for cache, backend in zip(caches, (TritonBackend(), TorchBackend()), strict=True):
+        add(cache, torch.full((1, 3), RESIDUE), torch.ones(1, 3).bool(), backend, 0)
     for one, other in zip(caches[0].layers, caches[1].layers, strict=True):
         assert_equal(one.packed, other.packed)
 
@@ -673,11 +674,11 @@ def test_more_protected_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch
     cache = new_cache(codec, "cpu")
     ids, keep = torch.full((1, 70), RESIDUE), torch.ones(1, 70).bool()
     ids[0, :65] = CLS
-    add(cache, ids, keep, True, 0)
+    add(cache, ids, keep, TritonBackend(), 0)
     assert cache.protected_columns.shape == (1, 65)
     ids[0, 64] = RESIDUE
     with pytest.raises(AssertionError, match="asked for"):
-        add(new_cache(codec, "cpu"), ids, keep, True, 0)
+        add(new_cache(codec, "cpu"), ids, keep, TritonBackend(), 0)
 
 
 def test_keys_and_values_of_different_shapes() -> None:

@@ -25,6 +25,7 @@ from benchmarks.report import tables, tables_gpu
 from benchmarks.speed import scoring
 from esm_turbo.ops import torch_ops, triton_encode
 from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops.backends import TritonBackend
 
 TINY = Architecture("tiny", num_layers=2, num_heads=2, head_dim=32, intermediate_size=64)
 
@@ -51,6 +52,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_timing, "copy_speed", lambda repeats: 4e12)
     monkeypatch.setattr(cuda_compile, "compile_all", lambda jobs: list(jobs))
     monkeypatch.setattr(triton_kernels, "extend_attention", torch_ops.extend_attention)
+    monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(torch_ops.extend_attention))
     nothing = {"synchronize": None, "memory_allocated": 1000, "memory_reserved": 3000, "max_memory_allocated": 1500}
     for name, value in nothing.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
@@ -181,6 +183,7 @@ def test_a_wrong_kernel_is_refused(no_device: None, monkeypatch: pytest.MonkeyPa
         return 1.05 * torch_ops.extend_attention(*arguments)
 
     monkeypatch.setattr(triton_kernels, "extend_attention", wrong)
+    monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(wrong))
     for case in cuda_validation.kernel_cases(TINY, 70, (1,), ("turbo3",)):
         assert not case.check().passed
     for case in cuda_steps.step_cases(TINY, 40, (1,), ("turbo3",)):
@@ -329,10 +332,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
         widths = {line.count("|") for line in text.splitlines() if line.startswith("|")}
         assert len(widths) == 1, name
     asked = tables_gpu.TABLES["gpu_targets"]()
-    assert (
-        "| decode attention: batch 2 x 70, 2 queries | SDPA bf16 / turbo3 | at least 3.2 | 1.5 | **no** |"
-        in asked
-    )
+    assert "| decode attention: batch 2 x 70, 2 queries | SDPA bf16 / turbo3 | at least 3.2 | 1.5 | **no** |" in asked
     # The worst of many cases stands for all.
     monkeypatch.setattr(tables_gpu, "_MANY_CASES", 1)
     stored_rows = records.read(results / "gpu.jsonl")
