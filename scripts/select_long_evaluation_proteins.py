@@ -13,7 +13,7 @@ import argparse
 import hashlib
 from pathlib import Path
 
-from esm_turbo.files.artifacts import replacing
+from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 
 DATA = Path(__file__).resolve().parents[1] / "calibration_data"

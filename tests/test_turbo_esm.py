@@ -139,7 +139,7 @@ def test_saving_without_a_calibration(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("missing", ["config.json", "model.safetensors", "vocab.txt"])
 def test_an_incomplete_folder(folder: Path, missing: str) -> None:
     (folder / missing).unlink()
-    with pytest.raises(OSError, match=r"no complete checkpoint") as caught:
+    with pytest.raises(OSError, match=r"not a complete checkpoint") as caught:
         TurboEsm.from_pretrained(folder, device="cpu")
     assert isinstance(caught.value, ValueError)
     assert "\n" not in str(caught.value)

@@ -1,4 +1,4 @@
-"""What the commands have in common on a terminal: progress, results, tables, and quiet libraries.
+"""The terminal, as all commands use it: progress, results, and quiet libraries.
 
 Progress and warnings go to standard error, results to standard output.
 """
@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -26,20 +26,20 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as ProgressDisplay
-from rich.table import Table
 from rich.text import Text
 
+from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.common.progress import Progress, silent
 
 PROGRAM = "esm-turbo"
 _debug: ContextVar[bool] = ContextVar("debug", default=False)
-# Results that go to a file or a pipe are not cut to the width of a terminal that is not there.
+# Width of results that go to a file or a pipe, where there is no terminal to ask.
 _PIPE_WIDTH = 120
 
 
 def say(message: str) -> None:
-    """Writes one line to standard error."""
+    """Write one line to standard error."""
     print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr)
 
 
@@ -50,10 +50,10 @@ def one_line(message: object) -> str:
 
 @contextlib.contextmanager
 def quiet(debug: bool) -> Iterator[None]:
-    """Keeps what libraries print off standard error, and shows this package's own warnings in one line each.
+    """Silence the warnings of libraries, and show those of this package in one line each.
 
     Args:
-        debug: let everything through.
+        debug: show everything.
     """
     log = logging.getLogger("esm_turbo")
     handler = _OneLine()
@@ -75,7 +75,7 @@ def quiet(debug: bool) -> Iterator[None]:
 
 
 def quiet_transformers() -> None:
-    """Switches off the bars and reports that transformers prints when it loads a model, unless debugging."""
+    """Disable the progress bars and reports that transformers prints when it loads a model, unless debugging."""
     if _debug.get():
         return
     from huggingface_hub.utils import logging as hub_logging
@@ -97,7 +97,7 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 
 class _Rate(ProgressColumn):
-    """Units done a second."""
+    """Units per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.finished_speed or task.speed
@@ -106,10 +106,10 @@ class _Rate(ProgressColumn):
 
 @contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Progress]:
-    """A progress bar on standard error, with rate and time left; nothing where that is no terminal.
+    """Show progress bars on standard error, with rate and time left; nothing if that is not a terminal.
 
     Args:
-        unit: what is counted.
+        unit: name of what is counted.
 
     Yields:
         The callback for a task; each stage has a bar of its own.
@@ -140,58 +140,35 @@ def progress_bar(unit: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def working(message: str) -> Iterator[None]:
-    """Shows what is going on where it cannot be counted; nothing where standard error is no terminal."""
+    """Show a spinner on standard error while something runs; nothing if that is not a terminal."""
     console = Console(stderr=True)
     with console.status(message) if console.is_terminal else contextlib.nullcontext():
         yield
 
 
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str | None = None) -> Table:
-    """A table, its first column to the left and the others, numbers, to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*row)
-    return made
-
-
 def show(*parts: object, to_json: str | None, result: Mapping[str, Any]) -> None:
-    """Prints a command's result, and writes it for machines where that was asked for.
+    """Print the result of a command, and write it as JSON if asked for.
 
     Args:
-        *parts: for readers: text, or what rich can print.
-        to_json: a file, `-` for standard output, where nothing else is then printed, or None.
+        *parts: what to print: text, or renderables of rich.
+        to_json: a file; `-` for standard output, where nothing else is then printed; or None.
         result: JSON values.
     """
     if to_json == "-":
         print(json.dumps(result, indent=2))
         return
-    console = Console(soft_wrap=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=_PIPE_WIDTH)
+    console = Console(soft_wrap=False, width=width())
     for part in parts:
         if isinstance(part, str):
             print(part)
         else:
             console.print(part)
     if to_json is not None:
-        from esm_turbo.files.artifacts import replacing
-
         with replacing(Path(to_json)) as temporary:
             temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 def width() -> int:
-    """Columns for a result on standard output."""
+    """Width of results on standard output, in columns."""
     console = Console()
     return console.width if console.is_terminal or "COLUMNS" in os.environ else _PIPE_WIDTH
-
-
-def bytes_text(count: float) -> str:
-    """A number of bytes for readers, such as `1.9 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

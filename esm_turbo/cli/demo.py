@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.assets import calibration_proteins, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, PRODUCT_PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.common.progress import Progress
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 CALIBRATION_PROTEINS = 60
 EVALUATION_PROTEINS = 6
 NEW_RESIDUES = 8
-REFRESH = 8
 _EVALUATION_LENGTHS = range(60, 161)
 
 
@@ -106,7 +105,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
         list(PRODUCT_PRESETS),
         names=[r.id for r in chosen],
         extend_ks=(NEW_RESIDUES,),
-        refresh_ws=(0, REFRESH),
+        refresh_ws=(0, DEFAULT_REFRESH),
         outlier_scales=(),
         progress=progress,
     )
@@ -118,7 +117,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
 def _example(turbo: TurboEsm, record: ProteinRecord) -> Example:
     context, new = record.sequence[:-NEW_RESIDUES], record.sequence[-NEW_RESIDUES:]
     cache = turbo.prefill(context)
-    extended = turbo.extend(cache, new, refresh=REFRESH)
+    extended = turbo.extend(cache, new, refresh=DEFAULT_REFRESH)
     codes = turbo.codes
     input_ids = torch.tensor([[codes.cls, *codes.encode(record.sequence, record.id), codes.eos]])
     exact = turbo.model(input_ids.to(turbo.model.device), output_hidden_states=True)

@@ -1,19 +1,20 @@
-"""What the commands print for readers."""
+"""What commands print, `score` and `variants` aside."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from esm_turbo.cli.console import bytes_text, table
+from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.cli.demo import Demo
     from esm_turbo.evaluate.metrics import Accuracy
+    from esm_turbo.proteins.fasta import BadRecord
 
 _COUNTED = ("sequences", "residues")
 
@@ -24,9 +25,9 @@ def demo_report(demo: Demo) -> list[object]:
     proteins, residues = demo.calibrated_on
     compared = evaluation.provenance
     took = {step: f"{time:.1f} s" for step, time in seconds.items()}
-    steps = table(
+    steps = text_table(
         f"{compared.model} on {compared.device}, {compared.dtype}",
-        ["step", "what", "took"],
+        ["step", "what", "time"],
         [
             ["load", "the embedded model", took["load"]],
             ["calibrate", f"{proteins} shipped proteins, {residues:,} residues", took["calibrate"]],
@@ -39,7 +40,7 @@ def demo_report(demo: Demo) -> list[object]:
             [
                 "extend",
                 f"its last {example.new} residues: cosine {example.cosine:.4f} with the exact run,"
-                f" {example.top1} of {example.new} likeliest residues the same",
+                f" {example.top1} of {example.new} most likely residues agree",
                 took["prefill and extend"],
             ],
             [
@@ -48,9 +49,8 @@ def demo_report(demo: Demo) -> list[object]:
                 took["compare"],
             ],
         ],
+        left=(0, 1),
     )
-    steps.columns[1].justify = "left"
-    steps.show_lines = False
     [plain, refreshed] = evaluation.frozen.extend
     rows = []
     for preset in evaluation.presets:
@@ -69,7 +69,7 @@ def demo_report(demo: Demo) -> list[object]:
             ]
         )
     k = plain.new_residues
-    figures = table(
+    figures = text_table(
         "Figures of the embedded small model, not of Meta's ESM-2: cached against exact runs",
         [
             "preset",
@@ -82,13 +82,18 @@ def demo_report(demo: Demo) -> list[object]:
         ],
         rows,
         caption="Cosine of final hidden states with those of the whole sequence recomputed, mean (1 % quantile)."
-        " exact is frozen, not compressed: what it loses is lost by not updating the context.",
+        " exact is frozen, not compressed: its loss comes from not updating the context.",
     )
-    return [steps, figures, f"{sum(seconds.values()):.0f} s in all"]
+    return [steps, figures, f"{sum(seconds.values()):.0f} s in total"]
 
 
 def _cosine(accuracy: Accuracy | None) -> str:
     return "-" if accuracy is None else f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
+
+
+def failures(bad: Sequence[BadRecord]) -> list[dict[str, str]]:
+    """Bad records as JSON values."""
+    return [{"record": one.record, "reason": one.reason} for one in bad]
 
 
 def calibration_result(calibration: Calibration, out: str | os.PathLike[str]) -> dict[str, Any]:
@@ -116,12 +121,12 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
             for name, group in groups.items()
         ]
         if rows:
-            tables.append(table("", [title, "proteins", "residues", "% of residues"], rows))
+            tables.append(text_table("", [title, "proteins", "residues", "% of residues"], rows))
     return tables
 
 
 def store_report(result: Mapping[str, Any]) -> str:
-    """What `esm-turbo store` did."""
+    """Number of contexts computed, and the size of the store."""
     return (
         f"{result['computed']:,} contexts computed; {result['out']} holds {result['contexts']:,},"
         f" {bytes_text(result['bytes'])}"
@@ -129,7 +134,7 @@ def store_report(result: Mapping[str, Any]) -> str:
 
 
 def info_report(result: Mapping[str, Any]) -> list[object]:
-    """What `esm-turbo info` found."""
+    """Tables of everything that `esm-turbo info` found."""
     if result["kind"] == "context_store":
         return _store_tables(result)
     parts: list[object] = []
@@ -166,7 +171,7 @@ def _store_tables(result: Mapping[str, Any]) -> list[object]:
     rates = {"hits": usage["hit_rate"], **{f"hits {place}": rate for place, rate in usage["hit_rates"].items()}}
     shown |= {name: "-" if rate is None else f"{100 * rate:.1f} %" for name, rate in rates.items()}
     rows = [[p["preset"], p["dtype"], f"{p['contexts']:,}", bytes_text(p["bytes"])] for p in result["presets"]]
-    return [_pairs("", shown), table("", ["preset", "dtype", "contexts", "bytes"], rows)]
+    return [_pairs("", shown), text_table("", ["preset", "dtype", "contexts", "bytes"], rows)]
 
 
 def _cache_table(sizes: Mapping[str, Any]) -> Table:
@@ -175,16 +180,14 @@ def _cache_table(sizes: Mapping[str, Any]) -> Table:
         for name, size in sizes["presets"].items()
     ]
     title = f"cache of {sizes['batch_size']} x {sizes['tokens']:,} tokens"
-    return table(title, ["stored as", "bytes", "bits per element", "smaller than fp32"], rows)
+    return text_table(title, ["stored as", "bytes", "bits per element", "smaller than fp32"], rows)
 
 
 def _pairs(title: str, values: Mapping[str, Any]) -> Table:
-    made = Table(title=title or None, title_justify="left", title_style="bold", show_header=False, box=None)
-    made.add_column(style="bold", no_wrap=True)
-    made.add_column(overflow="fold")
-    for name, value in values.items():
-        made.add_row(name, _text(value))
-    return made
+    rows = [[name, _text(value)] for name, value in values.items()]
+    table = text_table(title, ["", ""], rows, left=(0, 1), show_header=False, box=None)
+    table.columns[0].style, table.columns[0].no_wrap = "bold", True
+    return table
 
 
 def _text(value: Any) -> str:
@@ -197,3 +200,12 @@ def _text(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def bytes_text(count: float) -> str:
+    """A number of bytes in the largest fitting unit, such as `1.9 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,11 +1,12 @@
-"""What `esm-turbo score` and `esm-turbo variants` print for readers."""
+"""What `esm-turbo score` and `esm-turbo variants` print."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from statistics import fmean
 from typing import TYPE_CHECKING
 
-from esm_turbo.cli.console import table
+from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def score_report(run: ScoringRun, top: int) -> list[object]:
-    """The best candidates of every target, and how well the arms agree."""
+    """The best candidates of every target, and the agreement of the arms."""
     parts: list[object] = [_target_table(result, top) for result in run.results]
     if any(result.agreement for result in run.results):
         parts.append(_agreement_table(run.results))
@@ -25,32 +26,32 @@ def score_report(run: ScoringRun, top: int) -> list[object]:
 
 
 def variants_report(run: VariantsRun, top: int) -> list[object]:
-    """Correlations of every arm, and the variants that the model likes best."""
+    """Correlations of every arm, and the top-scoring variants."""
     arms = list(run.scores)
     rows = [
-        [arm, run.scores[arm].preset or "-", _figure(run.against_measured(arm)), _figure(run.against_full(arm))]
+        [arm, run.scores[arm].preset or "-", _number(run.against_measured(arm)), _number(run.against_full(arm))]
         for arm in arms
     ]
-    figures = table(
+    correlations = text_table(
         f"{len(run.variants):,} variants, {run.scores[arms[0]].method.replace('_', '-')} marginals",
         ["arm", "stored as", "Spearman with measured", "with full"],
         rows,
     )
     order = sorted(range(len(run.variants)), key=run.scores[arms[0]].values.__getitem__, reverse=True)[:top]
-    best = table(
-        f"the {len(order)} likeliest by {arms[0]}",
+    best = text_table(
+        f"top {len(order)} by {arms[0]}",
         ["variant", "measured", *arms],
         [
             [
                 run.variants[i].variant,
-                _figure(run.variants[i].measured),
-                *(_figure(run.scores[arm].values[i]) for arm in arms),
+                _number(run.variants[i].measured),
+                *(_number(run.scores[arm].values[i]) for arm in arms),
             ]
             for i in order
         ],
-        caption="log-probability of the mutant less that of the wild type, nats",
+        caption="log-probability of the mutant minus that of the wild type, nats",
     )
-    return [figures, best] if order else [figures]
+    return [correlations, best] if order else [correlations]
 
 
 def _target_table(result: TargetResult, top: int) -> Table:
@@ -64,7 +65,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         cells = [str(rank), candidate.id, _shortened(candidate.sequence), *(f"{x:.3f}" for x in perplexities)]
         rows.append([*cells, f"{likelihood:.2f}"])
     rest = len(result.candidates) - len(shown)
-    made = table(
+    return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
         [
             "rank",
@@ -74,48 +75,42 @@ def _target_table(result: TargetResult, top: int) -> Table:
             "pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else ""),
         ],
         rows,
+        left=(0, 1, 2),
         caption=f"and {rest:,} more" if rest else None,
     )
-    for column in made.columns[1:3]:
-        column.justify = "left"
-    return made
 
 
 def _agreement_table(results: Sequence[TargetResult]) -> Table:
     rows = [
-        [result.target.id, arm, *_agreement_cells(one)] for result in results for arm, one in result.agreement.items()
+        [result.target.id, arm, *_agreement_cells([one])] for result in results for arm, one in result.agreement.items()
     ]
-    means = _means([result.agreement for result in results])
-    rows += [["mean", arm, *cells] for arm, cells in means.items()] if len(results) > 1 else []
+    agreements: dict[Arm, list[RankAgreement]] = {}
+    for result in results:
+        for arm, one in result.agreement.items():
+            agreements.setdefault(arm, []).append(one)
+    if len(results) > 1:
+        rows += [["mean", arm, *_agreement_cells(own)] for arm, own in agreements.items()]
     first = next(result for result in results if result.agreement)
-    top_k = max(one.top_k for result in results for one in result.agreement.values())
-    return table(
+    top_k = max(one.top_k for own in agreements.values() for one in own)
+    return text_table(
         f"agreement with {first.reference}",
-        ["target", "arm", "Spearman", f"best {top_k} shared", "mean difference"],
+        ["target", "arm", "Spearman", f"top {top_k} shared", "mean difference"],
         rows,
-        caption="mean difference of pseudo-log-likelihoods, nats a residue",
+        caption="mean difference of pseudo-log-likelihoods, nats per residue",
     )
 
 
-def _agreement_cells(one: RankAgreement) -> list[str]:
-    return [_figure(one.spearman), f"{one.top_k_overlap:.2f}", f"{one.mean_difference:.4f}"]
+def _agreement_cells(agreements: Sequence[RankAgreement]) -> list[str]:
+    """Means over targets."""
+    known = [one.spearman for one in agreements if one.spearman is not None]
+    return [
+        _number(fmean(known) if known else None),
+        f"{fmean(one.top_k_overlap for one in agreements):.2f}",
+        _number(fmean(one.mean_difference for one in agreements)),
+    ]
 
 
-def _means(agreements: Sequence[Mapping[Arm, RankAgreement]]) -> dict[Arm, list[str]]:
-    """Over targets, by arm."""
-    means: dict[Arm, list[str]] = {}
-    for arm in dict.fromkeys(arm for agreement in agreements for arm in agreement):
-        own = [agreement[arm] for agreement in agreements if arm in agreement]
-        known = [one.spearman for one in own if one.spearman is not None]
-        means[arm] = [
-            _figure(sum(known) / len(known) if known else None),
-            f"{sum(one.top_k_overlap for one in own) / len(own):.2f}",
-            f"{sum(one.mean_difference for one in own) / len(own):.4f}",
-        ]
-    return means
-
-
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 

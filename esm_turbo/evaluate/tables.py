@@ -11,6 +11,7 @@ from rich.table import Table
 
 from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.results import Evaluation, Extend, Memory, PresetEvaluation, TokenAccuracy
+from esm_turbo.files.text_tables import text_table
 
 _UNLIMITED = 10_000
 _EXACT = "exact"
@@ -59,8 +60,8 @@ def _headline(evaluation: Evaluation) -> str:
 
 def _memory(evaluation: Evaluation) -> Table:
     tokens = evaluation.presets[0].memory.tokens
-    table = _table(f"Memory of {tokens:,} tokens, everything counted")
-    _columns(table, "preset", "bits/element", "kB", "x FP32", "x fp16", "calibration, kB (shared)")
+    columns = ("preset", "bits/element", "kB", "x FP32", "x fp16", "calibration, kB (shared)")
+    table = _table(f"Memory of {tokens:,} tokens, everything counted", *columns)
     for preset in evaluation.presets:
         memory = preset.memory
         table.add_row(
@@ -79,9 +80,9 @@ def _overview(evaluation: Evaluation) -> Table:
     tokens = evaluation.presets[0].memory.tokens
     table = _table(
         "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>.\n"
-        f"Bits per element of {tokens:,} tokens, everything counted"
+        f"Bits per element of {tokens:,} tokens, everything counted",
+        *("arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>"),
     )
-    _columns(table, "arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>")
     exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]
     _arm(table, "frozen - full", exact[0] if exact else None, evaluation.frozen.leave_one_out)
     for preset in _compressed(evaluation):
@@ -99,9 +100,9 @@ def _extend(evaluation: Evaluation) -> Table | None:
     frozen = evaluation.frozen.extend
     if not frozen:
         return None
-    table = _table("Extension by the last k residues, w of the context refreshed; cosine mean (1 %), KL mean; residues")
-    ws = list(dict.fromkeys(result.refreshed for result in frozen))
-    _columns(table, "arm", *(f"w = {w}" for w in ws))
+    ws = dict.fromkeys(result.refreshed for result in frozen)
+    title = "Extension by the last k residues, w of the context refreshed; cosine mean (1 %), KL mean; residues"
+    table = _table(title, "arm", *(f"w = {w}" for w in ws))
     for k in dict.fromkeys(result.new_residues for result in frozen):
         at = [index for index, result in enumerate(frozen) if result.new_residues == k]
         table.add_row(f"k = {k}, {_proteins(evaluation.presets[0].extend[at[0]])}")
@@ -119,8 +120,7 @@ def _groups(evaluation: Evaluation, kind: str) -> Table | None:
     groups: list[Mapping[str, Accuracy]] = [getattr(preset.leave_one_out, f"by_{kind}") for preset in presets]
     if not groups or len(groups[0]) < 2:
         return None
-    table = _table(f"Leave-one-out by {kind}: cosine mean (1 %); turbo - frozen, residues")
-    _columns(table, kind, *groups[0])
+    table = _table(f"Leave-one-out by {kind}: cosine mean (1 %); turbo - frozen, residues", kind, *groups[0])
     table.add_row("residues", *(f"{accuracy.tokens:,}" for accuracy in groups[0].values()))
     for preset, group in zip(presets, groups, strict=True):
         table.add_row(preset.name, *(_cosines(accuracy) for accuracy in group.values()))
@@ -134,8 +134,8 @@ def _layers(evaluation: Evaluation) -> Table | None:
         return None
     count = len(presets[0].leave_one_out.by_layer)
     shown = sorted({round(step * (count - 1) / max(1, _LAYERS - 1)) for step in range(_LAYERS)})
-    table = _table("Leave-one-out by layer: relative RMS error of the hidden states; turbo - frozen, residues")
-    _columns(table, "layer", *(str(presets[0].leave_one_out.by_layer[i].layer) for i in shown))
+    title = "Leave-one-out by layer: relative RMS error of the hidden states; turbo - frozen, residues"
+    table = _table(title, "layer", *(str(presets[0].leave_one_out.by_layer[i].layer) for i in shown))
     for preset in presets:
         layers = preset.leave_one_out.by_layer
         table.add_row(preset.name, *(_small(layers[i].relative_rms_error) for i in shown))
@@ -148,9 +148,9 @@ def _outliers(evaluation: Evaluation) -> Table | None:
         return None
     table = _table(
         f"Outliers planted, each model calibrated on {setup.calibration_proteins} proteins:\nleave-one-out on the"
-        f" first {setup.proteins}, cosine mean (1 %), KL mean; turbo - frozen, residues"
+        f" first {setup.proteins}, cosine mean (1 %), KL mean; turbo - frozen, residues",
+        *("preset", *(f"x{model.scale:g}" for model in setup.models)),
     )
-    _columns(table, "preset", *(f"x{model.scale:g}" for model in setup.models))
     for preset in evaluation.presets:
         if preset.outliers:
             table.add_row(preset.name, *(_brief(outlier.against_frozen) for outlier in preset.outliers))
@@ -163,14 +163,10 @@ def _compressed(evaluation: Evaluation) -> list[PresetEvaluation]:
     return [preset for preset in evaluation.presets if preset.options["codec"] != _EXACT]
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
-
-
-def _columns(table: Table, first: str, *others: str) -> None:
-    table.add_column(first, no_wrap=True)
-    for name in others:
-        table.add_column(name, justify="right")
+def _table(title: str, *columns: str) -> Table:
+    table = text_table(title, columns, box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
+    table.columns[0].no_wrap = True
+    return table
 
 
 def _figures(accuracy: Accuracy) -> Sequence[str]:

@@ -1,1 +1,1 @@
-"""Files: artifacts, fingerprints, folders with one writer, tables, and model lookup."""
+"""Files: artifacts, fingerprints, atomic writes, tables, and model lookup."""

@@ -1,4 +1,4 @@
-"""Tables with named columns, in and out."""
+"""Read and write CSV files with named columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from esm_turbo.files.artifacts import replacing
+from esm_turbo.files.writing import replacing
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -19,7 +19,7 @@ class CsvRow(dict[str, str]):
     """A row of a CSV file: columns by name.
 
     Attributes:
-        line: of the file, where it begins, counted from 1.
+        line: number of its first line in the file, counted from 1.
     """
 
     def __init__(self, cells: dict[str, str], line: int) -> None:
@@ -28,25 +28,25 @@ class CsvRow(dict[str, str]):
 
 
 class CsvError(ValueError):
-    """A CSV file that cannot be used as a whole; names the file and what to do."""
+    """A CSV file cannot be used; the message names the file and the remedy."""
 
 
 def is_csv(path: str | os.PathLike[str]) -> bool:
-    """Whether a file's name says that it is CSV, plain or gzip."""
+    """Whether a file is CSV by its name, plain or gzip."""
     return Path(os.fspath(path).lower().removesuffix(".gz")).suffix == ".csv"
 
 
 def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()) -> list[CsvRow]:
-    """Reads columns of a CSV file, plain or gzip, its first line the names.
+    """Read columns of a CSV file, plain or gzip, whose first line names them.
 
     Args:
         path: the file.
-        required: columns that must be there; names are compared without regard to case.
-        optional: columns that may be.
+        required: columns that must be present; names are case-insensitive.
+        optional: columns that may be absent.
 
     Returns:
-        Per row the columns asked for by their names as asked for, without space around; one that is not there, or ends
-        early in this row, is empty. Empty rows are left out.
+        Per row, the stripped text of each requested column, empty where the column is absent or the row too short.
+        Empty rows are left out.
 
     Raises:
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
@@ -54,7 +54,7 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
     try:
         return _rows(_text(Path(path)), required, optional)
     except UnicodeDecodeError:
-        reason = "is not text; give a table with commas, encoded as UTF-8, plain or gzip"
+        reason = "is not text; give a comma-separated table, encoded as UTF-8, plain or gzip"
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         reason = f"the gzip file is truncated or damaged ({error}); copy or download it again"
     except csv.Error as error:
@@ -67,7 +67,7 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Writes a CSV file, whole or not at all.
+    """Write a CSV file, atomically.
 
     Raises:
         OSError: it cannot be written.
@@ -100,6 +100,6 @@ def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[C
         if any(cell.strip() for cell in cells):
             found = {name: cells[at[name]].strip() if name in at and at[name] < len(cells) else "" for name in wanted}
             rows.append(CsvRow(found, begin))
-        # A row goes on over several lines where a cell in quotes does.
+        # A quoted cell may span several lines.
         begin = lines.line_num + 1
     return rows

@@ -1,8 +1,8 @@
-"""Which model an artifact belongs to.
+"""Fingerprints, which tell whether an artifact belongs to a model.
 
-A fingerprint is made of the attention weights: per layer and per matrix W_q, W_k, W_v, W_o the Frobenius norm and
-fixed random projections u^T W v. They are compared with a tolerance, so that a calibration made in float32 serves
-the same model in bfloat16, and one of another model is refused.
+A fingerprint describes the attention weights: for each matrix W_q, W_k, W_v, W_o of each layer, the Frobenius norm and
+fixed random projections u^T W v. Fingerprints are compared with a tolerance, so that a calibration made in float32 fits
+the same model in bfloat16, while one of another model is refused.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _NUM_PROJECTIONS = 4
 
 
 def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
-    """Fingerprint of an `EsmModel`, [layers, 4, 1 + projections]: norm, then projections divided by their scale.
+    """Fingerprint of an `EsmModel`, [layers, 4, 1 + projections]: the norm, then the projections divided by it.
 
-    It is kept on the model and made anew when a weight has changed.
+    It is cached on the model until a weight changes.
     """
     weights = [_attention_weights(layer) for layer in model.encoder.layer]
     versions = tuple((w.data_ptr(), version_of(w)) for layer in weights for w in layer)
@@ -38,23 +38,23 @@ def model_fingerprint(model: Any) -> npt.NDArray[np.float32]:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place; 0 for one made in inference mode, where that is not counted."""
+    """Number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def codec_fingerprint(state: Mapping[str, Tensor]) -> npt.NDArray[np.float32]:
-    """Fingerprint of a codec's fitted tensors, [tensors, 1 + projections]: what codes mean depends on all of them."""
+    """Fingerprint of the fitted tensors of a codec, [tensors, 1 + projections]; decoding depends on all of them."""
     rows = [_describe(tensor.reshape(tensor.shape[0], -1)) for _, tensor in sorted(state.items())]
     return torch.stack(rows).cpu().numpy() if rows else np.zeros((0, 1 + _NUM_PROJECTIONS), np.float32)
 
 
 def same_codec(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
-    """Whether codes written with one can be read with the other: equal up to the rounding of a fit made again."""
+    """Whether either codec decodes the codes of the other: equal up to the rounding of a repeated fit."""
     return a.shape == b.shape and np.allclose(a, b, rtol=CODEC_RTOL, atol=CODEC_RTOL)
 
 
 def same_model(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> bool:
-    """Whether two fingerprints are one model's, up to the rounding of its weights."""
+    """Whether two fingerprints are of one model, up to the rounding of its weights."""
     if a.shape != b.shape:
         return False
     norms = np.allclose(a[..., 0], b[..., 0], rtol=RTOL)
@@ -70,7 +70,7 @@ def _attention_weights(layer: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _describe(weight: Tensor) -> Tensor:
     weight = weight.float()
     norm = weight.norm()
-    # A random sign vector keeps the projection's size at the norm itself, whatever the matrix.
+    # Projections on random sign vectors are of the size of the norm for any matrix.
     rows, columns = _signs(weight.shape[0], weight), _signs(weight.shape[1], weight)
     projections = ((rows @ weight) * columns).sum(-1)
     return torch.cat([norm[None], projections / norm.clamp_min(1e-30)])

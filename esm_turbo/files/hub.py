@@ -1,27 +1,26 @@
-"""Where a model comes from: a folder, the local copy of a hub model, or the hub."""
+"""Find a model: in a folder, in the local cache of the hub, or on the hub."""
 
 from __future__ import annotations
 
 import os
 
-# Seconds for the hub to answer at all; a download takes as long as it takes.
+# Seconds within which the hub must answer; downloads have no limit.
 _TIMEOUT = 10.0
 
 
 def model_name(name_or_path: str) -> str:
-    """A hub id unchanged; for a folder its base name, so that artifacts do not record local paths."""
+    """A hub id as it is; the base name of a folder, so that artifacts do not record local paths."""
     return os.path.basename(os.path.abspath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
 
 
 class ModelNotFoundError(OSError, ValueError):
-    """There is no such model here, and the hub does not give it."""
+    """A model is neither a local folder nor available from the hub."""
 
 
 def local_files_only(source: str) -> bool:
-    """Whether a model must be taken from the local copy because the hub cannot be reached.
+    """Whether a model must be loaded from the local cache because the hub cannot be reached.
 
-    Asked once before loading, because the hub's client tries six times, and longer than twenty seconds, to reach a
-    network that is not there.
+    Called once before loading, because without a network the hub's client retries six times, for over twenty seconds.
 
     Args:
         source: a folder or a hub id.
@@ -39,20 +38,20 @@ def local_files_only(source: str) -> bool:
         model_info(source, timeout=_TIMEOUT)
     except HFValidationError:
         raise ModelNotFoundError(
-            f"{source}: there is no such folder, and it is no name of a hub model; check the path"
+            f"{source}: there is no such folder, and it is not a valid hub id; check the path"
         ) from None
     except RepositoryNotFoundError:
         if copied:
             return True
         raise not_found(source, "the Hugging Face hub has no such model, or does not show it to you") from None
     except HfHubHTTPError:
-        # The hub or a mirror answered: loading will say what is wrong, if anything is.
+        # The hub or a mirror answered: if anything is wrong, loading reports it.
         return False
     except OfflineModeIsEnabled:
         if copied:
             return True
         raise not_found(source, "there is no local copy and HF_HUB_OFFLINE forbids the Hugging Face hub") from None
-    # The exceptions of the HTTP client have changed their package between versions of the hub's client.
+    # The exceptions of the HTTP client come from different packages in different versions of the hub's client.
     except Exception:
         if copied:
             return True
@@ -61,9 +60,11 @@ def local_files_only(source: str) -> bool:
 
 
 def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:
-    """The error that says why a model cannot be loaded, in one line."""
+    """A one-line error that tells why a model cannot be loaded."""
     if os.path.isdir(source):
-        return ModelNotFoundError(f"{source}: the folder is no complete checkpoint (config.json, weights, vocab.txt)")
+        return ModelNotFoundError(
+            f"{source}: the folder is not a complete checkpoint (config.json, weights, vocab.txt)"
+        )
     reason = reason or "the Hugging Face hub cannot be reached or has no such ESM-2 checkpoint"
     return ModelNotFoundError(
         f"cannot load {source!r}: there is no such folder, and {reason};"

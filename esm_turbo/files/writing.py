@@ -1,37 +1,73 @@
-"""Folders that one process at a time writes into, and errors that say so when a file cannot be written."""
+"""Write files: atomically, one process per folder at a time, with errors that name the file."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
+from esm_turbo.files.paths import is_device
+
 LOCK_FILE = ".lock"
-# What `artifacts.replacing`, and safetensors by itself, leave behind where their process is killed.
+# What `replacing`, and safetensors by itself, leave behind when their process is killed.
 _TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp|\.tmp[A-Za-z0-9]{6}")
 
 
 class FolderBusyError(OSError, ValueError):
-    """Another process writes into the folder."""
+    """Another process is writing into the folder."""
+
+
+@contextlib.contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary path in the same folder, renamed to `path` on success and removed on failure.
+
+    If `path` is a link, the file that it points to is replaced. A device or a pipe, such as `/dev/stdout`, is kept and
+    written to on success.
+    """
+    path = Path(path)
+    copied = is_device(path)
+    if path.is_symlink() and not copied:
+        path = Path(os.path.realpath(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.gettempdir() if copied else path.parent
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        if copied:
+            with temporary.open("rb") as source, path.open("wb") as target:
+                shutil.copyfileobj(source, target)
+            return
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(temporary, 0o666 & ~umask)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: bool = False) -> Iterator[None]:
-    """Makes sure that nobody else writes into a folder. The system ends the hold of a process that dies.
+    """Lock a folder against other writers. The operating system releases the lock of a process that dies.
 
     Args:
-        folder: made if need be.
+        folder: created if needed.
         timeout: seconds to wait for another writer.
-        keep: leave the lock's file behind; else it goes, and so does a folder that is empty afterwards.
+        keep: keep the lock file; otherwise it is removed, and so is a folder that is then empty.
 
     Raises:
-        FolderBusyError: another process writes into it, still after `timeout`.
+        FolderBusyError: another process is writing into it, still after `timeout`.
     """
+    # Imported here because it loads asyncio, which `--help` does not need.
+    from filelock import FileLock, Timeout
+
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
@@ -47,7 +83,7 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
         yield
     finally:
         if not keep:
-            # Before the release: afterwards the file may be another's.
+            # Before the release: afterwards the file may belong to another process.
             path.unlink(missing_ok=True)
         lock.release()
         if not keep:
@@ -57,7 +93,7 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
 
 @contextlib.contextmanager
 def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turns what libraries raise when the system refuses a file into an OSError that names it.
+    """Turn the errors that libraries raise when a file cannot be written into an OSError that names it.
 
     Raises:
         OSError: the file or folder cannot be written.
@@ -71,11 +107,11 @@ def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def remove_temporaries(folder: str | os.PathLike[str], prefix: str = ".") -> None:
-    """Removes half-written files that a killed process left in a folder; only for its writer.
+    """Remove the half-written files that a killed process left in a folder; for its writer only.
 
     Args:
-        folder: where to look, not below it.
-        prefix: how the names begin.
+        folder: searched without its subfolders.
+        prefix: of the names to remove.
     """
     for path in Path(folder).iterdir():
         if path.name.startswith(prefix) and is_temporary(path.name):
@@ -83,7 +119,7 @@ def remove_temporaries(folder: str | os.PathLike[str], prefix: str = ".") -> Non
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file is one that is being written, or was."""
+    """Whether a file name is that of a file being written, or left half-written."""
     return _TEMPORARY.fullmatch(name) is not None
 
 

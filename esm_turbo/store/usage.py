@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from esm_turbo.files.artifacts import replacing
+from esm_turbo.files.writing import replacing
 from esm_turbo.store.files import is_store
 
 USAGE_FILE = "usage.jsonl"

@@ -153,7 +153,10 @@ def test_help_and_version(esm):
         (["embed", "x.fasta", "out", "--dtype", "int8"], "int8"),
         (["embed", "x.fasta", "out", "--nope", "1"], "--nope"),
         (["embed", "x.fasta", "out", "--truncation_seq_length", "0"], "must be at least 1, got 0"),
-        (["embed", "x.fasta", "out", "--format", "h5", "--include", "cache"], "caches cannot go into an HDF5 file"),
+        (
+            ["embed", "x.fasta", "out", "--format", "h5", "--include", "cache"],
+            "caches cannot be stored in an HDF5 file",
+        ),
         (["evaluate", "x.fasta", "--preset", "paper", "papper"], "got 'papper'"),
         (["evaluate", "x.fasta", "--max-proteins", "0"], "must be at least 1, got 0"),
         (["info", "--length", "0"], "must be at least 1, got 0"),
@@ -413,9 +416,9 @@ def nan_weights(folder):
         (bert, "not ESM-2 but model type 'bert'"),
         (esm1b, "not ESM-2 but an ESM model with absolute positions"),
         (esmfold, "folding"),
-        (no_weights, "no complete checkpoint"),
-        (no_config, "no complete checkpoint"),
-        (broken_config, "no complete checkpoint"),
+        (no_weights, "not a complete checkpoint"),
+        (no_config, "not a complete checkpoint"),
+        (broken_config, "not a complete checkpoint"),
         (truncated_weights, "the weights are damaged"),
         (other_weights, "weights of the encoder, such as esm.embeddings.word_embeddings.weight"),
         (nan_weights, "esm.encoder.layer.1.attention.self.key.weight holds NaN or infinity"),
@@ -687,7 +690,7 @@ def test_truncation_and_long_proteins_warn_once(esm, tmp_path, tiny_folder):
     assert line.startswith("esm-turbo: warning: 2 proteins of up to 1040 residues")
     result = esm(*arguments[:2], tmp_path / "cut", *arguments[2:], "--truncation_seq_length", "50", "--json", "-")
     assert result.code == 0
-    assert result.err == "esm-turbo: warning: 2 proteins cut after 50 residues\n"
+    assert result.err == "esm-turbo: warning: 2 proteins truncated to 50 residues\n"
     assert json.loads(result.out)["truncated"] == ["a", "b"]
     lengths = {
         name: len(torch.load(tmp_path / "cut" / file, weights_only=True)["representations"][2])
@@ -917,7 +920,7 @@ def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypat
     (tmp_path / "link").symlink_to(path)
     result = esm(*({"IN": path, "LINK": "link"}.get(word, word) for word in command))
     assert (result.code, result.out) == (2, "")
-    assert "is read by this command" in result.error or "is to be written twice" in result.error
+    assert "is an input of this command" in result.error or "is named for two outputs" in result.error
     assert path.read_bytes() == before
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
 

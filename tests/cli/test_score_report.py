@@ -91,7 +91,7 @@ def test_arms_are_compared_with_full(esm, targets, candidates, tmp_path):
         "score", targets, candidates, "--arm", "turbo", "frozen", "full", "--top-k", 2, "--json", found
     )
     assert code == 0
-    assert "agreement with full" in printed and "mean" in printed and "best 2 shared" in printed
+    assert "agreement with full" in printed and "mean" in printed and "top 2 shared" in printed
     [first, _] = json.loads(found.read_text())["results"]
     assert set(first["agreement"]) == {"turbo", "frozen"}
     assert first["agreement"]["frozen"]["count"] == 3

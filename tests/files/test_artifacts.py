@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from esm_turbo.files import artifacts
-from esm_turbo.files.artifacts import ArtifactError, package_versions, read_artifact, replacing, write_artifact
+from esm_turbo.files.artifacts import ArtifactError, package_versions, read_artifact, write_artifact
 from esm_turbo.files.paths import check_writable
+from esm_turbo.files.writing import replacing
 
 KIND, VERSION = "calibration", 3
 TENSORS = {

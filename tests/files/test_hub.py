@@ -80,5 +80,5 @@ def test_any_other_answer_is_left_to_loading(hub):
 
 @pytest.mark.parametrize("name", ["a/b/c", "no such folder", "./here", "x" * 200])
 def test_what_is_neither_folder_nor_name(name):
-    with pytest.raises(ModelNotFoundError, match="no such folder, and it is no name of a hub model"):
+    with pytest.raises(ModelNotFoundError, match="no such folder, and it is not a valid hub id"):
         local_files_only(name)

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from esm_turbo.files.artifacts import ArtifactError, read_artifact, replacing, write_artifact
-from esm_turbo.files.writing import file_errors, remove_temporaries
+from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.files.artifacts import replacing
-from esm_turbo.files.writing import file_errors, remove_temporaries
+from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 from esm_turbo.tasks.embedding.files import (

@@ -1,0 +1,51 @@
+"""`esm-turbo calibrate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from esm_turbo.cli.console import progress_bar, show, working
+from esm_turbo.cli.inputs import check_outputs, load_model
+from esm_turbo.cli.options import BatchTokens, JsonFile, ModelOptions, Unknown
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.proteins.fasta import read_fasta_strict
+
+
+def calibrate(
+    proteins: Path,
+    /,
+    *,
+    out: Path,
+    max_residues: int | None = None,
+    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    unknown: Unknown = None,
+    json: JsonFile = None,
+    model: ModelOptions = ModelOptions(),
+) -> None:
+    """Calibrate a model on proteins, so that it can write compressed caches.
+
+    A file with any bad record is refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`.
+
+    Args:
+        proteins: FASTA file, plain or gzip; calibration_data/proteins.fasta ships with the project.
+        out: Calibration to write, a safetensors file.
+        max_residues: Use only the first proteins, up to this total number of residues.
+    """
+    check_outputs(json, proteins, out=out)
+    records = read_fasta_strict(proteins, unknown=unknown)
+    turbo = load_model(model)
+    from esm_turbo.cli.report import calibration_report, calibration_result
+    from esm_turbo.tasks.calibration.records import calibrate_records
+
+    with progress_bar("residues") as progress:
+        calibration = calibrate_records(
+            turbo,
+            records,
+            source=proteins,
+            toks_per_batch=toks_per_batch,
+            max_residues=max_residues,
+            progress=progress,
+        )
+    with working("writing"):
+        calibration.save(out)
+    show(*calibration_report(calibration, out), to_json=json, result=calibration_result(calibration, out))

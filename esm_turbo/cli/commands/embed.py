@@ -1,0 +1,95 @@
+"""`esm-turbo embed`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+from esm_turbo.cli.console import progress_bar, say, show
+from esm_turbo.cli.inputs import check_minimum, check_outputs, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.report import failures
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.tasks.common.options import EmbeddingFormat, Include
+
+
+def embed(
+    proteins: Path,
+    out: Path,
+    /,
+    *,
+    repr_layers: Annotated[tuple[int, ...], MANY] = (-1,),
+    include: Annotated[tuple[Include, ...], MANY] = ("mean", "per_tok"),
+    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    truncation_seq_length: int | None = None,
+    window: int | None = None,
+    overlap: int | None = None,
+    memory: int | None = None,
+    format: EmbeddingFormat = "pt",
+    unknown: Unknown = None,
+    json: JsonFile = None,
+    model: CacheOptions = CacheOptions(),
+) -> int:
+    """Embed proteins, with the option names and results of esm-extract.
+
+    Files are named by a hash of the sequence; index.tsv maps identifiers to files. Bad records are reported at the
+    end; all others are embedded. After an interruption, the same command continues where it stopped.
+
+    Args:
+        proteins: FASTA file, plain or gzip.
+        out: Folder with one file per sequence; one file for --format h5.
+        repr_layers: Layers to save; 0 is the input of the first layer, negative numbers count from the last.
+        include: What to save: mean and per-residue hidden states, the hidden state of the cls token (bos), predicted
+            contacts, compressed caches.
+        truncation_seq_length: Truncate proteins to this number of residues. By default, they are not truncated.
+        window: Compute longer proteins in windows of this number of residues. By default, they are computed whole.
+        overlap: Residues that consecutive windows share, 64 by default.
+        memory: Residues before a window that it attends to through the compressed cache, by default as many as
+            --window.
+        format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files.
+    """
+    check_outputs(json, proteins)
+    check_minimum(1, truncation_seq_length=truncation_seq_length)
+    if format == "h5" and "cache" in include:
+        raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")
+    from esm_turbo.tasks.embedding.windows import Windows
+
+    windows = Windows.of(window, overlap, memory)
+    good, bad = read_proteins(proteins, unknown)
+    turbo = load_model(model)
+    from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+    from esm_turbo.tasks.embedding.records import embed_records
+
+    cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
+    request = EmbeddingRequest.of(turbo, repr_layers, include, windows)
+    with progress_bar("residues") as progress:
+        run = embed_records(
+            turbo,
+            good,
+            out,
+            request,
+            file_format=format,
+            toks_per_batch=toks_per_batch,
+            truncation_seq_length=truncation_seq_length,
+            progress=progress,
+        )
+    for damaged in run.damaged:
+        say(f"warning: {damaged}: was damaged and has been replaced")
+    if cut:
+        say(f"warning: {len(cut)} protein{'s' if len(cut) > 1 else ''} truncated to {truncation_seq_length} residues")
+    written, total = len(good) - len(run.failed), len(good) + len(bad)
+    bad = [*bad, *run.failed]
+    list_bad(proteins, bad)
+    result = {
+        "out": os.fspath(out),
+        "format": format,
+        "written": written,
+        "reused": run.reused,
+        "damaged": run.damaged,
+        "truncated": [record.id for record in cut],
+        "failed": failures(bad),
+    }
+    reused = f" ({run.reused} of them earlier)" if run.reused else ""
+    show(f"{written} of {total} proteins embedded in {out}{reused}", to_json=json, result=result)
+    return 1 if bad else 0

@@ -1,0 +1,68 @@
+"""`esm-turbo evaluate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from esm_turbo.cli.console import progress_bar, show, width
+from esm_turbo.cli.inputs import check_minimum, check_outputs, load_model
+from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, JsonFile, Unknown
+from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+from esm_turbo.proteins.fasta import read_fasta_strict
+
+
+def evaluate(
+    proteins: Path,
+    /,
+    *,
+    preset: Annotated[tuple[str, ...], MANY] = ("exact", DEFAULT_PRESET),
+    max_proteins: int | None = None,
+    extend_ks: Annotated[tuple[int, ...], MANY] = (1, 8, 32),
+    refresh_ws: Annotated[tuple[int, ...], MANY] = (0, 8, 32),
+    outlier_scales: Annotated[tuple[float, ...], MANY] = (1, 10, 60, 200),
+    outlier_proteins: int = 8,
+    outlier_calibration_proteins: int = 60,
+    unknown: Unknown = None,
+    json: JsonFile = None,
+    model: CalibratedModelOptions = CalibratedModelOptions(),
+    backend: BackendOption = Backend.AUTO,
+) -> None:
+    """Measure accuracy and memory of presets on proteins that the calibration has not seen.
+
+    Compares the whole sequence recomputed, a context at full precision, and a compressed one. A file with any bad
+    record is refused. A list without values, as in `--outlier-scales` alone, disables that part.
+
+    Args:
+        proteins: FASTA file, plain or gzip.
+        preset: Presets to evaluate; all for every preset, including the codecs for comparison.
+        max_proteins: Evaluate only the first N proteins.
+        extend_ks: Numbers of new residues at the end of a context.
+        refresh_ws: Numbers of residues at the end of the context that are recomputed with the new ones.
+        outlier_scales: Scales of the outliers planted into keys and values.
+        outlier_proteins: Number of proteins evaluated with planted outliers.
+        outlier_calibration_proteins: Number of shipped proteins that each model with outliers is calibrated on.
+    """
+    check_outputs(json, proteins)
+    if not preset:
+        raise ValueError("--preset must name at least one preset")
+    for name in preset:
+        if name != "all":
+            TurboConfig.from_preset(name)
+    check_minimum(1, max_proteins=max_proteins)
+    records = read_fasta_strict(proteins, unknown=unknown)[:max_proteins]
+    turbo = load_model(model, backend=backend)
+    with progress_bar("proteins") as progress:
+        result = turbo.evaluate(
+            [record.sequence for record in records],
+            list(preset),
+            names=[record.id for record in records],
+            classes=[record.structural_class for record in records],
+            extend_ks=extend_ks,
+            refresh_ws=refresh_ws,
+            outlier_scales=outlier_scales,
+            outlier_proteins=outlier_proteins,
+            outlier_calibration_proteins=outlier_calibration_proteins,
+            progress=progress,
+        )
+    show(result.table(width()), to_json=json, result=result.to_dict())

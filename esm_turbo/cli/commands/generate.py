@@ -1,0 +1,115 @@
+"""`esm-turbo generate`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.inputs import check_outputs, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.report import failures
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.writing import replacing
+from esm_turbo.tasks.common.options import UnmaskingOrder
+
+_NO_DEFAULT = Parameter(show_default=False)
+
+
+def generate(
+    proteins: Path,
+    /,
+    *,
+    max_new_tokens: int | None = None,
+    positions: str | None = None,
+    order: UnmaskingOrder | None = None,
+    per_step: int = 1,
+    sweeps: int = 1,
+    num_return_sequences: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    allowed: Annotated[tuple[str, ...], MANY, _NO_DEFAULT] = (),
+    banned: Annotated[str, _NO_DEFAULT] = "",
+    seed: int = 0,
+    refresh: int | None = None,
+    refresh_every: int | None = None,
+    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    unknown: Unknown = None,
+    out: Path | None = None,
+    json: JsonFile = None,
+    model: CacheOptions = CacheOptions(),
+) -> int:
+    """Generate residues after proteins (--max-new-tokens) or in place of some of their residues (--positions).
+
+    Writes FASTA whose headers give the positions of the new residues and their mean log-probability. Bad records are
+    reported at the end; all others are used.
+
+    Args:
+        proteins: FASTA file, plain or gzip.
+        max_new_tokens: Number of residues to append to each protein.
+        positions: Residues to replace, counted from 1, such as 10-25,40.
+        order: Order in which the positions are sampled, random by default.
+        per_step: Positions of a protein to sample per step.
+        sweeps: How many times each position is sampled; from the second time on, given all others (Gibbs sampling).
+        num_return_sequences: Samples per protein.
+        temperature: Divides the logits; 0 takes the most likely residue.
+        top_k: Sample from the k most likely residues only.
+        top_p: Sample from the most likely residues only, those whose probabilities add up to p.
+        allowed: Residues that may be generated: ACDE, or by position, as in 10=AG 12-15=HP.
+        banned: Residues that are never generated.
+        seed: Seed of the samples; the same seed gives the same residues on the same backend.
+        refresh: Residues next to the new ones that are recomputed with them, 8 by default.
+        refresh_every: Steps from one refresh to the next; by default 1 with --max-new-tokens, 8 with --positions.
+        out: FASTA file to write. By default, standard output.
+    """
+    check_outputs(json, proteins, out=out)
+    if (max_new_tokens is None) == (positions is None):
+        raise ValueError(
+            "give --max-new-tokens to append residues, or --positions to replace some"
+            + (", not both" if positions is not None else "")
+        )
+    good, bad = read_proteins(proteins, unknown)
+    turbo = load_model(model)
+    from esm_turbo.tasks.generation.generate import GenerationOptions
+    from esm_turbo.tasks.generation.records import generate_records, parse_allowed, parse_positions
+
+    options = GenerationOptions(
+        max_new_tokens=max_new_tokens,
+        positions=None if positions is None else parse_positions(positions),
+        order=order,
+        per_step=per_step,
+        sweeps=sweeps,
+        num_return_sequences=num_return_sequences,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        allowed=parse_allowed(allowed),
+        banned=banned,
+        refresh=refresh,
+        refresh_every=refresh_every,
+    )
+    with progress_bar("proteins") as progress:
+        generated, failed = generate_records(
+            turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, progress=progress
+        )
+    bad = [*bad, *failed]
+    list_bad(proteins, bad)
+    if not generated:
+        raise ValueError(f"{proteins}: nothing could be generated from any record")
+    fasta = "".join(one.fasta() for one in generated)
+    if out is not None:
+        with replacing(out) as temporary:
+            temporary.write_text(fasta, encoding="utf-8")
+    result = {
+        "out": None if out is None else os.fspath(out),
+        "sequences": [asdict(one) for one in generated],
+        "failed": failures(bad),
+    }
+    text = fasta.rstrip("\n") if out is None else f"{len(generated)} sequences written to {out}"
+    show(text, to_json=json, result=result)
+    return 1 if bad else 0

@@ -1,0 +1,82 @@
+"""`esm-turbo score`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.inputs import check_minimum, check_outputs, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import Arms, AutoBatchTokens, BackendOption, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.report import failures
+from esm_turbo.cli.score_report import score_report
+from esm_turbo.config import DEFAULT_REFRESH, Backend
+from esm_turbo.tasks.common.options import Place
+
+
+def score(
+    targets: Path,
+    candidates: Path,
+    /,
+    *,
+    arm: Arms = ("turbo",),
+    refresh: int = DEFAULT_REFRESH,
+    place: Place = "masked",
+    top: int = 10,
+    top_k: int = 10,
+    toks_per_batch: AutoBatchTokens = None,
+    unknown: Unknown = None,
+    out: Path | None = None,
+    json: JsonFile = None,
+    model: CacheOptions = CacheOptions(),
+    backend: BackendOption = Backend.AUTO,
+) -> int:
+    """Score candidates, such as peptides, as continuations of targets by pseudo-perplexity.
+
+    Every residue of a candidate is masked in turn. A target is computed once for all candidates of the same length.
+    With several arms, the agreement of their rankings is shown. Bad records are reported at the end; all others are
+    scored.
+
+    Args:
+        targets: FASTA file, plain or gzip.
+        candidates: FASTA file, or CSV file with a column sequence and optional columns id and target (a candidate with
+            a target is scored on that one only).
+        arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
+            compressed.
+        refresh: Residues at the end of the target that are recomputed with every candidate.
+        place: What stands in place of the candidate while the target is computed: masks, or nothing.
+        top: Number of candidates to print per target.
+        top_k: Number of top candidates used to compare arms.
+        out: CSV file to write all scores to.
+    """
+    check_outputs(json, targets, candidates, out=out)
+    check_minimum(0, refresh=refresh, top=top)
+    check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
+    if not arm:
+        raise ValueError("--arm must name at least one arm")
+    good, bad_targets = read_proteins(targets, unknown)
+    from esm_turbo.tasks.scoring.records import read_candidates, score_records
+
+    read, bad_candidates = read_candidates(candidates, good, unknown=unknown)
+    check_usable(candidates, read, bad_candidates)
+    turbo = load_model(model, backend=backend)
+    arms = tuple(dict.fromkeys(arm))
+    with progress_bar("residues") as progress:
+        run = score_records(
+            turbo,
+            good,
+            read,
+            arms,
+            top_k=top_k,
+            progress=progress,
+            refresh=refresh,
+            place=place,
+            toks_per_batch=toks_per_batch,
+        )
+    if out is not None and run.results:
+        run.write(out)
+    list_bad(targets, [*bad_targets, *run.failed])
+    list_bad(candidates, bad_candidates)
+    failed = [*bad_targets, *bad_candidates, *run.failed]
+    result = {"results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    show(*score_report(run, top), to_json=json, result=result)
+    return 1 if failed else 0

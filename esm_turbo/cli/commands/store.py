@@ -1,0 +1,54 @@
+"""`esm-turbo store`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.inputs import check_outputs, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.report import failures, store_report
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+
+
+def store(
+    proteins: Path,
+    folder: Path,
+    /,
+    *,
+    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    unknown: Unknown = None,
+    json: JsonFile = None,
+    model: CacheOptions = CacheOptions(),
+) -> int:
+    """Add compressed contexts of proteins to a store.
+
+    Contexts that the store already holds are not computed again: after an interruption, the same command continues
+    where it stopped. Bad records are reported at the end; all others are stored.
+
+    Args:
+        proteins: FASTA file, plain or gzip.
+        folder: Folder of the store, created if needed.
+    """
+    check_outputs(json, proteins)
+    good, bad = read_proteins(proteins, unknown)
+    turbo = load_model(model)
+    from esm_turbo.context_store import ContextStore
+
+    # Nothing reads the contexts afterwards, so none is kept in memory.
+    with ContextStore(folder, host_bytes=0, device_bytes=0) as contexts, progress_bar("residues") as progress:
+        computed = contexts.add(
+            turbo, [record.sequence for record in good], toks_per_batch=toks_per_batch, progress=progress
+        )
+        held = contexts.info()
+    list_bad(proteins, bad)
+    result = {
+        "out": os.fspath(folder),
+        "computed": computed,
+        "contexts": held["contexts"],
+        "bytes": held["bytes"],
+        "failed": failures(bad),
+    }
+    show(store_report(result), to_json=json, result=result)
+    return 1 if bad else 0

@@ -1,0 +1,114 @@
+"""What commands do before their job: check arguments, read proteins, load the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
+from esm_turbo.cli.options import ModelOptions
+from esm_turbo.files.paths import check_apart, check_writable
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
+
+if TYPE_CHECKING:
+    from esm_turbo.turbo_esm import TurboEsm
+
+
+def check_outputs(to_json: str | None, *inputs: Path | str | None, out: Path | None = None) -> None:
+    """Make sure that outputs can be written, and that none of them is an input.
+
+    Raises:
+        ValueError: an output is an input, another output, or cannot be written.
+    """
+    if to_json not in (None, "-") and to_json.startswith("-"):
+        raise ValueError(f"--json needs a file, or - for standard output; got {to_json}")
+    outputs = [path for path in (to_json, out) if path not in (None, "-")]
+    for path in outputs:
+        check_writable(path)
+    check_apart(outputs, [path for path in inputs if path is not None])
+
+
+def check_minimum(minimum: int, **options: int | None) -> None:
+    """Make sure that no option is below its minimum.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, value in options.items():
+        if value is not None and value < minimum:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
+
+
+def read_proteins(path: Path, unknown: str | None) -> tuple[list[ProteinRecord], list[BadRecord]]:
+    """Read the good and the bad records of a FASTA file.
+
+    Raises:
+        ValueError: there is no good record, or the file is not FASTA.
+    """
+    good, bad = read_fasta(path, unknown=unknown)
+    check_usable(path, good, bad)
+    return good, bad
+
+
+def check_usable(source: Path, good: Sequence[object], bad: Sequence[BadRecord], kind: str = "record") -> None:
+    """Make sure that a file has at least one good record.
+
+    Raises:
+        ValueError: it has none; the bad ones have then been listed.
+    """
+    if not good:
+        list_bad(source, bad)
+        raise ValueError(f"{source}: no usable {kind}; correct those above")
+
+
+def list_bad(source: Path, bad: Sequence[BadRecord]) -> None:
+    """Print an error for every bad record."""
+    for one in bad:
+        say(f"error: {source}, record {one.record!r}: {one.reason}")
+
+
+def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
+    """Load a model; whatever fails, the input cannot be used.
+
+    Args:
+        options: without the option `calibration`, the model is loaded without one.
+        **more: of `TurboEsm.from_pretrained`.
+
+    Raises:
+        ValueError: the model or its calibration cannot be loaded.
+    """
+    given = {"calibration": False} | asdict(options) | more
+    given = {name: value for name, value in given.items() if value is not None}
+    model, auto = given.pop("model", None), given.get("calibration") == "auto"
+    with unusable_input(f"{model or 'the embedded model'} cannot be loaded"):
+        with working("loading the model"):
+            quiet_transformers()
+            from esm_turbo.turbo_esm import TurboEsm
+
+            turbo = TurboEsm.from_pretrained(model, **given | ({"calibration": False} if auto else {}))
+        if auto:
+            from esm_turbo.tasks.calibration.auto import auto_calibration
+
+            with progress_bar("residues") as progress:
+                calibration = auto_calibration(turbo, progress)
+            esm = turbo.model.esm
+            esm.set_turbo(calibration=calibration, preset=esm.turbo_config, backend=esm.backend)
+    return turbo
+
+
+@contextlib.contextmanager
+def unusable_input(problem: str) -> Iterator[None]:
+    """Turn any error into a ValueError, which stands for unusable input.
+
+    Args:
+        problem: how the message begins.
+    """
+    try:
+        yield
+    except (ValueError, ImportError):
+        raise
+    except Exception as error:
+        raise ValueError(f"{problem}: {error or type(error).__name__}") from error

@@ -1,0 +1,76 @@
+"""Options that several commands share, each declared and documented once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from cyclopts import Group, Parameter
+
+from esm_turbo.config import DEFAULT_PRESET, Backend
+from esm_turbo.tasks.common.options import Arm
+
+DType = Literal["float32", "bfloat16", "float16"]
+
+_MODEL = Group("Model")
+
+# `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
+MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))
+
+Device = Annotated[
+    str | None, Parameter(help="Device of the model, such as cpu, cuda or mps. By default, the best one available.")
+]
+BackendOption = Annotated[Backend, Parameter(help="Implementation of attention over compressed caches.", group=_MODEL)]
+Arms = Annotated[tuple[Arm, ...], MANY]
+BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch, padding included.")]
+AutoBatchTokens = Annotated[
+    int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
+]
+Unknown = Annotated[
+    str | None,
+    Parameter(help="X replaces characters that are not residue codes with X. By default, such records are rejected."),
+]
+# `-` alone is standard output.
+JsonFile = Annotated[
+    str | None,
+    Parameter(help="Write the result as JSON to this file; - for standard output.", allow_leading_hyphen=True),
+]
+
+
+@Parameter(name="*", group=_MODEL)
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model runs, where, and at which precision."""
+
+    model: Annotated[
+        str | None, Parameter(help="Hub id or folder of an ESM-2 checkpoint. By default, the embedded esm2-mini.")
+    ] = None
+    device: Device = None
+    dtype: Annotated[
+        DType | None,
+        Parameter(help="Precision of the model. By default, float32 on CPU and MPS, the checkpoint's dtype on CUDA."),
+    ] = None
+
+
+@Parameter(name="*", group=_MODEL)
+@dataclass(frozen=True, kw_only=True)
+class CalibratedModelOptions(ModelOptions):
+    """A model with a calibration."""
+
+    calibration: Annotated[
+        str | None,
+        Parameter(
+            help="Calibration of the model: a file, or auto to calibrate on the shipped proteins."
+            " By default, the one saved with the model."
+        ),
+    ] = None
+
+
+@Parameter(name="*", group=_MODEL)
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions(CalibratedModelOptions):
+    """A model that writes caches of one preset."""
+
+    preset: Annotated[str, Parameter(help="Preset of compressed caches, such as turbo4, turbo2, paper or exact.")] = (
+        DEFAULT_PRESET
+    )

@@ -1,0 +1,33 @@
+"""Tables of text, for terminals and reports."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from rich.table import Table
+
+
+def text_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]] = (),
+    *,
+    left: Collection[int] = (0,),
+    **style: Any,
+) -> Table:
+    """A table whose columns are aligned to the right, as numbers are.
+
+    Args:
+        title: printed above; may be empty.
+        columns: their headers.
+        rows: one text per column.
+        left: indices of the columns that are aligned to the left.
+        **style: of `rich.table.Table`.
+    """
+    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", **style)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index in left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
