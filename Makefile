@@ -29,7 +29,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-interpreter test-gpu test-mps lint format types notebooks results clean
+.PHONY: help demo test test-oldest test-interpreter test-docs test-gpu test-mps lint format types docs notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,11 +46,14 @@ test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the old
 test-interpreter: $(VENV)/.installed-dev  ## the tests of Triton kernels, on the CPU in Triton's interpreter
 	$(SINGLE_THREADED) TRITON_INTERPRET=1 $(VENV)/bin/python $(PYTEST) -m interpreter tests/ops tests/model $(PYTEST_ARGS)
 
+test-docs: $(VENV)/.installed-dev  ## run the code blocks of README.md and docs/, page by page
+	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) -m docs tests/docs $(PYTEST_ARGS)
+
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
-	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network and not docs" $(PYTEST_ARGS)
 
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
-	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev  ## ruff (rules and format), and the direction of imports
 	$(VENV)/bin/ruff check .
@@ -63,6 +66,9 @@ format: $(VENV)/.installed-dev  ## format the code, and let ruff fix what it can
 
 types: $(VENV)/.installed-dev  ## mypy, strict, on the package
 	$(VENV)/bin/mypy
+
+docs: $(VENV)/.installed-docs  ## build the documentation site in site/
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict
 
 notebooks:  ## run every notebook from top to bottom
 ifneq ($(NOTEBOOKS),)
@@ -78,7 +84,7 @@ results: $(VENV)/.installed-dev  ## measure accuracy anew (two hours of one core
 	$(VENV)/bin/python -m benchmarks.report.plots
 
 clean:  ## remove the environments, caches and builds
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info
+	rm -rf $(VENV) $(VENV_OLDEST) build dist site *.egg-info
 	rm -rf .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -96,6 +102,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed-dev
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 $(VENV)/.installed-notebooks: $(VENV)/.installed-dev

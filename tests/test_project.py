@@ -93,7 +93,7 @@ def test_pins_satisfy_the_stated_ranges(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "extras"),
     [
-        ("constraints.txt", ("h5", "plot", "notebooks", "test", "dev")),
+        ("constraints.txt", ("h5", "plot", "docs", "notebooks", "test", "dev")),
         ("constraints-oldest.txt", ("h5", "test")),
     ],
 )
