@@ -1,1 +1,1 @@
-"""The command line: commands, their shared options, and how results are printed."""
+"""The command line: commands, the options they share, and reports."""

@@ -1,4 +1,4 @@
-"""The whole job on shipped proteins and the embedded model: calibrate, prefill, extend, compare with the exact run."""
+"""The demo: calibrate, prefill, extend and compare, on shipped proteins with the embedded model."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _EVALUATION_LENGTHS = range(60, 161)
 
 @dataclass(frozen=True)
 class Example:
-    """One protein whose last residues extend the rest of it.
+    """A protein whose last residues extend a cache of the others.
 
     Attributes:
         protein: its identifier.
-        context: residues in the cache.
-        new: residues that extend it.
-        preset: what the cache stores.
+        context: number of residues in the cache.
+        new: number of residues that extend it.
+        preset: of the cache.
         nbytes: of the cache.
-        cosine: of the new residues' final hidden states with those of the exact run, mean.
-        top1: how many of the new residues' most likely residues are those of the exact run.
+        cosine: mean cosine of the final hidden states of the new residues with those of the exact run.
+        top1: number of new residues for which the most likely residue is that of the exact run.
     """
 
     protein: str
@@ -49,13 +49,13 @@ class Example:
 
 @dataclass(frozen=True)
 class Demo:
-    """What the demo did and found.
+    """Results of the demo.
 
     Attributes:
-        calibrated_on: proteins and residues.
-        example: prefill and extension of one protein, step by step.
+        calibrated_on: numbers of proteins and residues.
+        example: prefill and extension of one protein.
         evaluation: all presets on proteins that the calibration has not seen.
-        seconds: of each step.
+        seconds: per step.
     """
 
     calibrated_on: tuple[int, int]
@@ -75,14 +75,14 @@ class Demo:
 
 
 def run_demo(device: str | None = None, progress: Progress | None = None) -> Demo:
-    """Runs the whole job. Nothing is written and no network is needed.
+    """Run the demo. It writes nothing and needs no network.
 
     Args:
-        device: where the model runs; None as for `TurboEsm.from_pretrained`.
+        device: of the model; None as for `TurboEsm.from_pretrained`.
         progress: called in every stage, see `Progress`.
     """
     clock = _Clock()
-    # The shipped calibration is left aside: the demo makes its own.
+    # Without the shipped calibration: the demo makes its own.
     turbo = TurboEsm.from_pretrained(calibration=False, device=device)
     clock.lap("load")
     fasta = calibration_proteins()
@@ -121,11 +121,11 @@ def _example(turbo: TurboEsm, record: ProteinRecord) -> Example:
     codes = turbo.codes
     input_ids = torch.tensor([[codes.cls, *codes.encode(record.sequence, record.id), codes.eos]])
     exact = turbo.model(input_ids.to(turbo.model.device), output_hidden_states=True)
-    where = slice(-NEW_RESIDUES - 1, -1)
+    new_tokens = slice(-NEW_RESIDUES - 1, -1)
     cosines = torch.cosine_similarity(
-        extended.hidden_states[0, :NEW_RESIDUES].float(), exact.hidden_states[-1][0, where].float(), dim=-1
+        extended.hidden_states[0, :NEW_RESIDUES].float(), exact.hidden_states[-1][0, new_tokens].float(), dim=-1
     )
-    same = extended.logits[0, :NEW_RESIDUES].argmax(-1) == exact.logits[0, where].argmax(-1)
+    same = extended.logits[0, :NEW_RESIDUES].argmax(-1) == exact.logits[0, new_tokens].argmax(-1)
     return Example(
         record.id, len(context), len(new), cache.config.name, cache.nbytes, float(cosines.mean()), int(same.sum())
     )

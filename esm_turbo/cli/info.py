@@ -1,4 +1,4 @@
-"""What `esm-turbo info` tells about a model, a calibration, a cache or the environment."""
+"""Descriptions of models, calibrations, caches and embeddings, and the sizes of caches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
 
 _CLS, _RESIDUE = 0, 5
-# A multiple of every codec's group of tokens.
+# Tokens; a multiple of the group size of every codec.
 _BLOCK = 64
 _FLOAT_BYTES = {"fp32": 4, "fp16": 2}
 
@@ -37,13 +37,13 @@ def model_info(
     length: int = 1024,
     batch_size: int = 1,
 ) -> dict[str, Any]:
-    """Geometry of a model, from its configuration alone, and the bytes of its caches.
+    """Geometry of a model, from its configuration alone, and the sizes of its caches.
 
     Args:
-        source: a folder or a hub id of an ESM-2 checkpoint.
-        calibration: where given, its codecs are those counted; by default the one in the folder, if there is one.
-        length: tokens of each protein.
-        batch_size: proteins.
+        source: folder or hub id of an ESM-2 checkpoint.
+        calibration: whose codecs give the sizes; None for the one in the folder, if any.
+        length: tokens per protein.
+        batch_size: proteins per cache.
 
     Raises:
         ValueError: the checkpoint is not ESM-2, or the calibration is damaged or of another geometry.
@@ -75,15 +75,15 @@ def model_info(
 
 
 def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int = 1) -> dict[str, Any]:
-    """What an artifact of this package says of itself; its checksum is verified.
+    """Contents of an artifact of this package, after verifying its checksum.
 
     Args:
         path: a calibration, a cache or an embedding, as a safetensors file.
-        length: of a calibration, tokens of each protein for the bytes of its caches.
-        batch_size: likewise, proteins.
+        length: tokens per protein, for the sizes of a calibration's caches.
+        batch_size: proteins per cache, likewise.
 
     Raises:
-        ValueError: the file is damaged, of another format version, or none of this package's.
+        ValueError: the file is damaged, of another format version, or not written by this package.
     """
     kind = _kind(path)
     if kind == "calibration":
@@ -111,17 +111,17 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
 
         tensors, metadata = read_artifact(path, kind, FORMAT_VERSION)
         return {"kind": kind, **metadata, "tensors": {name: list(t.shape) for name, t in sorted(tensors.items())}}
-    raise ArtifactError(f"{path}: no calibration, cache or embedding of esm_turbo; give one, or a model")
+    raise ArtifactError(f"{path}: is not a calibration, cache or embedding of esm_turbo; give one, or a model")
 
 
 def cache_sizes(geometry: Geometry, calibration: Calibration | None, length: int, batch_size: int) -> dict[str, Any]:
-    """Bytes of a cache under the presets of everyday use, beside those of plain arrays.
+    """Bytes of a cache with the product presets and as plain arrays.
 
     Args:
         geometry: of the model.
-        calibration: whose codecs are counted. Without one, codecs fitted to noise stand in: they store as much.
-        length: tokens of each protein.
-        batch_size: proteins.
+        calibration: whose codecs give the sizes; None for codecs fitted to noise, which store as many bytes.
+        length: tokens per protein.
+        batch_size: proteins per cache.
 
     Raises:
         ValueError: `length` or `batch_size` is not positive.
@@ -148,8 +148,8 @@ def cache_sizes(geometry: Geometry, calibration: Calibration | None, length: int
 def stored_bytes(codec: KVCodec, length: int) -> float:
     """Bytes of one protein of `length` tokens in a cache of this codec.
 
-    A long one is extrapolated from two short ones that leave the same remainder of a block: a block takes the same
-    bytes wherever it stands.
+    Long proteins are extrapolated from two short ones with the same remainder modulo the block size, since all blocks
+    take the same number of bytes.
     """
     if length < 2 * _BLOCK:
         return _bytes_of(codec, length)
@@ -172,7 +172,7 @@ def _bytes_of(codec: KVCodec, tokens: int) -> int:
 
 
 def _bytes_without_calibration(config: TurboConfig, geometry: Geometry, length: int) -> float:
-    """As `stored_bytes`, with codecs fitted to noise: all heads take the same bytes, so one and two tell any number."""
+    """As `stored_bytes`, with codecs fitted to noise, extrapolated from one and two heads, which take equal bytes."""
     one, two = (stored_bytes(_noise_calibration(heads, geometry.head_dim).codec(config), length) for heads in (1, 2))
     return one + (geometry.num_layers * geometry.num_heads - 1) * (two - one)
 

@@ -20,32 +20,32 @@ _COUNTED = ("sequences", "residues")
 
 
 def demo_report(demo: Demo) -> list[object]:
-    """The demo's steps and its table."""
+    """Steps and figures of the demo."""
     example, evaluation, seconds = demo.example, demo.evaluation, demo.seconds
     proteins, residues = demo.calibrated_on
     compared = evaluation.provenance
     took = {step: f"{time:.1f} s" for step, time in seconds.items()}
     steps = text_table(
         f"{compared.model} on {compared.device}, {compared.dtype}",
-        ["step", "what", "time"],
+        ["step", "details", "time"],
         [
             ["load", "the embedded model", took["load"]],
             ["calibrate", f"{proteins} shipped proteins, {residues:,} residues", took["calibrate"]],
             [
                 "prefill",
-                f"{example.protein} without its end: {example.context} residues in {bytes_text(example.nbytes)}"
-                f" ({example.preset})",
+                f"{example.protein} without its last residues: {example.context} residues in"
+                f" {bytes_text(example.nbytes)} ({example.preset})",
                 "",
             ],
             [
                 "extend",
-                f"its last {example.new} residues: cosine {example.cosine:.4f} with the exact run,"
+                f"by its last {example.new} residues: cosine {example.cosine:.4f} with the exact run,"
                 f" {example.top1} of {example.new} most likely residues agree",
                 took["prefill and extend"],
             ],
             [
                 "compare",
-                f"{compared.proteins} proteins that the calibration has not seen, {compared.residues:,} residues",
+                f"{compared.proteins} proteins outside the calibration, {compared.residues:,} residues",
                 took["compare"],
             ],
         ],
@@ -113,7 +113,7 @@ def calibration_report(calibration: Calibration, out: str | os.PathLike[str]) ->
 
 def _count_tables(record: Mapping[str, Any]) -> list[Table]:
     tables = []
-    for key, title in (("classes", "class"), ("lengths", "residues of a protein")):
+    for key, title in (("classes", "class"), ("lengths", "residues per protein")):
         groups: Mapping[str, Mapping[str, int]] = record.get(key, {})
         total = max(1, sum(group["residues"] for group in groups.values()))
         rows = [

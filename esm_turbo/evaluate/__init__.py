@@ -1,4 +1,4 @@
-"""Accuracy and memory of presets on proteins (docs/concepts.md)."""
+"""Accuracy and memory of presets (docs/concepts.md)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The paper's ablation (arXiv:2603.26110, table 7), and what else its method can be varied by."""
+"""The paper's ablation (arXiv:2603.26110, table 7) and further variants of its method."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PAPER_ABLATION: dict[str, TurboConfig] = {
     "16 levels, no sign": replace(_PAPER, bits=4, sign_correction="none"),
     "4 levels": replace(_PAPER, bits=2),
 }
-"""Names and options; the first five are the paper's table 7, the last two spend as many bits as the first two."""
+"""Options by name. The first five are the paper's table 7; the last two use as many bits as the first two."""
 
 PAPER_TABLE_7: dict[str, float] = {
     "full": 0.9639,
@@ -30,4 +30,4 @@ PAPER_TABLE_7: dict[str, float] = {
     "no rotation": 0.780,
     "no rotation, no sign": 0.740,
 }
-"""What the paper reports: decode cosine similarity, ESM-2 650M, haemoglobin alpha, one layer (table 7)."""
+"""Figures of the paper: decode cosine similarity, ESM-2 650M, haemoglobin alpha, one layer (table 7)."""

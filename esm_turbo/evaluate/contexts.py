@@ -1,4 +1,4 @@
-"""Exact forwards that fill caches of several presets at once, and what a model gives as NumPy arrays."""
+"""Exact forward passes that fill caches of several presets at once, and model outputs as NumPy arrays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _PrefillEach(KVSession):
-    """Hands the keys and values of one forward to several prefills."""
+    """Passes the keys and values of one forward pass to several prefills."""
 
     def __init__(self, prefills: Sequence[Prefill]) -> None:
         self.prefills = prefills
@@ -34,19 +34,19 @@ class _PrefillEach(KVSession):
 def prefill(
     model: TurboEsmForMaskedLM, configs: Sequence[TurboConfig], input_ids: Tensor, attention_mask: Tensor
 ) -> tuple[TurboMaskedLMOutput, dict[TurboConfig, TurboKVCache]]:
-    """One exact forward, and a cache of each preset written from it.
+    """Run one exact forward pass and write a cache of each preset from it.
 
     Args:
-        model: the model; what it writes caches as by itself does not matter.
+        model: the model; its own preset does not matter.
         configs: the presets.
         input_ids: [batch, n], on the CPU.
         attention_mask: [batch, n], padded on the right.
 
     Returns:
-        The forward's output, with all hidden states, and a cache for each of `configs`.
+        The output, with all hidden states, and a cache for each of `configs`.
 
     Raises:
-        ValueError: a preset needs a calibration that the model lacks.
+        ValueError: a preset needs a calibration, and the model has none.
     """
     esm, device = model.esm, model.device
     geometry, fingerprint = Geometry.of(model.config), model_fingerprint(esm)
@@ -63,7 +63,7 @@ def prefill(
 
 
 def as_outputs(output: TurboMaskedLMOutput, row: int | slice, tokens: int | slice, layers: bool = False) -> Outputs:
-    """Part of a forward's output: tokens of a row, or a token of every row."""
+    """Part of a model output: tokens of one row, or one token of every row."""
     return Outputs(
         to_float64(output.hidden_states[-1][row, tokens]),
         to_float64(output.logits[row, tokens]),

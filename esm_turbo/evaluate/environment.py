@@ -1,4 +1,4 @@
-"""Where a figure was measured: the commit of the source, the processor, the packages."""
+"""Provenance of figures: the commit of the source and the processor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-# What decides a figure; a result file that grows does not make the source another one.
+# Files that figures depend on; new results do not make a checkout dirty.
 _SOURCES = ("esm_turbo", "benchmarks", "calibration_data", "pyproject.toml", ":!benchmarks/results")
 _CHECKOUT = Path(__file__).resolve().parents[2]
 
@@ -21,7 +21,7 @@ class Revision:
 
     Attributes:
         commit: full hash.
-        dirty: whether sources differ from that commit, new files included.
+        dirty: whether sources differ from that commit, untracked files included.
     """
 
     commit: str
@@ -29,7 +29,7 @@ class Revision:
 
 
 def source_revision(checkout: str | os.PathLike[str] = _CHECKOUT) -> Revision | None:
-    """The commit that this package runs from; None where it is installed or git is missing."""
+    """The commit that this package runs from; None for an installed package or without git."""
     if not (Path(checkout) / ".git").exists():
         return None
     commit = _git(checkout, "rev-parse", "HEAD")
@@ -38,7 +38,7 @@ def source_revision(checkout: str | os.PathLike[str] = _CHECKOUT) -> Revision | 
 
 
 def processor_name() -> str:
-    """The processor's name, as the system gives it."""
+    """Name of the processor, as reported by the system."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
@@ -49,7 +49,7 @@ def processor_name() -> str:
 
 
 def device_name(device: torch.device | str) -> str:
-    """The accelerator's name, or the processor's for the CPU."""
+    """Name of the accelerator, or of the processor for the CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

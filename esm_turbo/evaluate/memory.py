@@ -1,4 +1,4 @@
-"""What caches take, measured on real ones."""
+"""Memory of caches, measured on real ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ MEMORY_TOKENS = 1024
 def measure_memory(
     turbo: ContextModel, proteins: Sequence[Protein], configs: Sequence[TurboConfig], tokens: int = MEMORY_TOKENS
 ) -> list[Memory]:
-    """Stores one protein of `tokens` tokens under every preset and counts the bytes.
+    """Store one protein of `tokens` tokens with every preset and count the bytes.
 
     Args:
         turbo: the model with its calibration.
-        proteins: whose residues, repeated as needed, make the protein.
+        proteins: their residues, repeated as needed, make up the protein.
         configs: the presets.
         tokens: `<cls>` and `<eos>` included, at least 3.
     """

@@ -1,6 +1,6 @@
-"""How far one computation's output is from another's, token by token, and the figures made of that.
+"""Errors of one model output against another, per token, and their summary statistics.
 
-Everything here is NumPy float64 on the CPU.
+Everything is computed in NumPy float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _TINY = np.finfo(np.float64).tiny
 
 @dataclass(frozen=True)
 class Accuracy:
-    """Figures of one comparison; what they compare is in docs/concepts.md.
+    """Summary statistics of one comparison (docs/concepts.md).
 
     Attributes:
-        tokens: how many were compared.
-        cosine_mean: of the final hidden states.
-        cosine_q01: their 1 % quantile.
-        cosine_min: the lowest.
-        kl_mean: Kullback-Leibler divergence of the predicted distributions, KL(reference || other), nats.
+        tokens: number of tokens compared.
+        cosine_mean: mean cosine of the final hidden states.
+        cosine_q01: its 1 % quantile.
+        cosine_min: its minimum.
+        kl_mean: mean Kullback-Leibler divergence of the predicted distributions, KL(reference || other), nats.
         kl_q99: its 99 % quantile.
-        top1_agreement: share of tokens whose likeliest prediction is the same.
-        relative_rms_error: of the hidden states, sqrt(sum |other - reference|^2 / sum |reference|^2); unlike a
-            cosine it sees an error of scale.
+        top1_agreement: share of tokens whose most likely prediction agrees.
+        relative_rms_error: of the hidden states, sqrt(sum |other - reference|^2 / sum |reference|^2); unlike the
+            cosine, it is sensitive to errors of scale.
     """
 
     tokens: int
@@ -45,12 +45,12 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model gives for n tokens.
+    """Model outputs of n tokens.
 
     Attributes:
-        hidden: states after the last layer norm, [n, hidden_size].
+        hidden: hidden states after the last layer norm, [n, hidden_size].
         logits: [n, vocab_size].
-        layers: hidden states of every layer, float32 [num_layers, n, hidden_size]; None where nobody looks at them.
+        layers: hidden states of every layer, float32 [num_layers, n, hidden_size]; None if not needed.
     """
 
     hidden: Array
@@ -63,7 +63,7 @@ class Outputs:
 
     @classmethod
     def join(cls, parts: Sequence[Outputs]) -> Self:
-        """One after the other."""
+        """Concatenate outputs along the tokens."""
         layers = None
         if parts[0].layers is not None:
             layers = np.concatenate([part.layers for part in parts if part.layers is not None], axis=1)
@@ -72,12 +72,12 @@ class Outputs:
 
 @dataclass(frozen=True)
 class TokenErrors:
-    """Errors of single tokens, arrays [n]; what quantiles and groups are made of.
+    """Errors per token, arrays [n], from which quantiles and groups are computed.
 
     Attributes:
         cosine: of the hidden states.
         kl: KL(reference || other) of the predictions, nats.
-        agrees: 1 where the likeliest prediction is the same, else 0.
+        agrees: 1 where the most likely prediction agrees, else 0.
         squared_error: |other - reference|^2 of the hidden states.
         squared_norm: |reference|^2.
     """
@@ -90,24 +90,24 @@ class TokenErrors:
 
     @classmethod
     def compare(cls, reference: Outputs, other: Outputs) -> Self:
-        """Errors of `other`.
+        """Errors of `other` against `reference`.
 
         Raises:
-            ValueError: an output holds NaN or infinity.
+            ValueError: an output contains NaN or infinity.
         """
         for name, outputs in (("the reference", reference), ("the output", other)):
             if not (np.isfinite(outputs.hidden).all() and np.isfinite(outputs.logits).all()):
                 raise ValueError(f"{name} holds NaN or infinity")
         cosine, squared_error, squared_norm = _vector_errors(reference.hidden, other.hidden)
         expected, given = log_softmax(reference.logits, axis=-1), log_softmax(other.logits, axis=-1)
-        # Rounding can take the divergence of equal distributions below zero.
+        # Rounding can make the divergence of equal distributions negative.
         kl = np.maximum(0.0, (np.exp(expected) * (expected - given)).sum(-1))
         agrees = reference.logits.argmax(-1) == other.logits.argmax(-1)
         return cls(cosine, kl, agrees.astype(np.float64), squared_error, squared_norm)
 
     @classmethod
     def join(cls, parts: Iterable[TokenErrors]) -> Self:
-        """One after the other."""
+        """Concatenate errors along the tokens."""
         rows = list(parts)
         return cls(*(np.concatenate([getattr(row, f.name) for row in rows]) for f in fields(cls)))
 
@@ -118,10 +118,10 @@ class TokenErrors:
         return TokenErrors(*(getattr(self, f.name)[tokens] for f in fields(self)))
 
     def accuracy(self) -> Accuracy:
-        """The figures of these tokens.
+        """Summary statistics of these tokens.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there are no tokens.
         """
         if not len(self):
             raise ValueError("there are no tokens to compare")
@@ -138,22 +138,22 @@ class TokenErrors:
 
 
 class LayerErrors:
-    """Running sums of the errors of every layer's hidden states."""
+    """Running sums of the errors of the hidden states, per layer."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        # Per layer the sums of cosine, squared error and squared norm.
+        # Per layer, the sums of cosine, squared error and squared norm.
         self._sums: Array | float = 0.0
 
     def add(self, reference: npt.NDArray[np.float32], other: npt.NDArray[np.float32]) -> None:
-        """Hidden states [num_layers, n, hidden_size]."""
+        """Add hidden states [num_layers, n, hidden_size]."""
         pairs = zip(reference, other, strict=True)
         sums = [[x.sum() for x in _vector_errors(a.astype(np.float64), b.astype(np.float64))] for a, b in pairs]
         self._sums = self._sums + np.array(sums)
         self.tokens += reference.shape[1]
 
     def figures(self) -> list[tuple[float, float]]:
-        """Per layer the mean cosine and the relative RMS error; empty where nothing was added."""
+        """Per layer, the mean cosine and the relative RMS error; empty if nothing was added."""
         rows = np.reshape(self._sums, (-1, 3)) if self.tokens else np.zeros((0, 3))
         return [(float(cosine) / self.tokens, _relative_rms(error, norm)) for cosine, error, norm in rows]
 

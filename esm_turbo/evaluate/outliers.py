@@ -1,8 +1,8 @@
-"""Outlier channels of a chosen size, planted in a copy of a model without changing what it computes.
+"""Outlier channels of a given scale, planted in a copy of a model that still computes the same function.
 
-Scaling a RoPE pair of key channels by a and the same pair of query channels by 1/a leaves every score as it is;
-scaling value channels by a and the columns of the output projection that read them by 1/a leaves every output as it
-is. Whoever stores keys and values now meets channels a times larger than before.
+Scaling a RoPE pair of key channels by a and the same pair of query channels by 1/a preserves every attention score;
+scaling value channels by a and the matching columns of the output projection by 1/a preserves every output. A cache of
+keys and values then has channels a times larger than before.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> TurboEsmForMaskedLM:
     """A copy of a model with one pair of key channels and one pair of value channels of every head scaled.
 
-    The copy computes the same function, up to the rounding of its dtype (in bfloat16 a scale that is no power of
-    two rounds the scaled weights once more).
+    The copy computes the same function up to the rounding of its dtype (in bfloat16, a scale that is not a power of two
+    rounds the scaled weights once more).
 
     Args:
-        model: it is not changed.
-        scale: how much larger the channels become; 1 gives a plain copy.
+        model: it is not modified.
+        scale: factor of the channels; 1 gives a plain copy.
         seed: of the choice of channels.
 
     Returns:
-        The copy, without a calibration: the model's own no longer fits.
+        The copy, without a calibration, since that of the model no longer fits.
 
     Raises:
         ValueError: `scale` is not a positive number.
@@ -58,9 +58,9 @@ def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> Tu
 
 
 def outlier_channels(geometry: Geometry, seed: int = 0) -> npt.NDArray[np.int64]:
-    """Rows of the projections that are scaled: per layer those of keys and of values, [layers, 2, 2 heads].
+    """Rows of the projections that are scaled, [layers, 2 (keys, values), 2 * heads].
 
-    Of every head one pair (i, i + head_dim / 2), which RoPE rotates together.
+    Each head has one pair (i, i + head_dim / 2), which RoPE rotates together.
     """
     half = geometry.head_dim // 2
     generator = np.random.Generator(np.random.PCG64(seed))

@@ -1,4 +1,4 @@
-"""Figure 5: leave-one-out on a model with planted outliers, which is calibrated anew."""
+"""Figure 5: leave-one-out on a model with planted outliers, calibrated again."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ def planted_accuracy(
     calibration_proteins: int,
     advance: Advance,
 ) -> tuple[PlantedModel, dict[str, OutlierAccuracy]]:
-    """Plants outliers of one size in a copy of a model, calibrates it, and measures presets on it.
+    """Plant outliers of one scale in a copy of a model, calibrate it, and measure presets on it.
 
     Args:
-        turbo: the model; it is not changed.
+        turbo: the model; it is not modified.
         proteins: to measure on.
         configs: the presets by name.
-        scale: how many times larger the channels become, see `with_outliers`.
-        calibration_proteins: how many of the shipped ones the copy is calibrated on.
+        scale: factor of the channels, see `with_outliers`.
+        calibration_proteins: number of shipped proteins that the copy is calibrated on.
         advance: called with 1 after every protein.
 
     Returns:
-        How far the copy's forward is from the model's, and the accuracy of every preset against full precision, both
-        on the copy.
+        The error of the copy's forward pass against the model's, and the accuracy of every preset against full
+        precision, measured on the copy.
     """
     planted = type(turbo)(with_outliers(turbo.model, scale), turbo.tokenizer)
     records = read_fasta_strict(shipped_proteins())[:calibration_proteins]

@@ -1,4 +1,4 @@
-"""Which presets an evaluation is about, and which of them cannot run here."""
+"""The presets of an evaluation, and those of them that cannot run here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 ALL = "all"
-"""In place of a preset: every preset there is, those of optional packages too."""
+"""In place of a preset: all presets, including those of optional packages."""
 
 Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | TurboConfig | None
 
@@ -20,18 +20,19 @@ Presets = Sequence[str | TurboConfig] | Mapping[str, str | TurboConfig] | str | 
 def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, TurboConfig], dict[str, str]]:
     """The options of presets by name, in the order given.
 
-    A preset that was asked for by name must be there; of `ALL` those are left out that this model or this
-    installation cannot have.
+    A preset given by name must be available; presets of `ALL` that this model or installation does not support are left
+    out.
 
     Args:
         turbo: the model with its calibration.
-        presets: names and options, or names of one's own as a mapping; None for full precision and the model's own.
+        presets: names and options, or a mapping with names of the caller's choice; None for full precision and the
+            model's own preset.
 
     Returns:
-        The options, and for every preset that was left out the reason.
+        The options, and the reason for every preset that is left out.
 
     Raises:
-        ValueError: there is no such preset, none at all, or one that this model or this installation cannot have.
+        ValueError: there is no preset, or one that does not exist or that this model or installation does not support.
     """
     esm = turbo.model.esm
     if presets is None:
@@ -47,7 +48,7 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
     if not configs:
         raise ValueError("`presets` must name at least one preset")
     if esm.calibration is None:
-        # What is left of all presets without a calibration would look like a whole table.
+        # Without a calibration, the few presets that remain of `ALL` would look like the whole table.
         required = set(configs)
     unavailable = {}
     for name, config in configs.items():

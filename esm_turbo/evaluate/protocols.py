@@ -1,7 +1,7 @@
-"""The two ways in which a stored context is put to the test: leave-one-out, and extension at the end.
+"""The two test protocols for stored contexts: leave-one-out, and extension at the end.
 
-Three computations are compared: *full* recomputes the whole sequence, *frozen* extends a stored context at full
-precision, *turbo* extends the same context as a preset stores it.
+Three computations are compared: *full* recomputes the whole sequence, *frozen* extends a context stored at full
+precision, *turbo* extends the same context as stored by a preset.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
     from esm_turbo.proteins.tokens import TokenCodes
 
-# Rows of one leave-one-out forward: with a thousand residues in the past their scores take a few megabytes a head.
+# Rows per leave-one-out forward pass: with a context of a thousand residues, scores take a few megabytes per head.
 _ROWS = 256
-# Small, so that proteins of one batch are alike in length and little of it is padding.
+# Small, so that the proteins of a batch are of similar length and need little padding.
 _TOKENS_PER_BATCH = 1024
 Advance = Callable[[int], None]
 
@@ -39,10 +39,10 @@ class Protein:
     """One protein to evaluate on.
 
     Attributes:
-        index: among all that are evaluated.
+        index: position among all evaluated proteins.
         name: for messages.
         sequence: residues, upper case.
-        structural_class: where it is known.
+        structural_class: None if unknown.
     """
 
     index: int
@@ -54,16 +54,16 @@ class Protein:
         return len(self.sequence)
 
     def token_ids(self, codes: TokenCodes) -> list[int]:
-        """With `<cls>` and `<eos>`."""
+        """Token ids with `<cls>` and `<eos>`."""
         return [codes.cls, *codes.encode(self.sequence, self.name), codes.eos]
 
 
 @dataclass
 class Comparison:
-    """Errors of one computation against another, as they come in.
+    """Errors of one computation against another, collected protein by protein.
 
     Attributes:
-        names: the two, for messages.
+        names: of the two computations, for messages.
     """
 
     names: str
@@ -76,17 +76,17 @@ class Comparison:
     def add(
         self, protein: Protein, position: int, reference: Outputs, other: Outputs, special: npt.NDArray[np.bool_]
     ) -> None:
-        """Compares consecutive tokens of a protein.
+        """Add consecutive tokens of a protein.
 
         Args:
-            protein: which.
+            protein: the protein.
             position: of the first token; `<cls>` has 0, so residues count from 1.
-            reference: n tokens.
-            other: n tokens.
-            special: which of them are no residues, [n].
+            reference: outputs of n tokens.
+            other: outputs of n tokens.
+            special: True for tokens that are not residues, [n].
 
         Raises:
-            ValueError: an output holds NaN or infinity.
+            ValueError: an output contains NaN or infinity.
         """
         try:
             errors = TokenErrors.compare(reference, other)
@@ -109,12 +109,12 @@ class Comparison:
 
     @property
     def proteins(self) -> npt.NDArray[np.int64]:
-        """The protein of each residue, its index."""
+        """Index of the protein of each residue."""
         return np.concatenate(self._proteins)
 
     @property
     def positions(self) -> npt.NDArray[np.int64]:
-        """The position of each residue in its protein, from 1."""
+        """Position of each residue in its protein, from 1."""
         return np.concatenate(self._positions)
 
     def __len__(self) -> int:
@@ -126,9 +126,9 @@ class Arms:
     """The three comparisons, for several presets.
 
     Attributes:
-        frozen_full: frozen against full: what freezing costs.
-        turbo_frozen: per preset turbo against frozen: what quantisation costs.
-        turbo_full: per preset turbo against full: what a user sees.
+        frozen_full: frozen against full: the freezing error.
+        turbo_frozen: per preset, turbo against frozen: the quantisation error.
+        turbo_full: per preset, turbo against full: the total error.
     """
 
     frozen_full: Comparison
@@ -152,7 +152,7 @@ class Arms:
         turbo: Iterable[Outputs],
         special: npt.NDArray[np.bool_],
     ) -> None:
-        """One protein's tokens under all computations, those of the presets one by one; see `Comparison.add`."""
+        """Add tokens of one protein from all computations, with `turbo` preset by preset; see `Comparison.add`."""
         self.frozen_full.add(protein, position, full, frozen, special)
         for outputs, to_frozen, to_full in zip(turbo, self.turbo_frozen, self.turbo_full, strict=True):
             to_frozen.add(protein, position, frozen, outputs, special)
@@ -167,16 +167,16 @@ def leave_one_out(
     names: Sequence[str],
     advance: Advance,
 ) -> Arms:
-    """Every token in turn is the new one, and sees all others as they are stored.
+    """Extend the context of every token in turn, all other tokens of the protein, by that token.
 
-    Its own keys and values are exact, so that without quantisation every layer computes what the whole forward does:
-    frozen and full agree to rounding.
+    The token's own keys and values are exact, so that without quantisation every layer computes the same as the whole
+    forward pass: frozen and full agree up to rounding.
 
     Args:
         turbo: the model with its calibration.
-        proteins: each with `<cls>` and `<eos>`.
+        proteins: to evaluate on.
         configs: the presets.
-        names: what to call them.
+        names: of the presets.
         advance: called with 1 after every protein.
     """
     arms = Arms.of(names, "leave-one-out")
@@ -197,15 +197,15 @@ def leave_one_out(
 
 
 def extend_each_token(model: TurboEsmForMaskedLM, cache: TurboKVCache, input_ids: Tensor) -> Outputs:
-    """Extends a cache of one row by each of its own tokens, which is hidden from itself.
+    """Extend a cache of one row by each of its own tokens, with the stored copy of that token masked.
 
     Args:
-        model: reads the cache.
+        model: the model.
         cache: of the whole protein.
         input_ids: the protein's tokens, [n].
 
     Returns:
-        Of every token, with all layers.
+        Outputs of every token, with all layers.
     """
     parts = []
     for start in range(0, len(input_ids), _ROWS):
@@ -225,12 +225,12 @@ def extend_each_token(model: TurboEsmForMaskedLM, cache: TurboKVCache, input_ids
 
 @dataclass
 class ExtendArms:
-    """The three comparisons at one k and w.
+    """The three comparisons for one k and w.
 
     Attributes:
-        new_residues: k, how many residues are extended by.
-        refreshed: w, how many of the context run again with them.
-        skipped: proteins too short to leave a context.
+        new_residues: k, the number of new residues.
+        refreshed: w, the number of context residues recomputed with them.
+        skipped: number of proteins too short to leave a context.
         arms: the comparisons.
     """
 
@@ -250,13 +250,13 @@ def extend_at_end(
     ws: Sequence[int],
     advance: Advance,
 ) -> list[ExtendArms]:
-    """All but the last k residues are stored; the last k and `<eos>` extend them, w residues refreshed.
+    """Store all but the last k residues, and extend them by the last k and `<eos>`, with w residues refreshed.
 
     Args:
         turbo: the model with its calibration.
-        proteins: those of up to k residues are skipped.
+        proteins: to evaluate on; those of up to k residues are skipped.
         configs: the presets.
-        names: what to call them.
+        names: of the presets.
         ks: numbers of new residues.
         ws: numbers of refreshed residues.
         advance: called with the number of proteins done.
@@ -287,7 +287,7 @@ def extend_at_end(
 def _extensions(
     turbo: ContextModel, proteins: Sequence[Protein], configs: Sequence[TurboConfig], k: int, ws: Sequence[int]
 ) -> Iterator[tuple[int, list[Outputs], list[tuple[Outputs, ...]]]]:
-    """For every w: w, the frozen outputs of each protein, and per protein those of each preset."""
+    """For every w: w, the frozen outputs per protein, and per protein the outputs of each preset."""
     contexts = [protein.token_ids(turbo.codes)[: -k - 1] for protein in proteins]
     _, caches = prefill(turbo.model, [FROZEN, *configs], *turbo.codes.batch(contexts))
     new = [protein.sequence[-k:] for protein in proteins]
@@ -300,7 +300,7 @@ def _extensions(
 
 
 def _extend(turbo: ContextModel, cache: TurboKVCache, new: Sequence[str], refresh: int) -> list[Outputs]:
-    """Per row the outputs of the new residues (as many in each) and `<eos>`."""
+    """Outputs of the new residues (equally many in each row) and `<eos>`, per row."""
     output = turbo.extend(cache, list(new), refresh=refresh)
     return [
         Outputs(to_float64(hidden), to_float64(logits))

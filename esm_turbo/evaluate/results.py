@@ -1,4 +1,4 @@
-"""The typed result of an evaluation, and its plain JSON."""
+"""The typed result of an evaluation, and its JSON form."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from esm_turbo.evaluate.metrics import Accuracy
 
 @dataclass(frozen=True)
 class TokenAccuracy:
-    """One comparison, residues and special tokens apart.
+    """One comparison, with residues and special tokens separate.
 
     Attributes:
         residues: of the residues.
@@ -26,10 +26,10 @@ class TokenAccuracy:
 
 @dataclass(frozen=True)
 class LayerAccuracy:
-    """One layer's hidden states, of residues.
+    """Errors of one layer's hidden states, over residues.
 
     Attributes:
-        layer: from 1; the last is after the final layer norm.
+        layer: counted from 1; the last one includes the final layer norm.
         cosine_mean: mean cosine.
         relative_rms_error: as in `Accuracy`.
     """
@@ -44,12 +44,12 @@ class LeaveOneOut:
     """Figure 1 of one preset: every position in turn is the new token.
 
     Attributes:
-        against_frozen: what quantisation costs.
-        against_full: what a user sees.
-        by_class: against frozen, residues by structural class; empty where no class is known.
-        by_length: likewise, by the protein's length.
-        by_position: likewise, by the residue's position.
-        by_layer: likewise, layer by layer.
+        against_frozen: the quantisation error.
+        against_full: the total error.
+        by_class: against frozen, residues by structural class; empty if no class is known.
+        by_length: against frozen, residues by length of the protein.
+        by_position: against frozen, residues by their position.
+        by_layer: against frozen, residues by layer.
     """
 
     against_frozen: TokenAccuracy
@@ -62,15 +62,15 @@ class LeaveOneOut:
 
 @dataclass(frozen=True)
 class Extend:
-    """Figure 2 of one preset at one k and w.
+    """Figure 2 of one preset for one k and w.
 
     Attributes:
-        new_residues: k, the last residues of a protein, which extend what stands before them.
-        refreshed: w, the residues of the context that run again with them.
-        proteins: how many were long enough.
-        skipped: how many were not.
-        against_frozen: what quantisation costs; None where no protein was long enough.
-        against_full: what a user sees, likewise.
+        new_residues: k, the number of last residues, which extend a context of the others.
+        refreshed: w, the number of context residues recomputed with them.
+        proteins: number of proteins that were long enough.
+        skipped: number of proteins that were too short.
+        against_frozen: the quantisation error; None if no protein was long enough.
+        against_full: the total error, likewise.
     """
 
     new_residues: int
@@ -83,15 +83,15 @@ class Extend:
 
 @dataclass(frozen=True)
 class Memory:
-    """Figure 3: what a cache of one protein takes.
+    """Figure 3: memory of a cache of one protein.
 
     Attributes:
         tokens: of the protein, `<cls>` and `<eos>` included.
         nbytes: everything that is stored for them.
-        bits_per_element: 8 nbytes over the number of key and value components.
-        ratio_to_fp32: how many times smaller than keys and values in float32.
-        ratio_to_fp16: than in float16.
-        calibration_nbytes: the codec's own parameters, shared by all caches and not counted above.
+        bits_per_element: 8 nbytes divided by the number of key and value components.
+        ratio_to_fp32: compression ratio to keys and values in float32.
+        ratio_to_fp16: compression ratio to float16.
+        calibration_nbytes: parameters of the codec, shared by all caches and not counted above.
     """
 
     tokens: int
@@ -104,11 +104,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class OutlierAccuracy:
-    """Figure 5 of one preset at one scale: leave-one-out on a model with planted outliers.
+    """Figure 5 of one preset for one scale: leave-one-out on a model with planted outliers.
 
     Attributes:
-        scale: how many times larger a pair of key and of value channels of every head was made.
-        against_frozen: the preset against full precision, both on the changed model.
+        scale: factor of one pair of key channels and one of value channels of every head.
+        against_frozen: the preset against full precision, both on the modified model.
     """
 
     scale: float
@@ -120,12 +120,12 @@ class PresetEvaluation:
     """All figures of one preset.
 
     Attributes:
-        name: the preset's.
+        name: of the preset.
         options: its `TurboConfig`.
         memory: figure 3.
         leave_one_out: figure 1.
         extend: figure 2, for every k and w.
-        outliers: figure 5, for every scale; empty where it was switched off, and for full precision.
+        outliers: figure 5, for every scale; empty if disabled, and for full precision.
     """
 
     name: str
@@ -138,12 +138,12 @@ class PresetEvaluation:
 
 @dataclass(frozen=True)
 class FrozenExtend:
-    """Frozen against full at one k and w: what freezing costs, whatever the preset.
+    """Frozen against full for one k and w: the freezing error, which is the same for all presets.
 
     Attributes:
         new_residues: k.
         refreshed: w.
-        against_full: None where no protein was long enough.
+        against_full: None if no protein was long enough.
     """
 
     new_residues: int
@@ -156,7 +156,7 @@ class Frozen:
     """The frozen arm: contexts at full precision.
 
     Attributes:
-        leave_one_out: frozen against full, equal to rounding.
+        leave_one_out: frozen against full, equal up to rounding.
         extend: frozen against full for every k and w.
     """
 
@@ -166,11 +166,11 @@ class Frozen:
 
 @dataclass(frozen=True)
 class PlantedModel:
-    """One model with outliers, and how far planting them changed it.
+    """One model with planted outliers, and its deviation from the original.
 
     Attributes:
         scale: of the channels.
-        drift: the whole forward of the changed model against the unchanged one's.
+        drift: the forward pass of the modified model against that of the original.
     """
 
     scale: float
@@ -179,11 +179,11 @@ class PlantedModel:
 
 @dataclass(frozen=True)
 class OutlierSetup:
-    """How figure 5 was made.
+    """Setup of figure 5.
 
     Attributes:
-        proteins: evaluated, the first ones.
-        calibration_proteins: shipped ones that every changed model was calibrated on.
+        proteins: number of proteins evaluated, the first ones.
+        calibration_proteins: number of shipped proteins that every modified model was calibrated on.
         models: one per scale.
     """
 
@@ -194,22 +194,22 @@ class OutlierSetup:
 
 @dataclass(frozen=True)
 class Provenance:
-    """What was measured, on what.
+    """Model, environment and data of an evaluation.
 
     Attributes:
-        model: hub id or the name of a folder.
+        model: hub id or name of the folder.
         geometry: layers, heads and components per head.
         dtype: of the model.
-        device: where it ran.
-        device_name: the accelerator's name, or the processor's.
-        backend: what ran the packed attention.
+        device: of the model.
+        device_name: name of the accelerator or the processor.
+        backend: implementation of the packed attention.
         versions: of Python and packages.
-        commit: of the source, None where it is unknown.
+        commit: of the source; None if unknown.
         dirty: whether the source differed from the commit.
-        calibration: the calibration's own record; None without one.
-        proteins: how many were evaluated.
-        residues: in all of them.
-        sequences_sha256: of the sequences, one a line.
+        calibration: provenance of the calibration; None without one.
+        proteins: number of proteins evaluated.
+        residues: their total number of residues.
+        sequences_sha256: of the sequences, one per line.
     """
 
     model: str
@@ -231,16 +231,16 @@ class Provenance:
 class Evaluation:
     """Accuracy and memory of presets on proteins.
 
-    Three computations are compared: *full* recomputes the whole sequence; *frozen* extends a stored context at full
-    precision; *turbo* extends the same context as a preset stores it. The freezing error is full against frozen, the
-    quantisation error frozen against turbo.
+    Three computations are compared: *full* recomputes the whole sequence; *frozen* extends a context stored at full
+    precision; *turbo* extends the same context as stored by a preset. The freezing error is frozen against full, the
+    quantisation error turbo against frozen.
 
     Attributes:
-        provenance: what was measured, on what.
+        provenance: model, environment and data.
         frozen: the frozen arm.
-        presets: the turbo arm, preset by preset, in the order asked for.
-        outliers: how the outliers of figure 5 were planted; None where it was switched off.
-        unavailable: presets that were asked for as part of "all" and cannot run here, with the reason.
+        presets: the turbo arm, preset by preset, in the order requested.
+        outliers: setup of figure 5; None if disabled.
+        unavailable: presets of "all" that cannot run here, with the reason.
     """
 
     provenance: Provenance
@@ -250,7 +250,7 @@ class Evaluation:
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> PresetEvaluation:
-        """The figures of a preset.
+        """Figures of a preset.
 
         Raises:
             KeyError: it was not evaluated.
@@ -266,14 +266,14 @@ class Evaluation:
         return values
 
     def to_json(self, indent: int | None = None) -> str:
-        """The same as JSON text."""
+        """JSON text."""
         return json.dumps(self.to_dict(), allow_nan=False, indent=indent)
 
     def table(self, width: int | None = None) -> str:
-        """The figures as text, a few tables.
+        """Tables of text with all figures.
 
         Args:
-            width: columns to wrap to, as far as no figure is cut; None wraps nothing.
+            width: columns to wrap to, without cutting any figure; None does not wrap.
         """
         from esm_turbo.evaluate.tables import render
 

@@ -1,4 +1,4 @@
-"""`evaluate`: all figures of several presets on proteins."""
+"""`evaluate`: all figures of several presets."""
 
 from __future__ import annotations
 
@@ -42,31 +42,28 @@ def evaluate(
     outlier_calibration_proteins: int = 60,
     progress: Progress | None = None,
 ) -> Evaluation:
-    """Measures what freezing and quantisation cost, and what caches take (docs/concepts.md).
+    """Measure the freezing error, the quantisation error, and the memory of caches (docs/concepts.md).
 
-    The proteins should not be among those that the model was calibrated on.
+    The proteins should not be part of the calibration set.
 
     Args:
-        turbo: the model with its calibration; what it writes caches as by itself does not matter.
+        turbo: the model with its calibration; its own preset does not matter.
         sequences: residues, without masks.
-        presets: what to evaluate, with names of one's own as a mapping; "all" stands for every preset there is, of
-            which those that cannot run here are reported; None for full precision and the model's own.
-        max_proteins: only the first so many.
+        presets: presets to evaluate; a mapping gives them names of the caller's choice. "all" stands for all presets,
+            of which those that cannot run here are reported; None for full precision and the model's own preset.
+        max_proteins: evaluate only the first N proteins.
         names: of the sequences, for messages.
-        classes: the structural class of each sequence, None where it is unknown; figures are then also given by class.
-        extend_ks: numbers of new residues of figure 2; empty switches it off.
+        classes: structural class of each sequence, None if unknown; figures are then also given by class.
+        extend_ks: numbers of new residues of figure 2; empty disables it.
         refresh_ws: numbers of refreshed residues of figure 2.
-        outlier_scales: of figure 5; empty switches it off. For every scale a copy of the model is made and calibrated.
-        outlier_proteins: of figure 5, the first ones.
-        outlier_calibration_proteins: how many of the shipped proteins each copy is calibrated on.
+        outlier_scales: scales of figure 5; empty disables it. For every scale, a copy of the model is calibrated.
+        outlier_proteins: number of proteins of figure 5, the first ones.
+        outlier_calibration_proteins: number of shipped proteins that each copy is calibrated on.
         progress: called as proteins are done, see `Progress`.
 
-    Returns:
-        The figures, see `Evaluation`.
-
     Raises:
-        ValueError: a preset needs a calibration that the model lacks, a sequence is no protein, an option is wrong, or
-            a preset's outputs hold NaN or infinity.
+        ValueError: a preset needs a calibration and the model has none, a sequence is not a protein, an option is
+            invalid, or outputs of a preset contain NaN or infinity.
     """
     _check_options(max_proteins, extend_ks, refresh_ws, outlier_scales, outlier_proteins, outlier_calibration_proteins)
     proteins = _proteins(sequences, names, classes)[:max_proteins]

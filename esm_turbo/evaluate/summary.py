@@ -1,4 +1,4 @@
-"""From the errors of single tokens to the figures of an evaluation."""
+"""Figures of an evaluation, summarised from errors per token."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from esm_turbo.evaluate.results import (
     PresetEvaluation,
     TokenAccuracy,
 )
-from esm_turbo.proteins.limits import length_bin
+from esm_turbo.proteins.limits import length_bin, range_of
 
-_POSITIONS = (300, 600)
+_POSITION_BOUNDS = (300, 600)
 
 
 def frozen_figures(loo: Arms, extend: Sequence[ExtendArms]) -> Frozen:
@@ -44,12 +44,12 @@ def preset_figures(
     extend: Sequence[ExtendArms],
     outliers: Sequence[OutlierAccuracy],
 ) -> PresetEvaluation:
-    """Everything about the preset that has this index in the arms."""
+    """All figures of the preset with this index in the arms."""
     against_frozen = loo.turbo_frozen[index]
     of_residue = against_frozen.proteins
     classes = [proteins[i].structural_class for i in of_residue]
     lengths = [length_bin(len(proteins[i])) for i in of_residue]
-    positions = [_position_range(int(position)) for position in against_frozen.positions]
+    positions = [range_of(int(position), _POSITION_BOUNDS) for position in against_frozen.positions]
     return PresetEvaluation(
         name,
         config.to_dict(),
@@ -90,22 +90,12 @@ def _optional(comparison: Comparison) -> TokenAccuracy | None:
 
 
 def _by(labels: Sequence[str | None], comparison: Comparison) -> dict[str, Accuracy]:
-    """Figures of the residues of each label, in the labels' order; None is no label."""
+    """Figures of the residues with each label, sorted by label; residues labelled None are left out."""
     errors, array = comparison.residues, np.array(labels, dtype=object)
     return {label: errors[array == label].accuracy() for label in sorted({x for x in labels if x}, key=_sort_key)}
 
 
 def _sort_key(label: str) -> tuple[int, Hashable]:
-    """Ranges by their first number, everything else by name."""
+    """Sort ranges by their first number, other labels by name."""
     number = re.search(r"\d+", label)
     return (int(number[0]) if number else 0, label)
-
-
-def _position_range(position: int) -> str:
-    """The range of positions that a residue belongs to, such as `301-600`."""
-    lower = 1
-    for upper in _POSITIONS:
-        if position <= upper:
-            return f"{lower}-{upper}"
-        lower = upper + 1
-    return f"over {_POSITIONS[-1]}"

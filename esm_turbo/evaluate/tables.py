@@ -1,4 +1,4 @@
-"""An evaluation as a few compact tables of text."""
+"""Compact tables of text of an evaluation."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from esm_turbo.files.text_tables import text_table
 
 _UNLIMITED = 10_000
 _EXACT = "exact"
-# More would not fit on a page.
+# Layers shown of a deep model; more would not fit on a page.
 _LAYERS = 12
 _FIGURES = ("cosine", "1 %", "lowest", "KL, nats", "99 %", "top-1", "rel. RMS")
 
 
 def render(evaluation: Evaluation, width: int | None) -> str:
-    """All tables, wrapped to `width` columns as far as no figure is cut; None is as wide as they like."""
+    """All tables, wrapped to `width` columns without cutting any figure; None does not wrap."""
     out = io.StringIO()
     console = Console(file=out, width=_UNLIMITED, color_system=None, highlight=False, markup=False)
     console.print(_headline(evaluation))
@@ -42,7 +42,7 @@ def _print(console: Console, table: Table, width: int | None) -> None:
         texts = [str(text) for text in (column.header, *column.cells)]
         words = texts if column.no_wrap else " ".join(texts).split()
         column.min_width = max(map(len, words))
-    # A table's own title would be wrapped to the table's width.
+    # Rich would wrap a table's title to the width of the table.
     title, table.title = table.title, None
     console.print(title)
     console.print(table, width=None if width is None else max(width, console.measure(table).minimum))
@@ -53,8 +53,8 @@ def _headline(evaluation: Evaluation) -> str:
     return (
         f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {about.proteins} proteins,"
         f" {about.residues} residues\n"
-        "full: the whole sequence recomputed; frozen: a stored context at full precision; turbo: as the preset"
-        " stores it\n"
+        "full: the whole sequence recomputed; frozen: a context stored at full precision; turbo: as stored by the"
+        " preset\n"
     )
 
 
@@ -76,7 +76,7 @@ def _memory(evaluation: Evaluation) -> Table:
 
 
 def _overview(evaluation: Evaluation) -> Table:
-    """Every preset with its bits and its accuracy by arm; full precision is the frozen arm."""
+    """Bits and accuracy of every preset by arm; full precision is the frozen arm."""
     tokens = evaluation.presets[0].memory.tokens
     table = _table(
         "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>.\n"
@@ -115,7 +115,7 @@ def _extend(evaluation: Evaluation) -> Table | None:
 
 
 def _groups(evaluation: Evaluation, kind: str) -> Table | None:
-    """Leave-one-out by class, length or position, where there is more than one of them."""
+    """Leave-one-out by class, length or position; None if there is only one group."""
     presets = _compressed(evaluation)
     groups: list[Mapping[str, Accuracy]] = [getattr(preset.leave_one_out, f"by_{kind}") for preset in presets]
     if not groups or len(groups[0]) < 2:
@@ -128,7 +128,7 @@ def _groups(evaluation: Evaluation, kind: str) -> Table | None:
 
 
 def _layers(evaluation: Evaluation) -> Table | None:
-    """Relative error of the hidden states layer by layer, of deep models of some layers."""
+    """Relative error of the hidden states by layer; of deep models, a selection of layers."""
     presets = _compressed(evaluation)
     if not presets:
         return None
@@ -195,5 +195,5 @@ def _proteins(extend: Extend) -> str:
 
 
 def _small(x: float) -> str:
-    """Four decimals, or two digits and a power of ten where that would show little but zeros."""
+    """Four decimals, or scientific notation with two digits for small numbers."""
     return f"{x:.4f}" if x >= 0.00095 or x == 0 else f"{x:.1e}"

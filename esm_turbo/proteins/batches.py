@@ -1,4 +1,4 @@
-"""Batches of proteins: encoded once at a byte a token, of bounded size, and the same ones after an interruption."""
+"""Batches of proteins: encoded once at one byte per token, bounded in size, reproducible after an interruption."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ TokenRow = npt.NDArray[np.uint8]
 
 
 def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True) -> list[TokenRow]:
-    """Token ids of proteins with `<cls>`, and with `<eos>` unless told otherwise.
+    """Token ids of proteins, with `<cls>` and `<eos>`.
 
     Args:
         codes: of the model's tokenizer.
         sequences: residues; `<mask>` may stand for one.
-        eos: end with `<eos>`.
+        eos: end each row with `<eos>`.
 
     Raises:
-        ValueError: a sequence is empty or has letters that are no residues.
+        ValueError: a sequence is empty or has letters that are not residue codes.
     """
     table = bytearray(256)
     for residue, index in codes.residues.items():
@@ -41,15 +41,15 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
 
 
 def remaining_batches(lengths: Sequence[int], toks_per_batch: int, done: Container[int] = ()) -> list[list[int]]:
-    """Batches of what is not done yet, the longest first: what does not fit into memory is known at once.
+    """Batches of the sequences that are not done yet, longest first, so that a lack of memory shows at once.
 
-    A run that goes on where another stopped shall compute the same batches as one that never stopped, since the
-    rounding of a result depends on its batch. So batches are made of all sequences; those that are done as a whole are
-    left out, and what is missing of the others is batched anew.
+    A resumed run computes the same batches as an uninterrupted one, since the rounding of a result depends on its
+    batch. Therefore all sequences are batched: finished batches are left out, and the rest of partly finished ones is
+    batched again.
 
     Args:
-        lengths: tokens of each sequence.
-        toks_per_batch: padded tokens of a batch; a longer sequence forms a batch of its own.
+        lengths: tokens per sequence.
+        toks_per_batch: maximum padded tokens per batch; a longer sequence forms a batch of its own.
         done: indices of the sequences that are done.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Protein sequences in: reading FASTA files, checking residues, batching by token budget.
+"""Protein sequences: reading FASTA files, checking residues, batching by token budget.
 
-Everything is checked here, before a tokenizer sees it: the ESM-2 tokenizer turns a run of unknown letters
-into a single `<unk>` and knows `-` and `.` as tokens, so that a bad sequence would pass without a word.
+Everything is checked here, before tokenisation: the ESM-2 tokenizer turns a run of unknown letters into one `<unk>` and
+has tokens for `-` and `.`, so that it would accept a bad sequence silently.
 """
 
 import gzip
@@ -28,13 +28,13 @@ __all__ = [
 ]
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
-"""The residue codes of ESM-2's vocabulary, in its order: the 20 standard ones and X, B, U, Z, O."""
+"""The residue codes of ESM-2's vocabulary, in its order: the 20 standard residues and X, B, U, Z, O."""
 
 STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard residues, in alphabetical order."""
 
 _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
-# str.upper would also change letters beyond ASCII, some of them into two.
+# str.upper would also change non-ASCII letters, some of them into two.
 _TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _GZIP_MAGIC = b"\x1f\x8b"
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
@@ -60,11 +60,10 @@ class ProteinRecord:
 
     @property
     def structural_class(self) -> str | None:
-        """The class that the header states, or None.
+        """The structural class stated in the header, or None.
 
-        Read from `class=NAME`, as in the shipped calibration set, or else from a CATH code such as
-        `3.40.50.720`, whose first number is the class (1 mainly alpha, 2 mainly beta, 3 alpha-beta, 4 little
-        structure).
+        Read from `class=NAME`, as in the shipped calibration set, or else from a CATH code such as `3.40.50.720`, whose
+        first number is the class (1 mainly alpha, 2 mainly beta, 3 alpha-beta, 4 little structure).
         """
         if named := _CLASS_IN_HEADER.search(self.description):
             return named[1]
@@ -78,8 +77,8 @@ class BadRecord:
     """A record that cannot be used.
 
     Attributes:
-        record: Identifier; `#N` for the N-th record if it has none; empty if the whole file is meant.
-        reason: What is wrong, at which residue (counted from 1, whitespace left out), and what to do.
+        record: Identifier; `#N` for the N-th record if it has none; empty if the problem is the whole file.
+        reason: The problem, the residue (counted from 1 without whitespace), and the remedy.
     """
 
     record: str
@@ -92,8 +91,8 @@ class FastaError(ValueError):
     The message is one line: file, first problem, and how many more there are.
 
     Attributes:
-        path: The file, as it was given.
-        problems: What is wrong, in the order of the file; never empty.
+        path: The file, as given.
+        problems: In the order of the file; never empty.
     """
 
     def __init__(self, path: str, problems: Sequence[BadRecord]) -> None:
@@ -109,24 +108,24 @@ class FastaError(ValueError):
 
 
 class _Rejected(ValueError):
-    """A reason for refusing a sequence or a file, without the name of either."""
+    """The reason for rejecting a sequence or a file, without its name."""
 
 
 def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None) -> str:
-    """Returns a protein sequence as upper-case residue codes.
+    """Convert a protein sequence to upper-case residue codes.
 
     Whitespace and one trailing `*` (the translated stop codon) are removed.
 
     Args:
         sequence: One-letter residue codes in either case.
-        name: What to call the sequence in an error message.
-        unknown: None, or `"X"` to replace every character outside `RESIDUES`, gaps included, by X. A stop
-            inside is never replaced.
+        name: Name of the sequence in error messages.
+        unknown: None, or `"X"` to replace every character outside `RESIDUES`, gaps included, with X. An internal stop
+            is never replaced.
 
     Raises:
-        TypeError: If `sequence` is not a string.
-        ValueError: If nothing is left, at a `*` before the end, or at a character outside `RESIDUES` (unless
-            `unknown` is given); names the sequence and the position, counted from 1.
+        TypeError: `sequence` is not a string.
+        ValueError: Nothing is left, there is a `*` before the end, or a character is outside `RESIDUES` (unless
+            `unknown` is given). The message gives the name and the position, counted from 1.
     """
     if not isinstance(sequence, str):
         raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
@@ -140,21 +139,21 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None) 
 def read_fasta(
     path: str | os.PathLike[str], *, unknown: str | None = None
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
-    """Reads the proteins of a FASTA file, plain or gzip-compressed, and sets the unusable records apart.
+    """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
-    A record is bad if it has no identifier, repeats that of an earlier record, or holds a sequence that
-    `normalize_sequence` refuses. Windows line ends, lower case and a byte order mark are accepted.
+    A record is bad if it has no identifier, repeats that of an earlier record, or has a sequence that
+    `normalize_sequence` rejects. Windows line ends, lower case and a byte order mark are accepted.
 
     Args:
-        path: The file; gzip is recognised by its first bytes, whatever the name.
+        path: The file; gzip is recognised by its first bytes, not by the name.
         unknown: As for `normalize_sequence`.
 
     Returns:
         The good and the bad records, each in the order of the file.
 
     Raises:
-        FastaError: If the file as a whole cannot be used: missing, a folder, unreadable, empty, not text, a
-            damaged gzip file, or not FASTA.
+        FastaError: The whole file cannot be used: missing, a folder, unreadable, empty, not text, a damaged gzip file,
+            or not FASTA.
     """
     _check_unknown(unknown)
     good: list[ProteinRecord] = []
@@ -175,14 +174,14 @@ def read_fasta(
 
 
 def read_fasta_strict(path: str | os.PathLike[str], *, unknown: str | None = None) -> list[ProteinRecord]:
-    """Reads the proteins of a FASTA file of which every record must be good.
+    """Read the proteins of a FASTA file, all of whose records must be good.
 
     Args:
         path: As for `read_fasta`.
         unknown: As for `normalize_sequence`.
 
     Raises:
-        FastaError: As `read_fasta`, and if any record is bad; its `problems` holds all of them.
+        FastaError: As for `read_fasta`, or any record is bad; `problems` has all bad records.
     """
     good, bad = read_fasta(path, unknown=unknown)
     if bad:
@@ -191,19 +190,19 @@ def read_fasta_strict(path: str | os.PathLike[str], *, unknown: str | None = Non
 
 
 def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]]:
-    """Groups sequences of similar length into padded batches of a bounded number of tokens.
+    """Group sequences of similar length into padded batches of a bounded number of tokens.
 
     Args:
-        lengths: Tokens of each sequence, special tokens included if the budget is to count them.
-        toks_per_batch: Largest padded size of a batch in tokens: its longest sequence times its number of
-            sequences. A sequence that is longer by itself forms a batch of one.
+        lengths: Tokens per sequence, including special tokens if the budget should count them.
+        toks_per_batch: Maximum padded size of a batch in tokens: its longest sequence times its number of sequences. A
+            longer sequence forms a batch of its own.
 
     Returns:
-        Indices into `lengths`, each exactly once, from the shortest sequence to the longest; equal lengths
-        keep their order.
+        Indices into `lengths`, each exactly once, from the shortest sequence to the longest; equal lengths keep their
+        order.
 
     Raises:
-        ValueError: If `toks_per_batch` is below 1 or a length is negative.
+        ValueError: `toks_per_batch` is below 1, or a length is negative.
     """
     if toks_per_batch < 1:
         raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
@@ -222,13 +221,13 @@ def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
-    """Returns the SHA-256 digest of a file's bytes in hexadecimal."""
+    """SHA-256 digest of a file, in hexadecimal."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _shown(text: str) -> str:
-    """Quotes a piece of input for a one-line message: control characters escaped, length bounded."""
+    """Quote input for a one-line message: control characters escaped, length bounded."""
     return repr(text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "...")
 
 
@@ -248,14 +247,14 @@ def _normalized(sequence: str, unknown: str | None) -> str:
     if outside := _NOT_A_RESIDUE.search(residues):
         raise _Rejected(
             f"position {outside.start() + 1} is {outside[0]!a}, not one of the 25 residue codes "
-            "(A to Z without J); correct it, or have it replaced by X (--unknown X, in Python unknown='X')"
+            "(A to Z without J); correct it, or replace it with X (--unknown X, in Python unknown='X')"
         )
     return residues
 
 
 def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Yields headers (without `>`) and sequences as they stand; every failure becomes a FastaError."""
-    # Imported here: Biopython costs more time than the rest of this module and is needed for files only.
+    """Yield headers (without `>`) and raw sequences; every failure becomes a FastaError."""
+    # Imported here: Biopython takes longer to load than the rest of this module, and only files need it.
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
     parse: Callable[[Iterator[str]], Iterator[tuple[str, str]]] = SimpleFastaParser
@@ -279,7 +278,7 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
 
 def _text_lines(path: Path) -> Iterator[str]:
-    # Windows reports a folder as a lack of permission.
+    # Windows would report a folder as a missing permission.
     if path.is_dir():
         raise IsADirectoryError(path)
     with path.open("rb") as raw:
@@ -289,9 +288,9 @@ def _text_lines(path: Path) -> Iterator[str]:
 
 
 def _checked_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Passes lines on; refuses a file without records or with text before the first header.
+    """Pass lines on; reject a file without records or with text before the first header.
 
-    The parser would skip such text in silence.
+    The parser would skip such text silently.
     """
     in_records = False
     for number, line in enumerate(lines, start=1):

@@ -1,32 +1,33 @@
-"""How long the proteins are that ESM-2 was trained on, and the warning for longer ones."""
+"""Lengths of proteins: the limit of ESM-2's training, the warning beyond it, and ranges for reports."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
 
 TRAINED_RESIDUES = 1022
-"""ESM-2 was trained on crops of 1,024 tokens, `<cls>` and `<eos>` among them (Lin et al. 2023)."""
+"""ESM-2 was trained on crops of 1,024 tokens, `<cls>` and `<eos>` included (Lin et al. 2023)."""
 
 _LENGTH_BOUNDS = (100, 200, 350, 700, TRAINED_RESIDUES)
 
 
 class LongProteinWarning(UserWarning):
-    """Proteins are longer than those of training; the model runs, its answers are less certain."""
+    """Proteins are longer than those of training; the model runs, but its predictions are less reliable."""
 
 
 def warn_if_long(lengths: Iterable[int], stacklevel: int = 2) -> None:
-    """Warns, once for all of them, that some proteins are longer than those of training.
+    """Warn once if some proteins are longer than those of training.
 
     Args:
-        lengths: residues of each protein.
-        stacklevel: as of `warnings.warn`, counted from the caller.
+        lengths: residues per protein.
+        stacklevel: as for `warnings.warn`, counted from the caller.
     """
     long = [length for length in lengths if length > TRAINED_RESIDUES]
     if long:
         warnings.warn(
             f"{len(long)} protein{'s' if len(long) > 1 else ''} of up to {max(long)} residues: ESM-2 was trained on"
-            f" {TRAINED_RESIDUES} at most",
+            f" at most {TRAINED_RESIDUES}",
             LongProteinWarning,
             stacklevel=stacklevel + 1,
         )
@@ -34,9 +35,17 @@ def warn_if_long(lengths: Iterable[int], stacklevel: int = 2) -> None:
 
 def length_bin(length: int) -> str:
     """The range of lengths that a protein belongs to, such as `101-200`."""
-    lower = 1
-    for upper in _LENGTH_BOUNDS:
-        if length <= upper:
-            return f"{lower}-{upper}"
-        lower = upper + 1
-    return f"over {_LENGTH_BOUNDS[-1]}"
+    return range_of(length, _LENGTH_BOUNDS)
+
+
+def range_of(number: int, bounds: Sequence[int]) -> str:
+    """The range that a number from 1 belongs to, such as `101-200`.
+
+    Args:
+        number: at least 1.
+        bounds: the last number of each range, ascending; larger numbers are `over` the last one.
+    """
+    index = bisect_left(bounds, number)
+    if index == len(bounds):
+        return f"over {bounds[-1]}"
+    return f"{bounds[index - 1] + 1 if index else 1}-{bounds[index]}"

@@ -1,4 +1,4 @@
-"""From residues to token ids. Sequences are checked first: the tokenizer itself would swallow bad letters."""
+"""Residues to token ids and back. Sequences are checked first: the tokenizer would accept bad letters silently."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class TokenCodes:
         """Ids of residues and `<mask>`, without `<cls>` and `<eos>`.
 
         Raises:
-            TypeError: the sequence is no string.
-            ValueError: the sequence is empty or has letters that are no residues.
+            TypeError: the sequence is not a string.
+            ValueError: the sequence is empty or has letters that are not residue codes.
         """
         if not isinstance(sequence, str):
             raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
         symbols = _SYMBOL.findall(sequence)
-        # A mask counts as one residue, so that positions in messages are the reader's.
+        # A mask counts as one residue, so that messages give the positions that a reader counts.
         letters = "".join("X" if symbol.lower() == _MASK else symbol for symbol in symbols)
         residues = normalize_sequence(letters, name=name)
         return [
@@ -69,7 +69,7 @@ class TokenCodes:
         ]
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Residues of ids, `<mask>` where one stands: what `encode` takes apart."""
+        """Residues and `<mask>` of ids: the inverse of `encode`."""
         letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
         return "".join(letters[index] for index in token_ids)
 
