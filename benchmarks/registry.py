@@ -21,7 +21,7 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import decode_attention, peers
+from benchmarks.cuda import calls, decode_attention, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
@@ -186,6 +186,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "attention over packed contexts beside SDPA's backends and the paper's kernel structure",
         partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=cuda_compile.embedded),
         most_repeats=20,
+    ),
+    "calls_cuda": Benchmark(
+        "calls of the public API, from strings to results: prefill, and embedding with and without caches",
+        partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384)),
+        most_repeats=9,
     ),
     "prefill_cuda": Benchmark(
         "encoding all layers, and prefills with and without writing a cache, eager and captured",

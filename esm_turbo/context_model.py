@@ -101,7 +101,13 @@ class ContextModel:
             if bool((counts[1] >= counts[0]).any()):
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
         device = self.model.device
-        output = self.model.esm(input_ids.to(device), attention_mask.to(device), use_cache=True, token_counts=counts)
+        output = self.model.esm(
+            input_ids.to(device),
+            attention_mask.to(device),
+            use_cache=True,
+            token_counts=counts,
+            row_lengths=[len(row) for row in rows],
+        )
         cache: TurboKVCache = output.past_key_values
         return cache
 

@@ -7,20 +7,25 @@ values to a session (model/sessions.py), which encodes them (prefill) or attends
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import EsmConfig, EsmForMaskedLM, EsmModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, MaskedLMOutput
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm.modeling_esm import (
+    EsmAttention,
+    EsmEncoder,
+    EsmIntermediate,
     EsmLayer,
     EsmLMHead,
+    EsmOutput,
     EsmRotaryEmbedding,
     EsmSelfAttention,
+    EsmSelfOutput,
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
@@ -39,10 +44,14 @@ from esm_turbo.model.inputs import (
     split_attention_mask,
     token_mask,
 )
+from esm_turbo.model.packed_encoder import DTYPES as PACKED_DTYPES
+from esm_turbo.model.packed_encoder import Packing, is_plain, packed_encoder
 from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.sessions import Extension, KVSession, Prefill
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 
+# Options of a forward that the packed encoder supports.
+_PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states", "kv_session"}
 # Fraction of residues masked in ESM-2's training (Lin et al. 2023), for which token dropout corrects.
 _TRAINED_MASK_RATIO = 0.15 * 0.8
 
@@ -147,6 +156,22 @@ class _AttentionWeights(KVSession):
         scores = query @ keys.transpose(2, 3)
         scores = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min)
         self.weights.append(scores.softmax(dim=-1))
+
+
+# Modules whose forward the packed encoder replaces.
+_PLAIN_MODULES = {
+    EsmEncoder,
+    TurboEsmLayer,
+    EsmAttention,
+    TurboEsmSelfAttention,
+    EsmSelfOutput,
+    EsmIntermediate,
+    EsmOutput,
+    nn.Linear,
+    nn.LayerNorm,
+    nn.ModuleList,
+    nn.Dropout,
+}
 
 
 class TurboEsmModel(CheckpointMixin, EsmModel):
@@ -276,6 +301,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         use_cache: bool | None = None,
         token_counts: tuple[Tensor, Tensor] | None = None,
         append_mask: Tensor | None = None,
+        row_lengths: Sequence[int] | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPoolingAndCrossAttentions | tuple[Any, ...]:
@@ -296,6 +322,9 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             append_mask: new tokens to append, bool [batch, n]; by default those that `attention_mask` shows. On a
                 device, a mask that leaves out tokens before others requires `position_ids`: finding the gap would
                 force a device sync.
+            row_lengths: tokens per row (the sums of `attention_mask`), where the host knows them. Without gradients, a
+                past or `position_ids`, a float16 or bfloat16 model on CUDA then runs packed rows with fused kernels
+                (model/packed_encoder.py); in all other cases it has no effect.
             return_dict: as of `EsmModel`.
             **kwargs: as of `EsmModel`.
 
@@ -325,14 +354,16 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         elif use_cache:
             assert input_ids is not None
             written = self.new_cache() if past is None else past
-            output = self._prefill(written, input_ids, attention_mask, position_ids, append_mask, token_counts, kwargs)
+            output = self._prefill(
+                written, input_ids, attention_mask, position_ids, append_mask, token_counts, row_lengths, kwargs
+            )
         else:
             written = None
             kwargs["use_cache"] = False
             if token_counts is not None and input_ids is not None:
                 inputs_embeds = self._embed(input_ids, token_mask(input_ids, attention_mask), token_counts)
                 input_ids = None
-            output = super().forward(input_ids, attention_mask, position_ids, inputs_embeds, **kwargs)
+            output = self._encode(input_ids, attention_mask, position_ids, inputs_embeds, row_lengths, kwargs)
         output.past_key_values = written
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -345,6 +376,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         position_ids: Tensor | None,
         append_mask: Tensor | None,
         token_counts: tuple[Tensor, Tensor] | None,
+        row_lengths: Sequence[int] | None,
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         self.claim_cache(cache)
@@ -361,17 +393,69 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 positions_to_store(append_mask, mask, position_ids, computed.expand_as(input_ids)),
             )
         append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
-        session = Prefill(cache, append, self.kv_backend)
+        kwargs = {"kv_session": Prefill(cache, append, self.kv_backend), **kwargs}
         if token_counts is None:
             check_not_all_masked(count_tokens(input_ids, mask, self.config.mask_token_id))
-            output = super().forward(input_ids, attention_mask, position_ids, kv_session=session, **kwargs)
+            output = self._encode(input_ids, attention_mask, position_ids, None, row_lengths, kwargs)
         else:
             embeddings = self._embed(input_ids, mask, token_counts)
-            output = super().forward(
-                None, attention_mask, position_ids, inputs_embeds=embeddings, kv_session=session, **kwargs
-            )
+            output = self._encode(None, attention_mask, position_ids, embeddings, row_lengths, kwargs)
         cache.commit(append)
         return output
+
+    def _encode(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        inputs_embeds: Tensor | None,
+        row_lengths: Sequence[int] | None,
+        kwargs: dict[str, Any],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """A forward without a past: Hugging Face's, or the packed encoder's where it can stand in."""
+        if row_lengths is not None:
+            rows, width = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+            if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
+                raise ValueError(f"`row_lengths` must be {rows} numbers of 1 to {width}, got {list(row_lengths)}")
+        if row_lengths is None or position_ids is not None or not self._can_pack(kwargs):
+            output: BaseModelOutputWithPoolingAndCrossAttentions = super().forward(
+                input_ids, attention_mask, position_ids, inputs_embeds, **kwargs
+            )
+            return output
+        from esm_turbo.ops import triton_encoder
+
+        if inputs_embeds is None:
+            inputs_embeds = self.embeddings(input_ids=input_ids, attention_mask=attention_mask)
+        packing = Packing.of(row_lengths, inputs_embeds.shape[1], inputs_embeds.device)
+        wants_states = bool(kwargs.get("output_hidden_states"))
+        last, states = packed_encoder(
+            self.encoder,
+            self.rotary_embeddings.inv_freq,
+            packing.pack(inputs_embeds),
+            packing,
+            triton_encoder,
+            kwargs.get("kv_session"),
+            range(self.config.num_hidden_layers) if wants_states else (),
+        )
+        last = packing.unpack(last)
+        return BaseModelOutputWithPoolingAndCrossAttentions(
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self.pooler(last),
+            hidden_states=(*map(packing.unpack, states.values()), last) if wants_states else None,
+        )
+
+    def _can_pack(self, kwargs: dict[str, Any]) -> bool:
+        """Whether the packed encoder computes what Hugging Face's forward with these options would."""
+        return (
+            self.device.type == "cuda"
+            and self.dtype in PACKED_DTYPES
+            and not (torch.is_grad_enabled() or self.training or torch.is_autocast_enabled("cuda"))
+            and not torch.compiler.is_compiling()
+            and not {name for name, value in kwargs.items() if value is not None} - _PACKED_OPTIONS
+            and self.config._attn_implementation in ("sdpa", "flash_attention_2")
+            and self.kv_backend.name is Backend.TRITON
+            and is_plain(self.encoder, _PLAIN_MODULES)
+        )
 
     def _extend(
         self,

@@ -43,7 +43,7 @@ def fused_projections(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]
     """
     attentions = [module for module in model.modules() if isinstance(module, QKVProjections)]
     for attention in attentions:
-        attention.fused = _fuse([attention.query, attention.key, attention.value])
+        attention.fused = fuse_linears([attention.query, attention.key, attention.value])
     try:
         yield [attention.fused for attention in attentions if attention.fused is not None]
     finally:
@@ -51,7 +51,7 @@ def fused_projections(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]
             attention.fused = None
 
 
-def _fuse(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
+def fuse_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
     """Weight and bias of linear layers, stacked along the outputs; None if one of them is not plain.
 
     The layers' own parameters become views of the result.

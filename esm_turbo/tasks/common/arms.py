@@ -77,7 +77,7 @@ def prefill_ids(turbo: ContextModel, token_ids: Sequence[int], arm: str) -> Turb
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
     check_memory(esm, len(token_ids), stored=True)
     input_ids = torch.tensor([list(token_ids)], device=esm.device)
-    esm(input_ids, past_key_values=cache, use_cache=True)
+    esm(input_ids, past_key_values=cache, use_cache=True, row_lengths=[len(token_ids)])
     return cache
 
 
@@ -97,6 +97,8 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     """
     device = turbo.model.device
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    if not options:
+        options = {"row_lengths": [input_ids.shape[1]] * len(input_ids)}
     states = turbo.model.esm(input_ids.to(device), **options).last_hidden_state
     rows = torch.arange(len(at), device=states.device).view(-1, *[1] * (at.dim() - 1))
     # The head runs on the tokens that are asked for, not on all.

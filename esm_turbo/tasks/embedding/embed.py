@@ -267,7 +267,7 @@ def _embed_batch(
     lengths = [len(rows[index]) - 2 for index in batch]
     pending = _Pending(batch, lengths, request)
     if request.include & {"mean", "per_tok", "bos"}:
-        for layer, states in _hidden_states(turbo, input_ids, attention_mask, request.layers).items():
+        for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
             pending.take(layer, states)
     if "contacts" in request.include:
         pending.contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
@@ -343,12 +343,17 @@ class _Done:
 
 
 def _hidden_states(
-    turbo: ContextModel, input_ids: Tensor, attention_mask: Tensor, layers: Sequence[int]
+    turbo: ContextModel, input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Hidden states [batch, n, hidden_size] of some layers."""
+    """Hidden states [batch, n, hidden_size] of some layers; `lengths` counts residues per row."""
     last = turbo.model.config.num_hidden_layers
     # The states of all layers together are many times the last one's memory.
-    output = turbo.model.esm(input_ids, attention_mask, output_hidden_states=set(layers) != {last})
+    output = turbo.model.esm(
+        input_ids,
+        attention_mask,
+        output_hidden_states=set(layers) != {last},
+        row_lengths=[length + 2 for length in lengths],
+    )
     if output.hidden_states is None:
         return {last: output.last_hidden_state}
     return {layer: output.hidden_states[layer] for layer in layers}

@@ -631,11 +631,11 @@ def test_a_protein_too_large_for_memory_is_a_failed_record(run, tiny, tmp_path, 
     original = embedding._hidden_states
     shapes = []
 
-    def small_memory(turbo, input_ids, attention_mask, layers):
+    def small_memory(turbo, input_ids, *rest):
         shapes.append(tuple(input_ids.shape))
         if input_ids.numel() > 36:
             raise torch.OutOfMemoryError("out of memory")
-        return original(turbo, input_ids, attention_mask, layers)
+        return original(turbo, input_ids, *rest)
 
     monkeypatch.setattr(embedding, "_hidden_states", small_memory)
     out = tmp_path / "out"

@@ -1,0 +1,162 @@
+"""ESM-2's encoder for inference in half precision on CUDA, on packed rows and with fused operations.
+
+Hugging Face's forward pads every row, and spends more time in unfused operations between matrix products than in the
+products. Here rows are packed along one dimension without padding (Dao 2023); queries, keys and values are one product;
+residual sums are fused with the layer norm that follows; rotation and activation run in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from esm_turbo.model.projections import fuse_linears
+from esm_turbo.model.sessions import KVSession
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a padded batch lie when its rows are packed one after the other.
+
+    Attributes:
+        batch_size: rows.
+        width: columns of the padded batch.
+        longest: tokens of the longest row.
+        positions: of every token in its row, int32 [T].
+        offsets: of every row's first token, and T, int32 [rows + 1].
+        index: of every token in the flattened padded batch, int32 [T]; None where there is no padding.
+        slots: for every place of the padded batch the token that lies there, 0 for padding, int32 [rows * width]; None
+            where there is no padding.
+    """
+
+    batch_size: int
+    width: int
+    longest: int
+    positions: Tensor
+    offsets: Tensor
+    index: Tensor | None
+    slots: Tensor | None
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> Packing:
+        """The packing of rows of these lengths, padded on the right to `width` columns; one copy to the device."""
+        rows = np.asarray(lengths, dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(rows)])
+        row = np.repeat(np.arange(len(rows)), rows)
+        positions = np.arange(offsets[-1]) - offsets[:-1][row]
+        parts = [positions, offsets]
+        padded = bool((rows < width).any())
+        if padded:
+            column = np.arange(width)
+            slots = np.where(column < rows[:, None], offsets[:-1, None] + column, 0)
+            parts += [row * width + positions, slots.ravel()]
+        host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+        if device.type == "cuda":
+            host = host.pin_memory()
+        on_device = host.to(device, non_blocking=True).split([len(part) for part in parts])
+        index, slot = on_device[2:] if padded else (None, None)
+        return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[rows, width, ...] as [T, ...]."""
+        flat = x.flatten(0, 1)
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[T, ...] as [rows, width, ...]; padding repeats the first token."""
+        flat = x if self.slots is None else x.index_select(0, self.slots)
+        return flat.view(self.batch_size, self.width, *x.shape[1:])
+
+
+def is_plain(encoder: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
+    """Whether every module of an encoder is of an allowed class, unhooked and with its class's own forward.
+
+    Adapters replace modules or their forward, or hook into them; offloaded layers do, too.
+    """
+    if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
+        return False
+    stack = [encoder]
+    while stack:
+        module = stack.pop()
+        own = module.__dict__
+        if type(module) not in allowed or "forward" in own or own["_forward_hooks"] or own["_forward_pre_hooks"]:
+            return False
+        stack.extend(child for child in own["_modules"].values() if child is not None)
+    return True
+
+
+def packed_encoder(
+    encoder: Any,
+    inv_freq: Tensor,
+    hidden_states: Tensor,
+    packing: Packing,
+    ops: ModuleType,
+    session: KVSession | None = None,
+    layers: Collection[int] = (),
+) -> tuple[Tensor, dict[int, Tensor]]:
+    """Runs an `EsmEncoder` on packed rows.
+
+    Args:
+        encoder: whose modules are plain, see `is_plain`.
+        inv_freq: of the rotary embedding, float32 [head_dim / 2].
+        hidden_states: packed embeddings, [T, hidden_size].
+        packing: of the rows.
+        ops: `triton_encoder`, or its reference `torch_encoder`.
+        session: is shown the keys and values of every layer, after RoPE, as a padded batch.
+        layers: whose input is returned as well, 0 for the embeddings; the last layer's output is the first result.
+
+    Returns:
+        The last hidden states after the final layer norm, [T, hidden_size], and those of `layers`.
+    """
+    angle = torch.arange(packing.longest, device=hidden_states.device)[:, None] * inv_freq
+    cos, sin = angle.cos(), angle.sin()
+    norms = [layer.attention.LayerNorm for layer in encoder.layer[1:]] + [encoder.emb_layer_norm_after]
+    first = encoder.layer[0].attention.LayerNorm
+    residual, normed = ops.add_layer_norm(hidden_states, None, first.weight, first.bias, first.eps)
+    states: dict[int, Tensor] = {}
+    for index, (layer, norm) in enumerate(zip(encoder.layer, norms, strict=True)):
+        if index in layers:
+            states[index] = residual
+        attention = layer.attention.self
+        weight, bias = _qkv_projection(attention)
+        heads, head_dim = attention.num_attention_heads, attention.attention_head_size
+        qkv = functional.linear(normed, weight, bias).view(-1, 3, heads, head_dim)
+        ops.rotate_(qkv, cos, sin, packing.positions)
+        if session is not None:
+            keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
+            session.attend(index, keys, keys, values)
+        attended = ops.attend(qkv, packing.offsets, packing.longest).flatten(1)
+        dense, inner, outer = layer.attention.output.dense, layer.intermediate.dense, layer.output.dense
+        delta = functional.linear(attended, dense.weight, dense.bias)
+        residual, normed = ops.add_layer_norm(
+            residual, delta, layer.LayerNorm.weight, layer.LayerNorm.bias, layer.LayerNorm.eps
+        )
+        inside = functional.linear(normed, inner.weight, inner.bias)
+        ops.gelu_(inside)
+        delta = functional.linear(inside, outer.weight, outer.bias)
+        residual, normed = ops.add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps)
+    return normed, states
+
+
+def _qkv_projection(attention: Any) -> tuple[Tensor, Tensor]:
+    """Fused weight and bias of the query, key and value projections, remembered while their addresses stay."""
+    linears = (attention.query, attention.key, attention.value)
+    addresses = [x.data_ptr() for linear in linears for x in (linear.weight, linear.bias)]
+    remembered = attention.__dict__.get("_packed_projection")
+    if remembered is None or remembered[0] != addresses:
+        fused = fuse_linears(linears)
+        assert fused is not None
+        addresses = [x.data_ptr() for linear in linears for x in (linear.weight, linear.bias)]
+        # Held by the attention, the storage stays alive, so that equal addresses mean the same weights.
+        remembered = attention.__dict__["_packed_projection"] = (addresses, fused)
+    result: tuple[Tensor, Tensor] = remembered[1]
+    return result

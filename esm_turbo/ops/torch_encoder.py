@@ -1,0 +1,70 @@
+"""Plain PyTorch operations of the packed encoder, for any device: the reference of `triton_encoder`.
+
+Tokens of all rows are packed along one dimension, T in all, without padding.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+__all__ = ["add_layer_norm", "attend", "gelu_", "rotate_"]
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual sum x + delta and its layer norm.
+
+    Args:
+        x: [T, hidden_size].
+        delta: likewise; None for the layer norm of x alone.
+        weight: [hidden_size].
+        bias: [hidden_size].
+        eps: added to the variance.
+
+    Returns:
+        The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x.
+    """
+    if delta is not None:
+        x = x + delta
+    return x, functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """Rotates queries and keys in place (RoPE, Su et al. 2021), in float32.
+
+    Args:
+        qkv: [T, 3, heads, head_dim], contiguous.
+        cos: of the angles of every position, float32 [positions, head_dim / 2].
+        sin: likewise.
+        positions: of every token, int32 [T].
+    """
+    cos, sin = (x[positions.long()][:, None, None] for x in (cos, sin))
+    low, high = qkv[:, :2].float().chunk(2, dim=-1)
+    qkv[:, :2] = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(qkv.dtype)
+
+
+def gelu_(x: Tensor) -> None:
+    """The activation x / 2 (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel 2016), in place."""
+    x.copy_(functional.gelu(x.float()))
+
+
+def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """Attention of every row's tokens to each other.
+
+    Args:
+        qkv: after rotation, [T, 3, heads, head_dim].
+        offsets: of every row's first token, and T, int32 [rows + 1].
+        longest: tokens of the longest row.
+
+    Returns:
+        [T, heads, head_dim].
+    """
+    output = torch.empty_like(qkv[:, 0])
+    bounds = offsets.tolist()
+    for start, end in pairwise(bounds):
+        query, keys, values = (x.transpose(0, 1)[None] for x in qkv[start:end].unbind(1))
+        output[start:end] = functional.scaled_dot_product_attention(query, keys, values)[0].transpose(0, 1)
+    return output

@@ -1,0 +1,75 @@
+"""Operations of the packed encoder on CUDA: Triton kernels, and PyTorch's flash attention.
+
+triton is imported when a kernel runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from esm_turbo.ops.triton_layout import power_of_two
+
+__all__ = ["add_layer_norm", "attend", "gelu_", "rotate_"]
+
+# Elements per program of the activation.
+_BLOCK = 2048
+
+
+def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `torch_encoder.add_layer_norm`; one launch."""
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    tokens, size = x.shape
+    normed = torch.empty_like(x)
+    total = x if delta is None else torch.empty_like(x)
+    block = power_of_two(size)
+    kernels.add_layer_norm[(tokens,)](
+        x_ptr=x,
+        delta_ptr=x if delta is None else delta,
+        weight_ptr=weight,
+        bias_ptr=bias,
+        sum_ptr=total,
+        normed_ptr=normed,
+        eps=eps,
+        SIZE=size,
+        BLOCK=block,
+        ADD=delta is not None,
+        num_warps=min(8, max(1, block // 256)),
+    )
+    return total, normed
+
+
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """See `torch_encoder.rotate_`; one launch."""
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    tokens, _, heads, head_dim = qkv.shape
+    kernels.rotate_[(tokens,)](
+        qkv_ptr=qkv,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        position_ptr=positions,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=power_of_two(2 * heads),
+        HALF_BLOCK=power_of_two(head_dim // 2),
+        num_warps=4,
+    )
+
+
+def gelu_(x: Tensor) -> None:
+    """See `torch_encoder.gelu_`; one launch."""
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    kernels.gelu_[(-(-x.numel() // _BLOCK),)](x_ptr=x, count=x.numel(), BLOCK=_BLOCK, num_warps=4)
+
+
+def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
+    """See `torch_encoder.attend`; one launch (flash attention, Dao 2023)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    query, keys, values = qkv.unbind(1)
+    output = varlen_attn(query, keys, values, offsets, offsets, longest, longest)
+    assert isinstance(output, Tensor)
+    return output

@@ -1,0 +1,221 @@
+"""The packed encoder against Hugging Face's own, and which encoders it may stand in for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import EsmForMaskedLM
+from transformers.modeling_outputs import MaskedLMOutput
+
+from esm_turbo import TurboEsmForMaskedLM, TurboKVCache, modeling_esm_turbo
+from esm_turbo.model.packed_encoder import Packing, is_plain, packed_encoder
+from esm_turbo.model.sessions import KVSession
+from esm_turbo.ops import torch_encoder
+from tests.helpers.models import random_ids
+
+LENGTHS = [17, 5, 30, 1]
+# Both sum in float32, in other orders.
+TOLERANCE = 2e-5
+
+
+class Recorder(KVSession):
+    def __init__(self) -> None:
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        assert layer_idx == len(self.seen)
+        self.seen.append((keys.clone(), values.clone()))
+
+
+def run(model: EsmForMaskedLM, ids: Tensor, mask: Tensor, lengths: list[int], **options: object):
+    packing = Packing.of(lengths, ids.shape[1], ids.device)
+    embeddings = packing.pack(model.esm.embeddings(ids, mask))
+    inv_freq = model.esm.rotary_embeddings.inv_freq
+    return packing, packed_encoder(model.esm.encoder, inv_freq, embeddings, packing, torch_encoder, **options)
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
+def test_packing_round_trip(lengths: list[int]) -> None:
+    width = max(lengths)
+    packing = Packing.of(lengths, width, torch.device("cpu"))
+    batch = torch.arange(len(lengths) * width * 2).view(len(lengths), width, 2)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    packed = packing.pack(batch)
+    assert torch.equal(packed, batch[mask])
+    assert torch.equal(packing.unpack(packed)[mask], batch[mask])
+    assert torch.equal(packing.positions, mask.nonzero()[:, 1].to(torch.int32))
+    assert packing.offsets.tolist() == [0, *torch.tensor(lengths).cumsum(0).tolist()]
+    assert packing.longest == width
+
+
+@pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
+@torch.no_grad()
+def test_hidden_states_are_those_of_hugging_face(tiny_esm: Callable[..., EsmForMaskedLM], lengths: list[int]) -> None:
+    model = tiny_esm(layers=3)
+    ids, mask = random_ids(lengths, masks=0)
+    packing, (last, states) = run(model, ids, mask, lengths, layers=(0, 1, 2))
+    expected = model.esm(ids, mask, output_hidden_states=True).hidden_states
+    for layer, found in {**states, 3: last}.items():
+        assert (packing.unpack(found) - expected[layer])[mask.bool()].abs().max() <= TOLERANCE
+
+
+@torch.no_grad()
+def test_the_session_sees_keys_and_values(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    model = tiny_model()
+    ids, mask = random_ids(LENGTHS)
+    recorder = Recorder()
+    run(model, ids, mask, LENGTHS, session=recorder)
+    cache = model(ids, mask, use_cache=True).past_key_values
+    assert len(recorder.seen) == len(cache.layers)
+    for (keys, values), layer in zip(recorder.seen, cache.layers, strict=True):
+        for row, length in enumerate(LENGTHS):
+            for found, stored in ((keys, layer.packed["keys"]), (values, layer.packed["values"])):
+                assert (found[row, :, :length] - stored[row, :, :length]).abs().max() <= TOLERANCE
+
+
+@torch.no_grad()
+def test_weights_changed_in_place_or_replaced_are_seen(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
+    model = tiny_esm()
+    ids, mask = random_ids(LENGTHS)
+    _, (before, _) = run(model, ids, mask, LENGTHS)
+    attention = model.esm.encoder.layer[0].attention.self
+    for change in (
+        lambda: attention.key.weight.mul_(1.5),
+        lambda: attention.key.weight.data.mul_(1.5),
+        lambda: setattr(attention, "query", nn.Linear(64, 64)),
+        lambda: setattr(attention.value, "weight", nn.Parameter(torch.randn(64, 64))),
+    ):
+        change()
+        packing, (after, _) = run(model, ids, mask, LENGTHS)
+        assert (after - before).abs().max() > 100 * TOLERANCE
+        expected = model.esm(ids, mask).last_hidden_state
+        assert (packing.unpack(after) - expected)[mask.bool()].abs().max() <= TOLERANCE
+        before = after
+
+
+def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
+    model = tiny_esm()
+    encoder = model.esm.encoder
+    allowed = {type(module) for module in encoder.modules()}
+    assert is_plain(encoder, allowed)
+    dense = encoder.layer[1].output.dense
+    for register in (
+        dense.register_forward_hook,
+        encoder.layer[0].register_forward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_forward_pre_hook,
+    ):
+        handle = register(lambda *_: None)
+        assert not is_plain(encoder, allowed)
+        handle.remove()
+        assert is_plain(encoder, allowed)
+    dense.forward = dense.forward
+    assert not is_plain(encoder, allowed)
+    del dense.forward
+    encoder.layer[1].output.dense = nn.Sequential(dense)
+    assert not is_plain(encoder, allowed)
+
+
+@pytest.fixture
+def on_cuda(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> Callable[..., TurboEsmForMaskedLM]:
+    """Makes a small model on a CUDA device, bfloat16 unless told otherwise."""
+
+    def make(dtype: torch.dtype = torch.bfloat16, **options: object) -> TurboEsmForMaskedLM:
+        return tiny_model(layers=4, head_dim=32, **options).to("cuda", dtype)
+
+    return make
+
+
+@pytest.fixture
+def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of tokens of every packed forward."""
+    calls: list[int] = []
+
+    def spy(encoder: nn.Module, inv_freq: Tensor, hidden_states: Tensor, *rest: object) -> object:
+        calls.append(len(hidden_states))
+        return packed_encoder(encoder, inv_freq, hidden_states, *rest)
+
+    monkeypatch.setattr(modeling_esm_turbo, "packed_encoder", spy)
+    return calls
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use_cache", [False, True])
+@torch.no_grad()
+def test_error_is_that_of_hugging_face_in_the_same_dtype(
+    on_cuda: Callable[..., TurboEsmForMaskedLM], packed_calls: list[int], dtype: torch.dtype, use_cache: bool
+) -> None:
+    model = on_cuda(dtype)
+    ids, mask = (x.cuda() for x in random_ids(LENGTHS, masks=1))
+    reference = on_cuda(torch.float32)(ids, mask, output_hidden_states=True)
+    plain = model(ids, mask, output_hidden_states=True)
+    found = model(ids, mask, output_hidden_states=True, use_cache=use_cache, row_lengths=LENGTHS)
+    assert packed_calls == [sum(LENGTHS)]
+
+    def errors(output: MaskedLMOutput) -> Tensor:
+        pairs = zip([*output.hidden_states, output.logits], [*reference.hidden_states, reference.logits], strict=True)
+        return torch.stack([(a.float() - b)[mask.bool()].square().mean().sqrt() for a, b in pairs])
+
+    # Few tokens make the ratio itself uncertain: all layers together.
+    assert errors(found).square().sum().sqrt() <= 1.2 * errors(plain).square().sum().sqrt()
+    if use_cache:
+        cache, expected = found.past_key_values, reference_cache(model, ids, mask)
+        assert torch.equal(cache.lengths, expected.lengths)
+        for one, other in zip(cache.layers, expected.layers, strict=True):
+            for name in ("keys", "values"):
+                for row, length in enumerate(LENGTHS):
+                    a, b = (x.packed[name][row, :, :length].float() for x in (one, other))
+                    assert (a - b).abs().max() <= 0.1 * b.abs().max()
+
+
+def reference_cache(model: TurboEsmForMaskedLM, ids: Tensor, mask: Tensor) -> TurboKVCache:
+    cache: TurboKVCache = model(ids, mask, use_cache=True).past_key_values
+    return cache
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_float32_stays_hugging_face_s_own(on_cuda: Callable[..., TurboEsmForMaskedLM], packed_calls: list[int]) -> None:
+    model = on_cuda(torch.float32)
+    ids, mask = (x.cuda() for x in random_ids(LENGTHS))
+    assert torch.equal(model(ids, mask).logits, model(ids, mask, row_lengths=LENGTHS).logits)
+    assert packed_calls == []
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_what_the_packed_encoder_cannot_do_runs_without_it(
+    on_cuda: Callable[..., TurboEsmForMaskedLM], packed_calls: list[int]
+) -> None:
+    ids, mask = (x.cuda() for x in random_ids(LENGTHS))
+    model = on_cuda()
+    calls: list[int] = []
+    handle = model.esm.encoder.layer[2].output.dense.register_forward_hook(lambda *_: calls.append(1))
+    model(ids, mask, row_lengths=LENGTHS)
+    assert calls == [1]
+    handle.remove()
+    with torch.autocast("cuda"):
+        model(ids, mask, row_lengths=LENGTHS)
+    model(ids, mask, torch.arange(ids.shape[1], device="cuda")[None], row_lengths=LENGTHS)
+    with torch.enable_grad():
+        model(ids, mask, row_lengths=LENGTHS)
+    model.set_turbo(preset="exact", backend="torch")
+    model(ids, mask, row_lengths=LENGTHS)
+    assert packed_calls == []
+    model.set_turbo(preset="exact")
+    model(ids, mask, row_lengths=LENGTHS)
+    assert packed_calls == [sum(LENGTHS)]
+
+
+@pytest.mark.parametrize("lengths", [[17, 5, 30], [17, 5, 30, 0], [17, 5, 31, 1]], ids=["rows", "empty", "long"])
+@torch.no_grad()
+def test_row_lengths_that_do_not_fit_are_refused(
+    tiny_model: Callable[..., TurboEsmForMaskedLM], lengths: list[int]
+) -> None:
+    ids, mask = random_ids(LENGTHS)
+    with pytest.raises(ValueError, match=r"`row_lengths` must be 4 numbers of 1 to 30"):
+        tiny_model()(ids, mask, row_lengths=lengths)
