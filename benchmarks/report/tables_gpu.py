@@ -386,6 +386,7 @@ def _figure(name: str) -> str:
     return {
         "ratios": label,
         "seconds": f"{label}, median seconds",
+        "residues_per_second": f"{label}, residues per second",
         "part_of_cache": f"share of the packed cache, {rest} new token{'s' * (rest != '1')}",
     }.get(kind, name)
 
