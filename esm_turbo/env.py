@@ -15,7 +15,6 @@ _PACKAGES = (
     "safetensors",
     "numpy",
     "scipy",
-    "scikit-learn",
     "triton",
     "h5py",
 )

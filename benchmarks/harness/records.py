@@ -85,7 +85,7 @@ def read(path: str | os.PathLike[str], kind: str | None = None) -> list[dict[str
 def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
     """Machine and packages: device, processor, cores, threads, versions."""
     versions = package_versions()
-    for name in ("triton", "biopython", "scikit-learn"):
+    for name in ("triton", "biopython"):
         try:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
