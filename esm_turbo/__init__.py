@@ -1,7 +1,6 @@
 """Compressed key/value caches for the ESM-2 protein language model.
 
-The public names are loaded on first use, so that importing the package costs nothing and needs
-neither torch nor transformers.
+Public names are loaded on first use: importing the package itself imports neither torch nor transformers.
 """
 
 from importlib import import_module
@@ -22,7 +21,7 @@ _PUBLIC = {
     "CapturedExtension": "model.graphs",
 }
 
-__all__ = [  # noqa: RUF022 - the order in which a reader meets them
+__all__ = [  # noqa: RUF022 - in reading order
     "TurboEsm",
     "TurboEsmModel",
     "TurboEsmForMaskedLM",

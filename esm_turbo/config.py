@@ -1,4 +1,4 @@
-"""What to store and how: the options of a cache, the presets made of them, and the backends."""
+"""Options of a cache, the presets built from them, and the backends."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ SignCorrection = Literal["keys_and_values", "keys", "none"]
 
 
 class Backend(enum.StrEnum):
-    """Which implementation runs the packed attention.
+    """Implementation of the packed attention.
 
-    `auto` takes the fastest that can run and is the only one that falls back; the others raise
-    where they cannot run.
+    `auto` picks the fastest one that can run and is the only one that falls back; the others raise where they cannot
+    run.
     """
 
     AUTO = "auto"
@@ -32,8 +32,8 @@ class Geometry:
     """Shape of a model's keys and values.
 
     Attributes:
-        num_layers: number of transformer layers.
-        num_heads: attention heads per layer (ESM-2 has as many key/value heads as query heads).
+        num_layers: transformer layers.
+        num_heads: attention heads per layer; ESM-2 has as many key/value heads as query heads.
         head_dim: components per head.
     """
 
@@ -52,7 +52,7 @@ class Geometry:
 
     @property
     def elements_per_token(self) -> int:
-        """Key and value components that one token has over all layers and heads."""
+        """Key and value components per token, over all layers and heads."""
         return 2 * self.num_layers * self.num_heads * self.head_dim
 
     def __str__(self) -> str:
@@ -61,22 +61,23 @@ class Geometry:
 
 @dataclass(frozen=True)
 class TurboConfig:
-    """Options of a compressed cache. A preset is a named instance; the fields are the ablation's switches.
+    """Options of a compressed cache. A preset is a named instance; the fields are the switches of the ablation.
 
     The defaults are the TurboESM paper's method (arXiv:2603.26110, sections 3.1 to 3.4).
 
     Attributes:
-        codec: what quantises: `exact` (full precision), `lut` (look-up tables), `turbo` (bits shared out), or one of
-            the codecs to compare with, see `codecs.CODECS`.
-        mean_bits: of `turbo`: bits of an element on average over keys and values, 1 to 4.
-        bits: of an index into a look-up table, 1 to 7; of a component, where a codec to compare with says so.
+        codec: quantisation method: `exact` (full precision), `lut` (look-up tables), `turbo` (bit allocation), or a
+            comparison codec, see `codecs.CODECS`.
+        mean_bits: for `turbo`, bits per element averaged over keys and values, 1 to 4.
+        bits: for `lut`, bits per index into the look-up table, 1 to 7; for comparison codecs, bits per component.
         key_transform: per-head map of the keys after RoPE.
         value_transform: per-head map of the values.
         standardize: divide every transformed component by its root mean square.
-        sign_correction: which get one more bit, the sign of the quantisation residual.
-        shared_codebook: one look-up table for a head's keys and values together.
+        sign_correction: whether keys and values, keys alone or neither store the sign of the quantisation residual, one
+            more bit per component.
+        shared_codebook: use one look-up table for both keys and values of a head.
         protect_special_tokens: keep keys and values of `<cls>` and `<eos>` in bfloat16.
-        seed: of the random transforms.
+        seed: seed of the random transforms.
 
     Raises:
         ValueError: a field has a value that is not allowed.
@@ -109,10 +110,10 @@ class TurboConfig:
 
     @classmethod
     def from_preset(cls, preset: str | TurboConfig) -> TurboConfig:
-        """The options behind a preset's name; a `TurboConfig` is returned as it is.
+        """The options of a named preset; a `TurboConfig` is returned unchanged.
 
         Raises:
-            ValueError: there is no preset of that name.
+            ValueError: no preset has that name.
         """
         if isinstance(preset, TurboConfig):
             return preset
@@ -122,7 +123,7 @@ class TurboConfig:
 
     @property
     def name(self) -> str:
-        """The preset's name, or `custom-` and a digest of the options."""
+        """The preset's name, or `custom-` followed by a digest of the options."""
         for name, config in _NAMED.items():
             if config == self:
                 return name
@@ -139,7 +140,7 @@ class TurboConfig:
         """Inverse of `to_dict`.
 
         Raises:
-            ValueError: an option is unknown (written by a newer version) or has a value not allowed.
+            ValueError: an option is unknown, as from a newer version, or has a value that is not allowed.
         """
         known = {f.name for f in dataclasses.fields(cls)}
         unknown = sorted(set(options) - known)
@@ -149,7 +150,7 @@ class TurboConfig:
 
 
 def _check(name: str, value: Any, allowed: Any) -> None:
-    # 3.0 equals 3 and 1 equals True, but the options are written to files as they are.
+    # 3.0 equals 3 and 1 equals True, but files store the options with their types.
     if not any(type(value) is type(choice) and value == choice for choice in allowed):
         raise ValueError(f"`{name}` must be one of {list(allowed)}, got {value!r}")
 
@@ -174,14 +175,14 @@ COMPARISON_PRESETS: dict[str, TurboConfig] = {
     "int4": TurboConfig(codec="int4"),
     **{f"kivi{bits}": TurboConfig(codec="kivi", bits=bits) for bits in (4, 2)},
 }
-"""Other methods, to compare with; calibrating does not fit them before they are asked for."""
+"""Other methods, for comparison; calibration fits them on first use only."""
 
 PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
 
 OPTIONAL_PRESETS: dict[str, TurboConfig] = {
     f"{codec}{bits}": TurboConfig(codec=codec, bits=bits) for codec in ("quanto", "hqq") for bits in (4, 2)
 }
-"""More to compare with, which need the packages of the extra `compare`."""
+"""More methods for comparison, which need the packages of the extra `compare`."""
 
 _NAMED = PRESETS | OPTIONAL_PRESETS
 

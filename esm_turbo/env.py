@@ -21,7 +21,7 @@ _PACKAGES = (
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices by name, in the order in which they are worth reading."""
+    """Versions and devices by name, most important first."""
     import torch
 
     report = {"python": sys.version.split()[0], "platform": platform.platform(), "cores": str(os.cpu_count())}
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
         try:
             report[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            # From a checkout that is not installed, this package has a version all the same.
+            # A checkout that is not installed has no metadata.
             report[package] = _own_version() if package == "esm_turbo" else "not installed"
     report["threads"] = str(torch.get_num_threads())
     report["cuda"] = torch.version.cuda or "not in this build of torch"
@@ -47,7 +47,7 @@ def _own_version() -> str:
 
 
 def main() -> None:
-    """Prints the report."""
+    """Print the report."""
     for name, value in environment().items():
         print(f"{name:16} {value}")
 

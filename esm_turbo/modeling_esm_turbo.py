@@ -199,7 +199,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
 
     @classmethod
     def from_esm(cls, model: EsmModel, **turbo: Any) -> Self:
-        """Converts an `EsmModel`, which stays unchanged; both share their weights.
+        """Convert an `EsmModel`, which stays unchanged; both share their weights.
 
         Args:
             model: Hugging Face's model.
@@ -216,7 +216,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         preset: str | TurboConfig = DEFAULT_PRESET,
         backend: str | Backend = Backend.AUTO,
     ) -> None:
-        """Sets how new caches are stored and how caches are read.
+        """Set how new caches are stored and how caches are read.
 
         Args:
             calibration: a `Calibration` of this model or its path.
@@ -274,7 +274,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         )
 
     def claim_cache(self, cache: TurboKVCache) -> None:
-        """Checks that a cache is this model's, and gives it the codec that reads it.
+        """Check that a cache is this model's, and set the codec that reads it.
 
         Raises:
             ValueError: the cache is another model's, or this model has no calibration or another one.
@@ -562,7 +562,7 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
 
     @classmethod
     def from_esm(cls, model: EsmForMaskedLM, **turbo: Any) -> Self:
-        """Converts an `EsmForMaskedLM`, which stays unchanged; both share their weights.
+        """Convert an `EsmForMaskedLM`, which stays unchanged; both share their weights.
 
         Args:
             model: Hugging Face's model.

@@ -1,4 +1,4 @@
-"""Files that ship with the package: the embedded model, its calibration, and proteins."""
+"""Files shipped with the package: the embedded model, its calibration, and proteins."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ EMBEDDED_MODEL = _PACKAGE / "assets" / "esm2-mini"
 
 
 def calibration_proteins() -> Path:
-    """The FASTA file of the shipped calibration proteins."""
+    """FASTA file of the shipped calibration proteins."""
     return _data("proteins.fasta")
 
 
 def evaluation_proteins() -> Path:
-    """The FASTA file of the shipped evaluation set, 200 CATH domains disjoint from calibration."""
+    """FASTA file of the shipped evaluation set: 200 CATH domains, disjoint from the calibration proteins."""
     return _data("evaluation/cath_val200.fasta")
 
 
 def _data(name: str) -> Path:
-    # A wheel carries the folder inside the package, a checkout has it beside.
+    # A wheel holds the folder inside the package, a checkout beside it.
     for folder in (_PACKAGE / "calibration_data", _PACKAGE.parent / "calibration_data"):
         if (folder / name).is_file():
             return folder / name

@@ -1,4 +1,4 @@
-"""Codecs: ways of storing keys and values in few bits, behind one interface."""
+"""Codecs: compressed storage formats for keys and values, behind one interface."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ __all__ = [
 
 
 def codec_class(config: TurboConfig) -> type[KVCodec]:
-    """The codec that `config` names.
+    """The codec class named by `config`.
 
     Raises:
-        ValueError: there is no codec of that name.
+        ValueError: no codec has that name.
     """
     if config.codec not in CODECS:
         raise ValueError(f"`codec` must be one of {sorted(CODECS)}, got {config.codec!r}")
@@ -66,10 +66,10 @@ def codec_class(config: TurboConfig) -> type[KVCodec]:
 
 @lru_cache(maxsize=32)
 def codec_without_calibration(config: TurboConfig, geometry: Geometry) -> KVCodec | None:
-    """The codec for these options where it needs no calibration, else None.
+    """The codec for these options if it needs no calibration, else None.
 
     Raises:
-        ValueError: there is no codec of that name, or it cannot have these options or this geometry.
+        ValueError: no codec has that name, or it does not support these options or this geometry.
     """
     cls = codec_class(config)
     if issubclass(cls, ExactCodec):

@@ -1,4 +1,4 @@
-"""Full precision: the frozen reference that quantisation is measured against."""
+"""Full precision: the frozen reference against which quantisation is measured."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from esm_turbo.config import TurboConfig
 
 
 class ExactCodec(KVCodec):
-    """Stores keys and values in the model's dtype, as they are."""
+    """Keys and values in the model's dtype, unchanged."""
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:

@@ -1,13 +1,13 @@
 """The TurboESM paper's codec: per-head look-up tables with sign correction (arXiv:2603.26110, sections 3.1 to 3.4).
 
-A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and, where sign
-correction is on, one bit s for the sign of the residual (section 3.4, eq. 6 and 7):
+A component x is stored as the index of the nearest of 2^bits levels (Lloyd-Max, section 3.3) and, with sign
+correction, one bit s for the sign of the residual (section 3.4, eq. 6 and 7):
 
     x_hat = level[index] + (2 s - 1) step,    step = mean |x - level[index]| over the calibration sample.
 
-Index and sign share a field of bits + 1 bits, the sign on top; eight fields are packed as docs/format.md says, so
-that with three bits and a sign they fill one 32-bit word. The keys are rotated by the right singular vectors of
-the post-RoPE keys (section 3.2), the values are not.
+Index and sign share a field of bits + 1 bits, the sign on top; eight fields are packed as described in
+docs/format.md, so that with three bits and a sign they fill one 32-bit word. Keys are rotated by the right singular
+vectors of the post-RoPE keys (section 3.2); values are not rotated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
 from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
 from esm_turbo.config import TurboConfig
 
-# Entries of a table that kernels read: fields of four bits.
+# Kernels, and the lookup of byte pairs, read tables of 16 entries: fields of four bits.
 _KERNEL_FIELDS = 16
 
 
@@ -35,7 +35,7 @@ class LutCodec(KVCodec):
         """See `KVCodec.fit`.
 
         Raises:
-            ValueError: `head_dim` is no multiple of 8, or the sample holds no token that is quantised.
+            ValueError: `head_dim` is not a multiple of 8, or the sample holds no token to quantise.
         """
         head_dim = statistics.geometry.head_dim
         if head_dim % GROUP_SIZE:
@@ -77,7 +77,7 @@ class LutCodec(KVCodec):
             step = tensors[f"{kind}_step"][:, None]
             fields = torch.cat([levels - step, levels + step], dim=1) if signs else levels
             tensors[f"{kind}_fields"] = fields
-            if fields.shape[1] == 16:
+            if fields.shape[1] == _KERNEL_FIELDS:
                 tensors[f"{kind}_pairs"] = _pair_table(fields)
         return tensors
 
@@ -117,18 +117,18 @@ class LutCodec(KVCodec):
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """table [H, entries] at codes [B, H, L, n]; one lookup for a whole head."""
+    """Entries of table [H, entries] at codes [B, H, L, n], with one gather per head."""
     batch_size, num_heads = codes.shape[:2]
     table = table.expand(batch_size, -1, -1)
-    # Widened first: a slice of a cache is then copied once, not twice.
+    # The cast copies a slice of a cache to contiguous memory: reshaping first would copy it twice.
     index = codes.long().reshape(batch_size, num_heads, -1)
     return table.gather(2, index).view(codes.shape)
 
 
 def _pair_table(fields: Tensor) -> Tensor:
-    """What each byte of two 4-bit fields decodes to: two float32 seen as one int64, [H, 256].
+    """Decoded pairs for every byte of two 4-bit fields: two float32 viewed as one int64, [H, 256].
 
-    One lookup then fetches two components, which halves the dear part of decoding on a CPU.
+    One lookup fetches two components, which halves the most expensive part of decoding on a CPU.
     """
     byte = torch.arange(256, device=fields.device)
     pairs = torch.stack([fields[:, byte & 15], fields[:, byte >> 4]], dim=-1)
@@ -147,14 +147,14 @@ def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Ar
 
 
 def _fit_levels(samples: Array, bits: int) -> Array:
-    """Lloyd-Max levels of all components of a head together, [layers, heads, 2^bits]."""
+    """Lloyd-Max levels per head, over all its components, [layers, heads, 2^bits]."""
     layers, heads = samples.shape[:2]
     levels = [lloyd_max(samples[layer, head], 2**bits).levels for layer, head in np.ndindex(layers, heads)]
     return np.reshape(levels, (layers, heads, -1))
 
 
 def _mean_absolute_residual(samples: Array, levels: Array) -> Array:
-    """Mean |x - nearest level| of each head, [layers, heads]."""
+    """Mean |x - nearest level| per head, [layers, heads]."""
     step = np.empty(levels.shape[:2])
     for layer, head in np.ndindex(*step.shape):
         x, grid = samples[layer, head], levels[layer, head]

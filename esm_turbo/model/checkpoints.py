@@ -42,7 +42,7 @@ class CheckpointMixin:
         backend: str | Backend = Backend.AUTO,
         **kwargs: Any,
     ) -> Self:
-        """Loads any ESM-2 checkpoint as Hugging Face's class does.
+        """Load any ESM-2 checkpoint as Hugging Face's class does.
 
         Args:
             pretrained_model_name_or_path: a hub id or a folder.
@@ -86,7 +86,7 @@ class CheckpointMixin:
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Saves as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
+        """Save as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
         state = kwargs.pop("state_dict", None) or self.state_dict()  # type: ignore[attr-defined]
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(  # type: ignore[misc]
@@ -95,7 +95,7 @@ class CheckpointMixin:
 
 
 def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Checks that a checkpoint is ESM-2 before anything is loaded.
+    """Check that a checkpoint is ESM-2 before anything is loaded.
 
     Raises:
         ValueError: it is another architecture.
@@ -116,7 +116,7 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
 
 
 def check_config(config: EsmConfig) -> None:
-    """Checks that a configuration is that of an ESM-2 encoder.
+    """Check that a configuration is that of an ESM-2 encoder.
 
     Raises:
         ValueError: it has other positions, or is a decoder or a folding model.
@@ -126,7 +126,7 @@ def check_config(config: EsmConfig) -> None:
 
 
 def check_weights(model: nn.Module) -> None:
-    """Checks that all weights are finite.
+    """Check that all weights are finite.
 
     Raises:
         ValueError: naming the first parameter that holds NaN or infinity.
@@ -149,7 +149,7 @@ def share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model
 
 
 def _check_complete(name_or_path: str | os.PathLike[str], missing_keys: Iterable[str]) -> None:
-    """Checks that a checkpoint held the encoder: Hugging Face fills missing weights with random ones.
+    """Check that a checkpoint held the encoder: Hugging Face fills missing weights with random ones.
 
     Raises:
         ValueError: naming the first missing weight. Heads and the pooler may be missing.
@@ -165,7 +165,7 @@ def _check_complete(name_or_path: str | os.PathLike[str], missing_keys: Iterable
 
 
 def _published_keys(state: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Renames the model's rotary frequencies to those of the published checkpoints, one copy per layer."""
+    """Rename the model's rotary frequencies to those of the published checkpoints, one copy per layer."""
     published = {}
     for name, tensor in state.items():
         if name.endswith(_INV_FREQ):

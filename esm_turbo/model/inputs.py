@@ -11,7 +11,7 @@ from esm_turbo.kv_cache import TurboKVCache
 def check_inputs(
     input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, vocab_size: int
 ) -> None:
-    """Checks shapes and dtypes; values only on the CPU, because elsewhere that would wait for the device.
+    """Check shapes and dtypes; values only on the CPU, because elsewhere that would wait for the device.
 
     Raises:
         ValueError: naming the input that is wrong, with the value found and the values allowed.
@@ -51,7 +51,7 @@ def count_tokens(input_ids: Tensor, mask: Tensor, mask_token_id: int) -> tuple[T
 
 
 def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
-    """Checks that token dropout has a scale for every row (counts on the CPU only).
+    """Check that token dropout has a scale for every row (counts on the CPU only).
 
     Raises:
         ValueError: a row consists of `<mask>` and padding alone.
@@ -65,7 +65,7 @@ def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
 def split_attention_mask(
     cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None
 ) -> tuple[Tensor | None, Tensor]:
-    """Splits the mask of an extension into that of the past and that of the new tokens.
+    """Split the mask of an extension into that of the past and that of the new tokens.
 
     Args:
         cache: the past.

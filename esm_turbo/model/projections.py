@@ -31,7 +31,7 @@ class QKVProjections:
 
 @contextmanager
 def fused_projections(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Fuses the projections of a model: with few tokens, one fused multiplication costs about as much as one of three.
+    """Fuse the projections of a model: with few tokens, one fused multiplication costs about as much as one of three.
 
     The parameters keep their values but move into shared storage, in which query, key and value lie side by side.
     Writes into a parameter are therefore seen by the fused one, also in a captured graph, which must keep the yielded

@@ -17,7 +17,7 @@ from esm_turbo.codecs import TurboCodec
 from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.fitting.transforms import component_variances, query_aware
-from esm_turbo.codecs.turbo import _MOST_PLACES, _share_out, slabs
+from esm_turbo.codecs.turbo import _MAX_OPERAND_COLUMNS, _allocate_bits, slabs
 from esm_turbo.config import Geometry
 from tests.helpers.codec_samples import (
     HEADS,
@@ -26,8 +26,8 @@ from tests.helpers.codec_samples import (
     correlated,
     fitted,
     mapped_query,
+    rotated,
     statistics_of,
-    turned,
 )
 
 PAPER = TurboConfig()
@@ -288,7 +288,7 @@ def statistics():
         positions = rng.integers(0, 1000, tokens)
         relative = correlated(rng, tokens, head_dim, decay=6 / head_dim)
         made[head_dim] = statistics_of(
-            turned(relative, positions // KEY_BLOCK * KEY_BLOCK),
+            rotated(relative, positions // KEY_BLOCK * KEY_BLOCK),
             correlated(rng, tokens, head_dim, decay=2 / head_dim),
             queries=correlated(rng, tokens, head_dim, decay=3 / head_dim),
             positions=positions,
@@ -362,7 +362,7 @@ def possible_widths(num_runs, size, kind):
         found = fields_slowly(widths, size) if num_runs * size >= 64 else []
         whole = all(bits * len(places) % 32 == 0 for bits, places in found)
         places = sum(max(16, len(places)) for _, places in found)
-        if any(widths) and whole and places <= _MOST_PLACES[kind] * num_runs * size:
+        if any(widths) and whole and places <= _MAX_OPERAND_COLUMNS[kind] * num_runs * size:
             ways.append(widths)
     return np.array(ways)
 
@@ -420,8 +420,8 @@ def test_layers_share_three_profiles(head_dim, layers):
     rng = np.random.default_rng(head_dim)
     decay = rng.uniform(0.5, 8, (2, layers, 1)) / head_dim
     key_costs, value_costs = np.exp(-decay * np.arange(head_dim)) * rng.uniform(0.5, 20, (2, layers, 1))
-    own = [_share_out(key_costs[i : i + 1], value_costs[i : i + 1], size, head_dim // 2) for i in range(layers)]
-    keys, values = _share_out(key_costs, value_costs, size, head_dim // 2)
+    own = [_allocate_bits(key_costs[i : i + 1], value_costs[i : i + 1], size, head_dim // 2) for i in range(layers)]
+    keys, values = _allocate_bits(key_costs, value_costs, size, head_dim // 2)
     profiles = {tuple(np.concatenate(pair).tolist()) for pair in zip(keys, values, strict=True)}
     candidates = {tuple(np.concatenate(pair, axis=1)[0].tolist()) for pair in own}
     assert profiles <= candidates
@@ -445,7 +445,7 @@ def test_layers_share_three_profiles(head_dim, layers):
 
 
 def test_layers_that_cost_nothing_have_widths():
-    keys, values = _share_out(np.zeros((2, 64)), np.zeros((2, 64)), 8, 32)
+    keys, values = _allocate_bits(np.zeros((2, 64)), np.zeros((2, 64)), 8, 32)
     assert (keys.sum(axis=1) + values.sum(axis=1) <= 32).all()
     assert keys.any(axis=1).all()
     assert values.any(axis=1).all()
@@ -594,13 +594,13 @@ def test_does_not_see_outlier_channels(statistics, bits):
     stats = statistics[16]
     scale = np.ones(16)
     scale[[3, 11]], scale[[6, 14]] = 64.0, 1 / 256.0
-    keys = turned(stats.sample.keys.astype(np.float64), -(stats.sample.positions // KEY_BLOCK) * KEY_BLOCK)
+    keys = rotated(stats.sample.keys.astype(np.float64), -(stats.sample.positions // KEY_BLOCK) * KEY_BLOCK)
     rng = np.random.default_rng(2)
     queries = correlated(rng, keys.shape[2], 16, decay=0.2)
     values = stats.sample.values.astype(np.float64)
     packed, widths = [], []
     for s in (np.ones(16), scale):
-        after_rope = turned(keys * s, stats.sample.positions // KEY_BLOCK * KEY_BLOCK)
+        after_rope = rotated(keys * s, stats.sample.positions // KEY_BLOCK * KEY_BLOCK)
         planted = statistics_of(after_rope, values, queries=queries / s, positions=stats.sample.positions)
         codec = fitted(TURBO[bits], planted)
         x = torch.from_numpy(after_rope[0].astype(np.float32))[None]

@@ -52,7 +52,7 @@ def statistics_of(keys, values, is_special=None, queries=None, positions=None, b
         )
 
     inv_freq = INV_FREQ[head_dim]
-    relative = turned(keys.astype(np.float64), -(positions // KEY_BLOCK) * KEY_BLOCK)
+    relative = rotated(keys.astype(np.float64), -(positions // KEY_BLOCK) * KEY_BLOCK)
     sensitivity = Sensitivity(
         tokens,
         relative.mean(axis=2),
@@ -75,7 +75,7 @@ def statistics_of(keys, values, is_special=None, queries=None, positions=None, b
     )
 
 
-def turned(x, positions):
+def rotated(x, positions):
     """RoPE (Su et al. 2021) of x [..., tokens, head_dim] by positions [tokens]."""
     half = x.shape[-1] // 2
     angles = positions[:, None] * INV_FREQ[x.shape[-1]]
