@@ -798,5 +798,5 @@ def test_unknown_presets_are_refused(model, proteins):
 
 def test_heads_that_cannot_be_packed_are_refused_when_codecs_are_fitted(tiny_esm, proteins):
     calibrator = fitted(tiny_esm(head_dim=12, heads=2, layers=1), [proteins])
-    refuses("`head_dim` must be a multiple of it, got 12", calibrator.finalize, presets=["paper"])
+    refuses("`head_dim` must be a multiple of 8, got 12", calibrator.finalize, presets=["paper"])
     assert calibrator.finalize(presets=["exact"]).nbytes == 0

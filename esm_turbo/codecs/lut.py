@@ -20,7 +20,7 @@ from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
 from esm_turbo.codecs.fitting import transforms
 from esm_turbo.codecs.fitting.lloyd_max import lloyd_max
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
-from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.packing import check_head_dim, midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.config import TurboConfig
 
 # Kernels, and the lookup of byte pairs, read tables of 16 entries: fields of four bits.
@@ -37,9 +37,7 @@ class LutCodec(KVCodec):
         Raises:
             ValueError: `head_dim` is not a multiple of 8, or the sample holds no token to quantise.
         """
-        head_dim = statistics.geometry.head_dim
-        if head_dim % GROUP_SIZE:
-            raise ValueError(f"codes are packed by {GROUP_SIZE}: `head_dim` must be a multiple of it, got {head_dim}")
+        check_head_dim(statistics.geometry.head_dim)
         moments, sample = statistics.select(config.protect_special_tokens)
         key_map, key_inverse = _fit_transform(config.key_transform, moments.keys, config)
         value_map, value_inverse = _fit_transform(config.value_transform, moments.values, config)
@@ -73,7 +71,7 @@ class LutCodec(KVCodec):
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for kind, signs in (("key", self._key_signs), ("value", self._value_signs)):
             levels = tensors[f"{kind}_levels"]
-            tensors[f"{kind}_boundaries"] = (levels[:, 1:] + levels[:, :-1]) / 2
+            tensors[f"{kind}_boundaries"] = midpoints(levels)
             step = tensors[f"{kind}_step"][:, None]
             fields = torch.cat([levels - step, levels + step], dim=1) if signs else levels
             tensors[f"{kind}_fields"] = fields

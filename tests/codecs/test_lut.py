@@ -607,7 +607,7 @@ def test_huge_outlier_channels_stay_finite():
 
 def test_heads_that_cannot_be_packed():
     stats = gaussian_statistics(12)
-    with pytest.raises(ValueError, match="`head_dim` must be a multiple of it, got 12"):
+    with pytest.raises(ValueError, match="`head_dim` must be a multiple of 8, got 12"):
         fitted(PAPER, stats)
 
 

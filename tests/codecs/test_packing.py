@@ -269,8 +269,6 @@ def test_nothing_depends_on_values_and_nothing_is_float64(bits):
     assert torch.float64 not in recorder.dtypes
 
 
-@pytest.mark.parametrize("name", packing.__all__)
+@pytest.mark.parametrize("name", ["pack_codes", "quantize", "unpack_codes"])
 def test_twins_have_the_same_arguments(name):
-    fast = getattr(packing, name)
-    if callable(fast):
-        assert inspect.signature(fast) == inspect.signature(getattr(reference, name))
+    assert inspect.signature(getattr(packing, name)) == inspect.signature(getattr(reference, name))

@@ -32,9 +32,9 @@ MAX_LEVELS = 256
 
 _MAX_LLOYD_STEPS = 1000
 _LLOYD_TOLERANCE = 1e-8
-"""An iteration that lowers the distortion by a smaller part than this is the last."""
+"""Iterations stop when the distortion falls by less than this fraction."""
 _STEPS_TRIED = np.exp2(np.arange(-70, 106) / 35)
-"""Steps of evenly spaced levels that are tried, in units of the Gaussian quantiser's."""
+"""Candidate steps of evenly spaced levels, in units of the Gaussian quantiser's step."""
 _MIN_BINS = 128
 _BINS_PER_LEVEL = 4
 
@@ -43,9 +43,9 @@ class LloydMax(NamedTuple):
     """A scalar quantiser.
 
     Attributes:
-        levels: float64 [levels], ascending; what a code decodes to.
-        boundaries: float64 [levels - 1], midpoints of neighbouring levels.
-        distortion: mean squared error on what the quantiser was made for, in the unit of the levels squared.
+        levels: decoded value of each code, ascending, float64 [levels].
+        boundaries: midpoints of neighbouring levels, float64 [levels - 1].
+        distortion: mean squared error on the sample, in the squared unit of the levels.
     """
 
     levels: FloatArray
@@ -56,32 +56,31 @@ class LloydMax(NamedTuple):
 def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> LloydMax:
     """The Lloyd-Max quantiser of a sample.
 
-    The result does not depend on the order of the sample and follows its shift and scale. Where the sample
-    has no more distinct values than levels, each value is a level, the largest one is repeated, and the
-    distortion is 0.
+    The result does not depend on the order of the sample, and shifts and scales with it. If the sample has no more
+    distinct values than levels, each value is a level, the largest one is repeated, and the distortion is 0.
 
     Args:
-        samples: real numbers of any shape, taken together; sorted in their own dtype.
+        samples: real numbers of any shape, pooled; sorted in their own dtype.
         levels: number of levels, 1 to 256.
-        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are left out.
+        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are ignored.
 
     Returns:
         The quantiser, with its (weighted) mean squared error on the sample.
 
     Raises:
         ValueError: no samples, NaN or infinity, weights that are negative, not finite, all zero or of another
-            shape, or ``levels`` outside 1 to 256.
+            shape, or `levels` outside 1 to 256.
     """
     _check_levels(levels)
     return _quantiser(*_ascending(samples, weights), levels)
 
 
 class UniformQuantizer(NamedTuple):
-    """A quantiser with evenly spaced levels, symmetric about 0: (k + 1/2) steps for -n/2 <= k < n/2.
+    """A quantiser with evenly spaced levels, symmetric about 0: (k + 1/2) step for -n/2 <= k < n/2.
 
     Attributes:
-        step: distance of neighbouring levels.
-        distortion: mean squared error on what the quantiser was made for.
+        step: distance between neighbouring levels.
+        distortion: mean squared error on the sample or density.
     """
 
     step: float
@@ -93,10 +92,10 @@ def gaussian_uniform(levels: int) -> UniformQuantizer:
     """The best evenly spaced quantiser of the standard normal distribution (Max 1960, table II).
 
     Args:
-        levels: an even number, 2 to 256.
+        levels: number of levels, even, 2 to 256.
 
     Raises:
-        ValueError: ``levels`` is odd, or outside 2 to 256.
+        ValueError: `levels` is odd, or outside 2 to 256.
     """
     _check_even(levels)
     centres = np.arange(levels, dtype=np.float64) - (levels - 1) / 2
@@ -105,7 +104,7 @@ def gaussian_uniform(levels: int) -> UniformQuantizer:
         mass, mean = _gaussian_cells(centres * step)
         return 1.0 - float(np.sum(mass * centres * step * (2.0 * mean - centres * step)))
 
-    # Levels reach from one standard deviation out to five; fewer levels reach less far.
+    # The outermost level lies about one to five standard deviations from 0, closer for fewer levels.
     best = minimize_scalar(distortion, bounds=(1 / levels, 12 / levels), method="bounded", options={"xatol": 1e-12})
     return UniformQuantizer(float(best.x), float(best.fun))
 
@@ -113,21 +112,21 @@ def gaussian_uniform(levels: int) -> UniformQuantizer:
 def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> UniformQuantizer:
     """The evenly spaced quantiser of a sample.
 
-    The error as a function of the step has many local minima where levels are many and tails heavy. The least of a
-    range of steps about the Gaussian quantiser's is taken, then nearest level and best step by turns, as in Lloyd's
-    iteration.
+    With many levels and heavy tails the error has many local minima as a function of the step. The best of a range of
+    steps around the Gaussian quantiser's is refined by Lloyd's iteration, which alternates between nearest levels and
+    the best step.
 
     Args:
-        samples: real numbers of any shape, taken together.
-        levels: an even number, 2 to 256.
-        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are left out.
+        samples: real numbers of any shape, pooled.
+        levels: number of levels, even, 2 to 256.
+        weights: non-negative weight of each sample, of the same shape; samples of weight 0 are ignored.
 
     Returns:
         The quantiser, with its (weighted) mean squared error on the sample.
 
     Raises:
         ValueError: no samples, NaN or infinity, no sample other than zero, weights that are negative, not finite, all
-            zero or of another shape, or ``levels`` odd or outside 2 to 256.
+            zero or of another shape, or `levels` odd or outside 2 to 256.
     """
     _check_even(levels)
     x = np.asarray(samples)
@@ -142,7 +141,7 @@ def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None
     centres = np.arange(levels // 2) + 0.5
 
     def moments(step: float) -> tuple[float, float]:
-        """Means of centre times sample and of the centre squared, in steps."""
+        """Means of centre times sample and of the squared centre, with centres in units of the step."""
         inner = np.searchsorted(x, np.arange(1, levels // 2) * step, side="right")
         edges = np.concatenate(([0], inner, [len(x)]))
         first, zeroth = np.diff(sums.first[edges]), np.diff(sums.zeroth[edges])
@@ -186,7 +185,7 @@ def _check_samples(x: NDArray[Any]) -> None:
 
 
 def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray | None]:
-    """Samples and their weights in ascending order, without samples of weight 0; the largest weight is 1."""
+    """Samples and weights in ascending order, without samples of weight 0, scaled to a largest weight of 1."""
     x = np.asarray(samples).ravel()
     _check_samples(x)
     if weights is None:
@@ -199,12 +198,12 @@ def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArra
         raise ValueError("`weights` must be finite and non-negative, and not all zero")
     x, w = x[w > 0].astype(np.float64), w[w > 0]
     order = np.lexsort((w, x))
-    # Divided by the largest first: the sum of large weights may overflow.
+    # Divided by the largest, because the sum of large weights may overflow.
     return x[order], w[order] / w.max()
 
 
 def _midpoints(levels: FloatArray) -> FloatArray:
-    # Halved before the sum, which may overflow.
+    # Halved first, because the sum may overflow.
     return 0.5 * levels[:-1] + 0.5 * levels[1:]
 
 
@@ -222,7 +221,7 @@ def _quantiser(x: FloatArray, weights: FloatArray | None, levels: int) -> LloydM
     """Quantiser of an ascending sample."""
     starts = _run_starts(x)
     if len(starts) > levels:
-        # Unit scale about the mean, so that squares neither overflow nor cancel; values may merge.
+        # Centred and scaled to 1, so that squares neither overflow nor cancel; distinct values may merge.
         scale = float(np.abs(x).max())
         unit = x / scale
         middle = float(np.average(unit, weights=weights))
@@ -239,7 +238,7 @@ def _quantiser(x: FloatArray, weights: FloatArray | None, levels: int) -> LloydM
 
 
 def _run_starts(x: FloatArray) -> IntArray:
-    """Index of the first of each run of equal values in an ascending sample."""
+    """Index of the first element of each run of equal values in an ascending sample."""
     return np.concatenate(([0], np.flatnonzero(x[1:] != x[:-1]) + 1))
 
 
@@ -273,7 +272,7 @@ class _PrefixSums:
         """Mean of each run between neighbouring edges; no run may be empty."""
         lowest, highest = self.x[edges[:-1]], self.x[edges[1:] - 1]
         zeroth, first = np.diff(self.zeroth[edges]), np.diff(self.first[edges])
-        # A run whose weight is lost in the rounding of the sums still has its values for bounds.
+        # If rounding of the sums loses the weight of a run, its values still bound the mean.
         means = np.where(zeroth > 0, first / np.where(zeroth > 0, zeroth, 1.0), lowest)
         return np.clip(means, lowest, highest)
 
@@ -286,11 +285,11 @@ class _PrefixSums:
 
 
 def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
-    """Edges [levels + 1] of the cells of least squared error among those made of whole bins.
+    """Edges [levels + 1] of the cells of least squared error among unions of bins.
 
-    Bins follow the density of optimal levels, the cube root of the sample's density (Panter and Dite 1951),
-    taken from the gaps of the sorted sample, so that tails and a few planted outliers have bins of their own.
-    The best cells follow by dynamic programming (Bruce 1965).
+    Bins follow the density of optimal levels, the cube root of the sample's density (Panter and Dite 1951), which is
+    estimated from the gaps of the sorted sample: tails and a few planted outliers get bins of their own. Dynamic
+    programming finds the best cells (Bruce 1965).
     """
     num_bins = max(_MIN_BINS, _BINS_PER_LEVEL * levels)
     candidates = starts[1:]
@@ -321,7 +320,7 @@ def _initial_ends(sums: _PrefixSums, starts: IntArray, levels: int) -> IntArray:
 
 
 def _lloyd(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> FloatArray:
-    """Levels after Lloyd's iteration from cells between ``edges`` [levels + 1], none of them empty."""
+    """Levels after Lloyd's iteration, starting from non-empty cells between `edges` [levels + 1]."""
     error = np.inf
     for _ in range(_MAX_LLOYD_STEPS):
         inner = np.searchsorted(sums.x, _midpoints(sums.means(edges)), side="right")
@@ -336,7 +335,7 @@ def _lloyd(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> FloatArray:
 
 
 def _without_empty_cells(sums: _PrefixSums, starts: IntArray, edges: IntArray) -> IntArray:
-    """Give each empty cell's level to the cell of largest squared error, split where that helps most."""
+    """Replace each empty cell by splitting the cell of largest squared error at its best position."""
     kept = np.unique(edges)
     while len(kept) < len(edges):
         errors = sums.squared_errors(kept[:-1], kept[1:])

@@ -1,6 +1,6 @@
-"""What calibration keeps of a model's queries, keys and values: moments, and a bounded sample.
+"""Statistics of a model's queries, keys and values: moments, and a bounded sample of tokens.
 
-Everything here is offline arithmetic in NumPy float64 on the CPU.
+All arithmetic here is offline, in NumPy float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from esm_turbo.config import Geometry
 Array = npt.NDArray[np.float64]
 
 KEY_BLOCK = 64
-"""Keys are taken relative to the first position of their block of this many."""
+"""Positions per block: keys are taken relative to the first position of their block."""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Count, mean and covariance of a stack of vectors, each with a weight.
+    """Count, mean and covariance of weighted vectors, in a stack.
 
     Attributes:
-        count: number of vectors, or the sum of their weights: one number, or one for every stack [...].
-        mean: [..., head_dim].
+        count: number of vectors, or the sum of their weights: one number, or one per element of the stack [...].
+        mean: weighted mean, [..., head_dim].
         covariance: about the mean, normalised by `count`, [..., head_dim, head_dim].
     """
 
@@ -35,11 +35,11 @@ class Moments:
 
     @classmethod
     def empty(cls, *shape: int) -> Self:
-        """Moments of no vectors; `shape` is that of one stack, [..., head_dim]."""
+        """Moments of zero vectors; `shape` is that of the mean, [..., head_dim]."""
         return cls(0, np.zeros(shape), np.zeros((*shape, shape[-1])))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of both sets together, whatever the order (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+        """Moments of the union, independent of the order (Chan, Golub and LeVeque 1979, eq. 2.1)."""
         count = self.count + other.count
         share = np.asarray(other.count / np.maximum(count, np.finfo(np.float64).tiny))[..., None]
         shift = other.mean - self.mean
@@ -59,7 +59,7 @@ class Moments:
 
 @dataclass(frozen=True)
 class TokenMoments:
-    """Moments of one kind of token's keys after RoPE and of its values, stacks [layers, heads, head_dim]."""
+    """Moments of the keys after RoPE and of the values of one kind of token, [layers, heads, head_dim]."""
 
     keys: Moments
     values: Moments
@@ -70,18 +70,18 @@ class TokenMoments:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """How much errors of cached keys and values matter to the attention's output, and moments weighted by it.
+    """Sensitivity of the attention output to errors of cached keys and values, and moments weighted by it.
 
     With p_ij the attention of query i to key j, o_i the output and W the head's columns of the output projection, an
-    error e of a score changes the output by p_ij (v_j - o_i) e to first order, and an error of a value by p_ij times
-    that error. The weights are G_ij = p_ij^2 |W (v_j - o_i)|^2 and p_ij^2, i != j, over residues. Keys and queries
-    are relative to blocks (`KEY_BLOCK`), see `codecs.base`.
+    error e of a score changes the output by p_ij (v_j - o_i) e to first order, and an error of a value changes it by
+    p_ij times that error. The weights are G_ij = p_ij^2 |W (v_j - o_i)|^2 and p_ij^2, i != j, over residues. Keys and
+    queries are relative to blocks (`KEY_BLOCK`), see `codecs.base`.
 
     Attributes:
-        count: residues.
-        key_mean: plain mean of the keys, [layers, heads, head_dim].
-        keys: moments of keys, each weighted by the square root of sum_i G_ij.
-        values: moments of values, each weighted by the square root of sum_i p_ij^2.
+        count: number of residues.
+        key_mean: unweighted mean of the keys, [layers, heads, head_dim].
+        keys: moments of the keys, each weighted by the square root of sum_i G_ij.
+        values: moments of the values, each weighted by the square root of sum_i p_ij^2.
         queries: mean over keys j of sum_i G_ij q_i q_i^T, [layers, heads, head_dim, head_dim].
         attention: mean over values j of sum_i p_ij^2, [layers, heads].
     """
@@ -95,12 +95,12 @@ class Sensitivity:
 
     @classmethod
     def empty(cls, *shape: int) -> Self:
-        """Of no residues; `shape` is [..., head_dim]."""
+        """Sensitivity over zero residues; `shape` is [..., head_dim]."""
         nothing = Moments(np.zeros(shape[:-1]), np.zeros(shape), np.zeros((*shape, shape[-1])))
         return cls(0, np.zeros(shape), nothing, nothing, np.zeros((*shape, shape[-1])), np.zeros(shape[:-1]))
 
     def merge(self, other: Sensitivity) -> Sensitivity:
-        """Of both sets together, whatever the order."""
+        """Sensitivity over the union, independent of the order."""
         count = self.count + other.count
         share = other.count / max(1, count)
 
@@ -119,15 +119,15 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """A bounded random sample of tokens, for the codebooks.
+    """A bounded random sample of tokens, from which codebooks are fitted.
 
     Attributes:
-        keys: after RoPE, [layers, heads, tokens, head_dim], rounded to bfloat16 (as they are saved).
-        values: likewise.
-        is_special: whether a token is no residue but `<cls>` or `<eos>`, [tokens].
-        positions: where each token stood, [tokens].
-        key_weights: how much errors of each key matter, see `Sensitivity.keys`; [layers, heads, tokens].
-        value_weights: likewise of each value.
+        keys: keys after RoPE, rounded to bfloat16 as in files, [layers, heads, tokens, head_dim].
+        values: values, rounded alike, [layers, heads, tokens, head_dim].
+        is_special: whether a token is `<cls>` or `<eos>` rather than a residue, [tokens].
+        positions: position of each token, [tokens].
+        key_weights: weight of each key's errors, see `Sensitivity.keys`, [layers, heads, tokens].
+        value_weights: weight of each value's errors, see `Sensitivity.values`, [layers, heads, tokens].
     """
 
     keys: npt.NDArray[np.float32]
@@ -152,16 +152,16 @@ class TokenSample:
 
 @dataclass(frozen=True)
 class KVStatistics:
-    """What a codec is fitted from.
+    """Statistics of one model, from which codecs are fitted.
 
     Attributes:
-        geometry: of the model.
+        geometry: geometry of the model.
         residues: moments over residues.
         specials: moments over `<cls>` and `<eos>`.
-        sensitivity: moments weighted by what errors do to the output.
-        sample: tokens of both kinds at the rate at which they occur.
+        sensitivity: moments weighted by the effect of errors on the output.
+        sample: tokens of both kinds, in the proportion in which they occur.
         inv_freq: the model's rotary frequencies, [head_dim / 2].
-        output_gram: W_o,h^T W_o,h, what an error of a head's output costs, [layers, heads, head_dim, head_dim].
+        output_gram: W_o,h^T W_o,h, the cost of an error of a head's output, [layers, heads, head_dim, head_dim].
     """
 
     geometry: Geometry
@@ -173,10 +173,10 @@ class KVStatistics:
     output_gram: Array
 
     def select(self, protect_special_tokens: bool) -> tuple[TokenMoments, TokenSample]:
-        """Moments and sample of the tokens that are quantised: residues only where the others are protected.
+        """Moments and sample of the tokens that are quantised: only residues if special tokens are protected.
 
         Raises:
-            ValueError: the sample holds none of them.
+            ValueError: the sample holds no such token.
         """
         moments, sample = self.residues.merge(self.specials), self.sample
         if protect_special_tokens:

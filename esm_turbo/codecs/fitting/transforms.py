@@ -1,18 +1,16 @@
-"""Linear maps into which keys and values are taken before they are quantised, in float64 on the CPU.
+"""Linear maps applied to keys and values before quantisation, fitted in float64 on the CPU.
 
-Every function takes or makes stacks [..., head_dim, head_dim], one matrix a head, and returns a `Transform`:
-T, which acts on column vectors (k' = T k), and its inverse. A query goes through the inverse transposed, q' =
-T^-T q, so that q'.k' = q.k; the weighted sum of transformed values goes back through the inverse once.
+Every function takes or returns stacks [..., head_dim, head_dim], one matrix per head, and returns a `Transform`: T,
+which acts on column vectors (k' = T k), and its inverse. A query passes through the transposed inverse, q' = T^-T q, so
+that q'.k' = q.k; the weighted sum of transformed values passes through the inverse once.
 
-==================  =======================================  =============================================
-map                 T                                        what it is for
-==================  =======================================  =============================================
-`identity`          1                                        no rotation
-`svd_rotation`      V^T of the SVD of the stacked vectors    the paper's: concentrates the variance
-`random_hadamard`   H diag(signs) / sqrt(head_dim)           needs no data: spreads the variance
-`standardized`      diag(1 / standard deviations) T          one codebook fits all components
-`query_aware`       E^T S_q^(1/2)                            equal errors cost equally in the scores
-==================  =======================================  =============================================
+| map | T | purpose |
+| --- | --- | --- |
+| `identity` | 1 | no rotation |
+| `svd_rotation` | V^T of the SVD of the stacked vectors | the paper's: concentrates the variance |
+| `random_hadamard` | H diag(signs) / sqrt(head_dim) | data-free: spreads the variance |
+| `standardized` | diag(1 / standard deviations) T | one codebook fits all components |
+| `query_aware` | E^T S_q^(1/2) | equal errors cost equally in the scores |
 
 Second moments are means of x x^T: about zero (*second moment*) or about the mean (*covariance*).
 """
@@ -37,9 +35,9 @@ __all__ = [
 FloatArray = NDArray[np.float64]
 
 _MIN_RELATIVE_STD = 1e-6
-"""Components below this part of the head's largest standard deviation are scaled as if they had it."""
+"""Floor of standard deviations, as a fraction of the largest of the head."""
 _MIN_RELATIVE_EIGENVALUE = 1e-10
-"""The same for eigenvalues of the queries' second moment, whose square root is inverted."""
+"""Floor of the queries' eigenvalues, whose square roots are inverted, as a fraction of the largest."""
 _SYMMETRY_TOLERANCE = 1e-4
 _ROUNDING = 1e-9
 
@@ -77,9 +75,9 @@ def identity(shape: Sequence[int]) -> Transform:
 def svd_rotation(second_moment: ArrayLike) -> Transform:
     """The rotation to principal directions (TurboESM section 3.2).
 
-    With X [tokens, head_dim] the stacked vectors, X = U S V^T, T is V^T. The right singular vectors are the
-    eigenvectors of the uncentred second moment X^T X / tokens, which is all that has to be kept of X. Rows
-    are in order of falling variance; the entry of largest magnitude of each row is positive.
+    With X [tokens, head_dim] the stacked vectors and X = U S V^T, T is V^T. The right singular vectors are the
+    eigenvectors of the uncentred second moment X^T X / tokens, so that X itself is not needed. Rows are in order of
+    falling variance; the entry of largest magnitude in each row is positive.
 
     Args:
         second_moment: [..., head_dim, head_dim], symmetric and positive semi-definite, of post-RoPE keys.
@@ -96,24 +94,23 @@ def svd_rotation(second_moment: ArrayLike) -> Transform:
 
 
 def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Transform:
-    """Random signs, then a Hadamard matrix: every component becomes a mean of all, without looking at data.
+    """Random signs followed by a Hadamard matrix: every component becomes a signed mean of all, independent of data.
 
-    The Hadamard matrix is Sylvester's for powers of two and otherwise Sylvester's times Paley's first
-    construction where one exists (12, 20, 24, 28, 44, 48 and so on, among them the head size 24 of ESM-2
-    35M): all entries have magnitude head_dim^(-1/2). For other sizes 2^a m, m odd, it is the Kronecker
-    product of Sylvester's matrix and a random rotation of m components drawn from the Haar measure, whose
-    entries differ in magnitude.
+    The Hadamard matrix is Sylvester's for powers of two and otherwise the Kronecker product of Sylvester's and Paley's
+    first construction where one exists (12, 20, 24, 28, 44, 48 and so on, including the head size 24 of ESM-2 35M): all
+    entries have magnitude head_dim^(-1/2). For other sizes 2^a m, m odd, it is the Kronecker product of Sylvester's
+    matrix and a random rotation of m components drawn from the Haar measure, whose entries differ in magnitude.
 
     Args:
         head_dim: number of components.
-        seed: of the signs (and of the rotation), not negative.
-        stack: leading dimensions; each matrix has signs of its own.
+        seed: seed of the signs (and of the rotation), not negative.
+        stack: leading dimensions; each matrix has its own signs.
 
     Returns:
         An orthogonal T [*stack, head_dim, head_dim]; its inverse is its transpose.
 
     Raises:
-        ValueError: ``head_dim`` below 1 or ``seed`` below 0.
+        ValueError: `head_dim` below 1 or `seed` below 0.
     """
     if head_dim < 1:
         raise ValueError(f"`head_dim` must be at least 1, got {head_dim}")
@@ -128,21 +125,21 @@ def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Tran
 def standardized(
     transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike, smallest: float = _MIN_RELATIVE_STD
 ) -> Transform:
-    """Follow a map by a division of each component by its root mean square, so that one codebook fits all.
+    """Divide each component after a map by its root mean square, so that one codebook fits all.
 
-    A component whose root mean square is below a small part of the largest of its head is divided by that
-    floor instead: it stays near zero and costs nothing. A head that is zero throughout is left as it is.
+    A component whose root mean square is below a small fraction of the largest of its head is divided by that floor
+    instead: it stays near zero and adds hardly any error. A head that is zero throughout is unchanged.
 
     Args:
         transform: the map (T, T^-1), [..., head_dim, head_dim].
-        second_moment: of what the map is applied to, [..., head_dim, head_dim]; about zero or about the mean.
-        smallest: the part of the largest root mean square that is the floor.
+        second_moment: second moment of the map's input, [..., head_dim, head_dim]; about zero or about the mean.
+        smallest: the floor, as a fraction of the largest root mean square.
 
     Returns:
         diag(1 / s) T and T^-1 diag(s), with s_i^2 = (T second_moment T^T)_ii.
 
     Raises:
-        ValueError: shapes that differ, or a ``second_moment`` that is no second moment.
+        ValueError: shapes differ, or `second_moment` is not a valid second moment.
     """
     forward, inverse = (np.asarray(part, dtype=np.float64) for part in transform)
     std = np.sqrt(component_variances((forward, inverse), second_moment))
@@ -152,23 +149,23 @@ def standardized(
 
 
 def component_variances(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> FloatArray:
-    """Mean square of each component after a map: the diagonal of T second_moment T^T.
+    """Mean square of each component after a map, the diagonal of T second_moment T^T.
 
     Args:
         transform: the map (T, T^-1), [..., head_dim, head_dim].
-        second_moment: of what the map is applied to, the same shape; about zero or about the mean.
+        second_moment: second moment of the map's input, the same shape; about zero or about the mean.
 
     Returns:
         Non-negative float64 [..., head_dim].
 
     Raises:
-        ValueError: shapes that differ, or a ``second_moment`` that is no second moment.
+        ValueError: shapes differ, or `second_moment` is not a valid second moment.
     """
     forward = np.asarray(transform[0], dtype=np.float64)
     moment = _checked_moment(second_moment, "second_moment")
     if forward.shape != moment.shape:
         raise ValueError(f"`transform` is {forward.shape} but `second_moment` is {moment.shape}")
-    # Rounding may leave a little less than zero.
+    # Rounding may leave slightly negative numbers.
     return np.asarray(np.maximum(np.sum((forward @ moment) * forward, axis=-1), 0.0))
 
 
@@ -181,28 +178,27 @@ def query_aware(
 ) -> Transform:
     """The map after which equal squared errors of components cost equally in the scores.
 
-    The expected squared error of q.k is tr(S_q S_e), S_e the second moment of the error of k. T = E^T
-    S_q^(1/2) makes it the plain sum of squared errors, and with E the eigenvectors of S_q^(1/2) S_k S_q^(1/2)
-    components are uncorrelated, in order of falling variance. Any other square root of S_q gives the same T.
-    For values, S_q is W^T W with W the head's columns of the output projection.
+    The expected squared error of q.k is tr(S_q S_e), with S_e the second moment of the error of k. T = E^T S_q^(1/2)
+    turns it into the sum of squared errors, and with E the eigenvectors of S_q^(1/2) S_k S_q^(1/2) components are
+    uncorrelated, in order of falling variance. Any other square root of S_q gives the same T. For values, S_q is W^T W
+    with W the head's columns of the output projection.
 
-    Both moments are shrunk first, S <- (1 - shrinkage) S + shrinkage D, with D the diagonal of S in which the
-    two channels of each RoPE pair (i, i + head_dim / 2, as in `rotate_half`) share their mean. D changes with
-    the scale of a pair as S does, so that keys scaled by a and queries by 1/a, pair by pair, leave T k as it
-    was.
+    Both moments are shrunk first, S <- (1 - shrinkage) S + shrinkage D, with D the diagonal of S in which the two
+    channels of each RoPE pair (i, i + head_dim / 2, as in `rotate_half`) share their mean. D scales with a pair as S
+    does: scaling keys by a and queries by 1/a, pair by pair, leaves T k unchanged.
 
     Args:
         key_covariance: S_k, [..., head_dim, head_dim], about the mean that is subtracted from keys.
         query_second_moment: S_q, the same shape, about zero. Directions without queries are kept invertible.
-        shrinkage: 0 to 1, the weight of D.
-        rotary_pairs: False where channels are no RoPE pairs (values): D is then the plain diagonal.
+        shrinkage: weight of D, 0 to 1.
+        rotary_pairs: False if channels are not RoPE pairs (values): D is then the plain diagonal.
 
     Returns:
-        T and T^-1; of each row of T, the entry that moves its component most is positive.
+        T and T^-1. In each row of T, the entry with the largest effect on its component is positive.
 
     Raises:
-        ValueError: shapes that differ or are not square, NaN or infinity, ``shrinkage`` outside 0 to 1, or an
-            odd head_dim with ``rotary_pairs``.
+        ValueError: shapes differ or are not square, NaN or infinity, `shrinkage` outside 0 to 1, or an odd head_dim
+            with `rotary_pairs`.
     """
     keys = _checked_moment(key_covariance, "key_covariance")
     queries = _checked_moment(query_second_moment, "query_second_moment")
@@ -212,7 +208,7 @@ def query_aware(
         raise ValueError(f"`shrinkage` must be from 0 to 1, got {shrinkage}")
     if rotary_pairs and keys.shape[-1] % 2:
         raise ValueError(f"RoPE pairs need an even head_dim, got {keys.shape[-1]}")
-    # In units of the queries' own scale a planted outlier is gone before anything is rounded.
+    # In units of the queries' own scale, planted outliers vanish before anything is rounded.
     scale = np.sqrt(_diagonal(queries, rotary_pairs))
     scale = _with_zeros_replaced(scale)
     outer = scale[..., :, None] * scale[..., None, :]
@@ -235,11 +231,11 @@ def _checked_moment(moment: ArrayLike, name: str) -> FloatArray:
     if not np.isfinite(matrix).all():
         raise ValueError(f"`{name}` holds NaN or infinity")
     diagonal = np.diagonal(matrix, axis1=-2, axis2=-1)
-    # A covariance that is a difference of two sums may end a little below zero.
+    # A covariance computed as a difference of two sums may be slightly negative.
     rounding = _ROUNDING * np.abs(diagonal).max(axis=-1)
     if (diagonal < -rounding[..., None]).any():
         raise ValueError(f"`{name}` has a negative diagonal")
-    # In correlation units, so that an outlier channel does not hide asymmetry elsewhere.
+    # In units of correlation, so that an outlier channel does not hide asymmetry elsewhere.
     std = np.sqrt(np.maximum(diagonal, 0.0))
     bound = _SYMMETRY_TOLERANCE * std[..., :, None] * std[..., None, :] + rounding[..., None, None]
     if (np.abs(matrix - _transposed(matrix)) > bound).any():
@@ -262,7 +258,7 @@ def _falling_eigh(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _row_signs(rows: FloatArray) -> FloatArray:
-    """Sign [..., n, 1] of the entry of largest magnitude of each row."""
+    """Sign of the entry of largest magnitude in each row, [..., n, 1]."""
     index = np.abs(rows).argmax(axis=-1)[..., None]
     return np.where(np.take_along_axis(rows, index, axis=-1) < 0, -1.0, 1.0)
 
@@ -272,7 +268,7 @@ def _with_fixed_signs(rows: FloatArray) -> FloatArray:
 
 
 def _diagonal(matrix: FloatArray, rotary_pairs: bool) -> FloatArray:
-    """Diagonal [..., n], never negative, with the two channels of each RoPE pair at their mean."""
+    """Non-negative diagonal [..., n]; with `rotary_pairs`, both channels of a RoPE pair get their mean."""
     diagonal = np.maximum(np.diagonal(matrix, axis1=-2, axis2=-1), 0.0)
     if not rotary_pairs:
         return np.asarray(diagonal)
@@ -282,7 +278,7 @@ def _diagonal(matrix: FloatArray, rotary_pairs: bool) -> FloatArray:
 
 
 def _with_zeros_replaced(scale: FloatArray) -> FloatArray:
-    """Zeros at the smallest other value of the row, or at 1 where there is none."""
+    """Replace zeros by the smallest positive value of the row, or by 1 if there is none."""
     positive = np.where(scale > 0, scale, np.inf)
     smallest = positive.min(axis=-1, keepdims=True)
     return np.where(scale > 0, scale, np.where(np.isfinite(smallest), smallest, 1.0))
@@ -294,7 +290,7 @@ def _shrunk(matrix: FloatArray, shrinkage: float, rotary_pairs: bool) -> FloatAr
 
 
 def _square_roots(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Symmetric square root and its inverse, [..., n, n], with small eigenvalues raised to a floor."""
+    """Symmetric square root and its inverse, [..., n, n]; small eigenvalues are raised to a floor."""
     values, vectors = np.linalg.eigh(matrix)
     largest = values[..., -1:]
     floor = np.where(largest > 0, _MIN_RELATIVE_EIGENVALUE * largest, 1.0)
@@ -303,7 +299,7 @@ def _square_roots(matrix: FloatArray) -> tuple[FloatArray, FloatArray]:
 
 
 def _hadamard_like(size: int, rng: np.random.Generator) -> FloatArray:
-    """An orthogonal matrix: Sylvester's, alone or times Paley's or a random rotation."""
+    """Sylvester's matrix, alone or in a Kronecker product with Paley's or a random rotation; orthogonal."""
     if size & (size - 1) == 0:
         return _sylvester(size)
     factor, rest = 1, size
@@ -320,7 +316,7 @@ def _sylvester(size: int) -> FloatArray:
 
 
 def _paley(size: int) -> FloatArray | None:
-    """Paley's Hadamard matrix (construction I) over sqrt(size), if size - 1 is a prime q with q % 4 == 3."""
+    """Paley's Hadamard matrix (construction I) over sqrt(size), if size - 1 is a prime q with q % 4 == 3; else None."""
     q = size - 1
     if q % 4 != 3 or any(q % divisor == 0 for divisor in range(2, int(q**0.5) + 1)):
         return None
@@ -336,5 +332,5 @@ def _paley(size: int) -> FloatArray | None:
 
 def _random_rotation(size: int, rng: np.random.Generator) -> FloatArray:
     q, r = np.linalg.qr(rng.standard_normal((size, size)))
-    # The signs of R's diagonal make the distribution uniform over all orthogonal matrices.
+    # Corrected for the signs of R's diagonal, the distribution is uniform over all orthogonal matrices.
     return np.asarray(q * np.where(np.diagonal(r) < 0, -1.0, 1.0))

@@ -1,4 +1,4 @@
-"""What codecs have in common that need no calibration, and how they store the length of a vector."""
+"""Codecs that need no calibration: their common base, random rotations, and vectors as direction and norm."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from torch import Tensor
 from esm_turbo.codecs.base import KVCodec
 from esm_turbo.codecs.fitting.statistics import KVStatistics
 from esm_turbo.codecs.fitting.transforms import random_hadamard
-from esm_turbo.codecs.packing import GROUP_SIZE
+from esm_turbo.codecs.packing import check_head_dim
 from esm_turbo.config import Geometry, TurboConfig
 
 NORM_DTYPE = torch.bfloat16
-"""Two bytes as in the published methods that count them so, and the range of float32."""
+"""Two bytes, as the published methods count them, with the range of float32."""
 
 
 class DataFreeCodec(KVCodec):
-    """A codec whose state follows from the options and the model's geometry alone."""
+    """Codec whose state follows from the options and the model's geometry alone."""
 
     @classmethod
     @abstractmethod
@@ -29,60 +29,48 @@ class DataFreeCodec(KVCodec):
         """The state, see `KVCodec`.
 
         Raises:
-            ValueError: the codec has no such `bits`, or cannot have this `head_dim`.
+            ValueError: the codec does not support these `bits` or this `head_dim`.
         """
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
-        """See `KVCodec.fit`; of the statistics only the geometry is looked at."""
+        """See `KVCodec.fit`; only the geometry of the statistics is used."""
         return cls.state_for(config, statistics.geometry)
 
 
-def check_options(config: TurboConfig, geometry: Geometry, bits: tuple[int, ...]) -> None:
-    """Makes sure that `bits` is one of those that a codec has, and that codes can be packed.
+def check_options(config: TurboConfig, geometry: Geometry, allowed_bits: tuple[int, ...]) -> None:
+    """Check that a codec supports `bits` and that codes can be packed.
 
     Raises:
-        ValueError: one is not so.
+        ValueError: `config.bits` is not in `allowed_bits`, or `head_dim` is not a multiple of 8.
     """
-    if config.bits not in bits:
-        raise ValueError(f"`bits` of codec {config.codec!r} must be one of {list(bits)}, got {config.bits}")
-    check_head_dim(geometry)
-
-
-def check_head_dim(geometry: Geometry) -> None:
-    """Makes sure that the codes of a vector fill whole bytes.
-
-    Raises:
-        ValueError: they do not.
-    """
-    if geometry.head_dim % GROUP_SIZE:
-        raise ValueError(
-            f"codes are packed by {GROUP_SIZE}: `head_dim` must be a multiple of {GROUP_SIZE}, got {geometry.head_dim}"
-        )
+    if config.bits not in allowed_bits:
+        raise ValueError(f"`bits` of codec {config.codec!r} must be one of {list(allowed_bits)}, got {config.bits}")
+    check_head_dim(geometry.head_dim)
 
 
 def every_layer(geometry: Geometry, arrays: Mapping[str, ArrayLike]) -> dict[str, Tensor]:
-    """The same float32 tensors for every layer, [layers, ...] each."""
+    """The same float32 tensors repeated for every layer, [layers, ...] each."""
     tensors = {name: torch.from_numpy(np.array(array, dtype=np.float32)) for name, array in arrays.items()}
     return {name: t[None].repeat(geometry.num_layers, *[1] * t.dim()) for name, t in tensors.items()}
 
 
 def random_rotation(config: TurboConfig, geometry: Geometry) -> dict[str, ArrayLike]:
-    """A randomised Hadamard rotation, one for all heads, as the map of keys and values."""
+    """Maps of keys and values: one randomised Hadamard rotation for all heads."""
     forward, inverse = (matrix[None] for matrix in random_hadamard(geometry.head_dim, config.seed))
     return {"key_map": forward, "key_inverse": inverse, "value_map": forward, "value_inverse": inverse}
 
 
 def split_norm(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A vector as direction and length.
+    """Split vectors into direction and norm.
 
     Args:
-        x: [..., n].
+        x: vectors [..., n].
 
     Returns:
         Unit vectors (zero for zero) float32 [..., n], and norms bfloat16 [..., 1].
     """
-    # By the largest component first: squares of large or small numbers leave float32.
+    # Divided by the largest component first: squares of very large or small numbers leave the range of float32.
     largest = x.abs().amax(dim=-1, keepdim=True)
     scaled = divide(x, largest)
     norm = scaled.square().sum(dim=-1, keepdim=True).sqrt()
@@ -91,6 +79,6 @@ def split_norm(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def divide(x: Tensor, divisor: Tensor) -> Tensor:
-    """x / divisor, and zero where the divisor is so small that its reciprocal leaves float32."""
+    """x / divisor, and zero where the divisor is too small for its reciprocal to be a float32."""
     usable = divisor >= torch.finfo(torch.float32).tiny
     return torch.where(usable, x / torch.where(usable, divisor, 1.0), 0.0)

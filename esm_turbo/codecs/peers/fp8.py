@@ -1,7 +1,7 @@
-"""fp8: eight-bit floating point (e4m3) with one scale a layer for keys and one for values, as serving engines have it.
+"""fp8: eight-bit floating point (e4m3) with one scale per layer for keys and one for values, as in serving engines.
 
-The scales map the largest magnitude of the calibration sample to the largest number of the format, 448; what is larger
-still is cut off there. Nothing but the eight bits is stored for a component.
+The scales map the largest magnitude of the calibration sample to the largest number of the format, 448; larger numbers
+are clipped. A component takes exactly eight bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from esm_turbo.codecs.fitting.statistics import KVStatistics
 from esm_turbo.config import TurboConfig
 
 FP8 = torch.float8_e4m3fn
-_MOST = torch.finfo(FP8).max
+_LARGEST = torch.finfo(FP8).max
 
 
 class Fp8Codec(KVCodec):
@@ -27,15 +27,15 @@ class Fp8Codec(KVCodec):
         state = {}
         for kind, x in (("key", sample.keys), ("value", sample.values)):
             largest = np.abs(x).max(axis=(1, 2, 3)).astype(np.float32)
-            state[f"{kind}_scale"] = torch.from_numpy(np.where(largest > 0, largest / _MOST, 1.0)[:, None]).float()
+            state[f"{kind}_scale"] = torch.from_numpy(np.where(largest > 0, largest / _LARGEST, 1.0)[:, None]).float()
         return state
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
         state = self.layer_state(layer_idx, keys.device)
         packed: Packed = {}
         for kind, x in (("key", keys), ("value", values)):
-            # Beyond its largest number the format knows NaN only.
-            scaled = (x / state[f"{kind}_scale"]).clamp(-_MOST, _MOST)
+            # The format has no infinity: larger numbers would become NaN.
+            scaled = (x / state[f"{kind}_scale"]).clamp(-_LARGEST, _LARGEST)
             packed[f"{kind}s"] = scaled.to(FP8).contiguous().view(torch.uint8)
         return packed
 

@@ -1,9 +1,9 @@
-"""The backends of Hugging Face's `QuantizedCache`, quanto and HQQ, behind the interface of a codec.
+"""The backends of Hugging Face's `QuantizedCache`, quanto and HQQ, as codecs.
 
-Keys and values go through the `_quantize` of the backend's own cache layer, with groups of 64 numbers in a row (or a
-whole head where that is smaller), so that a group belongs to one token and head. Their integers are packed as all codes
-here are; what stands for scale and zero is stored as the backend returns it, in float32 for models in float32. Needs
-the optional extra `compare`.
+Keys and values pass through `_quantize` of the backend's own cache layer, in groups of 64 consecutive components (or
+the whole head if it is smaller), so that a group belongs to one token and head. The integers are packed like all codes
+here; scale and zero are stored as the backend returns them, in float32 for models in float32. Requires the optional
+extra `compare`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class QuantoCodec(DataFreeCodec):
         return self._read("value", packed)
 
     def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes uint8, and scale and shift of every group side by side, [groups, 2]."""
+        """Codes uint8, and scale and shift of every group, [groups, 2]."""
         quantized = self._layer._quantize(x, self.axis)
         return quantized._data.unpack(), torch.cat([quantized._scale, quantized._shift], dim=1)
 
@@ -88,15 +88,15 @@ class HqqCodec(QuantoCodec):
 
     layer_class = "HQQQuantizedLayer"
     axis = 1
-    # Three bits fail in the backend itself.
+    # The backend itself fails at three bits.
     allowed_bits = (1, 2, 4)
 
     def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
         groups = x.view(-1, min(_GROUP, x.shape[-1]))
-        # It packs several groups into one and knows no remainder.
+        # The backend packs several groups together, without a remainder.
         padded = torch.cat([groups, groups.new_zeros(-len(groups) % 8, groups.shape[1])])
         layer = self._layer
-        # It asks its own keys, which stay empty, for device and dtype.
+        # The backend takes device and dtype from its own keys, which stay empty.
         layer.lazy_initialization(padded, padded)
         quantized, meta = layer._quantize(padded, self.axis)
         codes = layer.quantizer.unpack[meta["packing"]](quantized, dtype=torch.uint8)

@@ -1,9 +1,9 @@
-"""TurboQuant with two widths, as in aither-kvcache (modes TQ35 and TQ25): more bits for the channels that vary more.
+"""TurboQuant with two widths, as in aither-kvcache (modes TQ35 and TQ25): more bits for channels of higher variance.
 
-The channels of a head are put in order of their mean square on the calibration set. The first half and the rest are
-coded apart: norm, random rotation, Lloyd-Max codebook, and a last bit for the signs of the residual after a second
-rotation (an orthogonal sign sketch, see `jl`). With `bits` = 4 the first half has 3 + 1 bits and the rest 2 + 1, 3.5
-on average; with 3 they have 2 + 1 and 1 + 1. Each half stores two norms in bfloat16.
+The channels of a head are sorted by their mean square on the calibration set. The first half and the rest are coded
+separately: norm, random rotation, Lloyd-Max codebook, and one bit for the signs of the residual after a second rotation
+(an orthogonal sign sketch, see `jl`). With `bits` = 4 the first half has 3 + 1 bits and the rest 2 + 1, 3.5 on average;
+with 3 they have 2 + 1 and 1 + 1. Each half stores two norms in bfloat16.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from torch import Tensor
 from esm_turbo.codecs.base import KVCodec, Packed
 from esm_turbo.codecs.fitting import transforms
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
-from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.packing import GROUP_SIZE, midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.codecs.peers.data_free import check_options, every_layer, split_norm
 from esm_turbo.codecs.peers.jl import orthogonal_gain, sketch, unsketch
-from esm_turbo.codecs.peers.sphere import boundaries, sphere_levels
+from esm_turbo.codecs.peers.sphere import sphere_levels
 from esm_turbo.config import Geometry, TurboConfig
 
 
 class HybridCodec(KVCodec):
-    """Two groups of channels with their own widths."""
+    """Two groups of channels with different widths."""
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
         """See `KVCodec.fit`.
 
         Raises:
-            ValueError: `bits` is neither 3 nor 4, or `head_dim` is no multiple of 8 or below 16.
+            ValueError: `bits` is neither 3 nor 4, or `head_dim` is below 16 or not a multiple of 8.
         """
         geometry = statistics.geometry
         check_options(config, geometry, (3, 4))
@@ -57,7 +57,7 @@ class HybridCodec(KVCodec):
             for group, part in enumerate(torch.split(x, _group_sizes(self.geometry), dim=-1)):
                 name, levels = f"{kind}_{group}", state[f"levels_{group}"]
                 unit, packed[f"{name}_norms"] = split_norm(part)
-                codes = quantize(unit, boundaries(levels))
+                codes = quantize(unit, midpoints(levels))
                 packed[f"{name}_codes"] = pack_codes(codes, self.config.bits - 1 - group)
                 residual = unit - levels[codes.int()]
                 packed[f"{name}_signs"], packed[f"{name}_residual_norms"] = sketch(
@@ -85,13 +85,13 @@ class HybridCodec(KVCodec):
 
 
 def _group_sizes(geometry: Geometry) -> list[int]:
-    """Half and half; where a half is no multiple of 8 the first group has the nearest one below."""
+    """Halves of the channels; if a half is not a multiple of 8, the first group is rounded down to one."""
     first = geometry.head_dim // (2 * GROUP_SIZE) * GROUP_SIZE
     return [first, geometry.head_dim - first]
 
 
 def _sorting_rotation(moments: Moments, sizes: list[int], seed: int) -> Array:
-    """Channels in order of falling mean square, then a rotation of each group, [layers, heads, D, D]."""
+    """Permutation to falling mean square followed by a rotation of each group, [layers, heads, D, D]."""
     mean_square = np.diagonal(moments.second_moment, axis1=-2, axis2=-1)
     order = np.argsort(-mean_square, axis=-1, kind="stable")
     blocks = np.zeros((sum(sizes), sum(sizes)))

@@ -1,8 +1,8 @@
-"""Integers per token, what is picked first in practice: int8 and int4 with one scale for a head's key or value.
+"""Integers per token, the usual first choice in practice: int8 and int4 with one scale per token and head.
 
-Symmetric: x = scale (code - 2^(bits - 1) + 1), the scale in bfloat16 the largest magnitude over 2^(bits - 1) - 1.
-Asymmetric, for the codecs that put it on values: x = zero + scale code in groups of components, scale and zero (the
-group's range over 2^bits - 1, and its minimum) in float16.
+Symmetric: x = scale (code - 2^(bits - 1) + 1), where scale is the largest magnitude over 2^(bits - 1) - 1, in bfloat16.
+Asymmetric, used by other codecs for values: x = zero + scale code in groups of components, where scale is the group's
+range over 2^bits - 1 and zero its minimum, both in float16.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.packing import pack_codes, unpack_codes
-from esm_turbo.codecs.peers.data_free import NORM_DTYPE, DataFreeCodec, check_head_dim, divide
+from esm_turbo.codecs.packing import check_head_dim, pack_codes, unpack_codes
+from esm_turbo.codecs.peers.data_free import NORM_DTYPE, DataFreeCodec, divide
 from esm_turbo.config import Geometry, TurboConfig
 
 VALUE_GROUP = 32
-"""Components of a value that share scale and zero, where the head size is a multiple of it."""
+"""Components of a value that share scale and zero, if `head_dim` is a multiple of it; else all of them share."""
 
 
 class Int8Codec(DataFreeCodec):
-    """int8, symmetric, one scale a token and head."""
+    """int8, symmetric, one scale per token and head."""
 
     width = 8
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_head_dim(geometry)
+        check_head_dim(geometry.head_dim)
         return {}
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
@@ -45,13 +45,13 @@ class Int8Codec(DataFreeCodec):
 
 
 class Int4Codec(Int8Codec):
-    """int4, symmetric, one scale a token and head."""
+    """int4, symmetric, one scale per token and head."""
 
     width = 4
 
 
 def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Codes uint8 and scales bfloat16 [..., 1] of vectors [..., n]."""
+    """Quantise vectors [..., n] to codes uint8 [..., n] and scales bfloat16 [..., 1]."""
     limit = _limit(bits)
     scale = (x.abs().amax(dim=-1, keepdim=True) / limit).to(NORM_DTYPE)
     codes = divide(x, scale.float()).round().clamp(-limit, limit) + limit
@@ -59,25 +59,25 @@ def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Inverse of `quantize_symmetric`, float32."""
+    """Undo `quantize_symmetric`, float32 [..., n]."""
     return (codes.float() - _limit(bits)) * scale.float()
 
 
 def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scale and zero, float16, for numbers from `low` to `high`; what float16 cannot hold is cut off."""
-    most = torch.finfo(torch.float16).max
-    zero = low.clamp(-most, most).to(torch.float16)
-    scale = ((high - zero.float()) / (2**bits - 1)).clamp(0, most).to(torch.float16)
+    """Scale and zero, float16, for numbers from `low` to `high`, clipped to the range of float16."""
+    largest = torch.finfo(torch.float16).max
+    zero = low.clamp(-largest, largest).to(torch.float16)
+    scale = ((high - zero.float()) / (2**bits - 1)).clamp(0, largest).to(torch.float16)
     return scale, zero
 
 
 def codes_in_range(x: Tensor, scale: Tensor, zero: Tensor, bits: int) -> Tensor:
-    """Codes uint8 of x for a scale and zero that broadcast to it."""
+    """Codes uint8 of x, for scales and zeros broadcastable to it."""
     return divide(x - zero.float(), scale.float()).round().clamp(0, 2**bits - 1).to(torch.uint8)
 
 
 def pack_asymmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Vectors [..., n] as packed codes uint8 [..., n bits / 8] and float16 [..., 2 groups], scales then zeros."""
+    """Quantise vectors [..., n] to codes uint8 [..., n bits / 8] and scales, then zeros, float16 [..., 2 groups]."""
     groups = in_groups(x, x.shape[-1] if x.shape[-1] % VALUE_GROUP else VALUE_GROUP)
     scale, zero = range_of(groups.amin(-1), groups.amax(-1), bits)
     codes = codes_in_range(groups, scale[..., None], zero[..., None], bits)
@@ -85,7 +85,7 @@ def pack_asymmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def unpack_asymmetric(packed: Tensor, ranges: Tensor, bits: int) -> Tensor:
-    """Inverse of `pack_asymmetric`, float32."""
+    """Undo `pack_asymmetric`, float32 [..., n]."""
     scale, zero = ranges.float().chunk(2, dim=-1)
     codes = unpack_codes(packed, bits).float()
     groups = in_groups(codes, codes.shape[-1] // scale.shape[-1])
@@ -94,10 +94,10 @@ def unpack_asymmetric(packed: Tensor, ranges: Tensor, bits: int) -> Tensor:
 
 
 def in_groups(x: Tensor, size: int) -> Tensor:
-    """[..., n] as [..., n / size, size]."""
+    """Reshape [..., n] to [..., n / size, size]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
 def _limit(bits: int) -> int:
-    """The largest of symmetric integers."""
+    """The largest symmetric integer of `bits` bits."""
     return (1 << bits - 1) - 1

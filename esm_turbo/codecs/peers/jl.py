@@ -1,13 +1,13 @@
 """Sign sketches: quantised Johnson-Lindenstrauss, QJL (Zandieh, Daliri and Han 2024, arXiv:2406.03482).
 
-Of a vector k the signs of m random projections are stored, and its norm. For a query q that is not quantised,
+A vector k is stored as the signs of m random projections and its norm. For a query q that is not quantised,
 
     c / m |k| sum_i sign(s_i . k) (s_i . q)
 
 is an unbiased estimate of q . k over the projections s_i (Lemma 3.2): c is sqrt(pi / 2) for Gaussian rows, where the
-variance is at most (pi / 2) |q|^2 |k|^2 / m, and 1 / E|t| for uniform unit rows, t being one of their components. The
-estimate is linear in q, so it is the product of q and a vector, c / m |k| sum_i sign(s_i . k) s_i, which is what is
-read; scores then need no second, wider space.
+variance is at most (pi / 2) |q|^2 |k|^2 / m, and 1 / E|t| for uniform unit rows with component t. The estimate is
+linear in q, that is, the product of q and the vector c / m |k| sum_i sign(s_i . k) s_i. This vector is what `unsketch`
+returns.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ def gaussian_projection(num_rows: int, dim: int, seed: int) -> Array:
 
 
 def orthogonal_projection(num_rows: int, dim: int, seed: int) -> Array:
-    """Unit rows, orthogonal within every run of `dim`: Gaussian matrices orthogonalised by QR, [num_rows, dim].
+    """Unit rows, orthogonal within every `dim` of them: Gaussian matrices orthogonalised by QR, [num_rows, dim].
 
-    What is left of the sketch's variance is smaller than that of independent rows (the QJL paper, section 4).
+    The variance of the sketch is smaller than with independent rows (QJL paper, section 4).
     """
     rng = _rng(seed)
     parts = []
     for _ in range(-(-num_rows // dim)):
         q, r = np.linalg.qr(rng.standard_normal((dim, dim)))
-        # With the signs of R's diagonal taken out Q is uniform over all rotations.
+        # With the signs of R's diagonal removed, Q is uniform over all orthogonal matrices.
         parts.append((q * np.sign(np.diagonal(r))).T)
     return np.concatenate(parts)[:num_rows]
 
@@ -51,11 +51,11 @@ def orthogonal_gain(dim: int) -> float:
 
 
 def sketch(projection: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs of the projections of vectors, and their norms.
+    """Sketch vectors as the signs of their projections, and their norms.
 
     Args:
-        projection: [m, n], m a multiple of 8.
-        x: [..., n].
+        projection: rows s_i, [m, n], m a multiple of 8.
+        x: vectors [..., n].
 
     Returns:
         Packed signs uint8 [..., m / 8], norms bfloat16 [..., 1].
@@ -65,11 +65,11 @@ def sketch(projection: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unsketch(projection: Tensor, gain: float, signs: Tensor, norm: Tensor) -> Tensor:
-    """The vectors [..., n] whose products with a query are the estimates."""
+    """Vectors [..., n] whose products with a query are the estimates."""
     signed = 2.0 * unpack_codes(signs, 1).float() - 1
     return signed @ projection * (gain / len(projection)) * norm.float()
 
 
 def _rng(seed: int) -> np.random.Generator:
-    # A stream of its own: rotations are drawn from the seed itself.
+    # A separate stream: rotations are drawn from the seed itself.
     return np.random.default_rng((seed, 1))

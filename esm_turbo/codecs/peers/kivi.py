@@ -1,9 +1,9 @@
 """KIVI (Liu et al. 2024, arXiv:2402.02750): keys by channel, values by token.
 
-A channel of the keys has a scale and a zero for every 32 columns, a value has them for every 32 components (`integer`),
-all in float16. The scales of keys are stored once a row, and with every token one byte that says which of them are its
-own. KIVI keeps the last tokens of a context at full precision until they fill a group; here the last group is
-quantised like the others. A group's scales are settled when a context is written, so nothing can be appended to it.
+Keys have a scale and a zero per channel and 32 columns, values per token and 32 components (`integer`), all in float16.
+The scales of keys are stored once per row, and every token stores the index of its group in one byte. KIVI keeps the
+last tokens of a context at full precision until they fill a group; here the last group is quantised like the others. A
+group's scales are fixed when a context is written, so that nothing can be appended to it.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ class KiviCodec(DataFreeCodec):
         """See `KVCodec.transform`.
 
         Raises:
-            ValueError: the tokens come after others, or there are more than 8,192.
+            ValueError: the tokens follow others, or there are more than 8,192.
         """
         if columns is not None and columns.numel() and bool((columns[:, 0] > 0).any()):
             raise ValueError(
-                f"a cache of preset {self.config.name!r} cannot be appended to: the scales of its keys are settled for"
-                " groups of tokens when the context is written; prefill the longer context"
+                f"a cache of preset {self.config.name!r} cannot be appended to: the scales of its keys are fixed per"
+                " group of tokens when the context is written; prefill the longer context"
             )
         if keys.shape[2] > _MAX_COLUMNS:
             raise ValueError(f"preset {self.config.name!r} stores at most {_MAX_COLUMNS} tokens, got {keys.shape[2]}")
         return super().transform(layer_idx, keys, values, columns)
 
     def encode(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        """See `KVCodec.encode`; the scales of the keys are among what is returned."""
+        """See `KVCodec.encode`; the result includes the scales of the keys."""
         keys, values = self.transform(layer_idx, keys, values)
         packed = self.quantize(layer_idx, keys, values)
         mask = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
         return packed | self.summarize(layer_idx, keys, values, packed, mask)
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        """See `KVCodec.quantize`; the codes of keys are made by `summarize`, which knows what belongs to a row."""
+        """See `KVCodec.quantize`; `summarize` fills in the codes of the keys, since it knows the tokens of each row."""
         codes, ranges = pack_asymmetric(values, self.config.bits)
         groups = (torch.arange(keys.shape[2], device=keys.device) // KEY_GROUP).to(torch.uint8)
         return {
@@ -65,7 +65,7 @@ class KiviCodec(DataFreeCodec):
         }
 
     def summarize(self, layer_idx: int, keys: Tensor, values: Tensor, packed: Packed, mask: Tensor) -> Packed:
-        """See `KVCodec.summarize`; writes the codes of keys into `packed`."""
+        """See `KVCodec.summarize`; writes the codes of the keys into `packed`."""
         ignored = ~mask[:, None, :, None]
         low = _by_group(keys.masked_fill(ignored, torch.inf), torch.inf).amin(3)
         high = _by_group(keys.masked_fill(ignored, -torch.inf), -torch.inf).amax(3)
@@ -91,7 +91,7 @@ class KiviCodec(DataFreeCodec):
 
 
 def _by_group(x: Tensor, fill: float) -> Tensor:
-    """[B, H, L, D] as [B, H, groups, 32, D], the last group filled up."""
+    """Reshape [B, H, L, D] to [B, H, groups, 32, D], the last group padded with `fill`."""
     missing = -x.shape[2] % KEY_GROUP
     padded = torch.cat([x, x.new_full((*x.shape[:2], missing, x.shape[3]), fill)], dim=2)
     return padded.view(*x.shape[:2], -1, KEY_GROUP, x.shape[3])

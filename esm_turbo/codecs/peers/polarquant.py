@@ -1,10 +1,10 @@
-"""PolarQuant: random rotation, then pairs of components as angle and radius; and a sign sketch of a key's residual.
+"""PolarQuant: a random rotation, pairs of components as angle and radius, and a sign sketch of a key's residual.
 
-After a random rotation the angle of a pair is uniform and its radius follows the Rayleigh law of scale
-head_dim^(-1/2), so that uniform angles and one Lloyd-Max table of radii need no data and a vector stores one norm
-(bfloat16). Angle and radius take `bits` bits each. Keys add what an open implementation in Rust adds: a Gaussian sign
-sketch of the residual with a quarter as many projections as components (in whole bytes), and the residual's norm. The
-estimate's constant is sqrt(pi / 2), with which it is unbiased (`jl`); that implementation says pi / 2.
+After a random rotation the angle of a pair is uniform and its radius follows the Rayleigh distribution of scale
+head_dim^(-1/2): uniform angles and one Lloyd-Max table of radii need no data, and a vector stores one norm (bfloat16).
+Angle and radius take `bits` bits each. As in an open implementation in Rust, keys add a Gaussian sign sketch of the
+residual, with a quarter as many projections as components (in whole bytes), and the residual's norm. The constant of
+the estimate is sqrt(pi / 2), which makes it unbiased (`jl`); that implementation uses pi / 2.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.packing import GROUP_SIZE, midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
 from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
-from esm_turbo.codecs.peers.sphere import boundaries, rayleigh_levels
+from esm_turbo.codecs.peers.sphere import rayleigh_levels
 from esm_turbo.config import Geometry, TurboConfig
 
 
 class PolarQuantCodec(DataFreeCodec):
-    """Angles and radii."""
+    """Angles and radii of pairs of components."""
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
@@ -60,9 +60,9 @@ class PolarQuantCodec(DataFreeCodec):
         """Codes of all angles, then of all radii; pairs are (2 i, 2 i + 1)."""
         x, y = unit[..., ::2], unit[..., 1::2]
         steps = (torch.atan2(y, x) + math.pi) * (2**self.config.bits / (2 * math.pi))
-        # An angle of exactly pi is the one of -pi.
+        # An angle of exactly pi wraps around to -pi.
         angles = steps.floor().to(torch.int32) % 2**self.config.bits
-        lengths = quantize((x.square() + y.square()).sqrt(), boundaries(radii))
+        lengths = quantize((x.square() + y.square()).sqrt(), midpoints(radii))
         return pack_codes(torch.cat([angles.to(torch.uint8), lengths], dim=-1), self.config.bits)
 
     def _decode_unit(self, radii: Tensor, packed: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """QJL (Zandieh, Daliri and Han 2024, arXiv:2406.03482): keys as signs of random projections, values as integers.
 
-A key stores `bits` signs for every component, of projections orthogonalised as in section 4 of the paper, and its norm
-in bfloat16; scores are unbiased (see `jl`). Values are quantised token by token to `bits` bits in groups (`integer`).
-The paper keeps a few outlier channels of language models apart, which is left out here.
+A key stores `bits` signs per component, of projections orthogonalised as in section 4 of the paper, and its norm in
+bfloat16; scores are unbiased (see `jl`). Values are quantised per token to `bits` bits in groups (`integer`). The
+paper's separate treatment of a few outlier channels of language models is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from esm_turbo.config import Geometry, TurboConfig
 
 
 class QjlCodec(DataFreeCodec):
-    """Sign sketches of keys."""
+    """Sign sketches of keys, integers for values."""
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:

@@ -1,11 +1,11 @@
-"""Spectral coefficients, as TriAttention of aither-kvcache stores keys: the frequency pairs of RoPE that carry most.
+"""Spectral coefficients, as TriAttention of aither-kvcache stores keys: the RoPE frequency pairs of highest energy.
 
-The channels i and i + head_dim / 2 of a key turn together by one frequency. Of each key the F pairs of largest energy
-are kept: which they are (one byte each), their two coefficients as symmetric integers of `bits` bits, and one scale in
-bfloat16; the other pairs read as zero. Energy does not depend on the position, so the pairs are those of the key before
-RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. F is 12 of 64 pairs
-as published, and for other head sizes the same share in steps of 4. Values, of which nothing is published, are integers
-of `bits` bits with one scale a token.
+RoPE rotates the channels i and i + head_dim / 2 of a key together, at one frequency. Of each key the F pairs of largest
+energy are stored: their indices (one byte each), their two coefficients as symmetric integers of `bits` bits, and one
+scale in bfloat16; the other pairs are read as zero. Energy does not depend on the position, so that the pairs are the
+same before RoPE, and scores computed from coefficients after RoPE are the trigonometric series of the original. F is 12
+of 64 pairs as published, and for other head sizes the same fraction in steps of 4. Nothing is published about values:
+here they are integers of `bits` bits with one scale per token and head.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
 from esm_turbo.codecs.peers.integer import dequantize_symmetric, quantize_symmetric
 from esm_turbo.config import Geometry, TurboConfig
 
-_SHARE = 12 / 64
+_KEPT_FRACTION = 12 / 64
 _STEP = 4
 
 
 class SpectralCodec(DataFreeCodec):
-    """The top frequency pairs of every key."""
+    """The frequency pairs of highest energy of every key."""
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
@@ -33,11 +33,11 @@ class SpectralCodec(DataFreeCodec):
 
     @property
     def num_pairs(self) -> int:
-        """F, how many frequency pairs of a key are kept."""
-        return max(_STEP, round(_SHARE * self.geometry.head_dim / 2 / _STEP) * _STEP)
+        """F, the number of frequency pairs stored per key."""
+        return max(_STEP, round(_KEPT_FRACTION * self.geometry.head_dim / 2 / _STEP) * _STEP)
 
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        # In units of the largest component: squares of large numbers leave float32.
+        # In units of the largest component: squares of large numbers leave the range of float32.
         largest = keys.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
         first, second = keys.chunk(2, dim=-1)
         energy = (first / largest).square() + (second / largest).square()

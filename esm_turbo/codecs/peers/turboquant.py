@@ -1,11 +1,11 @@
 """TurboQuant (Zandieh et al. 2025, arXiv:2504.19874): norm, random rotation, one codebook for all components.
 
-After a random rotation every component of a unit vector has the same known law, so that its Lloyd-Max codebook needs
-no data (Algorithm 1, `mse`). The variant `prod` (Algorithm 2) spends the last bit of a key's components on a sign
-sketch of the residual, which makes scores unbiased; values, of which a mean is taken, stay with `mse`.
+After a random rotation every component of a unit vector has the same known distribution, so that its Lloyd-Max codebook
+needs no data (Algorithm 1, `mse`). The variant `prod` (Algorithm 2) spends one bit per component of a key on a sign
+sketch of the residual, which makes scores unbiased. Values keep `mse`, because attention averages them.
 
-The rotation is a randomised Hadamard matrix and the same for all layers and heads. A vector takes head_dim * bits bits
-and its norm in bfloat16, a `prod` key also the norm of its residual.
+The rotation is a randomised Hadamard matrix, the same for all layers and heads. A vector takes head_dim * bits bits and
+its norm in bfloat16, a `prod` key also the norm of its residual.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from __future__ import annotations
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.packing import pack_codes, quantize, unpack_codes
+from esm_turbo.codecs.packing import midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
 from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
-from esm_turbo.codecs.peers.sphere import boundaries, sphere_levels
+from esm_turbo.codecs.peers.sphere import sphere_levels
 from esm_turbo.config import Geometry, TurboConfig
 
 
 class TurboQuantCodec(DataFreeCodec):
-    """`mse`: the least squared error."""
+    """Variant `mse`: least squared error."""
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
@@ -34,7 +34,7 @@ class TurboQuantCodec(DataFreeCodec):
         packed: Packed = {}
         for kind, x in (("key", keys), ("value", values)):
             unit, packed[f"{kind}_norms"] = split_norm(x)
-            packed[f"{kind}_codes"] = pack_codes(quantize(unit, boundaries(levels)), self.config.bits)
+            packed[f"{kind}_codes"] = pack_codes(quantize(unit, midpoints(levels)), self.config.bits)
         return packed
 
     def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
@@ -50,7 +50,7 @@ class TurboQuantCodec(DataFreeCodec):
 
 
 class TurboQuantProdCodec(TurboQuantCodec):
-    """`prod`: unbiased scores."""
+    """Variant `prod`: unbiased scores."""
 
     @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
@@ -65,7 +65,7 @@ class TurboQuantProdCodec(TurboQuantCodec):
         state = self.layer_state(layer_idx, keys.device)
         packed = super().quantize(layer_idx, keys, values)
         unit, packed["key_norms"] = split_norm(keys)
-        codes = quantize(unit, boundaries(state["key_levels"]))
+        codes = quantize(unit, midpoints(state["key_levels"]))
         packed["key_codes"] = pack_codes(codes, self.config.bits - 1)
         residual = unit - state["key_levels"][codes.int()]
         packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
