@@ -1,11 +1,11 @@
 """Calibration as an estimator: moments and a bounded sample of a model's queries, keys and values, in one pass.
 
-Memory does not grow with the number of proteins, and the result depends neither on their order nor on how they are
-batched: moments are merged exactly, and which tokens enter the sample is decided by a hash of their sequence.
+Memory does not grow with the number of proteins, and the result depends neither on their order nor on the batches:
+moments are merged exactly, and a hash of the sequence decides which tokens enter the sample.
 
-Keys after RoPE depend on their position, and a protein set is mostly short. Attention depends on relative positions
-only, so every protein is run at an offset of its own (again by its hash): nothing changes but the rotation of its
-queries and keys, and the statistics hold at every position up to `max_positions`.
+Keys after RoPE depend on their position, and most calibration proteins are short. Attention depends only on relative
+positions, so that every protein is run at its own offset, also taken from its hash. This changes nothing but the
+rotation of its queries and keys, and the statistics hold at every position up to `max_positions`.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ _Dataclass = TypeVar("_Dataclass", TokenMoments, Sensitivity, Moments)
 
 
 class KVCalibrator:
-    """Collects what the codecs of one model are fitted from.
+    """Estimator of the statistics from which the codecs of one model are fitted.
 
     Args:
         model: an `EsmModel` or `EsmForMaskedLM`; it is not changed.
-        sample_size: tokens kept for the codebooks.
+        sample_size: number of tokens kept for the codebooks.
         max_positions: the statistics hold for positions below this.
 
     Attributes:
-        n_sequences_seen_: proteins so far.
-        n_residues_seen_: residues so far.
+        n_sequences_seen_: proteins seen so far.
+        n_residues_seen_: residues seen so far.
 
     Raises:
         ValueError: the model's weights are not finite, or it is not ESM-2.
@@ -88,15 +88,15 @@ class KVCalibrator:
         self.n_residues_seen_ = 0
 
     def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
-        """Adds a batch of proteins.
+        """Add a batch of proteins.
 
         Args:
-            input_ids: [batch, n], with `<cls>` and `<eos>`.
+            input_ids: token ids with `<cls>` and `<eos>`, integers [batch, n].
             attention_mask: [batch, n], padded on the right; None for all ones.
 
         Raises:
-            ValueError: shapes or ids that do not fit, a mask that is padded on the left or has holes, a row of nothing
-                but `<mask>` and padding, or queries, keys or values that are not finite. The state is as it was.
+            ValueError: invalid shapes or ids, a mask that is padded on the left or has holes, a row of only `<mask>`
+                and padding, or queries, keys or values that are not finite. The calibrator is unchanged then.
         """
         ids, mask = self._checked(input_ids, attention_mask)
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
@@ -114,7 +114,7 @@ class KVCalibrator:
         session = ProteinAttention(lengths, [moments, sensitivity, sample])
         with torch.no_grad():
             embeddings = self._encoder.embeddings(ids.to(device), attention_mask=mask.long().to(device))
-            # All proteins in one row: padding would cost as much as tokens do.
+            # All proteins in one row: padding would cost as much as tokens.
             packed = embeddings[mask.to(device)][None]
             self._encoder(inputs_embeds=packed, position_ids=positions[None].to(device), kv_session=session)
         residues, specials, sensitivities = moments.residues(), moments.specials(), sensitivity.result()
@@ -139,14 +139,14 @@ class KVCalibrator:
         presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS,
         provenance: dict[str, Any] | None = None,
     ) -> Calibration:
-        """Fits the codecs.
+        """Fit the codecs.
 
         Args:
-            presets: which to fit now; others are fitted from the calibration when they are first asked for.
-            provenance: more to record, JSON values.
+            presets: presets to fit now; the calibration fits others on first use.
+            provenance: additional provenance to record, JSON values.
 
         Raises:
-            ValueError: no protein was seen, or fewer residues than a head has components.
+            ValueError: fewer residues were seen than a head has components.
         """
         if self.n_residues_seen_ < self.geometry.head_dim:
             raise ValueError(
@@ -173,7 +173,7 @@ class KVCalibrator:
         return Calibration(statistics, model_fingerprint(self._encoder), record | (provenance or {})).fit(presets)
 
     def _checked(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Ids and bool mask [batch, n] on the CPU."""
+        """Checked ids and bool mask, [batch, n] each, on the CPU."""
         ids = input_ids.cpu()
         mask = torch.ones_like(ids, dtype=torch.bool) if attention_mask is None else attention_mask.cpu() != 0
         if ids.dim() != 2 or not ids.numel() or ids.is_floating_point():
@@ -193,7 +193,7 @@ class KVCalibrator:
         return ids, mask
 
     def _choose(self, lengths: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """The tokens of a batch that may enter the sample, and their priorities."""
+        """Indices of the tokens of a batch that enter the sample so far, and their priorities."""
         draws = [
             np.random.Generator(np.random.PCG64(seed)).integers(0, 2**63, n)
             for n, seed in zip(lengths, seeds, strict=True)
@@ -208,7 +208,7 @@ def _hash_tokens(ids: Tensor) -> int:
 
 
 def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:
-    """W_o,h^T W_o,h of every head, [layers, heads, head_dim, head_dim]."""
+    """W_o,h^T W_o,h of every head, float64 rounded to float32 as in files, [layers, heads, head_dim, head_dim]."""
     grams = []
     for layer in model.encoder.layer:
         weight = layer.attention.output.dense.weight.detach().float().cpu().numpy().astype(np.float64)
@@ -218,14 +218,14 @@ def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:
 
 
 def _matrix_root(matrices: Array) -> Array:
-    """R with R R^T = A for every positive semidefinite A of a stack."""
+    """R with R R^T = A for every positive semidefinite A of a stack [..., n, n]."""
     values, vectors = np.linalg.eigh(matrices)
     root: Array = vectors * np.sqrt(np.maximum(values, 0))[..., None, :]
     return root
 
 
 def _as_saved(statistics: _Dataclass) -> _Dataclass:
-    """Arrays rounded to float32 as files are, so that a calibration and its saved copy give the same codecs."""
+    """Round arrays to float32 as in files, so that a calibration and its saved copy give the same codecs."""
     rounded: dict[str, Any] = {}
     for field in dataclasses.fields(statistics):
         value = getattr(statistics, field.name)

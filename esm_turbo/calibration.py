@@ -33,10 +33,10 @@ class Calibration:
     """Statistics of one model's queries, keys and values, and the codecs fitted to them.
 
     Args:
-        statistics: what the codecs are fitted from.
-        fingerprint: of the model, see `model_fingerprint`.
-        provenance: model id, counts, source of the proteins, package versions; JSON values.
-        fitted: states of codecs by options; others are fitted when they are first asked for.
+        statistics: statistics from which codecs are fitted.
+        fingerprint: fingerprint of the model, see `model_fingerprint`.
+        provenance: model id, counts, source of the proteins and package versions, as JSON values.
+        fitted: states of fitted codecs by options; other codecs are fitted on first use.
     """
 
     def __init__(
@@ -55,42 +55,43 @@ class Calibration:
 
     @property
     def geometry(self) -> Geometry:
+        """Geometry of the model."""
         return self.statistics.geometry
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the fitted codecs' parameters, which all caches share."""
+        """Bytes of the fitted codecs' state, which all caches share."""
         return sum(t.numel() * t.element_size() for c in self._codecs.values() for t in c.state.values())
 
     def codec(self, preset: str | TurboConfig) -> KVCodec:
         """The codec of a preset, fitted on first use.
 
         Raises:
-            ValueError: there is no such preset or codec.
+            ValueError: there is no such preset or codec, or the codec does not support this model.
         """
         config = TurboConfig.from_preset(preset)
         if config not in self._codecs:
             cls = codec_class(config)
-            # Many small factorisations: threads would only wait for each other.
+            # The factorisations are too small for threads to help.
             with threadpool_limits(1, user_api="blas"):
                 state = cls.fit(config, self.statistics)
             self._codecs[config] = cls(config, self.geometry, state)
         return self._codecs[config]
 
     def fit(self, presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS) -> Self:
-        """Fits the codecs of these presets now."""
+        """Fit the codecs of these presets now."""
         for preset in presets:
             self.codec(preset)
         return self
 
     def check_model(self, model: PreTrainedModel) -> None:
-        """Makes sure that this calibration belongs to a model.
+        """Check that this calibration belongs to a model.
 
         Args:
             model: an `EsmModel` or a model with one in `model.esm`.
 
         Raises:
-            ValueError: it is another model's.
+            ValueError: it belongs to another model.
         """
         geometry = Geometry.of(model.config)
         if geometry != self.geometry:
@@ -100,7 +101,7 @@ class Calibration:
             raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, whole or not at all."""
+        """Write a safetensors file atomically."""
         statistics = self.statistics
         tensors = {"fingerprint": torch.from_numpy(self.fingerprint), "output_gram": _f32(statistics.output_gram)}
         counts = {}
@@ -143,11 +144,11 @@ class Calibration:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: PreTrainedModel | None = None) -> Self:
-        """Reads a calibration.
+        """Read a calibration.
 
         Args:
-            path: a file written by `save`, or a folder with a `calibration.safetensors` in it.
-            model: where given, the calibration must be this model's.
+            path: a file written by `save`, or a folder that contains `calibration.safetensors`.
+            model: if given, the calibration must belong to this model.
 
         Raises:
             ValueError: the file is missing, damaged, of another format version, or another model's.
@@ -180,7 +181,7 @@ _REMEDY = "make one with `esm-turbo calibrate PROTEINS.fasta --model MODEL --out
 
 
 def _without_copies(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The tensors, each content once, and for every copy the name of its original: presets share their maps."""
+    """Deduplicated tensors, and the name of the original of every copy: presets share their maps."""
     kept: dict[str, Tensor] = {}
     copies: dict[str, str] = {}
     seen: dict[tuple[Any, ...], str] = {}

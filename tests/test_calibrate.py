@@ -197,10 +197,10 @@ def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head
             np.testing.assert_allclose(statistics.output_gram[layer, head], columns.T @ columns, rtol=1e-5, atol=1e-6)
 
 
-def direct_sensitivity(model, ids, mask, positions, asking):
+def direct_sensitivity(model, ids, mask, positions, drawn):
     """`Sensitivity` by its definition, one pair of tokens after another; the weights of all tokens of the batch.
 
-    Of every row only the residues in `asking` ask, each for its share of all.
+    In every row only the residues in `drawn` are queries; each represents an equal share of all residues.
     """
     raw = linear_outputs(model, ids, mask)
     keys, queries = rope(raw[0], positions), rope(raw[1], positions) * raw[1].shape[-1] ** -0.5
@@ -223,8 +223,8 @@ def direct_sensitivity(model, ids, mask, positions, asking):
         attention = scores / scores.sum(axis=1, keepdims=True)
         for j in np.flatnonzero(residue[row]):
             block = np.full((1, 1), -(positions[row, j] // KEY_BLOCK) * KEY_BLOCK)
-            share = residue[row].sum() / len(asking[row])
-            for i in asking[row]:
+            share = residue[row].sum() / len(drawn[row])
+            for i in drawn[row]:
                 if i == j:
                     continue
                 squared = share * attention[i, j] ** 2
@@ -247,24 +247,25 @@ def direct_sensitivity(model, ids, mask, positions, asking):
     return found, weights[:, :, :, mask.numpy().astype(bool)]
 
 
-def residues_that_ask(ids, mask):
-    """Of every row, indices."""
+def drawn_queries(ids, mask):
+    """Indices of the residues drawn as queries, per row."""
     rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-    return [collectors._draw(~torch.isin(row, torch.tensor([CLS, EOS])), _hash_tokens(row)).numpy() for row in rows]
+    residues = [~torch.isin(row, torch.tensor([CLS, EOS])) for row in rows]
+    return [collectors._draw_queries(x, _hash_tokens(row)).numpy() for x, row in zip(residues, rows, strict=True)]
 
 
-@pytest.mark.parametrize("stride", [1, collectors._QUERY_STRIDE])
+@pytest.mark.parametrize("stride", [1, collectors._RESIDUES_PER_QUERY])
 def test_sensitivities_are_what_they_say(tiny_esm, random_proteins, monkeypatch, stride):
-    monkeypatch.setattr(collectors, "_QUERY_STRIDE", stride)
+    monkeypatch.setattr(collectors, "_RESIDUES_PER_QUERY", stride)
     model = tiny_esm(head_dim=16, heads=2, layers=2)
     # The longest crosses a block's end wherever it begins.
     ids, mask = random_proteins([70, 21, 9], seed=11, eos=True)
     calibrator = KVCalibrator(model, sample_size=1000)
     positions = positions_given_to(calibrator, ids, mask)
     statistics = calibrator.finalize(presets=()).statistics
-    asking = residues_that_ask(ids, mask)
-    assert [len(chosen) for chosen in asking] == [-(-n // stride) for n in (68, 19, 7)]
-    expected, weights = direct_sensitivity(model, ids, mask, positions, asking)
+    drawn = drawn_queries(ids, mask)
+    assert [len(chosen) for chosen in drawn] == [-(-n // stride) for n in (68, 19, 7)]
+    expected, weights = direct_sensitivity(model, ids, mask, positions, drawn)
     mine = statistics.sensitivity
     assert mine.count == expected["count"] == 94
     for name in ("key_mean", "queries", "attention"):
@@ -282,28 +283,28 @@ def test_sensitivities_are_what_they_say(tiny_esm, random_proteins, monkeypatch,
 
 def test_heads_one_at_a_time_give_the_same(model, proteins, monkeypatch):
     together = statistics_of(model, [proteins])
-    monkeypatch.setattr(collectors, "_PAIRS_AT_ONCE", 1)
+    monkeypatch.setattr(collectors, "_MAX_PAIRS", 1)
     apart = statistics_of(model, [proteins])
     assert_same_sensitivity(apart, together, rtol=1e-6)
     assert_same_sample(apart.sample, together.sample)
 
 
-def test_residues_that_ask_are_spread_evenly_and_belong_to_the_sequence():
+def test_queries_are_spread_evenly_and_depend_on_the_sequence_alone():
     residues = torch.ones(107, dtype=torch.bool)
     residues[[0, 40, 41, 106]] = False
     # 103 residues in 13 stretches of 7 or 8.
     stretches = np.split(np.flatnonzero(residues), np.arange(1, 13) * 103 // 13)
-    drawn = {seed: collectors._draw(residues, seed) for seed in (0, 1, 2**64 - 1)}
+    drawn = {seed: collectors._draw_queries(residues, seed) for seed in (0, 1, 2**64 - 1)}
     for seed, chosen in drawn.items():
-        assert torch.equal(collectors._draw(residues, seed), chosen)
+        assert torch.equal(collectors._draw_queries(residues, seed), chosen)
         for index, stretch in zip(chosen.tolist(), stretches, strict=True):
             assert index in stretch
     assert len({tuple(chosen.tolist()) for chosen in drawn.values()}) == 3
 
 
-def test_every_residue_is_as_likely_to_ask():
-    residues = torch.ones(3 * collectors._QUERY_STRIDE, dtype=torch.bool)
-    counts = sum(np.bincount(collectors._draw(residues, seed), minlength=len(residues)) for seed in range(2000))
+def test_every_residue_is_equally_likely_to_be_a_query():
+    residues = torch.ones(3 * collectors._RESIDUES_PER_QUERY, dtype=torch.bool)
+    counts = sum(np.bincount(collectors._draw_queries(residues, seed), minlength=len(residues)) for seed in range(2000))
     assert chisquare(counts).pvalue > 1e-3
 
 

@@ -1,4 +1,4 @@
-"""What calibration takes from one batch: moments, sensitivities and sampled tokens, layer by layer."""
+"""Statistics of one calibration batch, collected layer by layer: moments, sensitivities and sampled tokens."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments, TokenSample
 from esm_turbo.model.sessions import KVSession
 
-# One residue of so many asks, drawn: at a fixed stride all queries would share the phases of the fast rotary pairs.
-_QUERY_STRIDE = 8
-# Pairs of tokens whose attention is held at once, all heads counted: about what stays in a processor's cache.
-_PAIRS_AT_ONCE = 2**18
+# One residue in this many is drawn as a query: at a fixed stride all queries would share the phases of the fast rotary
+# pairs.
+_RESIDUES_PER_QUERY = 8
+# Query-key pairs, over all heads, whose attention is held at once: about the size of a processor's cache.
+_MAX_PAIRS = 2**18
 
 
 @dataclass(frozen=True)
@@ -29,27 +30,26 @@ class Proteins:
 
     Attributes:
         lengths: tokens of each protein.
-        positions: int64 [tokens], consecutive within a protein.
-        special: which tokens are no residues, bool [tokens].
-        asking: of each protein the residues from whose queries sensitivities are estimated, int64 indices into the
-            protein.
+        positions: position of each token, consecutive within a protein, int64 [tokens].
+        special: special tokens, bool [tokens].
+        queries: residues from whose queries sensitivities are estimated, as int64 indices into each protein.
     """
 
     lengths: Sequence[int]
     positions: Tensor
     special: Tensor
-    asking: Sequence[Tensor]
+    queries: Sequence[Tensor]
 
     @classmethod
     def of(cls, lengths: Sequence[int], positions: Tensor, special: Tensor, seeds: Sequence[int]) -> Proteins:
-        """Draws the residues that ask, every protein's by a seed of its own."""
+        """Draw the queries of each protein with its own seed."""
         parts = zip(_slices(lengths), seeds, strict=True)
-        return cls(lengths, positions, special, [_draw(~special[part], seed) for part, seed in parts])
+        return cls(lengths, positions, special, [_draw_queries(~special[part], seed) for part, seed in parts])
 
 
 @dataclass(frozen=True)
 class LayerStates:
-    """Queries and keys (both after RoPE), values and the attention's outputs, float32 [heads, tokens, head_dim]."""
+    """Queries and keys after RoPE, values and attention outputs of a layer, float32 [heads, tokens, head_dim]."""
 
     queries: Tensor
     keys: Tensor
@@ -58,15 +58,15 @@ class LayerStates:
 
 
 class Collector(ABC):
-    """Takes what it needs from one layer after another."""
+    """Collects statistics from one layer after another."""
 
     @abstractmethod
     def observe(self, layer_idx: int, states: LayerStates) -> None:
-        """Called once a layer, in order."""
+        """Collect from one layer; called once per layer, in order."""
 
 
 class ProteinAttention(KVSession):
-    """Lets each protein of a row attend to itself alone, and shows every layer's states to collectors."""
+    """Session in which each protein of a row attends only to itself, and collectors observe every layer."""
 
     def __init__(self, lengths: Sequence[int], collectors: Sequence[Collector]) -> None:
         self.lengths = lengths
@@ -86,10 +86,10 @@ class ProteinAttention(KVSession):
 
 
 class MomentsCollector(Collector):
-    """Moments of keys and values.
+    """Moments of keys and values, over residues and over special tokens.
 
     Args:
-        special: which tokens are no residues, bool [tokens].
+        special: special tokens, bool [tokens].
     """
 
     def __init__(self, special: Tensor) -> None:
@@ -103,9 +103,11 @@ class MomentsCollector(Collector):
                 self.moments[kind][state].append(_mean_and_covariance(x, index))
 
     def residues(self) -> TokenMoments:
+        """Moments over residues."""
         return self._token_moments(0)
 
     def specials(self) -> TokenMoments:
+        """Moments over special tokens."""
         return self._token_moments(1)
 
     def _token_moments(self, kind: int) -> TokenMoments:
@@ -118,52 +120,53 @@ class MomentsCollector(Collector):
 
 
 @dataclass(frozen=True)
-class _Asking:
-    """The residues of one protein that ask, and its keys.
+class _ProteinQueries:
+    """The queries of one protein, and its keys.
 
     Attributes:
-        queries: where the former stand among those of all proteins.
-        keys: where the latter stand among all tokens.
-        own: rows and columns at which a query meets its own key.
-        to_blocks: sums over the residues of each block of positions, times the residues that each asking one stands
-            for, [keys, blocks].
-        pairs: where (query, block) stand among those of all proteins.
+        queries: slice of the queries of all proteins.
+        keys: slice of all tokens.
+        self_pairs: rows and columns of the pairs of a query and its own key.
+        to_blocks: sums over the residues of each block of positions, times the number of residues that each query
+            represents, [keys, blocks].
+        pairs: slice of the (query, block) pairs of all proteins.
     """
 
     queries: slice
     keys: slice
-    own: tuple[Tensor, Tensor]
+    self_pairs: tuple[Tensor, Tensor]
     to_blocks: Tensor
     pairs: slice
 
 
 class SensitivityCollector(Collector):
-    """How much errors of keys and values matter, see `Sensitivity`, estimated from the residues that ask.
+    """Estimate of `Sensitivity` from a sample of the residues' queries.
 
     Args:
         proteins: the batch.
-        output_root: M of every head, so that |x M|^2 is what an error x of its output costs, float32 [layers, heads,
+        output_root: M of every head, where |x M|^2 is the cost of an error x of its output, float32 [layers, heads,
             head_dim, head_dim].
-        inv_freq: float32 [head_dim / 2].
+        inv_freq: rotary frequencies, float32 [head_dim / 2].
 
     Attributes:
-        weights: per layer those of keys and values, the square roots of the sums over queries, [heads, tokens].
+        weights: weights of keys and of values per layer, the square roots of the sums over queries, [heads, tokens]
+            each.
     """
 
     def __init__(self, proteins: Proteins, output_root: Tensor, inv_freq: Tensor) -> None:
         device = output_root.device
-        # Two columns more for what a squared distance has beside the product.
+        # Two more columns, for the terms of a squared distance besides the product.
         self.output_root = pad(output_root, (0, 2))
         residues = (~proteins.special).float()
         blocks = proteins.positions // KEY_BLOCK
-        self.proteins: list[_Asking] = []
-        asking, scales, pair_queries, pair_blocks = [], [], [], []
+        self.proteins: list[_ProteinQueries] = []
+        queries, scales, pair_queries, pair_blocks = [], [], [], []
         num_queries = num_pairs = 0
-        for part, chosen in zip(_slices(proteins.lengths), proteins.asking, strict=True):
+        for part, chosen in zip(_slices(proteins.lengths), proteins.queries, strict=True):
             m, own_blocks = len(chosen), torch.arange(int(blocks[part.start]), int(blocks[part.stop - 1]) + 1)
             scale = residues[part] * (residues[part].sum() / max(1, m))
             self.proteins.append(
-                _Asking(
+                _ProteinQueries(
                     slice(num_queries, num_queries + m),
                     part,
                     (torch.arange(m, device=device), chosen.to(device)),
@@ -171,24 +174,24 @@ class SensitivityCollector(Collector):
                     slice(num_pairs, num_pairs + m * len(own_blocks)),
                 )
             )
-            asking.append(part.start + chosen)
+            queries.append(part.start + chosen)
             scales.append(scale)
             pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(own_blocks)))
             pair_blocks.append(own_blocks.repeat(m))
             num_queries, num_pairs = num_queries + m, num_pairs + m * len(own_blocks)
         self.count = int(residues.sum())
         self.residues = residues.to(device)
-        self.asking, self.scale, self.pair_queries = (torch.cat(x).to(device) for x in (asking, scales, pair_queries))
-        self.turn_keys = _TurnBack(blocks, inv_freq)
-        self.turn_queries = _TurnBack(torch.cat(pair_blocks), inv_freq)
+        self.queries, self.scale, self.pair_queries = (torch.cat(x).to(device) for x in (queries, scales, pair_queries))
+        self.rotate_keys = _RotationToBlocks(blocks, inv_freq)
+        self.rotate_queries = _RotationToBlocks(torch.cat(pair_blocks), inv_freq)
         self.weights: list[tuple[Tensor, Tensor]] = []
         self._layers: list[dict[str, Tensor]] = []
 
     def observe(self, layer_idx: int, states: LayerStates) -> None:
-        queries = states.queries[:, self.asking]
+        queries = states.queries[:, self.queries]
         key_sums, value_sums, gains = self._sums(layer_idx, queries, states)
-        keys = self.turn_keys(states.keys)
-        queries = self.turn_queries(queries[:, self.pair_queries])
+        keys = self.rotate_keys(states.keys)
+        queries = self.rotate_queries(queries[:, self.pair_queries])
         roots = key_sums.sqrt(), value_sums.sqrt()
         self.weights.append(roots)
         self._layers.append(
@@ -202,10 +205,10 @@ class SensitivityCollector(Collector):
         )
 
     def _sums(self, layer_idx: int, queries: Tensor, states: LayerStates) -> tuple[Tensor, Tensor, Tensor]:
-        """Over queries sum_i G_ij and sum_i p_ij^2, [heads, tokens]; over the keys of blocks G_ij, [heads, pairs]."""
+        """Sums over queries of G_ij and p_ij^2, [heads, tokens]; sums over a block's keys of G_ij, [heads, pairs]."""
         root = self.output_root[layer_idx]
         # |v_j M - o_i M|^2 as one product, of (v_j M, |v_j M|^2, 1) and (-2 o_i M, 1, |o_i M|^2).
-        values, outputs = states.values @ root, states.outputs[:, self.asking] @ root
+        values, outputs = states.values @ root, states.outputs[:, self.queries] @ root
         values[..., -2] = torch.linalg.vector_norm(values, dim=-1).square_()
         values[..., -1] = 1
         outputs[..., -1] = torch.linalg.vector_norm(outputs, dim=-1).square_()
@@ -213,21 +216,22 @@ class SensitivityCollector(Collector):
         outputs[..., :-2] *= -2
         key_sums, value_sums = (states.keys.new_zeros(states.keys.shape[:2]) for _ in range(2))
         gains = key_sums.new_zeros(len(key_sums), len(self.pair_queries))
-        for one in self.proteins:
-            for heads in _portions(len(queries), len(one.own[0]) * len(one.to_blocks)):
-                asking, n = (heads, one.queries), (heads, one.keys)
-                attention = torch.softmax(queries[asking] @ states.keys[n].transpose(1, 2), dim=-1)
-                attention[:, one.own[0], one.own[1]] = 0
+        for protein in self.proteins:
+            rows, columns = protein.self_pairs
+            for heads in _head_slices(len(queries), len(rows) * len(protein.to_blocks)):
+                i, j = (heads, protein.queries), (heads, protein.keys)
+                attention = torch.softmax(queries[i] @ states.keys[j].transpose(1, 2), dim=-1)
+                attention[:, rows, columns] = 0
                 squared = attention.square_()
-                gain = (outputs[asking] @ values[n].transpose(1, 2)).mul_(squared)
-                value_sums[n] = squared.sum(1)
-                key_sums[n] = gain.sum(1)
-                gains[heads, one.pairs] = (gain @ one.to_blocks).flatten(1)
-        # Rounding may take a squared distance below zero.
+                gain = (outputs[i] @ values[j].transpose(1, 2)).mul_(squared)
+                value_sums[j] = squared.sum(1)
+                key_sums[j] = gain.sum(1)
+                gains[heads, protein.pairs] = (gain @ protein.to_blocks).flatten(1)
+        # Rounding may make a squared distance negative.
         return key_sums.clamp_min_(0).mul_(self.scale), value_sums.mul_(self.scale), gains
 
     def result(self) -> Sensitivity:
-        """Of the whole batch."""
+        """Sensitivity over the whole batch."""
 
         def stack(name: str) -> Any:
             return _stacked([layer[name] for layer in self._layers])
@@ -247,8 +251,8 @@ class SampleCollector(Collector):
     """Sampled tokens of one batch.
 
     Args:
-        sampled: which, indices.
-        sensitivity: has observed each layer before this one does.
+        sampled: indices of the tokens.
+        sensitivity: collector of the weights, which observes each layer before this one.
     """
 
     def __init__(self, sampled: Tensor, sensitivity: SensitivityCollector) -> None:
@@ -264,24 +268,24 @@ class SampleCollector(Collector):
             kept.append(x[:, self.sampled].T.cpu())
 
     def keys(self) -> Tensor:
-        """[tokens, layers, heads, head_dim] bfloat16."""
+        """Keys after RoPE, bfloat16 [tokens, layers, heads, head_dim]."""
         return torch.stack(self._states[0], dim=1)
 
     def values(self) -> Tensor:
-        """[tokens, layers, heads, head_dim] bfloat16."""
+        """Values, bfloat16 [tokens, layers, heads, head_dim]."""
         return torch.stack(self._states[1], dim=1)
 
     def key_weights(self) -> Tensor:
-        """[tokens, layers, heads]."""
+        """Weights of the keys, float32 [tokens, layers, heads]."""
         return torch.stack(self._weights[0], dim=1)
 
     def value_weights(self) -> Tensor:
-        """[tokens, layers, heads]."""
+        """Weights of the values, float32 [tokens, layers, heads]."""
         return torch.stack(self._weights[1], dim=1)
 
 
 class SampleBuffer:
-    """The tokens of lowest priority number among all seen."""
+    """Bounded sample of tokens: those of lowest priority number among all seen."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -289,14 +293,14 @@ class SampleBuffer:
         self.tokens: dict[str, Tensor] = {}
 
     def candidates(self, priorities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Indices of those that would enter."""
+        """Indices of the tokens that would enter the sample."""
         highest = self.priorities.max() if len(self.priorities) == self.size else 2**63 - 1
         inside = np.flatnonzero(priorities < highest)
         best: npt.NDArray[np.int64] = inside[np.argsort(priorities[inside], kind="stable")[: self.size]]
         return best
 
     def add(self, priorities: npt.NDArray[np.int64], **tokens: Tensor) -> None:
-        """Adds tokens: tensors [tokens, ...] of every kind that `sample` asks for."""
+        """Add tokens, given as tensors [tokens, ...] for every field of `sample`."""
         priorities = np.concatenate([self.priorities, priorities])
         best = np.argsort(priorities, kind="stable")[: self.size]
         rows = torch.from_numpy(best)
@@ -305,8 +309,10 @@ class SampleBuffer:
             self.tokens[name] = torch.cat([self.tokens[name], new])[rows] if name in self.tokens else new[rows]
 
     def sample(self) -> TokenSample:
+        """The sample so far."""
+
         def stack(name: str) -> npt.NDArray[np.float32]:
-            """[layers, heads, tokens, ...]."""
+            """A field as [layers, heads, tokens, ...]."""
             stacked: npt.NDArray[np.float32] = self.tokens[name].float().movedim(0, 2).contiguous().numpy()
             return stacked
 
@@ -320,12 +326,12 @@ class SampleBuffer:
         )
 
 
-class _TurnBack:
-    """RoPE backwards by the first position of each vector's block; the angles are computed once for all layers.
+class _RotationToBlocks:
+    """Inverse RoPE by the first position of each vector's block, with angles computed once for all layers.
 
     Args:
-        blocks: int64 [n].
-        inv_freq: [head_dim / 2].
+        blocks: block of each vector, int64 [n].
+        inv_freq: rotary frequencies, [head_dim / 2].
     """
 
     def __init__(self, blocks: Tensor, inv_freq: Tensor) -> None:
@@ -334,32 +340,32 @@ class _TurnBack:
         self.sin = angle.sin()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Of x [heads, n, head_dim]."""
+        """Rotate vectors x [heads, n, head_dim]."""
         half = self.sin.shape[1]
-        turned = x * self.cos
-        turned[..., :half].addcmul_(x[..., half:], self.sin)
-        turned[..., half:].addcmul_(x[..., :half], self.sin, value=-1)
-        return turned
+        rotated = x * self.cos
+        rotated[..., :half].addcmul_(x[..., half:], self.sin)
+        rotated[..., half:].addcmul_(x[..., :half], self.sin, value=-1)
+        return rotated
 
 
 def _slices(lengths: Sequence[int]) -> Iterator[slice]:
-    """Where parts of these lengths stand, one after another."""
+    """Slices of consecutive parts of these lengths."""
     stops = list(accumulate(lengths))
     return (slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
 
 
-def _portions(heads: int, pairs: int) -> Iterator[slice]:
-    """So many heads at once that their pairs of tokens are `_PAIRS_AT_ONCE` or fewer, but one at least."""
-    step = max(1, _PAIRS_AT_ONCE // max(1, pairs))
+def _head_slices(heads: int, pairs: int) -> Iterator[slice]:
+    """Slices of heads with at most `_MAX_PAIRS` pairs of tokens each, or of a single head."""
+    step = max(1, _MAX_PAIRS // max(1, pairs))
     return (slice(first, first + step) for first in range(0, heads, step))
 
 
-def _draw(residues: Tensor, seed: int) -> Tensor:
-    """Indices of the residues that ask: one drawn from each of equal stretches, so that they are spread evenly."""
+def _draw_queries(residues: Tensor, seed: int) -> Tensor:
+    """Indices of the residues drawn as queries: one from each of equal stretches, to spread them evenly."""
     (indices,) = np.nonzero(residues.numpy())
-    stretches = -(-len(indices) // _QUERY_STRIDE)
+    stretches = -(-len(indices) // _RESIDUES_PER_QUERY)
     bounds = np.arange(stretches + 1) * len(indices) // max(1, stretches)
-    # A stream of its own: the seed's first numbers are the sample's priorities.
+    # A separate stream: the seed's first numbers are the sample's priorities.
     generator = np.random.Generator(np.random.PCG64([seed, 1]))
     return torch.from_numpy(indices[generator.integers(bounds[:-1], bounds[1:])])
 
@@ -368,7 +374,7 @@ def _mean_and_covariance(tokens: Tensor, index: Tensor) -> tuple[Tensor, Tensor]
     """Mean [H, D] and covariance [H, D, D] of tokens [H, N, D] at `index`."""
     x = tokens.transpose(0, 1).index_select(0, index).transpose(0, 1)
     mean = x.mean(dim=1) if len(index) else x.new_zeros(x.shape[0], x.shape[2])
-    # Centred first: a large mean would otherwise cancel the digits of a small variance.
+    # Centred first, because a large mean would cancel the digits of a small variance.
     x -= mean[:, None]
     return mean, x.transpose(1, 2) @ x / max(1, len(index))
 
@@ -387,7 +393,7 @@ def _weighted(name: str, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def _stacked(layers: Sequence[Tensor]) -> Any:
-    """Over layers, as float64 on the CPU.
+    """Stack the tensors of all layers, as float64 on the CPU.
 
     Raises:
         ValueError: a layer's statistics are not finite.
