@@ -1,29 +1,33 @@
-"""The cache: packed keys and values of contexts, and what is done with them besides attention.
+"""The cache: compressed keys and values of contexts.
 
-A cache holds a batch of contexts of any lengths, padded on the right to a common number of columns. Per layer it
-keeps what the codec packs, and the protected tokens apart; for all layers together it keeps the lengths, one byte a
-token for its id (from which masks are counted for token dropout), and positions where they are not 0, 1, 2, ...
+A cache holds a batch of contexts of any lengths, padded on the right to a common number of columns. Each layer has
+what the codec packs and, apart from it, the protected tokens; the cache has the lengths, one byte per token for its id
+(masks are counted from it, for token dropout), and positions unless they are 0, 1, 2, ...
 Tensors are replaced, never written into, so that copies may share them.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from esm_turbo.codecs import KVCodec, Packed, codec_class
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
+from esm_turbo.kv.append import Append
+from esm_turbo.kv.layer import TurboCacheLayer
+from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of, layer_tensor, pad
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -31,102 +35,38 @@ if TYPE_CHECKING:
 
     from esm_turbo.ops.backends import KVBackend
 
+__all__ = ["FORMAT_VERSION", "Append", "TurboCacheLayer", "TurboKVCache"]
+
 FORMAT_VERSION = 1
 
+# A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2
-# More than any row has, and small enough for any integer type.
+# More than any row has, and within the range of any integer type.
 _MOST_TOKENS = 2**31 - 1
-
-
-class TurboCacheLayer(CacheLayerMixin):
-    """One layer's share of a cache.
-
-    Attributes:
-        packed: what the codec stores, tensors [batch, heads, columns, ...].
-        protected: transformed keys and values of protected tokens, bfloat16 [batch, heads, slots, head_dim].
-        rows: what the codec stores once a row, tensors [batch, heads, 1, ...].
-    """
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.packed: Packed = {}
-        self.protected: Packed = {}
-        self.rows: Packed = {}
-
-    def apply(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by what `function` makes of it."""
-        self.packed = {name: function(tensor) for name, tensor in self.packed.items()}
-        self.protected = {name: function(tensor) for name, tensor in self.protected.items()}
-        self.rows = {name: function(tensor) for name, tensor in self.rows.items()}
-
-    @property
-    def columns(self) -> int:
-        return next(iter(self.packed.values())).shape[2] if self.packed else 0
-
-    def get_seq_length(self) -> int:
-        return self.columns
-
-    def get_max_length(self) -> int:
-        return -1
-
-    get_max_cache_shape = get_max_length
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.columns + query_length, 0
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise NotImplementedError(_WRITTEN_BY)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError(_WRITTEN_BY)
-
-
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
-_WRITTEN_BY = "a TurboKVCache is written by a forward of a TurboEsm model with use_cache=True"
-
-
-@dataclass
-class Append:
-    """Tokens on their way into a cache: staged layer by layer, added all at once by `TurboKVCache.commit`.
-
-    Attributes:
-        order: for every row the new tokens that are kept, in order, then others as padding, [batch, n].
-        counts: how many of them are kept, [batch].
-        token_ids: of the new tokens as ordered, [batch, n].
-        positions: likewise, or None for the next ones.
-        protected: for every slot which of the ordered tokens it protects, -1 for none, [batch, slots].
-        layers: per layer what the codec made of the tokens, the protected ones, and what is stored once a row.
-        counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
-    """
-
-    order: Tensor
-    counts: Tensor
-    token_ids: Tensor
-    positions: Tensor | None
-    protected: Tensor
-    layers: list[tuple[Packed, Packed, Packed]] = field(default_factory=list)
-    counters: Tensor | None = None
 
 
 class TurboKVCache(Cache):
     """Keys and values of a batch of contexts, compressed.
 
     Args:
-        config: the options under which the contents are stored.
+        config: options under which the contents are stored.
         geometry: of the model.
         fingerprint: of the model, see `model_fingerprint`.
-        codec: reads and writes the contents; None until a model claims the cache, which checks that it is the one.
-        device: where the cache lives.
+        codec: reads and writes the contents; None until a model claims the cache and checks that it is the one.
+        device: of the tensors.
 
     Attributes:
         lengths: tokens stored per row, int64 [batch].
-        token_ids: uint8 [batch, columns]; beyond a row's length undefined.
+        token_ids: uint8 [batch, columns]; undefined beyond a row's length, as everything else stored per column.
         positions: int32 [batch, columns], or None while they are 0, 1, 2, ...
-        protected_columns: the columns of protected tokens, -1 for none, int32 [batch, slots].
+        protected_columns: columns of the protected tokens, -1 for none, int32 [batch, slots].
     """
+
+    lengths: Tensor
+    token_ids: Tensor
+    positions: Tensor | None
+    protected_columns: Tensor
 
     def __init__(
         self,
@@ -142,18 +82,72 @@ class TurboKVCache(Cache):
         self.fingerprint = fingerprint
         self.codec = codec
         self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
-        self.positions: Tensor | None = None
         self._seq_length: int | None = None
-        self._longest = 0
-        # Of a cache on a device, where looking would be waiting.
+        # Whether a row may have no tokens, on a device, where counting them would force a sync.
         self._maybe_empty = False
-        self.reset()
+        self._set_tensors(_no_tokens(0, device))
+
+    @classmethod
+    def from_tensors(
+        cls,
+        config: TurboConfig,
+        geometry: Geometry,
+        fingerprint: npt.NDArray[np.float32],
+        codec: KVCodec,
+        tensors: Mapping[str, Tensor],
+    ) -> Self:
+        """A cache of these tensors, named as by `named_tensors`; they are not copied.
+
+        Raises:
+            KeyError: `lengths`, `token_ids` or `protected_columns` is missing.
+        """
+        cache = cls(config, geometry, fingerprint, codec)
+        cache._set_tensors(tensors)
+        cache._changed()
+        return cache
 
     def __repr__(self) -> str:
         return (
             f"TurboKVCache({self.config.name}, {self.geometry}, batch_size={self.batch_size}, "
             f"columns={self.columns}, device={self.device})"
+        )
+
+    def __copy__(self) -> Self:
+        """A cache of its own that shares the tensors."""
+        shared = type(self).__new__(type(self))
+        shared.__dict__.update(self.__dict__)
+        shared.layers = [TurboCacheLayer() for _ in self.layers]
+        shared._set_tensors(dict(self.named_tensors()))
+        return shared
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors that are stored, with their names in files, such as `lengths` and `layers.3.packed.key_0`."""
+        for name in OWN_TENSORS:
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+        for index, layer in enumerate(self.layers):
+            for group in LAYER_TENSORS:
+                for name, tensor in getattr(layer, group).items():
+                    yield f"layers.{index}.{group}.{name}", tensor
+
+    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces all tensors by those named."""
+        self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
+        self.protected_columns, self.positions = tensors["protected_columns"], tensors.get("positions")
+        for layer in self.layers:
+            layer.packed, layer.protected, layer.rows = {}, {}, {}
+        for name, tensor in tensors.items():
+            if name not in OWN_TENSORS:
+                index, group, own_name = layer_tensor(name)
+                getattr(self.layers[index], group)[own_name] = tensor
+
+    def _map_tensors(self, function: Callable[[Tensor, int], Tensor], axis: Axis | None = None) -> None:
+        """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
+        self._set_tensors(
+            {
+                name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor
+                for name, tensor in self.named_tensors()
+            }
         )
 
     @property
@@ -162,7 +156,7 @@ class TurboKVCache(Cache):
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether numbers can be looked at without waiting for a device."""
+        """Whether values can be read without a device sync."""
         return self.device.type == "cpu"
 
     @property
@@ -171,32 +165,27 @@ class TurboKVCache(Cache):
 
     @property
     def columns(self) -> int:
-        """Columns of storage: at least the longest row."""
+        """Number of columns: at least the longest row's length."""
         return self.token_ids.shape[1]
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
-        """The longest row's length. On a device the first call after a change waits for it."""
+        """Length of the longest row. On a device the first call after a change forces a sync."""
         if self._seq_length is None:
             self._seq_length = int(self.lengths.max()) if self.batch_size else 0
         return self._seq_length
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is stored for the tokens: codes, scales, signs, protected tokens and per-token flags.
+        """Bytes stored for the tokens: codes, scales, signs, protected tokens and what is kept per token and row.
 
         Padding of short rows and the calibration, which all caches share, are not counted.
         """
-        tokens = int(self.lengths.sum())
-        protected = int((self.protected_columns >= 0).sum())
-        per_token = self.token_ids.element_size()
-        if self.positions is not None:
-            per_token += self.positions.element_size()
-        total = tokens * per_token + self.lengths.nbytes + protected * self.protected_columns.element_size()
-        for layer in self.layers:
-            total += tokens * sum(_bytes_per_token(tensor) for tensor in layer.packed.values())
-            total += protected * sum(_bytes_per_token(tensor) for tensor in layer.protected.values())
-            total += sum(tensor.nbytes for tensor in layer.rows.values())
-        return total
+        entries = {
+            Axis.ROW: self.batch_size,
+            Axis.COLUMN: int(self.lengths.sum()),
+            Axis.SLOT: int((self.protected_columns >= 0).sum()),
+        }
+        return sum(entries[axis_of(name)] * _entry_bytes(name, tensor) for name, tensor in self.named_tensors())
 
     @property
     def bits_per_element(self) -> float:
@@ -216,18 +205,16 @@ class TurboKVCache(Cache):
         """Which columns hold a token of the row, bool [batch, columns]."""
         return torch.arange(self.columns, device=self.device) < self.lengths[:, None]
 
-    # ------------------------------------------------------------------ writing
-
     def plan_append(
         self, input_ids: Tensor, keep: Tensor, position_ids: Tensor | None, special_ids: Sequence[int]
     ) -> Append:
-        """Begins to add tokens: says which, in which order, and which of them are protected.
+        """Starts an append: which tokens are stored, in which order, and which of them are protected.
 
         Args:
             input_ids: the new tokens, [batch, n].
             keep: which of them are stored, bool [batch, n].
-            position_ids: their positions [batch, n]; None for each row's next ones.
-            special_ids: tokens that are protected where the options say so.
+            position_ids: their positions, [batch, n]; None for each row's next ones.
+            special_ids: tokens that are protected if the options say so.
         """
         order = torch.argsort((~keep).to(torch.int32), dim=1, stable=True)
         token_ids = input_ids.gather(1, order)
@@ -235,9 +222,8 @@ class TurboKVCache(Cache):
         stored = torch.arange(order.shape[1], device=order.device) < counts[:, None]
         protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
         if self.config.protect_special_tokens:
-            # Compared one by one: a tensor of them would have to come from the host, which waits for the device.
+            # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
             special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in special_ids])
-            # A context has one <cls> and at most one <eos>; on a device that is taken for granted, to not wait for it.
             slots = int(special.sum(1).max()) if self._on_cpu else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
@@ -253,10 +239,10 @@ class TurboKVCache(Cache):
         """Encodes one layer's keys and values of the new tokens.
 
         Args:
-            append: the tokens.
+            append: the new tokens.
             layer_idx: which layer.
             keys: after RoPE, [batch, heads, n, head_dim].
-            values: likewise.
+            values: of the same tokens, [batch, heads, n, head_dim].
             backend: encodes.
         """
         assert self.codec is not None
@@ -273,19 +259,19 @@ class TurboKVCache(Cache):
             columns=self.columns + keys.shape[2],
             counts=append.counts.to(device),
             protected=append.protected.to(device) if self.config.protect_special_tokens else None,
-            summarize=self._begins(),
+            summarize=self._has_empty_rows(),
             counters=None if append.counters is None else append.counters[layer_idx],
         )
-        append.layers.append((packed, protected, self._with_begun(layer_idx, rows)))
+        append.layers.append((packed, protected, self._with_first(layer_idx, rows)))
 
-    def _begins(self) -> bool:
-        """Whether there may be rows without tokens: what is stored once a row is made of the first that are written."""
+    def _has_empty_rows(self) -> bool:
+        """Whether rows may be empty: what is stored per row is made from the first tokens that are appended to it."""
         if not self.columns:
             return True
         return bool((self.lengths == 0).any()) if self._on_cpu else self._maybe_empty
 
-    def _with_begun(self, layer_idx: int, new: Packed) -> Packed:
-        """What is stored once a row: new for rows that begin."""
+    def _with_first(self, layer_idx: int, new: Packed) -> Packed:
+        """What a layer stores per row: `new` for rows that were empty, the old for the others."""
         old = self.layers[layer_idx].rows
         if not self.columns or not new:
             return new or old
@@ -293,96 +279,88 @@ class TurboKVCache(Cache):
         return {name: torch.where(empty.to(x.device), new[name], x) for name, x in old.items()}
 
     def commit(self, append: Append) -> None:
-        """Adds the staged tokens to every row."""
-        if self.batch_size == 0:
-            self.reset()
-            batch_size, device = append.counts.shape[0], append.counts.device
-            self.lengths = torch.zeros(batch_size, dtype=torch.int64, device=device)
-            self.token_ids = torch.zeros(batch_size, 0, dtype=torch.uint8, device=device)
-            self.protected_columns = torch.zeros(batch_size, 0, dtype=torch.int32, device=device)
+        """Stores the encoded tokens, each row's after those that it has."""
+        if not self.batch_size:
+            self._set_tensors(_no_tokens(len(append.counts), append.counts.device))
         if append.positions is not None and self.positions is None:
-            default = torch.arange(self.columns, dtype=torch.int32, device=self.device)
-            self.positions = default.repeat(self.batch_size, 1)
-        if self.positions is not None:
-            new = append.positions
-            if new is None:
-                steps = torch.arange(append.order.shape[1], device=self.device)
-                new = (self.next_positions[:, None] + steps).to(torch.int32)
-            self.positions = self._put(self.positions[:, None], new[:, None])[:, 0]
-        for layer, (packed, protected, rows) in zip(self.layers, append.layers, strict=True):
-            layer.packed = {
-                name: self._put(layer.packed.get(name), tensor)
-                for name, tensor in packed.items()
-                # Not what `drop_refinements` has dropped.
-                if name in layer.packed or not layer.packed
-            }
-            layer.protected = {
-                name: torch.cat([layer.protected[name], tensor], dim=2) if layer.protected else tensor
-                for name, tensor in protected.items()
-            }
-            layer.rows = rows
+            self.positions = self._default_positions(self.columns)
         columns = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
-        self.protected_columns = torch.cat([self.protected_columns, columns.to(torch.int32)], dim=1)
-        self.token_ids = self._put(self.token_ids[:, None], append.token_ids[:, None])[:, 0]
-        self.lengths = self.lengths + append.counts
-        self._longest += append.order.shape[1]
+        new = {"token_ids": append.token_ids, "protected_columns": columns.to(torch.int32)}
+        if append.positions is not None:
+            new["positions"] = append.positions
+        elif self.positions is not None:
+            steps = torch.arange(append.order.shape[1], device=self.device)
+            new["positions"] = (self.next_positions[:, None] + steps).to(torch.int32)
+        stored = dict(self.named_tensors())
+        first = not self.layers[0].packed
+        for name, tensor in append.layer_tensors():
+            # Refinements that have been dropped stay dropped.
+            if first or name in stored or axis_of(name) is not Axis.COLUMN:
+                new[name] = tensor
+        grown = {name: self._grown(name, stored.get(name), tensor) for name, tensor in new.items()}
+        self._set_tensors(grown | {"lengths": self.lengths + append.counts})
         self._changed()
 
-    def _put(self, old: Tensor | None, new: Tensor) -> Tensor:
-        """Writes new [batch, heads, n, ...] after each row's tokens of old [batch, heads, columns, ...]."""
-        if old is None or old.shape[2] == 0:
+    def _grown(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
+        """A stored tensor with that of an append after it."""
+        axis, dim = axis_of(name), dim_of(name)
+        if old is None or axis is Axis.ROW or not old.shape[dim]:
             return new
-        grown = torch.cat([old, torch.zeros_like(new)], dim=2)
-        column = self.lengths.to(new.device)[:, None] + torch.arange(new.shape[2], device=new.device)
-        index = column.view(column.shape[0], 1, -1, *[1] * (new.dim() - 3)).expand_as(new)
-        return grown.scatter_(2, index, new)
+        if axis is Axis.SLOT:
+            return torch.cat([old, new], dim=dim)
+        column = self.lengths.to(new.device)[:, None] + torch.arange(new.shape[dim], device=new.device)
+        index = column.view(len(column), *[1] * (dim - 1), -1, *[1] * (new.dim() - dim - 1)).expand_as(new)
+        return torch.cat([old, torch.zeros_like(new)], dim=dim).scatter_(dim, index, new)
 
-    def _changed(self) -> None:
-        """To be called when lengths have changed: drops columns and slots that no row uses.
+    def _default_positions(self, columns: int) -> Tensor:
+        """0, 1, 2, ... for every row, int32 [batch, columns]."""
+        return torch.arange(columns, dtype=torch.int32, device=self.device).repeat(self.batch_size, 1)
 
-        On a device, where to know these numbers would be to wait, their upper bounds do: `_longest`, which is kept
-        without looking at the lengths, and two slots, since a protein has one `<cls>` and at most one `<eos>`.
+    def _changed(self, at_most: int | None = None) -> None:
+        """Drops columns and slots that no row uses; to be called whenever lengths change.
+
+        On a device exact numbers would force a sync, so upper bounds are used: two slots, and the columns there are.
+
+        Args:
+            at_most: another upper bound of the lengths.
         """
         self._seq_length = None
-        slots = _DEVICE_SLOTS
+        columns, slots = self.columns if at_most is None else min(self.columns, at_most), _DEVICE_SLOTS
         if self._on_cpu:
-            self._longest = self.get_seq_length()
+            columns = self.get_seq_length()
             slots = int((self.protected_columns >= 0).sum(1).max()) if self.batch_size else 0
-        if self._longest < self.columns:
-            self._trim(self._longest)
-        if slots < self.protected_columns.shape[1]:
+        self._trim(columns)
+        if (slots := min(slots, columns)) < self.protected_columns.shape[1]:
             self._keep_slots(slots)
 
     def _keep_slots(self, slots: int) -> None:
-        """Keeps each row's first slots in use, that many of them. Tokens beyond are read from their codes."""
+        """Keeps the first `slots` slots in use of each row. Tokens of the others are read from their codes."""
         empty = (self.protected_columns < 0).to(torch.int32)
         chosen = torch.argsort(empty, dim=1, stable=True)[:, :slots]
-        self.protected_columns = self.protected_columns.gather(1, chosen)
-        for layer in self.layers:
-            layer.protected = {
-                name: take_tokens(tensor, chosen.to(tensor.device)) for name, tensor in layer.protected.items()
-            }
+
+        def choose(tensor: Tensor, dim: int) -> Tensor:
+            index = chosen.to(tensor.device)
+            return tensor.gather(1, index) if dim == 1 else take_tokens(tensor, index)
+
+        self._map_tensors(choose, Axis.SLOT)
 
     def _trim(self, columns: int) -> None:
-        for layer in self.layers:
-            layer.packed = {name: tensor[:, :, :columns].contiguous() for name, tensor in layer.packed.items()}
-        self.token_ids = self.token_ids[:, :columns]
-        if self.positions is not None:
-            self.positions = self.positions[:, :columns]
-
-    # ------------------------------------------------------------------ reshaping
+        """Keeps the first columns."""
+        if columns < self.columns:
+            self._map_tensors(lambda tensor, dim: tensor.narrow(dim, 0, columns).contiguous(), Axis.COLUMN)
 
     def crop(self, tokens: int | Tensor) -> None:
         """Shortens every row.
 
         Args:
-            tokens: n >= 0 keeps the first min(n, length) tokens of each row, n < 0 removes the last -n. The same on
-                every version of transformers, whose own meaning has changed. An integer tensor [batch] has an n for
-                each row, one without dimensions the same for all.
+            tokens: n >= 0 keeps the first min(n, length) tokens of each row, n < 0 removes the last -n. The meaning is
+                the same with every version of transformers, whose own has changed. An integer tensor [batch] has an n
+                for each row, one without dimensions the same for all.
 
         Raises:
-            ValueError: it is no integer, or a tensor of another shape.
+            ValueError: `tokens` is not an integer, or a tensor of another shape.
         """
+        at_most = None
         if isinstance(tokens, Tensor):
             if tokens.shape not in ((), self.lengths.shape) or tokens.is_floating_point() or tokens.dtype == torch.bool:
                 raise ValueError(
@@ -396,23 +374,23 @@ class TurboKVCache(Cache):
         else:
             tokens = max(min(tokens, _MOST_TOKENS), -_MOST_TOKENS)
             lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
-            self._longest = min(self._longest, tokens) if tokens >= 0 else max(self._longest + tokens, 0)
+            at_most = tokens if tokens >= 0 else max(self.columns + tokens, 0)
         self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
         self.lengths = lengths
         self.protected_columns = torch.where(self.protected_columns < lengths[:, None], self.protected_columns, -1).to(
             torch.int32
         )
-        self._changed()
+        self._changed(at_most)
 
     def drop_front(self, tokens: int) -> None:
-        """Forgets the first tokens of every row; of a shorter row, all.
+        """Drops the first tokens of every row; of a shorter row, all.
 
-        What the others' keys are relative to moves with them: a codec with blocks keeps keys relative to their block
-        of columns, so that whole blocks have to go, and every position falls by `tokens`. Any other codec keeps keys
-        at their positions, which stay. New tokens go on at `next_positions` in either case.
+        A codec with blocks stores keys relative to their block of columns. There whole blocks have to go, and every
+        position falls by `tokens`. Any other codec stores keys at their positions, which stay. New tokens continue at
+        `next_positions` in either case.
 
         Args:
-            tokens: how many; for a codec with blocks, a multiple of its `block_size` (`front_step`).
+            tokens: number of tokens; for a codec with blocks a multiple of its `block_size` (`front_step`).
 
         Raises:
             ValueError: `tokens` is negative or no such multiple, or special tokens that stay need a codec and no model
@@ -427,49 +405,37 @@ class TurboKVCache(Cache):
         blocks = codec_class(self.config).block_size is not None
         if blocks and self.protected_columns.shape[1] and not (self._on_cpu and not bool(stays.any())):
             self._move_protected(tokens)
-        if self.positions is not None or not blocks:
-            positions = self.positions
-            if positions is None:
-                positions = torch.arange(self.columns, dtype=torch.int32, device=self.device)
-                positions = positions.expand(self.batch_size, -1)
-            self.positions = (positions - tokens if blocks else positions)[:, tokens:].contiguous()
-        for layer in self.layers:
-            layer.packed = {name: tensor[:, :, tokens:].contiguous() for name, tensor in layer.packed.items()}
-        self.token_ids = self.token_ids[:, tokens:].contiguous()
+        if not blocks and self.positions is None:
+            self.positions = self._default_positions(self.columns)
+        if blocks and self.positions is not None:
+            self.positions = self.positions - tokens
+        start, columns = min(tokens, self.columns), max(self.columns - tokens, 0)
+        self._map_tensors(lambda tensor, dim: tensor.narrow(dim, start, columns).contiguous(), Axis.COLUMN)
         self.lengths = (self.lengths - tokens).clamp_min(0)
         self.protected_columns = torch.where(stays, self.protected_columns - tokens, -1).to(torch.int32)
-        self._longest = max(self._longest - tokens, 0)
         self._maybe_empty = True
         self._changed()
 
     @property
     def front_step(self) -> int:
-        """What `drop_front` drops multiples of."""
+        """`drop_front` takes multiples of this."""
         return codec_class(self.config).block_size or 1
 
     def _move_protected(self, columns: int) -> None:
-        """Turns protected keys, which are relative to the first block, to one that begins so many columns later."""
+        """Rotates protected keys, which are relative to the first block, to one that begins `columns` later."""
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
         for index, layer in enumerate(self.layers):
             keys, values = layer.protected["keys"], layer.protected["values"]
             here = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
-            # Values come back as they were, up to rounding: theirs are kept.
+            # Values come back the same, up to rounding: the old ones are kept.
             moved = self.codec.inverse_transform(index, keys, values, here)
             keys, _ = self.codec.transform(index, *moved, here + columns)
             layer.protected = {"keys": keys.to(torch.bfloat16), "values": values}
 
     def reset(self) -> None:
-        """Forgets all rows."""
-        device = self.lengths.device
-        for layer in self.layers:
-            layer.packed, layer.protected, layer.rows = {}, {}, {}
-        self.lengths = torch.zeros(0, dtype=torch.int64, device=device)
-        self.token_ids = torch.zeros(0, 0, dtype=torch.uint8, device=device)
-        self.positions = None
-        self.protected_columns = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._longest = 0
-        # Of a cache on a device, where looking would be waiting.
+        """Drops all rows."""
+        self._set_tensors(_no_tokens(0, self.device))
         self._maybe_empty = False
         self._changed()
 
@@ -487,7 +453,8 @@ class TurboKVCache(Cache):
         indices = torch.as_tensor(indices).to(self.device)
         if indices.dim() != 1 or indices.is_floating_point():
             raise ValueError(f"rows are integers [rows] or bool [batch], got {indices.dtype} {list(indices.shape)}")
-        self._apply_to_rows(lambda tensor: tensor[indices.to(tensor.device)])
+        self._map_tensors(lambda tensor, dim: tensor[indices.to(tensor.device)])
+        self._changed()
 
     def select(self, rows: int | Sequence[int] | Tensor) -> Self:
         """Some rows as a cache of their own, without columns that none of them uses; this one stays as it is.
@@ -499,24 +466,18 @@ class TurboKVCache(Cache):
         rows = torch.as_tensor(rows)
         rows = rows.reshape(1) if rows.dim() == 0 and rows.dtype != torch.bool else rows
         rows = rows.to(torch.int64) if rows.numel() == 0 else rows
-        selected = type(self)(self.config, self.geometry, self.fingerprint, self.codec, self.device)
-        selected.codec_fingerprint = self.codec_fingerprint
-        for mine, theirs in zip(selected.layers, self.layers, strict=True):
-            mine.packed, mine.protected, mine.rows = theirs.packed, theirs.protected, theirs.rows
-        selected.lengths, selected.token_ids = self.lengths, self.token_ids
-        selected.positions, selected.protected_columns = self.positions, self.protected_columns
-        selected._longest, selected._maybe_empty = self._longest, self._maybe_empty
+        selected = copy.copy(self)
         selected.batch_select_indices(rows)
         selected._trim(selected.get_seq_length())
         return selected
 
     def drop_refinements(self) -> None:
-        """Drops the planes of what is stored, the lowest bits of codes: fewer bytes, read less exactly.
+        """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.
 
         What is appended later loses them too, as long as the cache has rows. A second call changes nothing.
 
         Raises:
-            ValueError: the codec has nothing that can be dropped, or no model has claimed the cache.
+            ValueError: the codec has no planes that can be dropped, or no model has claimed the cache.
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
@@ -534,22 +495,14 @@ class TurboKVCache(Cache):
         """
         if repeats < 1:
             raise ValueError(f"`repeats` must be at least 1, got {repeats}")
-        self._apply_to_rows(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+        self._map_tensors(lambda tensor, dim: tensor.repeat_interleave(repeats, dim=0))
+        self._changed()
 
     def to(self, device: torch.device | str) -> Self:
         """Moves the cache to a device, in place, and returns it."""
-        self._apply_to_rows(lambda tensor: tensor.to(device))
-        return self
-
-    def _apply_to_rows(self, function: Callable[[Tensor], Tensor]) -> None:
-        for layer in self.layers:
-            layer.apply(function)
-        self.lengths = function(self.lengths)
-        self.token_ids = function(self.token_ids)
-        self.protected_columns = function(self.protected_columns)
-        if self.positions is not None:
-            self.positions = function(self.positions)
+        self._map_tensors(lambda tensor, dim: tensor.to(device))
         self._changed()
+        return self
 
     @classmethod
     def cat(cls, caches: Sequence[TurboKVCache]) -> Self:
@@ -564,60 +517,33 @@ class TurboKVCache(Cache):
         first = caches[0]
         for other in caches[1:]:
             if other.config != first.config:
-                raise ValueError(f"cannot join caches of presets {first.config.name} and {other.config.name}")
+                raise ValueError(f"cannot concatenate caches of presets {first.config.name} and {other.config.name}")
             if other.geometry != first.geometry or not same_model(other.fingerprint, first.fingerprint):
-                raise ValueError("cannot join caches of different models")
+                raise ValueError("cannot concatenate caches of different models")
             if not same_codec(other.codec_fingerprint, first.codec_fingerprint):
-                raise ValueError("cannot join caches written with different calibrations")
+                raise ValueError("cannot concatenate caches written with different calibrations")
         caches = [cache for cache in caches if cache.batch_size]
-        joined = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
-        joined.codec_fingerprint = first.codec_fingerprint
+        whole = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
+        whole.codec_fingerprint = first.codec_fingerprint
         if not caches:
-            return joined
-        stored = [[layer.packed.keys() for layer in cache.layers] for cache in caches]
-        if any(names != stored[0] for names in stored):
-            raise ValueError("some of the caches have lost their refinements: call drop_refinements on the others")
-        columns = max(cache.columns for cache in caches)
-        slots = max(cache.protected_columns.shape[1] for cache in caches)
-        for layer, parts in zip(joined.layers, zip(*(cache.layers for cache in caches), strict=True), strict=True):
-            layer.packed = _cat_padded([part.packed for part in parts], columns)
-            layer.protected = _cat_padded([part.protected for part in parts], slots)
-            layer.rows = _cat_padded([part.rows for part in parts], 1)
-        joined.lengths = torch.cat([cache.lengths for cache in caches])
-        joined.token_ids = torch.cat([_pad(cache.token_ids, 1, columns) for cache in caches])
-        joined.protected_columns = torch.cat([_pad(cache.protected_columns, 1, slots, -1) for cache in caches])
+            return whole
+        named = [dict(cache.named_tensors()) for cache in caches]
         if any(cache.positions is not None for cache in caches):
-            default = torch.arange(columns, dtype=torch.int32, device=joined.device)
-            joined.positions = torch.cat(
-                [
-                    default.expand(cache.batch_size, -1)
-                    if cache.positions is None
-                    else _pad(cache.positions, 1, columns)
-                    for cache in caches
-                ]
-            )
-        joined._longest = max(cache._longest for cache in caches)
-        joined._maybe_empty = any(cache._maybe_empty for cache in caches)
-        joined._changed()
-        return joined
-
-    # ------------------------------------------------------------------ files
+            columns = max(cache.columns for cache in caches)
+            for cache, tensors in zip(caches, named, strict=True):
+                tensors.setdefault("positions", cache._default_positions(columns))
+        packed = [{name for name in tensors if axis_of(name) is Axis.COLUMN} for tensors in named]
+        if any(names != packed[0] for names in packed):
+            raise ValueError("some of the caches have lost their refinements: call drop_refinements on the others")
+        whole._set_tensors({name: _cat_rows(name, [tensors[name] for tensors in named]) for name in named[0]})
+        whole._maybe_empty = any(cache._maybe_empty for cache in caches)
+        whole._changed()
+        return whole
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a safetensors file, whole or not at all."""
-        tensors = {
-            "fingerprint": torch.from_numpy(self.fingerprint),
-            "codec_fingerprint": torch.from_numpy(self.codec_fingerprint),
-            "lengths": self.lengths,
-            "token_ids": self.token_ids,
-            "protected_columns": self.protected_columns,
-        }
-        if self.positions is not None:
-            tensors["positions"] = self.positions
-        for index, layer in enumerate(self.layers):
-            tensors |= {f"layers.{index}.packed.{name}": tensor for name, tensor in layer.packed.items()}
-            tensors |= {f"layers.{index}.protected.{name}": tensor for name, tensor in layer.protected.items()}
-            tensors |= {f"layers.{index}.rows.{name}": tensor for name, tensor in layer.rows.items()}
+        fingerprints = {"fingerprint": self.fingerprint, "codec_fingerprint": self.codec_fingerprint}
+        tensors = {name: torch.from_numpy(array) for name, array in fingerprints.items()} | dict(self.named_tensors())
         metadata = {"geometry": asdict(self.geometry), "config": self.config.to_dict()}
         write_artifact(path, "cache", FORMAT_VERSION, tensors, metadata)
 
@@ -632,7 +558,7 @@ class TurboKVCache(Cache):
 
         Args:
             path: a file written by `save`.
-            device: where the cache shall live; None is the model's device, or the CPU.
+            device: of the cache; None for the model's device, or the CPU.
             model: a `TurboEsmModel` or `TurboEsmForMaskedLM` that the cache must belong to. Without one, that is
                 checked when the cache is first used.
 
@@ -641,21 +567,14 @@ class TurboKVCache(Cache):
         """
         tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION)
         try:
-            geometry = Geometry(**metadata["geometry"])
-            cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, tensors["fingerprint"].numpy())
-            cache.codec_fingerprint = tensors["codec_fingerprint"].numpy()
-            for index, layer in enumerate(cache.layers):
-                layer.packed = _with_prefix(tensors, f"layers.{index}.packed.")
-                layer.protected = _with_prefix(tensors, f"layers.{index}.protected.")
-                layer.rows = _with_prefix(tensors, f"layers.{index}.rows.")
-            cache.lengths = tensors["lengths"]
-            cache.token_ids = tensors["token_ids"]
-            cache.protected_columns = tensors["protected_columns"]
-            cache.positions = tensors.get("positions", None)
-        except (KeyError, TypeError) as error:
+            geometry, fingerprint = Geometry(**metadata["geometry"]), tensors.pop("fingerprint").numpy()
+            cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, fingerprint)
+            cache.codec_fingerprint = tensors.pop("codec_fingerprint").numpy()
+            cache._set_tensors(tensors)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
         cache._check_shapes(path)
-        cache._longest, cache._maybe_empty = cache.columns, True
+        cache._maybe_empty = True
         cache._changed()
         if model is not None:
             model.claim_cache(cache)
@@ -663,10 +582,10 @@ class TurboKVCache(Cache):
         return cache.to(device or "cpu")
 
     def check_layout(self, codec: KVCodec) -> None:
-        """Makes sure that a codec finds what it reads; planes may have been dropped.
+        """Makes sure that a codec finds the tensors that it reads; refinements may have been dropped.
 
         Raises:
-            ValueError: a tensor is missing, or there is one that the codec does not know, or of another size.
+            ValueError: a tensor is missing, unknown to the codec, or of another size.
         """
         for index, layer in enumerate(self.layers):
             slabs = [slab for kind in ("key", "value") for slab in codec.field_slabs(index, kind)]
@@ -677,46 +596,46 @@ class TurboKVCache(Cache):
                 raise ValueError(f"layer {index} of the cache holds {found}, its codec reads {sizes}")
 
     def _check_shapes(self, path: str | os.PathLike[str]) -> None:
-        batch_size, columns, heads = self.batch_size, self.columns, self.geometry.num_heads
-        slots = self.protected_columns.shape[-1]
+        batch_size, columns, slots = self.batch_size, self.columns, self.protected_columns.shape[-1]
+        sizes = {Axis.ROW: 1, Axis.COLUMN: columns, Axis.SLOT: slots}
         good = bool(((self.lengths >= 0) & (self.lengths <= columns)).all())
-        good &= self.token_ids.shape == (batch_size, columns)
-        good &= self.positions is None or self.positions.shape == (batch_size, columns)
-        good &= self.protected_columns.shape == (batch_size, slots) and bool((self.protected_columns < columns).all())
+        for name, tensor in self.named_tensors():
+            size = sizes[axis_of(name)]
+            if name in OWN_TENSORS:
+                good &= tensor.shape == ((batch_size,) if name == "lengths" else (batch_size, size))
+            else:
+                good &= tensor.shape[:3] == (batch_size, self.geometry.num_heads, size)
+        good = good and bool((self.protected_columns < columns).all())
         first = self.layers[0]
         for layer in self.layers:
             good &= bool(layer.packed) == bool(first.packed) and layer.protected.keys() == first.protected.keys()
             good &= not codec_class(self.config).layers_alike or layer.packed.keys() == first.packed.keys()
             good &= layer.rows.keys() == first.rows.keys()
-            good &= all(tensor.shape[:3] == (batch_size, heads, columns) for tensor in layer.packed.values())
-            good &= all(tensor.shape[:3] == (batch_size, heads, slots) for tensor in layer.protected.values())
-            good &= all(tensor.shape[:3] == (batch_size, heads, 1) for tensor in layer.rows.values())
         if not good or (batch_size and not first.packed) or (slots and not first.protected):
             raise ArtifactError(f"{path}: its tensors do not fit together")
 
 
-def _bytes_per_token(tensor: Tensor) -> int:
-    """Bytes of one token over all heads in a tensor [batch, heads, tokens, ...]."""
-    return tensor.shape[1] * tensor[0, 0, 0].numel() * tensor.element_size() if tensor.numel() else 0
+def _no_tokens(batch_size: int, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors of a cache of empty rows to which nothing has been appended."""
+    return {
+        "lengths": torch.zeros(batch_size, dtype=torch.int64, device=device),
+        "token_ids": torch.zeros(batch_size, 0, dtype=torch.uint8, device=device),
+        "protected_columns": torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
+    }
 
 
-def _pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
-    shape = list(tensor.shape)
-    shape[dim] = size - shape[dim]
-    return torch.cat([tensor, tensor.new_full(shape, value)], dim=dim)
+def _entry_bytes(name: str, tensor: Tensor) -> int:
+    """Bytes per row, token or slot."""
+    if name in OWN_TENSORS:
+        return tensor.element_size()
+    return tensor.nbytes // (tensor.shape[0] * tensor.shape[2]) if tensor.numel() else 0
 
 
-def _cat_padded(parts: Sequence[Packed], size: int) -> Packed:
-    return {name: _cat_rows([_pad(part[name], 2, size) for part in parts]) for name in parts[0]}
-
-
-def _cat_rows(tensors: list[Tensor]) -> Tensor:
-    # What is stored once a row may be longer for a longer row.
-    for dim in range(3, tensors[0].dim()):
-        size = max(tensor.shape[dim] for tensor in tensors)
-        tensors = [_pad(tensor, dim, size) for tensor in tensors]
-    return torch.cat(tensors)
-
-
-def _with_prefix(tensors: Packed, prefix: str) -> Packed:
-    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+def _cat_rows(name: str, parts: list[Tensor]) -> Tensor:
+    """The rows of several caches, padded to a common number of columns or slots."""
+    # What is stored per row may be longer for a longer row.
+    dims = range(3, parts[0].dim()) if axis_of(name) is Axis.ROW else [dim_of(name)]
+    for dim in dims:
+        size = max(part.shape[dim] for part in parts)
+        parts = [pad(part, dim, size, -1 if name == "protected_columns" else 0) for part in parts]
+    return torch.cat(parts)

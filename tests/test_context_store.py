@@ -67,17 +67,8 @@ def prefilled(monkeypatch):
     return calls
 
 
-def tensors(cache):
-    """Everything a cache holds, by name."""
-    found = {name: getattr(cache, name) for name in ("lengths", "token_ids", "protected_columns", "positions")}
-    for index, layer in enumerate(cache.layers):
-        for group in ("packed", "protected", "rows"):
-            found |= {f"{index}.{group}.{name}": tensor for name, tensor in getattr(layer, group).items()}
-    return {name: tensor for name, tensor in found.items() if tensor is not None}
-
-
 def assert_same(cache, expected):
-    mine, theirs = tensors(cache), tensors(expected)
+    mine, theirs = dict(cache.named_tensors()), dict(expected.named_tensors())
     assert mine.keys() == theirs.keys()
     for name, tensor in mine.items():
         assert tensor.dtype == theirs[name].dtype
@@ -165,8 +156,8 @@ def test_what_is_done_to_a_result_stays_there(compressed, tmp_path):
         assert_same(cache, expected)
         compressed.extend(cache, "GSGS", append=True)
         cache.crop(2)
-        for layer in cache.layers:
-            layer.apply(lambda tensor: tensor.zero_())
+        for _, tensor in cache.named_tensors():
+            tensor.zero_()
     assert_same(ContextStore(tmp_path).get_or_prefill(compressed, "MKTAYIAKQR"), expected)
 
 
@@ -499,9 +490,9 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
             assert entries(job["out"]).keys() == expected.keys()
             caches = store.get(turbo, sequences), ContextStore(whole).get(turbo, sequences)
             for mine, theirs in zip(*caches, strict=True):
-                for name, tensor in tensors(mine).items():
+                for name, tensor in mine.named_tensors():
                     # Another batch, another order of float32 sums.
-                    torch.testing.assert_close(tensor, tensors(theirs)[name], rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(tensor, dict(theirs.named_tensors())[name], rtol=1e-5, atol=1e-5)
     assert found_again > 50
 
 
@@ -806,7 +797,7 @@ def test_a_flat_context_is_the_cache(tiny, preset):
     assert copied.parts == flat.parts
     assert_same(copied.in_memory(pinned=False).cache(blueprint), cache)
     # Little more than what is in it.
-    assert flat.nbytes <= sum(tensor.nbytes for tensor in tensors(cache).values()) + 64 * len(flat.parts)
+    assert flat.nbytes <= sum(tensor.nbytes for _, tensor in cache.named_tensors()) + 64 * len(flat.parts)
     for wrong in (flat.described()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
         with pytest.raises((ValueError, ArtifactError)):
             FlatContext.from_description(flat.buffer, wrong)

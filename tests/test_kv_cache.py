@@ -23,6 +23,7 @@ from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
 from esm_turbo.files import artifacts
+from esm_turbo.kv.tensors import axis_of
 from esm_turbo.kv_cache import FORMAT_VERSION
 from esm_turbo.ops.backends import TorchBackend
 from tests.helpers.codec_samples import certain
@@ -246,6 +247,36 @@ def test_select_leaves_the_whole_as_it_is(model: TurboEsmForMaskedLM) -> None:
     assert_caches_equal(cache, prefill(model, [6, 9, 4]))
 
 
+def test_named_tensors_are_all_that_is_stored(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    """A cache made of them, and one of their copies, is the same; their names are those in files."""
+    cache = prefill(model, [9, 4], eos=True)
+    with torch.no_grad():
+        model(torch.tensor([[7], [8]]), None, torch.tensor([[30], [31]]), past_key_values=cache, use_cache=True)
+    named = dict(cache.named_tensors())
+    made = TurboKVCache.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, named)
+    assert_caches_equal(made, cache)
+    assert all(tensor is named[name] for name, tensor in made.named_tensors())
+    cache.save(tmp_path / "cache.safetensors")
+    with safe_open(tmp_path / "cache.safetensors", "pt") as file:
+        assert named.keys() == set(file.keys()) - {"fingerprint", "codec_fingerprint"}
+    packed = next(iter(cache.layers[0].packed))
+    assert {"lengths", "token_ids", "positions", "protected_columns", f"layers.0.packed.{packed}"} <= named.keys()
+    for wrong in ("layers.0.other.keys", "keys", "layers.keys"):
+        with pytest.raises(ValueError, match=f"a cache has no tensor '{wrong}'"):
+            axis_of(wrong)
+
+
+def test_a_shallow_copy_goes_its_own_way(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [6, 9])
+    other = copy.copy(cache)
+    assert all(a is b for (_, a), (_, b) in zip(cache.named_tensors(), other.named_tensors(), strict=True))
+    append(model, other, [3, 3])
+    other.crop(2)
+    append(model, other, [4, 4], seed=3)
+    assert cache.lengths.tolist() == [6, 9]
+    assert_caches_equal(cache, prefill(model, [6, 9]))
+
+
 def test_writing_layer_by_layer_is_refused(model: TurboEsmForMaskedLM) -> None:
     cache = model.new_cache()
     with pytest.raises(NotImplementedError, match="use_cache=True"):
@@ -367,6 +398,21 @@ def test_storage_does_not_grow_where_lengths_are_not_known(tiny_model: MakeModel
     assert (probe(model, known) - probe(model, unknown)).abs().max() <= 2e-5
     unknown.crop(0)
     assert unknown.columns == 0
+
+
+def test_a_cache_cropped_to_nothing_is_extended_where_lengths_are_not_known(tiny_model: MakeModel) -> None:
+    """Without columns there is no slot, though a device does not count them."""
+    model = tiny_model(preset=CACHE_CONFIGS["protected"])
+    cache = prefill(model, [9, 4], eos=True)
+    cache.__class__ = ElsewhereCache
+    cache.crop(0)
+    assert cache.protected_columns.shape == (2, 0)
+    ids, mask = random_ids([6, 3])
+    with torch.no_grad():
+        output = model(ids, mask, past_key_values=cache, use_cache=True)
+        plain = model(ids, mask)
+    assert (output.logits - plain.logits)[mask.bool()].abs().max() <= 2e-5
+    assert cache.lengths.tolist() == [6, 3]
 
 
 def test_slots_beyond_two_are_read_from_their_codes(tiny_model: MakeModel) -> None:
@@ -907,6 +953,8 @@ def test_another_kind(saved: Path, turbo: object, tmp_path: Path) -> None:
         {"drop": "layers.1.packed.keys"},
         {"strings": {"geometry": "{}"}},
         {"strings": {"geometry": '{"num_layers": 3, "num_heads": 4, "head_dim": 16}'}},
+        {"strings": {"geometry": '{"num_layers": 1, "num_heads": 4, "head_dim": 16}'}},
+        {"layers.0.other.keys": torch.zeros(2)},
         {"strings": {"geometry": '{"num_layers": 2, "num_heads": 8, "head_dim": 16}'}},
         {"strings": {"config": "not JSON"}},
         {"strings": {"config": '{"codec": "lut", "bits": 99}'}},

@@ -9,7 +9,9 @@ from torch import Tensor
 
 from esm_turbo.config import Backend
 from esm_turbo.files.fingerprint import same_model
-from esm_turbo.kv_cache import Append, TurboKVCache
+from esm_turbo.kv.append import Append
+from esm_turbo.kv.tensors import Axis, axis_of, dim_of
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.projections import fused_projections
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 
@@ -52,18 +54,10 @@ class StaticKVCache(TurboKVCache):
         columns = cache.columns if columns is None else columns
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
-        made = cls(cache.config, cache.geometry, cache.fingerprint, cache.codec, cache.device)
+        sizes = {Axis.COLUMN: columns, Axis.SLOT: _SLOTS if cache.config.protect_special_tokens else 0}
+        tensors = {name: _room(name, tensor, sizes) for name, tensor in cache.named_tensors()}
+        made = cls.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, tensors)
         made.backend = resolve_backend(Backend.AUTO, cache.device) if backend is None else backend
-        made.lengths = torch.zeros_like(cache.lengths)
-        made.token_ids = cache.token_ids.new_zeros(cache.batch_size, columns)
-        made.positions = None if cache.positions is None else cache.positions.new_zeros(cache.batch_size, columns)
-        slots = _SLOTS if cache.config.protect_special_tokens else 0
-        made.protected_columns = torch.full_like(cache.lengths, -1, dtype=torch.int32)[:, None].repeat(1, slots)
-        for mine, theirs in zip(made.layers, cache.layers, strict=True):
-            mine.packed = {name: _with_columns(tensor, columns) for name, tensor in theirs.packed.items()}
-            mine.protected = {name: _with_columns(tensor, slots) for name, tensor in theirs.protected.items()}
-            mine.rows = {name: torch.zeros_like(tensor) for name, tensor in theirs.rows.items()}
-        made._longest = made._seq_length = columns
         made.copy_(cache)
         return made
 
@@ -84,20 +78,16 @@ class StaticKVCache(TurboKVCache):
         slots = cache.protected_columns.shape[1]
         if (cache.positions is None) != (self.positions is None) or slots > self.protected_columns.shape[1]:
             raise ValueError("the contexts must agree in whether positions are stored, and protect two tokens at most")
-        pairs = [(self.lengths, cache.lengths), (self.token_ids, cache.token_ids)]
-        if self.positions is not None and cache.positions is not None:
-            pairs.append((self.positions, cache.positions))
-        for mine, theirs in zip(self.layers, cache.layers, strict=True):
-            if mine.packed.keys() != theirs.packed.keys():
-                raise ValueError("only some of the contexts have lost their refinements (drop_refinements)")
-            for held, given in ((mine.packed, theirs.packed), (mine.protected, theirs.protected)):
-                pairs += [(held[name][:, :, : tensor.shape[2]], tensor) for name, tensor in given.items()]
-            pairs += [(mine.rows[name], tensor) for name, tensor in theirs.rows.items()]
-        # Nothing is refused from here on.
+        own, given = dict(self.named_tensors()), dict(cache.named_tensors())
+        if own.keys() != given.keys():
+            raise ValueError("only some of the contexts have lost their refinements (drop_refinements)")
+        # Everything is checked by now.
         self.protected_columns.fill_(-1)
-        pairs.append((self.protected_columns, cache.protected_columns))
-        for held, given in pairs:
-            (held[:, : given.shape[1]] if held.dim() == 2 else held).copy_(given)
+        for name, tensor in given.items():
+            held = own[name]
+            if axis_of(name) is not Axis.ROW:
+                held = held.narrow(dim_of(name), 0, tensor.shape[dim_of(name)])
+            held.copy_(tensor)
         assert self.codec is not None
         self.backend.refresh_protected(self.codec, [layer.protected for layer in self.layers])
 
@@ -108,12 +98,16 @@ class StaticKVCache(TurboKVCache):
     def plan_append(self, *args: Any, **kwargs: Any) -> Append:
         raise ValueError("nothing can be appended to a static cache")
 
-    def _changed(self) -> None:
-        """Whatever the lengths, the tensors stay."""
+    def _changed(self, at_most: int | None = None) -> None:
+        """Keeps the tensors, whatever the lengths."""
 
 
-def _with_columns(tensor: Tensor, columns: int) -> Tensor:
-    return tensor.new_zeros(*tensor.shape[:2], columns, *tensor.shape[3:])
+def _room(name: str, tensor: Tensor, sizes: dict[Axis, int]) -> Tensor:
+    """Zeros in the shape of a cache's tensor, with other numbers of columns and slots."""
+    shape = list(tensor.shape)
+    if (axis := axis_of(name)) in sizes:
+        shape[dim_of(name)] = sizes[axis]
+    return tensor.new_zeros(shape)
 
 
 def _check_device(device: torch.device) -> None:

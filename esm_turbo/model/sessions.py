@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import PackedContext
-from esm_turbo.kv_cache import Append, TurboKVCache
+from esm_turbo.kv.append import Append
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.ops.backends import KVBackend
 
 

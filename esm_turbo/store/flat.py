@@ -22,8 +22,7 @@ from esm_turbo.kv_cache import TurboKVCache
 
 # Where a tensor may begin: enough for every dtype, and for wide loads on devices.
 _ALIGNMENT = 64
-_OWN = ("lengths", "token_ids", "protected_columns", "positions")
-_GROUPS = ("packed", "protected", "rows")
+_REQUIRED = ("lengths", "token_ids", "protected_columns")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class FlatContext:
     @classmethod
     def of(cls, cache: TurboKVCache) -> FlatContext:
         """Copies a cache of one row, on its device."""
-        tensors = dict(_tensors(cache))
+        tensors = dict(cache.named_tensors())
         parts = layout([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
         buffer = torch.zeros(_size(parts), dtype=torch.uint8, device=cache.device)
         for part, view in zip(parts, _views(buffer, parts), strict=True):
@@ -117,19 +116,14 @@ class FlatContext:
 
     def cache(self, blueprint: Blueprint) -> TurboKVCache:
         """As a cache, whose tensors are views: not to be written into."""
-        cache = TurboKVCache(
-            blueprint.config, blueprint.geometry, blueprint.fingerprint, blueprint.codec, self.buffer.device
+        names = (part.name for part in self.parts)
+        return TurboKVCache.from_tensors(
+            blueprint.config,
+            blueprint.geometry,
+            blueprint.fingerprint,
+            blueprint.codec,
+            dict(zip(names, _views(self.buffer, self.parts), strict=True)),
         )
-        for part, tensor in zip(self.parts, _views(self.buffer, self.parts), strict=True):
-            if part.name in _OWN:
-                setattr(cache, part.name, tensor)
-                continue
-            _, layer, group, name = part.name.split(".", 3)
-            getattr(cache.layers[int(layer)], group)[name] = tensor
-        # On a device it would have to be waited for.
-        cache._longest = cache.columns
-        cache._changed()
-        return cache
 
     def described(self) -> list[list[Any]]:
         """Names, dtypes and shapes of the tensors, JSON values; `from_description` is the inverse."""
@@ -147,7 +141,7 @@ class FlatContext:
         except (TypeError, AttributeError) as error:
             raise ValueError(f"no description of a context: {error}") from error
         names = {part.name for part in parts}
-        if buffer.dtype != torch.uint8 or buffer.shape != (_size(parts),) or not names.issuperset(_OWN[:3]):
+        if buffer.dtype != torch.uint8 or buffer.shape != (_size(parts),) or not names.issuperset(_REQUIRED):
             raise ValueError("tensors and description do not fit together")
         return cls(buffer, parts)
 
@@ -160,16 +154,6 @@ def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple
         parts.append(part)
         start += -(-part.nbytes // _ALIGNMENT) * _ALIGNMENT
     return tuple(parts)
-
-
-def _tensors(cache: TurboKVCache) -> Iterator[tuple[str, Tensor]]:
-    for name in _OWN:
-        if (tensor := getattr(cache, name)) is not None:
-            yield name, tensor
-    for index, layer in enumerate(cache.layers):
-        for group in _GROUPS:
-            for name, tensor in getattr(layer, group).items():
-                yield f"layers.{index}.{group}.{name}", tensor
 
 
 def _views(buffer: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:

@@ -1,0 +1,57 @@
+"""The tensors of a cache: their names, as in files, and what each has one entry for.
+
+The cache itself has `lengths` [batch], `token_ids` and `positions` [batch, columns] and `protected_columns`
+[batch, slots]. A layer has `layers.N.packed.*` [batch, heads, columns, ...], `layers.N.protected.*`
+[batch, heads, slots, head_dim] and `layers.N.rows.*` [batch, heads, 1, ...].
+"""
+
+from __future__ import annotations
+
+import enum
+
+from torch import Tensor
+
+
+class Axis(enum.Enum):
+    """What a tensor has one entry for in each row of the batch."""
+
+    ROW = "row"
+    COLUMN = "column"
+    SLOT = "slot"
+
+
+# In the order in which files list them. `positions` may be absent.
+OWN_TENSORS = {"lengths": Axis.ROW, "token_ids": Axis.COLUMN, "protected_columns": Axis.SLOT, "positions": Axis.COLUMN}
+LAYER_TENSORS = {"packed": Axis.COLUMN, "protected": Axis.SLOT, "rows": Axis.ROW}
+
+
+def layer_tensor(name: str) -> tuple[int, str, str]:
+    """The layer, the group (see `LAYER_TENSORS`) and the name in it of a tensor that a layer has.
+
+    Raises:
+        ValueError: a layer has no tensor of this name.
+    """
+    parts = name.split(".", 3)
+    if len(parts) != 4 or parts[0] != "layers" or parts[2] not in LAYER_TENSORS:
+        raise ValueError(f"a cache has no tensor {name!r}")
+    return int(parts[1]), parts[2], parts[3]
+
+
+def axis_of(name: str) -> Axis:
+    """What the tensor of a name has one entry for."""
+    own = OWN_TENSORS.get(name)
+    return LAYER_TENSORS[layer_tensor(name)[1]] if own is None else own
+
+
+def dim_of(name: str) -> int:
+    """The dimension of columns or slots."""
+    return 1 if name in OWN_TENSORS else 2
+
+
+def pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
+    """The tensor with entries of `value` after its own, `size` in all along a dimension."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    padded = tensor.new_full(shape, value)
+    padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+    return padded
