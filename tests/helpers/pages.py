@@ -149,6 +149,7 @@ def _same_number(shown: str, printed: str) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    """Of shell blocks: this Python's programs first, no network, no colours, lines of a fixed width."""
+    """Of shell blocks: this Python's programs first, no network, no colours, a fixed width, one thread."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    return os.environ | {"PATH": path, "HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "100"}
+    fixed = {"HF_HUB_OFFLINE": "1", "NO_COLOR": "1", "COLUMNS": "100", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    return os.environ | {"PATH": path} | fixed
