@@ -114,9 +114,6 @@ def assert_same_sample(actual, expected):
         np.testing.assert_allclose(getattr(actual, state), getattr(expected, state), rtol=2**-7, atol=1e-4)
 
 
-# --- an independent computation, in float64 from what Hugging Face's own layers put out
-
-
 def linear_outputs(model, ids, mask):
     """What every query, key and value projection of Hugging Face's model puts out, [3][layers, batch, n, H, D]."""
     esm = getattr(model, "esm", model)
@@ -336,9 +333,6 @@ def test_without_offsets_positions_are_hugging_faces(model, proteins):
     assert [offset_of(calibrator, row) for row in proteins] == [0] * len(proteins)
 
 
-# --- order and batches
-
-
 def test_order_of_batches_changes_nothing(model, proteins):
     # Two copies of a protein would be sampled in the order they come, and each is rounded as its batch is.
     batches = [proteins[:4], proteins[4:5], proteins[5:9], proteins[9:-1]]
@@ -422,9 +416,6 @@ def test_one_protein_is_enough(model, proteins):
         assert bool(torch.isfinite(decoded).all())
 
 
-# --- positions
-
-
 def test_offset_belongs_to_the_sequence(tiny_esm, model, proteins):
     calibrator = KVCalibrator(model)
     alone = [offset_of(calibrator, row) for row in proteins]
@@ -493,9 +484,6 @@ def test_keys_cover_positions_that_no_protein_has(tiny_esm):
     assert np.histogram(angle, bins=4, range=(0, 1.01))[0].min() > 0.15 * angle.size
 
 
-# --- the sample
-
-
 def test_sample_is_bounded_and_shared_by_all_tokens(tiny_esm):
     # Twenty proteins of one letter each, of 30 to 315 tokens: the letter of a sampled token tells its protein.
     model = tiny_esm(head_dim=16, heads=2, layers=1)
@@ -559,9 +547,6 @@ def test_proteins_without_special_tokens(model, proteins):
     assert statistics.specials.keys.count == 0
     assert not statistics.sample.is_special.any()
     assert np.isfinite(statistics.select(False)[0].keys.second_moment).all()
-
-
-# --- memory, and the estimator's life
 
 
 def held_bytes(thing, seen):
@@ -642,9 +627,6 @@ def test_provenance_says_where_it_comes_from(model, proteins):
     assert calibration.geometry == Geometry(2, 2, 16)
 
 
-# --- models
-
-
 def test_model_is_left_as_it_was(tiny_esm, proteins):
     model = tiny_esm(head_dim=16, heads=2, layers=2)
     model.train()
@@ -712,9 +694,6 @@ def test_weights_changed_after_the_beginning_are_used(tiny_esm, proteins):
         scaled.statistics.residues.values.covariance, 9 * plain.residues.values.covariance, rtol=1e-3, atol=1e-4
     )
     scaled.check_model(model)
-
-
-# --- bad input
 
 
 def refuses(message, function, *args, **options):

@@ -100,9 +100,6 @@ def assert_same_statistics(one, other):
     np.testing.assert_array_equal(one.output_gram, other.output_gram)
 
 
-# --- round trips
-
-
 def test_what_is_saved_is_loaded_bit_for_bit(calibration, file, model):
     loaded = Calibration.load(file, model=model)
     assert_same_statistics(loaded.statistics, calibration.statistics)
@@ -187,9 +184,6 @@ def test_fit_returns_the_calibration(calibration):
     assert mine.nbytes == calibration.nbytes
 
 
-# --- whose it is
-
-
 def other_classes(model):
     body = EsmModel(model.config, add_pooling_layer=False)
     body.load_state_dict(model.esm.state_dict())
@@ -260,9 +254,6 @@ def test_shipped_calibration_is_the_embedded_models(turbo):
     _, metadata = read_artifact(EMBEDDED_MODEL / CALIBRATION_FILE, "calibration", FORMAT_VERSION)
     options = [TurboConfig.from_dict(options) for options in metadata["presets"].values()]
     assert set(PRODUCT_PRESETS.values()) <= set(options)
-
-
-# --- damage
 
 
 def test_other_format_versions(file):
@@ -347,9 +338,6 @@ def test_metadata_of_another_shape(file, presets):
 
 def test_geometry_of_another_shape(file):
     refused(rewritten(file, lambda _, metadata: metadata["geometry"].update(groups=2)), "missing or wrong.*groups")
-
-
-# --- saving, whole or not at all
 
 
 @pytest.mark.parametrize("existing", [True, False])

@@ -1,4 +1,4 @@
-"""Codecs against the paper, literal bytes, slow twins, scikit-learn and published distortions."""
+"""Look-up tables against the paper, literal bytes, slow twins, scikit-learn and published distortions."""
 
 import dataclasses
 import itertools
@@ -14,9 +14,9 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 from threadpoolctl import threadpool_limits
 
-from esm_turbo import KVCalibrator, TurboConfig
-from esm_turbo.codecs import CODECS, ExactCodec, KVCodec, LutCodec, TurboCodec, codec_class
-from esm_turbo.config import PRODUCT_PRESETS, Geometry
+from esm_turbo import TurboConfig
+from esm_turbo.codecs import LutCodec
+from esm_turbo.config import Geometry
 from esm_turbo.ops import reference
 from tests.helpers.codec_samples import (
     HEADS,
@@ -82,9 +82,6 @@ def codec_of(statistics):
 
 ablations = pytest.mark.parametrize("config", ABLATIONS.values(), ids=ABLATIONS)
 all_head_dims = pytest.mark.parametrize("head_dim", [16, 24, 128])
-
-
-# --- the paper's method
 
 
 @all_head_dims
@@ -162,9 +159,6 @@ def test_all_tokens_are_fitted_unless_special_ones_are_protected():
     residues = fitted(protecting, statistics_of(keys, values, is_special))
     assert_same_state(residues, fitted(PAPER, statistics_of(keys[:, :, ~is_special], values[:, :, ~is_special])))
     assert both.state["key_levels"].max() > 2 * residues.state["key_levels"].max()
-
-
-# --- what is stored
 
 
 def handmade(sign_correction, levels=(-7, -5, -3, -1, 1, 3, 5, 7), step=0.5):
@@ -354,9 +348,6 @@ def test_inputs_of_any_dtype_are_taken_as_they_are(statistics, codec_of, config,
     assert codec.dequantize_keys(0, packed).dtype == torch.float32
 
 
-# --- the ablation's switches
-
-
 def state_parts(config, stats):
     """What a codec consists of and what it stores, by part."""
     codec = fitted(config, stats)
@@ -446,9 +437,6 @@ def test_identity_map_is_the_identity(statistics):
     assert offset == 0
 
 
-# --- maps of queries and outputs
-
-
 @all_head_dims
 @pytest.mark.parametrize("layer", range(LAYERS))
 @ablations
@@ -486,38 +474,6 @@ def test_inverse_transform_undoes_transform(statistics, codec_of, config, head_d
     again = codec.inverse_transform(0, *codec.transform(0, keys, values))
     for actual, expected in zip(again, (keys, values), strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
-
-
-class Centred(LutCodec):
-    """The interface allows means, which the paper's codec does not use."""
-
-    @classmethod
-    def fit(cls, config, statistics):
-        state = super().fit(config, statistics)
-        moments = statistics.residues
-        state["key_mean"], state["value_mean"] = (
-            torch.from_numpy(m.mean.astype(np.float32)) for m in (moments.keys, moments.values)
-        )
-        return state
-
-
-def test_centred_codecs_keep_scores_and_sums(statistics):
-    stats = statistics[24]
-    codec = Centred(PAPER, stats.geometry, Centred.fit(PAPER, stats))
-    keys, values = keys_and_values(stats, 1, tokens=11)
-    query = torch.randn(2, HEADS, 5, 24, generator=torch.Generator().manual_seed(3))
-    mapped, offset = mapped_query(codec, 1, query)
-    stored_keys, stored_values = codec.transform(1, keys, values)
-    scores = mapped @ stored_keys.transpose(2, 3) + offset
-    torch.testing.assert_close(scores, query @ keys.transpose(2, 3), rtol=1e-3, atol=1e-3)
-    weights = scores.softmax(dim=-1)
-    torch.testing.assert_close(codec.unmap_output(1, weights @ stored_values), weights @ values, rtol=1e-4, atol=1e-4)
-    again = codec.inverse_transform(1, stored_keys, stored_values)
-    torch.testing.assert_close(again[0], keys, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(again[1], values, rtol=1e-4, atol=1e-4)
-
-
-# --- distortion
 
 
 @pytest.mark.parametrize(
@@ -578,9 +534,6 @@ def test_more_bits_lose_less(statistics, codec_of):
     assert errors[-1] < 1e-3 * errors[0]
 
 
-# --- degenerate data
-
-
 @pytest.mark.parametrize("config", [*ABLATIONS.values()], ids=ABLATIONS)
 def test_constant_and_zero_heads(config):
     keys, values = correlated(np.random.default_rng(0), 50, 16), np.zeros((LAYERS, HEADS, 50, 16))
@@ -611,9 +564,6 @@ def test_heads_that_cannot_be_packed():
         fitted(PAPER, stats)
 
 
-# --- determinism
-
-
 @ablations
 def test_fitting_and_encoding_are_deterministic(statistics, config):
     stats = statistics[64]
@@ -641,79 +591,3 @@ def test_copies_of_a_codec_share_nothing_that_changes(statistics):
     assert torch.equal(values, kept[1])
     for name, tensor in state.items():
         assert torch.equal(codec.state[name], tensor)
-
-
-# --- every preset, whatever its codec
-
-
-@pytest.fixture(scope="module")
-def calibration(tiny_esm, random_proteins):
-    calibrator = KVCalibrator(tiny_esm(head_dim=16, heads=2, layers=2), sample_size=300)
-    return calibrator.partial_fit(*random_proteins([150, 90, 120], seed=4, eos=True)).finalize()
-
-
-def model_like(statistics, layer, tokens=40):
-    """Tokens of the calibration's own sample, [1, heads, tokens, head_dim]."""
-    keep = ~statistics.sample.is_special
-    return [
-        torch.from_numpy(x[layer][:, keep][:, :tokens].copy())[None]
-        for x in (statistics.sample.keys, statistics.sample.values)
-    ]
-
-
-@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
-def test_every_preset_stores_uniform_tokens_and_reads_them_back(calibration, preset):
-    codec = calibration.codec(preset)
-    assert isinstance(codec, KVCodec)
-    keys, values = model_like(calibration.statistics, 1)
-    packed = codec.encode(1, keys, values)
-    assert all(tensor.shape[:3] == (1, 2, 40) for tensor in packed.values())
-    decoded = codec.decode(1, packed)
-    for x, x_hat in zip((keys, values), decoded, strict=True):
-        assert x_hat.dtype == torch.float32
-        # Better than storing the mean.
-        spread = (x - x.mean(dim=2, keepdim=True)).square().sum()
-        assert (x - x_hat).square().sum() < spread
-    again = codec.encode(1, keys, values)
-    assert all(torch.equal(again[name], tensor) for name, tensor in packed.items())
-
-
-@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
-def test_every_preset_keeps_scores_and_sums_through_its_maps(calibration, preset):
-    codec = calibration.codec(preset)
-    keys, values = model_like(calibration.statistics, 0)
-    query = torch.randn(1, 2, 6, 16, generator=torch.Generator().manual_seed(0))
-    mapped, offset = mapped_query(codec, 0, query)
-    stored_keys, stored_values = codec.transform(0, keys, values)
-    scores = mapped @ stored_keys.float().transpose(2, 3) + offset
-    torch.testing.assert_close(scores, query @ keys.transpose(2, 3), rtol=1e-3, atol=1e-3)
-    weights = scores.softmax(dim=-1)
-    torch.testing.assert_close(
-        codec.unmap_output(0, weights @ stored_values.float()), weights @ values, rtol=1e-3, atol=1e-3
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_exact_stores_what_it_is_given(calibration, dtype):
-    codec = calibration.codec("exact")
-    assert isinstance(codec, ExactCodec)
-    keys, values = (x.to(dtype) for x in model_like(calibration.statistics, 0))
-    packed = codec.encode(0, keys, values)
-    assert packed["keys"].dtype == dtype
-    assert torch.equal(packed["keys"], keys)
-    assert torch.equal(packed["values"], values)
-    decoded = codec.decode(0, packed)
-    assert torch.equal(decoded[0], keys.float())
-    assert torch.equal(decoded[1], values.float())
-    query, offset = mapped_query(codec, 0, keys)
-    assert torch.equal(query, keys.float())
-    assert offset == 0
-
-
-def test_registry_names_the_codecs():
-    assert codec_class(PRODUCT_PRESETS["exact"]) is ExactCodec
-    assert codec_class(PRODUCT_PRESETS["paper"]) is LutCodec
-    assert codec_class(PRODUCT_PRESETS["turbo3"]) is TurboCodec
-    assert {config.codec for config in PRODUCT_PRESETS.values()} <= set(CODECS)
-    with pytest.raises(ValueError, match=r"`codec` must be one of .*'exact'.*'lut'.*got 'gzip'"):
-        codec_class(TurboConfig(codec="gzip"))

@@ -58,9 +58,6 @@ def codes_and_bits(draw):
     return torch.tensor(values, dtype=torch.uint8).reshape(shape), bits
 
 
-# --- the format
-
-
 @pytest.mark.parametrize(("bits", "codes", "expected"), GOLDEN.values(), ids=GOLDEN.keys())
 @pytest.mark.parametrize("module", [packing, reference], ids=["fast", "reference"])
 def test_literal_bytes(module, bits, codes, expected):
@@ -168,9 +165,6 @@ def test_bad_tensors(module):
         module.unpack_codes(torch.zeros(8, dtype=torch.int32), 4)
 
 
-# --- quantize
-
-
 @pytest.mark.parametrize("module", [packing, reference], ids=["fast", "reference"])
 def test_ties_nan_and_infinity(module):
     boundaries = torch.tensor([-1.0, 0.0, 2.0])
@@ -250,9 +244,6 @@ def test_quantize_bad_shapes(module):
         module.quantize(x, torch.zeros(256))
     with pytest.raises(ValueError, match="floating point"):
         module.quantize(torch.zeros(1, 2, 5, 4, dtype=torch.int64), torch.zeros(7))
-
-
-# --- what every device needs
 
 
 @pytest.mark.parametrize("bits", ALL_BITS)

@@ -43,9 +43,6 @@ def read_widths(codec, layer, kind):
     return codec.state[f"{kind}_widths"][layer].tolist()
 
 
-# --- the format, read a bit at a time
-
-
 def fields_slowly(widths, size):
     """Slabs as docs/format.md says: for each the bits of a field, and each field's component and lowest bit."""
     found = []
@@ -275,9 +272,6 @@ def test_planes_that_are_all_there_is_are_no_refinements():
     assert literal_codec([8, 4], [6, 2]).refinements(0) == []
 
 
-# --- what is fitted
-
-
 @pytest.fixture(scope="module")
 def statistics():
     """Keys that are alike relative to their blocks, wherever they stand; queries and values of their own shapes."""
@@ -501,9 +495,6 @@ def test_presets_share_their_maps(codec_of):
             assert torch.equal(first[name], other[name])
 
 
-# --- maps
-
-
 @all_head_dims
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_keeps_scores_block_by_block(statistics, codec_of, head_dim, layer):
@@ -553,9 +544,6 @@ def test_columns_count_from_zero_by_default(statistics, codec_of):
         assert torch.equal(told, default)
 
 
-# --- what is stored once a row
-
-
 @all_bits
 @pytest.mark.parametrize("head_dim", [16, 64])
 def test_residual_is_the_mean_of_what_was_left(statistics, codec_of, bits, head_dim):
@@ -583,9 +571,6 @@ def test_residual_is_the_mean_of_what_was_left(statistics, codec_of, bits, head_
             torch.testing.assert_close(back, stored[:, None].expand_as(back), rtol=1e-3, atol=1e-4)
     nobody = codec.summarize(0, *mapped, packed, torch.zeros_like(mask))
     assert all(not tensor.any() for tensor in nobody.values())
-
-
-# --- what it must not see
 
 
 @all_bits

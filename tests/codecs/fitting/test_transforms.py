@@ -57,9 +57,6 @@ def assert_orthogonal(transform):
     assert_inverse(transform, atol=1e-12)
 
 
-# --- no rotation
-
-
 def test_identity():
     transform = identity((2, 3, 16))
     assert transform.forward.shape == transform.inverse.shape == (2, 3, 16, 16)
@@ -72,9 +69,6 @@ def test_identity():
 def test_identity_needs_a_head_dim(shape):
     with pytest.raises(ValueError, match="`shape`"):
         identity(shape)
-
-
-# --- the paper's rotation
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -106,9 +100,6 @@ def test_svd_rotation_of_degenerate_moments():
     assert_orthogonal(transform)
     np.testing.assert_allclose(transform.forward[0], np.eye(8)[3], atol=1e-12)
     assert_orthogonal(svd_rotation(np.zeros((4, 4))))
-
-
-# --- random Hadamard
 
 
 @pytest.mark.parametrize("head_dim", [1, 2, 4, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 128])
@@ -153,9 +144,6 @@ def test_hadamard_bad_arguments():
         random_hadamard(16, seed=-1)
 
 
-# --- standardised components
-
-
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_standardized_components_have_unit_mean_square(head_dim):
     x = correlated(7, (3, head_dim), decay=4 / head_dim)
@@ -184,9 +172,6 @@ def test_variances_are_never_negative():
     variances = component_variances(svd_rotation(second_moment(x)), second_moment(x))
     assert (variances >= 0).all()
     np.testing.assert_allclose(variances.sum(), np.trace(second_moment(x)), rtol=1e-12)
-
-
-# --- the query-aware map
 
 
 @pytest.mark.parametrize("shrinkage", [0.0, 0.05, 1.0])
@@ -302,9 +287,6 @@ def test_stacks_are_independent_and_deterministic():
     np.testing.assert_array_equal(stacked.forward, again.forward)
     one = query_aware(covariance(k[1, 2]), second_moment(q[1, 2]), 0.1)
     np.testing.assert_allclose(stacked.forward[1, 2], one.forward, rtol=1e-9, atol=1e-12)
-
-
-# --- bad moments
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,41 @@
+"""Spectral coefficients: which pairs are kept, and their bytes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esm_turbo.codecs.base import rotate
+from tests.helpers.peer_codecs import make_codec, normal
+
+
+def test_spectral_bytes_are_the_published_ones():
+    """F = 12 pairs of head size 128: 12 indices, 12 bytes of coefficients, and 2 for the scale."""
+    codec = make_codec("spectral", 128)
+    packed = codec.encode(0, normal(1, 2, 1, 128), normal(1, 2, 1, 128))
+    assert sum(packed[name].nbytes for name in packed if name.startswith("key")) == 2 * 26
+
+
+@pytest.mark.parametrize(("head_dim", "kept"), [(16, 4), (24, 4), (32, 4), (64, 8), (128, 12)])
+def test_spectral_keeps_the_pairs_of_most_energy(head_dim: int, kept: int) -> None:
+    codec = make_codec("spectral", head_dim)
+    x = normal(1, 2, 50, head_dim)
+    packed = codec.encode(0, x, x)
+    energy = x.unflatten(-1, (2, -1)).square().sum(-2)
+    kept_energy = codec.decode(0, packed)[0].unflatten(-1, (2, -1)).square().sum(-2)
+    assert packed["key_pairs"].shape[-1] == kept
+    assert torch.equal(packed["key_pairs"].long().sort(-1).values, energy.topk(kept).indices.sort(-1).values)
+    assert int((kept_energy > 0).sum(-1).max()) <= kept
+    lost = energy.sort(-1).values[..., :-kept].sum(-1)
+    total = (codec.decode(0, packed)[0] - x).square().sum(-1)
+    # The rest is rounding, at most half a step of the largest coefficient over 7 in each of 2 F.
+    rounding = 2 * kept * (x.abs().amax(-1) / 7 * 0.51).square()
+    assert bool(((total >= lost - 1e-5) & (total <= lost + rounding)).all())
+
+
+def test_spectral_pairs_do_not_depend_on_the_position():
+    codec = make_codec("spectral", 32)
+    x = normal(1, 2, 20, 32)
+    rotated = rotate(x, torch.arange(20)[:, None] * 10_000.0 ** -(torch.arange(16) / 16))
+    pairs = [codec.encode(0, keys, x)["key_pairs"].sort(-1).values for keys in (x, rotated)]
+    assert torch.equal(*pairs)
