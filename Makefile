@@ -23,7 +23,8 @@ PYTEST := -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 SINGLE_THREADED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # What depends on the version of transformers: loading, the patched model, the cache.
-OLDEST_TESTS := tests/test_modeling_esm_turbo.py tests/test_kv_cache.py tests/test_kv_cache_refinements.py tests/test_turbo_esm.py \
+OLDEST_TESTS := tests/test_modeling_esm_turbo.py tests/test_kv_cache.py tests/test_kv_cache_refinements.py \
+	tests/test_kv_cache_dropping.py tests/test_context_model.py tests/test_turbo_esm.py \
 	tests/test_calibrate.py tests/test_calibration.py tests/test_lean_import.py tests/model tests/tasks/calibration
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 

@@ -1,7 +1,7 @@
-"""`ContextModel`: what every task needs of a model, and nothing more.
+"""`ContextModel`: the contract between a model and everything built on it.
 
-Tasks, stores and evaluations are written against this class, so that they never depend on how a model is loaded.
-`TurboEsm` adds loading and the tasks themselves.
+Tasks, context stores and evaluations are written against this class alone, so none of them depends on how a model is
+loaded. `TurboEsm` adds loading and one method per task.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ __all__ = ["ContextModel", "ExtendOutput"]
 
 @dataclass(frozen=True)
 class ExtendOutput:
-    """What an extension computes for the new residues and `<eos>`.
+    """Outputs of an extension for the new residues and `<eos>`.
 
     Attributes:
-        hidden_states: of the last layer, after its layer norm, [batch, n, hidden_size].
+        hidden_states: last layer, after its layer norm, [batch, n, hidden_size].
         logits: [batch, n, vocab_size].
         attention_mask: 1 for tokens, 0 for padding on the right, [batch, n].
     """
@@ -44,6 +44,20 @@ class ExtendOutput:
 
 class ContextModel:
     """A model that caches contexts and extends them.
+
+    This is the whole contract: tasks, context stores and evaluations use `model`, `tokenizer`, `codes`,
+    `calibration`, `name`, `prefill` and `extend`, and nothing else. A class for another model family that provides
+    these seven runs every task.
+
+    Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
+    `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
+    `new_cache()` and `claim_cache()`; of the encoder, `model.esm`, the forward, `config`, `device`, `turbo_config`,
+    `codec()` and `predict_contacts()`. Calibration reads the encoder's layers, and evaluations also use `kv_session`,
+    `special_ids`, `backend` and `set_turbo()`.
+
+    Args:
+        model: the model; it is put into evaluation mode.
+        tokenizer: its tokenizer.
 
     Attributes:
         model: `TurboEsmForMaskedLM`.
@@ -64,7 +78,7 @@ class ContextModel:
 
     @property
     def name(self) -> str:
-        """The hub id of the model, or the name of its folder."""
+        """Hub id of the model, or the name of its folder."""
         return model_name(self.model.config._name_or_path) or "a model without a name"
 
     @torch.no_grad()
@@ -74,19 +88,19 @@ class ContextModel:
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
     ) -> TurboKVCache:
-        """Computes contexts exactly and stores them: `<cls>` and the residues, without `<eos>`.
+        """Compute contexts exactly and cache them: `<cls>` and the residues, without `<eos>`.
 
         Args:
             sequences: residues; `<mask>` may stand for one.
-            total_tokens: tokens of the whole input that a context is the beginning of, `<cls>` and `<eos>` included,
-                for token dropout; one number or one per sequence. None counts the context alone.
-            total_masks: masks of that whole input, likewise.
+            total_tokens: number of tokens in the whole input that a context begins, including `<cls>` and `<eos>`;
+                one number, or one per sequence. Token dropout depends on it. None counts the context alone.
+            total_masks: number of masks in the whole input, likewise.
 
         Returns:
-            A cache of one row per sequence.
+            A cache with one row per sequence.
 
         Raises:
-            ValueError: a sequence is empty or has letters that are no residues, or a total is smaller than the
+            ValueError: a sequence is empty or has a letter that is not a residue, or a total is smaller than the
                 context's own count.
         """
         sequences = as_list(sequences)
@@ -120,21 +134,22 @@ class ContextModel:
         refresh: int = DEFAULT_REFRESH,
         append: bool = False,
     ) -> ExtendOutput:
-        """Runs new residues after cached contexts.
+        """Run new residues after cached contexts.
 
         Args:
-            cache: as many rows as sequences, or one row that all share. It is changed only where `append` says so.
+            cache: one row per sequence, or one row that all sequences share. It changes only if `append` is set.
             sequences: the new residues of each row; `<mask>` may stand for one.
             eos: end with `<eos>`.
-            refresh: the last residues of the context that run again together with the new ones, their stored keys and
-                values set aside. It removes most of the freezing error.
+            refresh: number of residues at the end of the context that run again together with the new ones, their
+                cached keys and values hidden. This removes most of the freezing error.
             append: add the new residues (not `<eos>`) to the cache.
 
         Returns:
-            Of the new residues and `<eos>`, padded on the right.
+            Outputs for the new residues and `<eos>`, padded on the right.
 
         Raises:
-            ValueError: the batch does not match the cache, the cache is empty or another model's, or a sequence is bad.
+            ValueError: the batch does not match the cache, the cache is empty or belongs to another model, or a
+                sequence is invalid.
         """
         sequences = as_list(sequences)
         if refresh < 0:
@@ -164,7 +179,7 @@ class ContextModel:
             append_mask=((steps >= begin) & (steps < end)).to(device),
             output_hidden_states=True,
         )
-        # Row b's new tokens start after its refreshed ones.
+        # The new tokens of each row follow its refreshed ones.
         width = int((mask.sum(1, keepdim=True) - begin).max())
         column = begin + torch.arange(width)
         new_mask = (column < mask.sum(1, keepdim=True)).long()
@@ -179,7 +194,14 @@ class ContextModel:
 
 @dataclass(frozen=True)
 class _Tail:
-    """The end of a context that runs again: its tokens, their positions, and the column where it begins."""
+    """The end of a context, which runs again.
+
+    Attributes:
+        column: first cache column of the tail.
+        token_ids: tokens of the tail.
+        positions: their positions.
+        next_position: position of the first new token.
+    """
 
     column: int
     token_ids: list[int]
@@ -188,31 +210,42 @@ class _Tail:
 
 
 def _tails(cache: TurboKVCache, refresh: int, batch_size: int, cls_id: int) -> list[_Tail]:
+    """The refreshed tail of each row; `<cls>` is never part of it."""
     lengths, ids, nexts = cache.lengths.tolist(), cache.token_ids.cpu(), cache.next_positions.tolist()
     positions = None if cache.positions is None else cache.positions.cpu()
     tails = []
     for row, length in enumerate(lengths):
         first_residue = 1 if int(ids[row, 0]) == cls_id else 0
         column = max(first_residue, length - refresh)
-        where = list(range(column, length)) if positions is None else positions[row, column:length].tolist()
-        tails.append(_Tail(column, ids[row, column:length].tolist(), where, nexts[row]))
+        own = list(range(column, length)) if positions is None else positions[row, column:length].tolist()
+        tails.append(_Tail(column, ids[row, column:length].tolist(), own, nexts[row]))
     return tails * batch_size if len(tails) == 1 else tails
 
 
 def _positions(tail: _Tail, n: int) -> Tensor:
+    """Positions of the tail and the tokens after it, n in all."""
     after = range(tail.next_position, tail.next_position + n - len(tail.positions))
     return torch.tensor([*tail.positions, *after])
 
 
-def as_list(sequences: str | Sequence[str]) -> list[str]:
-    """One sequence or several as a list; a ValueError if there are none."""
-    sequences = [sequences] if isinstance(sequences, str) else list(sequences)
-    if not sequences:
-        raise ValueError("`sequences` must hold at least one sequence")
-    return sequences
+def as_list(items: str | Sequence[str], noun: str = "sequence") -> list[str]:
+    """One string or several as a list.
+
+    Args:
+        items: the strings.
+        noun: what one of them is; the error names the argument by its plural.
+
+    Raises:
+        ValueError: there are none.
+    """
+    items = [items] if isinstance(items, str) else list(items)
+    if not items:
+        raise ValueError(f"`{noun}s` must hold at least one {noun}")
+    return items
 
 
 def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor:
+    """Totals per row, int64 [batch]; those of the contexts themselves where none are given."""
     if given is None:
         return own
     totals = torch.as_tensor(given, dtype=torch.int64)

@@ -1,6 +1,6 @@
-"""`TurboEsm`, the entry point: a model, its tokenizer and its calibration, and what people do with them.
+"""`TurboEsm`, the entry point: a model with its tokenizer and calibration, and a method for every task.
 
-The modelling code is imported when a model is loaded, so that importing this module is quick.
+The modelling code is imported when a model is loaded, which keeps the import of this module fast.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ class TurboEsm(ContextModel):
         backend: str | Backend = Backend.AUTO,
         device_map: Any = None,
     ) -> Self:
-        """Loads a model with its tokenizer and calibration.
+        """Load a model with its tokenizer and calibration.
 
         Args:
             model: a hub id or a folder of any ESM-2 checkpoint; None is the embedded esm2-mini, which needs no network
-                and brings its own calibration.
+                and ships with its calibration.
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
-                result in the user's cache folder. None takes the one in the model's folder, if there is one, False
-                none at all; then only the preset `exact` can write caches.
-            preset: what caches are stored as.
-            device: None is CUDA where there is one, else MPS, else the CPU.
-            dtype: None is float32 on CPU and MPS and the checkpoint's dtype on CUDA.
-            backend: what runs the packed attention, see `Backend`.
-            device_map: spreads the model over devices, as of Hugging Face's `from_pretrained`; needs accelerate.
+                result in the user's cache folder. None uses the calibration in the model's folder if there is one.
+                False uses none; then only the preset `exact` can write caches.
+            preset: the storage format of caches.
+            device: None is CUDA if available, else MPS, else the CPU.
+            dtype: None is float32 on CPU and MPS, and the checkpoint's dtype on CUDA.
+            backend: implementation of the packed attention, see `Backend`.
+            device_map: spreads the model over devices, as in Hugging Face's `from_pretrained`; needs accelerate.
 
         Raises:
             ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is unreadable or
-                another model's, an option is wrong, or the device cannot be used.
-            ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
+                belongs to another model, an option is invalid, or the device cannot be used.
+            ModelNotFoundError: (an OSError) the model does not exist, or the hub cannot be reached.
         """
         from transformers import EsmTokenizer
 
@@ -91,7 +91,7 @@ class TurboEsm(ContextModel):
             raise not_found(source) from error
         try:
             tokenizer = EsmTokenizer.from_pretrained(source, local_files_only=offline)
-        # Without its vocabulary's file the tokenizer raises a TypeError.
+        # The tokenizer raises a TypeError if its vocabulary file is missing.
         except (OSError, TypeError) as error:
             raise not_found(source) from error
         if device_map is None:
@@ -103,7 +103,7 @@ class TurboEsm(ContextModel):
         return turbo
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Writes model, tokenizer and calibration to a folder that `from_pretrained` restores all from."""
+        """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them."""
         from esm_turbo.calibration import CALIBRATION_FILE
 
         self.model.save_pretrained(folder)
@@ -123,10 +123,11 @@ class TurboEsm(ContextModel):
         overlap: int | None = None,
         memory: int | None = None,
     ) -> list[ProteinEmbedding]:
-        """Embeddings as `esm-extract` makes them; see `embedding.embed`.
+        """Embed proteins as `esm-extract` does.
 
-        With any of `window`, `overlap` and `memory`, proteins of more than `window` residues are computed window by
-        window, see `windows.Windows.of`: any length in memory that does not grow with it.
+        The arguments are those of `tasks.embedding.embed.embed`. If any of `window`, `overlap` and `memory` is given,
+        proteins longer than `window` run window by window, in memory that does not grow with their length; see
+        `tasks.embedding.windows.Windows.of`.
         """
         from esm_turbo.tasks.embedding.embed import embed
         from esm_turbo.tasks.embedding.windows import Windows
@@ -141,9 +142,10 @@ class TurboEsm(ContextModel):
         seed: int | Sequence[int] = 0,
         **options: Any,
     ) -> GenerationOutput:
-        """New residues to the right of sequences (`max_new_tokens=`), or in place of their masks.
+        """Generate residues after sequences (`max_new_tokens=`), or in place of their masks.
 
-        See `generation.generate`, and `generation.GenerationOptions` for all options.
+        `sequences` and `seed` are those of `tasks.generation.generate.generate`; all other keyword arguments are the
+        fields of `tasks.generation.options.GenerationOptions`.
         """
         from esm_turbo.kv_cache import TurboKVCache
         from esm_turbo.tasks.generation.generate import GenerationOptions, generate
@@ -152,7 +154,10 @@ class TurboEsm(ContextModel):
         return generate(self, given, GenerationOptions(**options), seed)
 
     def score(self, context: str | TurboKVCache, candidates: str | Sequence[str], **options: Any) -> Scores:
-        """How well candidates continue a target: pseudo-log-likelihoods on one cached context; see `scoring.score`."""
+        """Score candidates as continuations of a target: pseudo-log-likelihoods on one cached context.
+
+        The arguments are those of `tasks.scoring.score.score`.
+        """
         from esm_turbo.tasks.scoring.score import score
 
         return score(self, context, candidates, **options)
@@ -160,7 +165,10 @@ class TurboEsm(ContextModel):
     def score_variants(
         self, wild_type: str | TurboKVCache, variants: str | Sequence[str] | None = None, **options: Any
     ) -> VariantScores:
-        """Effects of substitutions by masked or wild-type marginals; see `variants.score_variants`."""
+        """Score substitutions in a protein by masked or wild-type marginals.
+
+        The arguments are those of `tasks.variants.score.score_variants`.
+        """
         from esm_turbo.tasks.variants.score import score_variants
 
         return score_variants(self, wild_type, variants, **options)
@@ -172,7 +180,10 @@ class TurboEsm(ContextModel):
         max_proteins: int | None = None,
         **options: Any,
     ) -> Evaluation:
-        """Accuracy and memory of presets on proteins; see `evaluate.evaluate`."""
+        """Measure the accuracy and memory of presets on proteins.
+
+        The arguments are those of `evaluate.evaluate`.
+        """
         from esm_turbo.evaluate import evaluate
 
         return evaluate(self, as_list(sequences), presets, max_proteins, **options)
@@ -184,15 +195,16 @@ class TurboEsm(ContextModel):
 
 
 def _usable(name: str | torch.device) -> torch.device:
+    """The device of that name; a ValueError if it cannot be used here."""
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    # A build of torch without a kind of device says so by an AssertionError.
+    # A torch build without support for a device type raises an AssertionError.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # Some of torch's messages go on for pages.
+        # Some of torch's messages span pages.
         reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
         raise ValueError(
-            f"device {str(name)!r} cannot be used here: {reason}; use 'cpu', or a machine and a torch that have it"
+            f"device {str(name)!r} cannot be used here: {reason}; use 'cpu', or another machine or torch build"
         ) from None
     return device
 

@@ -1,1 +1,4 @@
-"""Applications of a cached context. Tasks depend on `ContextModel` and never on each other's internals."""
+"""Applications of a cached context.
+
+Each folder is one task and stands on `ContextModel` and `tasks.common` alone. No task imports another.
+"""

@@ -935,7 +935,7 @@ def test_a_store_of_contexts_takes_no_embeddings(esm, fasta, tmp_path, tiny_fold
     assert esm("store", fasta, contexts, "--model", tiny_folder, "--preset", "exact").code == 0
     before = sorted(contexts.rglob("*"))
     result = esm("embed", fasta, contexts, "--model", tiny_folder)
-    assert result.code == 2 and "is a store of contexts; give a new or an empty folder" in result.error
+    assert result.code == 2 and "is a context store; give a new or an empty folder" in result.error
     assert sorted(contexts.rglob("*")) == before
 
 

@@ -160,7 +160,7 @@ def test_memory_is_that_of_the_device(esm, targets, candidates, monkeypatch):
         ("candidates", "", "is empty"),
         ("candidates", ">a\n\n>b\nA-\n", "no usable record"),
         ("csv", "id,peptide\na,ACD\n", "lacks the column 'sequence'; there are 'id', 'peptide'"),
-        ("csv", "sequence\n", "holds no candidates; give at least one below the names of the columns"),
+        ("csv", "sequence\n", "holds no candidates; give at least one below the column names"),
         ("csv", "", "is empty; its first line must name the columns"),
     ],
 )
@@ -242,8 +242,8 @@ def test_bad_variants_are_listed_and_the_rest_is_done(esm, wild_type, write):
     assert code == 1
     assert "2 variants" in printed
     assert err.splitlines() == [
-        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; is 1 the number of the first residue?",
-        f"esm-turbo: error: {table}, record 'line 4': score is 'x', no number; correct it or leave it empty",
+        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; is 1 the position of the first residue?",
+        f"esm-turbo: error: {table}, record 'line 4': score is 'x', not a number; correct it or leave it empty",
         f"esm-turbo: error: {table}, record 'line 5': score is 'inf', not finite; correct it or leave it empty",
     ]
 
@@ -256,7 +256,7 @@ def test_bad_variants_are_listed_and_the_rest_is_done(esm, wild_type, write):
         (">a\nMK\n", "variant\nM1A\n", [], "lacks the column 'mutant'; there are 'variant'"),
         (">a\nMK\n", "mutant\nM1A\n", ["--measured", "fitness"], "lacks the column 'fitness'"),
         (">a\nMK\n", "mutant\nK1A\n", [], "no usable variant"),
-        (">a\nMK\n", "mutant,fitness\n", [], "holds no variants; give at least one below the names of the columns"),
+        (">a\nMK\n", "mutant,fitness\n", [], "holds no variants; give at least one below the column names"),
         (">a\nMK\n", "mutant\nM1A\n", ["--method", "both"], "--method"),
         (">a\nMK\n", "mutant\nM1A\n", ["--refresh", "-1"], "--refresh must be at least 0, got -1"),
     ],

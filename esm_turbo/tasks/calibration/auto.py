@@ -1,4 +1,4 @@
-"""`calibration="auto"`: calibrate on the shipped proteins once, and keep the result in the user's cache folder."""
+"""`calibration="auto"`: calibrates on the shipped proteins once and keeps the result in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ _log = logging.getLogger(__name__)
 
 
 def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> Calibration:
-    """The calibration of a model on the shipped proteins: read from the cache folder, or made and kept there.
+    """Calibrate a model on the shipped proteins, or read the calibration from the cache folder if it is there.
 
-    A file that is damaged is passed over and made anew. Where the folder cannot be written, the calibration is
-    returned all the same.
+    A damaged file is ignored and written again. If the folder cannot be written, the calibration is returned without
+    being kept.
 
     Args:
-        turbo: the model and its tokenizer.
-        progress: as of `calibrate_records`; not called where the calibration is found.
+        turbo: the model.
+        progress: as for `calibrate_records`; not called if the calibration is read.
 
     Raises:
         ValueError: the model's weights are not finite.
     """
     fasta = calibration_proteins()
     folder, prefix = calibration_folder(), _prefix(turbo, fasta)
-    calibration = _kept(folder, prefix, turbo)
+    calibration = _saved(folder, prefix, turbo)
     if calibration is not None:
         return calibration
     path = folder / f"{prefix}-{_digest(model_fingerprint(turbo.model.esm).tobytes())}.safetensors"
@@ -47,7 +47,7 @@ def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> C
     try:
         calibration.save(path)
     except OSError as error:
-        _log.warning("the calibration cannot be kept for the next time: %s", error)
+        _log.warning("the calibration cannot be saved for later runs: %s", error)
     return calibration
 
 
@@ -59,7 +59,7 @@ def calibration_folder() -> Path:
 
 
 def _prefix(turbo: ContextModel, fasta: Path) -> str:
-    """What a file's name says besides the model: the file format, the proteins and the model's shape."""
+    """First part of a file's name: a digest of the file format, the proteins and the model's shape."""
     return _digest(f"{FORMAT_VERSION} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
 
 
@@ -67,10 +67,10 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
 
 
-def _kept(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None:
-    """A kept calibration of this model.
+def _saved(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None:
+    """The calibration of this model in the folder, if there is one.
 
-    Fingerprints are compared and not only digests: another dtype or device changes their last digits.
+    Digests of fingerprints do not suffice to find it: dtype and device change a fingerprint's last digits.
     """
     own = model_fingerprint(turbo.model.esm)
     for path in sorted(folder.glob(f"{prefix}-*.safetensors")):
@@ -80,5 +80,5 @@ def _kept(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None:
             if same_model(fingerprint, own):
                 return Calibration.load(path, model=turbo.model)
         except (SafetensorError, ValueError, OSError) as error:
-            _log.warning("%s is passed over: %s", path, error)
+            _log.warning("%s is ignored: %s", path, error)
     return None

@@ -1,4 +1,4 @@
-"""Calibration from protein records: what `esm-turbo calibrate`, the demo and `calibration="auto"` have in common."""
+"""Calibrating a model on protein records, as `esm-turbo calibrate`, the demo and `calibration="auto"` do."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NO_CLASS = "unknown"
 
 Counts = dict[str, dict[str, int]]
-"""Sequences and residues by class or by length."""
+"""Numbers of sequences and residues, by class or by length."""
 
 
 def calibrate_records(
@@ -33,24 +33,24 @@ def calibrate_records(
     max_residues: int | None = None,
     progress: Progress | None = None,
 ) -> Calibration:
-    """Calibrates a model on proteins. The model is not changed.
+    """Calibrate a model on proteins. The model is not changed.
 
     The result depends neither on the order of the proteins nor on `toks_per_batch`.
 
     Args:
-        turbo: the model and its tokenizer.
+        turbo: the model.
         records: the proteins.
-        source: the FASTA file that they come from, whose name and SHA-256 are recorded.
-        presets: whose codecs are fitted now; others are fitted when they are first asked for.
-        toks_per_batch: padded tokens of a batch.
+        source: the FASTA file of the proteins, whose name and SHA-256 are recorded.
+        presets: the presets whose codecs are fitted now; others are fitted on first use.
+        toks_per_batch: padded tokens per batch.
         max_residues: see `first_records`.
         progress: called with stage `calibrate` and residues, see `Progress`.
 
     Returns:
-        The calibration, its provenance with counts by class and by length.
+        The calibration. Its provenance has counts by class and by length.
 
     Raises:
-        ValueError: there are fewer residues than a head has components, an option is not positive, or the model's
+        ValueError: there are fewer residues than components per head, an option is not positive, or the model's
             weights are not finite.
     """
     records = first_records(records, max_residues)
@@ -59,7 +59,7 @@ def calibrate_records(
     warn_if_long(lengths)
     calibrator = KVCalibrator(turbo.model)
     codes, counter = turbo.codes, StageProgress(progress, "calibrate", sum(lengths))
-    # The longest first: what does not fit into memory is known at once.
+    # The longest first, so that a lack of memory shows at once.
     for batch in reversed(batches):
         rows = [[codes.cls, *codes.encode(records[i].sequence, records[i].id), codes.eos] for i in batch]
         calibrator.partial_fit(*codes.batch(rows))
@@ -68,7 +68,7 @@ def calibrate_records(
 
 
 def first_records(records: Sequence[ProteinRecord], max_residues: int | None = None) -> list[ProteinRecord]:
-    """The first proteins that together have at most `max_residues` residues; all of them for None.
+    """The first proteins with at most `max_residues` residues in total; all of them for None.
 
     Raises:
         ValueError: `max_residues` is less than the first protein's length.
@@ -91,9 +91,9 @@ def first_records(records: Sequence[ProteinRecord], max_residues: int | None = N
 def provenance(
     turbo: ContextModel, records: Sequence[ProteinRecord], source: str | os.PathLike[str] | None = None
 ) -> dict[str, Any]:
-    """What a calibration records of the model and the proteins it was made from, JSON values.
+    """Provenance of a calibration: its model and proteins, as JSON values.
 
-    Names of folders are left out: a file that is passed on should not tell where it was made.
+    Folder names are left out, so that a shared file does not reveal local paths.
     """
     record: dict[str, Any] = {
         "model": turbo.name,
@@ -106,7 +106,7 @@ def provenance(
 
 
 def counts_by(records: Iterable[ProteinRecord], key: Callable[[ProteinRecord], str]) -> Counts:
-    """Sequences and residues of each group, in the order in which the groups appear."""
+    """Numbers of sequences and residues per group, in order of first appearance."""
     counts: Counts = {}
     for record in records:
         group = counts.setdefault(key(record), {"sequences": 0, "residues": 0})

@@ -1,1 +1,1 @@
-"""Options, scoring arms, memory estimates and rankings shared by the tasks."""
+"""What the tasks share: options, argument checks, arms, memory estimates, rankings and progress."""

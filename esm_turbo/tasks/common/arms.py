@@ -1,8 +1,11 @@
-"""The three ways in which a score can be computed, and the steps that they share.
+"""The arms `full`, `frozen` and `turbo`, and the forwards that scoring and variant effects share.
 
-`full` computes everything anew, `frozen` extends a context kept at full precision, and `turbo` one stored as the
-model's preset says. The difference between the first two is the freezing error, between the last two the
-quantisation error.
+An arm is one way to compute a score. `full` runs the whole input for every mask. `frozen` extends a context cached at
+full precision. `turbo` extends a context cached under the model's preset. Frozen against full is the freezing error,
+turbo against frozen the quantisation error.
+
+How many residues of a cached context are refreshed (run again with the new tokens) is the `refresh` argument of each
+task; `scoring.targets` and `variants.score` decide which ones.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm
 
@@ -24,35 +28,42 @@ if TYPE_CHECKING:
 
 ARMS: tuple[Arm, ...] = get_args(Arm)
 FROZEN = TurboConfig.from_preset("exact")
+"""Storage of the arm `frozen`."""
 
-# Measured on a processor and the embedded model: more tokens at once fall out of its caches.
+# Measured on the embedded model: larger batches no longer fit into a CPU's caches.
 _CPU_TOKENS, _DEVICE_TOKENS = 1024, 32768
-# A whole protein a row: so few rows that starting operations would be what takes the time.
+# In the full arm each row is a whole protein; smaller batches would hold so few rows that launch overhead dominates.
 _CPU_FULL_TOKENS = 4096
 
 
-def check_arm(arm: str) -> Arm:
-    """The arm of that name.
+def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None = None) -> tuple[Arm, str | None]:
+    """Decide which arm runs.
+
+    Args:
+        turbo: the model.
+        arm: the requested arm; None is `turbo`, or the arm of `cache`.
+        cache: the context, if the caller has one; its preset fixes the arm.
+
+    Returns:
+        The arm, and the preset that its context is stored as; None for `full`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no such arm exists, or `cache` belongs to another one.
     """
-    for known in ARMS:
-        if arm == known:
-            return known
-    raise ValueError(f"`arm` must be one of {list(ARMS)}, got {arm!r}")
-
-
-def arm_of(cache: TurboKVCache) -> Arm:
-    """The arm that a given cache makes."""
-    return "frozen" if cache.config == FROZEN else "turbo"
+    if cache is not None:
+        own: Arm = "frozen" if cache.config == FROZEN else "turbo"
+        if arm not in (None, own):
+            raise ValueError(f"a cache of preset {cache.config.name!r} is for arm {own!r}, not {arm!r}")
+        return own, cache.config.name
+    chosen = check_choice("arm", "turbo" if arm is None else arm, ARMS)
+    return chosen, {"full": None, "frozen": FROZEN.name, "turbo": turbo.model.esm.turbo_config.name}[chosen]
 
 
 def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> int:
-    """Tokens of a batch: what was asked for, or what is fast.
+    """Number of tokens per batch: the requested one, or a fast one for the arm and device.
 
     Raises:
-        ValueError: it is not positive.
+        ValueError: the requested number is not positive.
     """
     if toks_per_batch is None:
         if device.type != "cpu":
@@ -65,11 +76,11 @@ def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> 
 
 @torch.no_grad()
 def prefill_ids(turbo: ContextModel, token_ids: Sequence[int], arm: str) -> TurboKVCache:
-    """Computes one row of tokens exactly, as they are, and stores it as the arm says.
+    """Compute one row of tokens exactly, without adding or dropping any, and cache it as the arm requires.
 
     Raises:
-        ValueError: the model lacks the calibration that its preset needs.
-        NotEnoughMemoryError: the device has too little memory.
+        ValueError: the preset needs a calibration and the model has none.
+        NotEnoughMemoryError: the row does not fit into the device's memory.
     """
     esm = turbo.model.esm
     config = FROZEN if arm == "frozen" else esm.turbo_config
@@ -81,15 +92,31 @@ def prefill_ids(turbo: ContextModel, token_ids: Sequence[int], arm: str) -> Turb
     return cache
 
 
+def single_row(cache: TurboKVCache, role: str) -> list[int]:
+    """Token ids of a cache that must have one row.
+
+    Args:
+        cache: the cache.
+        role: its role in the error message, such as `a target`.
+
+    Raises:
+        ValueError: it has no row, or several.
+    """
+    if cache.batch_size != 1:
+        raise ValueError(f"{role} must be a cache of one row, this one has {cache.batch_size}: see `cache.select`")
+    ids: list[int] = cache.token_ids[0, : cache.get_seq_length()].tolist()
+    return ids
+
+
 @torch.no_grad()
 def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **options: Any) -> Tensor:
-    """What the model predicts for one or several tokens of every row.
+    """Predicted log-probabilities at one or several tokens of every row.
 
     Args:
         turbo: the model.
         input_ids: [batch, n].
-        at: which token of each row, int64 [batch]; or which tokens, [batch, k].
-        **options: as of `TurboEsmModel.forward`.
+        at: index of the token in each row, int64 [batch]; or of k tokens, [batch, k].
+        **options: further arguments of `TurboEsmModel.forward`.
 
     Returns:
         Natural logarithms of probabilities over the vocabulary, float32 [batch, vocab_size] or
@@ -98,10 +125,11 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     device = turbo.model.device
     options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
     if not options:
+        # Without a cache and padding, the encoder may run the rows packed.
         options = {"row_lengths": [input_ids.shape[1]] * len(input_ids)}
     states = turbo.model.esm(input_ids.to(device), **options).last_hidden_state
     rows = torch.arange(len(at), device=states.device).view(-1, *[1] * (at.dim() - 1))
-    # The head runs on the tokens that are asked for, not on all.
+    # The language model head runs on the selected tokens only.
     logits = turbo.model.lm_head(states[rows, at.to(states.device)])
-    found: Tensor = logits.float().log_softmax(dim=-1).cpu()
-    return found
+    log_probs: Tensor = logits.float().log_softmax(dim=-1).cpu()
+    return log_probs

@@ -1,4 +1,4 @@
-"""How much memory a forward takes, and whether there is as much: said before it begins, not by a killed process."""
+"""Memory estimates of a forward, checked before it starts so that a run fails with an error and is not killed."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
 
     from esm_turbo.modeling_esm_turbo import TurboEsmModel
 
-# Tensors of one layer that live together at its widest place: the activation function holds this many of the
-# feed-forward network's inner size, and residual stream, norm and its input are of the hidden size.
+# Tensors of one layer alive at its peak, in the feed-forward network's activation: this many of the intermediate size,
+# and this many of the hidden size (residual stream, norm and its input).
 _INNER, _HIDDEN = 4, 4
 
 
 class NotEnoughMemoryError(MemoryError):
-    """An input needs more memory than the device has."""
+    """An input needs more memory than the device has free."""
 
 
 def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool = False, batch_size: int = 1) -> int:
-    """Estimates what a forward holds at once beyond the weights, without output of all layers.
+    """Estimate the peak memory of a forward in bytes, without the weights and without outputs of all layers.
 
     Args:
-        config: of the model.
-        tokens: of all rows together.
-        itemsize: bytes of the model's dtype.
-        eager: the attention holds all its scores, as with `attn_implementation="eager"`.
-        batch_size: rows of the same length.
+        config: the model's configuration.
+        tokens: number of tokens in all rows together.
+        itemsize: bytes per element of the model's dtype.
+        eager: whether attention materialises all its scores, as with `attn_implementation="eager"`.
+        batch_size: number of rows, all of the same length.
     """
     activations = tokens * (_INNER * config.intermediate_size + _HIDDEN * config.hidden_size)
     scores = 2 * config.num_attention_heads * tokens * tokens // batch_size if eager else 0
@@ -40,20 +40,20 @@ def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool 
 
 
 def cache_bytes(geometry: Geometry, tokens: int, bits: float) -> int:
-    """Bytes of keys and values of so many tokens at so many bits an element."""
+    """Bytes of the keys and values of `tokens` tokens at `bits` bits per element."""
     return round(geometry.elements_per_token * tokens * bits / 8)
 
 
 def check_memory(model: TurboEsmModel, tokens: int, *, stored: bool) -> None:
-    """Makes sure that a single row of tokens can be computed.
+    """Check that a single row of tokens fits into memory.
 
     Args:
-        model: what runs.
-        tokens: of the row.
+        model: the encoder.
+        tokens: number of tokens in the row.
         stored: whether a cache is written.
 
     Raises:
-        NotEnoughMemoryError: the estimate is more than what is free; names both.
+        NotEnoughMemoryError: the estimate exceeds the free memory; the message names both.
     """
     free = available_bytes(model.device)
     if free is None:
@@ -67,15 +67,15 @@ def check_memory(model: TurboEsmModel, tokens: int, *, stored: bool) -> None:
     if needed > free:
         raise NotEnoughMemoryError(
             f"{tokens:,} tokens at once need about {_text(needed)} of memory, {_text(free)} are free on {model.device};"
-            " take a shorter protein, a smaller model or a larger machine"
+            " use a shorter protein, a smaller model or a larger machine"
         )
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be had on a device; None where the system does not say."""
+    """Free memory of a device in bytes; None if the system does not report it."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        # PyTorch keeps what it once had.
+        # PyTorch holds on to freed memory for reuse.
         return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
@@ -83,7 +83,7 @@ def available_bytes(device: torch.device) -> int | None:
 
 
 def _available_in_system() -> int | None:
-    """Linux: what the kernel counts as available, or what the control group has left."""
+    """Linux: the kernel's estimate of available memory, or what the control group has left if that is less."""
     found = [_meminfo(), _control_group()]
     return min((size for size in found if size is not None), default=None)
 
@@ -101,7 +101,7 @@ def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used = int((folder / "memory.current").read_text(encoding="ascii"))
         entries = (line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-        # File pages that are not in use are given up first.
+        # Inactive file pages are reclaimed first.
         reclaimable = sum(int(size) for name, size in entries if name == "inactive_file")
     except (OSError, ValueError):
         return None

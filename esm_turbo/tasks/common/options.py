@@ -1,10 +1,24 @@
-"""Choices that the Python calls and the command line share; imports nothing, so that `--help` stays quick."""
+"""Choices and defaults that the Python calls and the command line share. Imports nothing, so `--help` stays fast."""
 
 from typing import Literal
 
 Include = Literal["mean", "per_tok", "bos", "contacts", "cache"]
+"""Results of an embedding, named as in `esm-extract`."""
+
 EmbeddingFormat = Literal["pt", "h5", "safetensors"]
+"""File format of embeddings."""
+
 UnmaskingOrder = Literal["random", "confidence", "left_to_right"]
+"""Order in which masked positions are drawn."""
+
 Arm = Literal["full", "frozen", "turbo"]
+"""Computation of a score: everything again, or with a context cached at full precision, or compressed."""
+
 Place = Literal["masked", "empty"]
+"""Contents of the candidate's positions while a target is cached: masks, or nothing."""
+
 MarginalMethod = Literal["masked", "wild_type"]
+"""Input at the position of a variant: a mask, or the wild type's residue."""
+
+DEFAULT_TOP_K = 10
+"""Number of top candidates used to compare rankings."""

@@ -1,4 +1,4 @@
-"""How well two ways of scoring the same things agree about their order."""
+"""Agreement of two rankings of the same items."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-TOP_K = 10
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K
 
 
 @dataclass(frozen=True)
@@ -19,10 +19,10 @@ class RankAgreement:
     """Agreement of scores with a reference.
 
     Attributes:
-        count: how many things were scored.
-        spearman: rank correlation, from -1 to 1; None where there are fewer than two, or all are equal.
-        top_k: how many of the best are looked at, `count` at most.
-        top_k_overlap: share of the reference's best `top_k` that are among the best `top_k` here.
+        count: number of items.
+        spearman: rank correlation, from -1 to 1; None for fewer than two items, or if all scores are equal.
+        top_k: number of top items compared, `count` at most.
+        top_k_overlap: fraction of the reference's top `top_k` items that are also among the top `top_k` here.
         mean_difference: mean absolute difference of the scores.
     """
 
@@ -37,20 +37,20 @@ class RankAgreement:
         return dataclasses.asdict(self)
 
 
-def rank_agreement(scores: Sequence[float], reference: Sequence[float], top_k: int = TOP_K) -> RankAgreement:
-    """Compares two scorings of the same things, the higher the better in both.
+def rank_agreement(scores: Sequence[float], reference: Sequence[float], top_k: int = DEFAULT_TOP_K) -> RankAgreement:
+    """Compare two sets of scores of the same items; higher is better in both.
 
     Args:
-        scores: finite, one a thing.
-        reference: finite, in the same order.
-        top_k: how many of the best to compare.
+        scores: finite scores, one per item.
+        reference: finite scores of the same items in the same order.
+        top_k: number of top items to compare.
 
     Raises:
-        ValueError: there are none, not as many of both, one is not finite, or `top_k` is not positive.
+        ValueError: there are no scores, their numbers differ, one is not finite, or `top_k` is not positive.
     """
     ours, theirs = (np.asarray(values, dtype=np.float64) for values in (scores, reference))
     if ours.shape != theirs.shape or ours.ndim != 1 or not len(ours):
-        raise ValueError(f"as many scores as of the reference are needed, got {len(ours)} and {len(theirs)}")
+        raise ValueError(f"the two rankings need the same items, at least one; got {len(ours)} and {len(theirs)}")
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise ValueError("scores that are not finite cannot be ranked")
     if top_k < 1:
@@ -61,16 +61,16 @@ def rank_agreement(scores: Sequence[float], reference: Sequence[float], top_k: i
 
 
 def spearman(scores: Sequence[float] | npt.NDArray[Any], reference: Sequence[float] | npt.NDArray[Any]) -> float | None:
-    """Spearman's rank correlation; None where it is not defined: fewer than two, or all equal."""
-    # SciPy's statistics take a second to load.
+    """Spearman's rank correlation; None where it is undefined: fewer than two scores, or all equal."""
+    # Importing SciPy's statistics takes a second.
     from scipy.stats import spearmanr
 
     if len(scores) < 2 or len(set(scores)) < 2 or len(set(reference)) < 2:
         return None
-    found = float(spearmanr(scores, reference).statistic)
-    return None if math.isnan(found) else found
+    correlation = float(spearmanr(scores, reference).statistic)
+    return None if math.isnan(correlation) else correlation
 
 
 def _best(scores: npt.NDArray[np.float64], k: int) -> set[int]:
-    """Indices of the k highest; of equal ones the first."""
+    """Indices of the k highest scores; of equal scores, the first."""
     return set(np.argsort(-scores, kind="stable")[:k].tolist())

@@ -1,4 +1,4 @@
-"""Embeddings of proteins as `esm-extract` makes them, and their compressed caches."""
+"""Embeddings of proteins, as `esm-extract` makes them, and their compressed caches."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
-# Elements of each parameter that tell one set of weights from another; all of them would take minutes to hash.
+# Elements per parameter that identify a set of weights; hashing all of them would take minutes.
 _DIGESTED = 256
 
 
 @dataclass(frozen=True)
 class ProteinEmbedding:
-    """What was asked of one protein, named as in the files of `esm-extract`; None where it was not asked.
+    """The requested results of one protein, named as in the files of `esm-extract`; None if not requested.
 
-    Tensors are float32 on the CPU. L is the number of residues; layer 0 is the input of the first layer, the last
-    layer is taken after the model's final layer norm. Layers are numbered from 0, also where they were asked for
-    with negative numbers.
+    Tensors are float32 on the CPU. L is the number of residues. Layer 0 is the input of the first layer; the last layer
+    is taken after the model's final layer norm. Layers are numbered from 0, even if negative numbers were requested.
 
     Attributes:
-        representations: per layer the hidden states of the residues, [L, hidden_size].
-        mean_representations: per layer their mean over the residues, [hidden_size].
-        bos_representations: per layer the hidden state of `<cls>`, [hidden_size].
+        representations: by layer, hidden states of the residues, [L, hidden_size].
+        mean_representations: by layer, their mean over the residues, [hidden_size].
+        bos_representations: by layer, hidden state of `<cls>`, [hidden_size].
         contacts: predicted contact probabilities, [L, L].
-        cache: what `ContextModel.prefill` makes of the protein.
+        cache: the protein's cache, as from `ContextModel.prefill`.
     """
 
     representations: dict[int, Tensor] | None = None
@@ -53,7 +52,7 @@ class ProteinEmbedding:
         return all(bool(torch.isfinite(tensor).all()) for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors by a flat name, such as `mean_representations.12`; without the cache."""
+        """All tensors by flat name, such as `mean_representations.12`, without the cache."""
         flat: dict[str, Tensor] = {}
         for kind in ("representations", "mean_representations", "bos_representations"):
             flat |= {f"{kind}.{layer}": tensor for layer, tensor in (getattr(self, kind) or {}).items()}
@@ -62,12 +61,12 @@ class ProteinEmbedding:
 
 @dataclass(frozen=True)
 class EmbeddingRequest:
-    """What is computed of every protein.
+    """Results to compute for every protein.
 
     Attributes:
-        layers: whose hidden states are taken, from 0 to the number of layers.
+        layers: layers whose hidden states are returned, from 0 to the number of layers.
         include: see `embed`.
-        windows: how long proteins are cut; None computes every protein whole.
+        windows: the split of long proteins into windows; None computes every protein whole.
     """
 
     layers: tuple[int, ...]
@@ -78,24 +77,24 @@ class EmbeddingRequest:
     def of(
         cls, turbo: ContextModel, repr_layers: Sequence[int], include: Iterable[str], windows: Windows | None = None
     ) -> EmbeddingRequest:
-        """Checks what was asked for.
+        """Check a request; the arguments are those of `embed`.
 
         Raises:
-            ValueError: nothing is asked for, there is no such layer, an item of `include` is unknown, caches are
-                asked for and the model cannot write them, or windows cannot give what is asked for.
+            ValueError: nothing is requested, a layer does not exist, an item of `include` is unknown, caches are
+                requested and the model cannot write them, or the results are not available in windows.
         """
-        wanted = frozenset([include] if isinstance(include, str) else include)
+        items = frozenset([include] if isinstance(include, str) else include)
         allowed = get_args(Include)
-        if not wanted or not wanted <= set(allowed):
-            raise ValueError(f"`include` must be some of {list(allowed)}, got {sorted(wanted)}")
+        if not items or not items <= set(allowed):
+            raise ValueError(f"`include` must be some of {list(allowed)}, got {sorted(items)}")
         layers = _layers(repr_layers, turbo.model.config.num_hidden_layers)
-        if windows is not None and wanted & {"contacts", "cache"}:
+        if windows is not None and items & {"contacts", "cache"}:
             raise ValueError(
-                f"window by window there are no contacts and no cache of a whole protein, got {sorted(wanted)}"
+                f"window by window there are no contacts and no cache of a whole protein, got {sorted(items)}"
             )
-        if "cache" in wanted or (windows is not None and windows.memory):
+        if "cache" in items or (windows is not None and windows.memory):
             turbo.model.new_cache()
-        return cls(layers, wanted, windows)
+        return cls(layers, items, windows)
 
 
 def embed(
@@ -107,34 +106,34 @@ def embed(
     return_cache: bool = False,
     windows: Windows | None = None,
 ) -> list[ProteinEmbedding]:
-    """Embeds proteins; `iter_embeddings` does the same without keeping all results.
+    """Embed proteins. `iter_embeddings` does the same without keeping all results.
 
     Args:
-        turbo: the model and its tokenizer.
+        turbo: the model.
         sequences: residues; `<mask>` may stand for one.
         repr_layers: from 0, the input of the first layer, to the number of layers; negative ones count from the end.
         include: some of `mean`, `per_tok`, `bos` (`<cls>`), `contacts` and `cache`.
-        toks_per_batch: padded tokens of a batch; a longer protein forms a batch of its own.
-        return_cache: the same as `cache` in `include`.
-        windows: how long proteins are cut; None computes every protein whole.
+        toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
+        return_cache: same as `cache` in `include`.
+        windows: the split of long proteins into windows; None computes every protein whole.
 
     Returns:
-        One a sequence, in their order.
+        One embedding per sequence, in the same order.
 
     Raises:
-        ValueError: a sequence is empty or has letters that are no residues, there is no such layer, an item of
-            `include` is unknown, or caches are asked for under a preset that needs a calibration and there is none.
+        ValueError: a sequence is empty or has a letter that is not a residue, a layer does not exist, an item of
+            `include` is unknown, or caches are requested under a preset that needs a calibration and there is none.
     """
     include = [include] if isinstance(include, str) else list(include)
     request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows)
-    found: dict[int, ProteinEmbedding] = {}
+    embeddings: dict[int, ProteinEmbedding] = {}
     for batch in iter_embeddings(turbo, sequences, request, toks_per_batch):
-        found.update(batch)
-    return [found[index] for index in range(len(sequences))]
+        embeddings.update(batch)
+    return [embeddings[index] for index in range(len(sequences))]
 
 
 def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[str, Any]:
-    """What decides the values of embeddings, JSON values: the same settings give the same, up to rounding."""
+    """Everything that determines the values of embeddings up to rounding, as JSON values."""
     settings: dict[str, Any] = {
         "model": turbo.name,
         "weights": _digest((name, p.detach().reshape(-1)[:_DIGESTED]) for name, p in turbo.model.named_parameters()),
@@ -159,40 +158,39 @@ def iter_embeddings(
     done: Container[int] = (),
     on_failure: Callable[[int, str], None] | None = None,
 ) -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-    """Embeds proteins batch by batch, the longest first, in memory that does not grow with their number.
+    """Embed proteins batch by batch, the longest first, in memory that does not grow with their number.
 
-    Everything is checked before the first batch. A batch that does not fit into memory is halved.
+    All arguments are checked before the first batch. A batch that does not fit into memory is halved.
 
     Args:
-        turbo: the model and its tokenizer.
+        turbo: the model.
         sequences: as for `embed`.
-        request: what to compute.
+        request: the results to compute.
         toks_per_batch: as for `embed`.
-        done: indices that are left out; the batches of the others stay what they are without it, see
-            `remaining_batches`.
-        on_failure: called with the index of a protein that does not fit into memory and the reason; None raises.
+        done: indices to leave out. The other proteins keep their batches, see `remaining_batches`.
+        on_failure: called with the index of a protein that does not fit into memory, and the reason; None raises.
 
     Yields:
-        The proteins of a batch, each with its index in `sequences`.
+        The embeddings of a batch, each with its index in `sequences`.
 
     Raises:
-        ValueError: a sequence is empty or has letters that are no residues.
+        ValueError: a sequence is empty or has a letter that is not a residue.
         MemoryError: a protein does not fit into memory, and `on_failure` is None.
     """
     rows = encode_rows(turbo.codes, sequences)
     batches = remaining_batches([_size(row, request, toks_per_batch) for row in rows], toks_per_batch, done)
-    sight = math.inf if request.windows is None else request.windows.sight
-    warn_if_long((int(min(len(row) - 2, sight)) for row in rows), stacklevel=3)
-    return _in_turn(turbo, sequences, rows, batches, request, on_failure)
+    reach = math.inf if request.windows is None else request.windows.reach
+    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), stacklevel=3)
+    return _iter_batches(turbo, sequences, rows, batches, request, on_failure)
 
 
 def _size(row: TokenRow, request: EmbeddingRequest, toks_per_batch: int) -> int:
-    """Tokens that a protein counts for: one that is cut into windows forms a batch of its own."""
-    cut = request.windows is not None and request.windows.cuts(len(row) - 2)
-    return max(len(row), toks_per_batch + 1) if cut else len(row)
+    """Size of a protein for batching, in tokens; one that is split into windows forms a batch of its own."""
+    split = request.windows is not None and request.windows.splits(len(row) - 2)
+    return max(len(row), toks_per_batch + 1) if split else len(row)
 
 
-def _in_turn(
+def _iter_batches(
     turbo: ContextModel,
     sequences: Sequence[str],
     rows: Sequence[TokenRow],
@@ -200,19 +198,20 @@ def _in_turn(
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
 ) -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-    # A device computes the next batch while the caller writes this one; a CPU has nothing to gain from that.
+    """Launch each batch and yield its embeddings; on a GPU the next batch is launched first."""
+    # A GPU computes the next batch while the caller writes this one; a CPU gains nothing from that.
     ahead = turbo.model.device.type == "cuda"
-    waiting: list[_Pending | _Done] = []
+    pending: list[_PendingBatch | _WindowedProtein] = []
     for batch in batches:
         launched = _embed_or_halve(turbo, sequences, rows, batch, request, on_failure)
-        if waiting:
-            yield [pair for pending in waiting for pair in pending.collect()]
-        waiting = launched
-        if waiting and not ahead:
-            yield [pair for pending in waiting for pair in pending.collect()]
-            waiting = []
-    if waiting:
-        yield [pair for pending in waiting for pair in pending.collect()]
+        if pending:
+            yield [pair for part in pending for pair in part.collect()]
+        pending = launched
+        if pending and not ahead:
+            yield [pair for part in pending for pair in part.collect()]
+            pending = []
+    if pending:
+        yield [pair for part in pending for pair in part.collect()]
 
 
 def _embed_or_halve(
@@ -222,22 +221,21 @@ def _embed_or_halve(
     batch: Sequence[int],
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
-) -> list[_Pending | _Done]:
+) -> list[_PendingBatch | _WindowedProtein]:
+    """Launch a batch, in halves if it does not fit into memory."""
     try:
         return [_embed_batch(turbo, sequences, rows, batch, request)]
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-    # Outside of the handler, which would keep the failed batch's tensors alive.
+    # Outside the handler, which would keep the failed batch's tensors alive.
     if len(batch) > 1:
         halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-        return [
-            pending for half in halves for pending in _embed_or_halve(turbo, sequences, rows, half, request, on_failure)
-        ]
+        return [part for half in halves for part in _embed_or_halve(turbo, sequences, rows, half, request, on_failure)]
     [index] = batch
     reason = (
         f"its {len(rows[index]) - 2} residues need more memory than {turbo.model.device} has;"
-        " cut it, ask for less of it, or take a device with more"
+        " cut it, request less, or use a device with more memory"
     )
     if on_failure is None:
         raise MemoryError(f"sequence {index + 1}: {reason}")
@@ -246,7 +244,7 @@ def _embed_or_halve(
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    # PyTorch has a class for devices only.
+    # PyTorch has an exception class for devices only.
     return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
@@ -257,28 +255,29 @@ def _embed_batch(
     rows: Sequence[TokenRow],
     batch: Sequence[int],
     request: EmbeddingRequest,
-) -> _Pending | _Done:
-    if request.windows is not None and request.windows.cuts(len(rows[batch[0]]) - 2):
+) -> _PendingBatch | _WindowedProtein:
+    if request.windows is not None and request.windows.splits(len(rows[batch[0]]) - 2):
         [index] = batch
         residues = rows[index][1:-1]
-        return _Done(index, embed_in_windows(turbo, residues, request.windows, request.layers, request.include))
+        parts = embed_in_windows(turbo, residues, request.windows, request.layers, request.include)
+        return _WindowedProtein(index, parts)
     device = turbo.model.device
     input_ids, attention_mask = (x.to(device) for x in turbo.codes.batch([rows[index] for index in batch]))
     lengths = [len(rows[index]) - 2 for index in batch]
-    pending = _Pending(batch, lengths, request)
+    pending = _PendingBatch(batch, lengths, request)
     if request.include & {"mean", "per_tok", "bos"}:
         for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
-            pending.take(layer, states)
+            pending.add_layer(layer, states)
     if "contacts" in request.include:
         pending.contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
         pending.caches = turbo.prefill([sequences[index] for index in batch])
-    pending.launched(device)
+    pending.record_end(device)
     return pending
 
 
-class _Pending:
-    """A batch on its way from the device: what was asked for of its proteins, all of a kind in one tensor."""
+class _PendingBatch:
+    """Results of a batch that are being copied from the device, one tensor per kind for all proteins."""
 
     def __init__(self, batch: Sequence[int], lengths: Sequence[int], request: EmbeddingRequest) -> None:
         self.batch = batch
@@ -291,25 +290,25 @@ class _Pending:
         self.caches: TurboKVCache | None = None
         self._copied: torch.cuda.Event | None = None
 
-    def take(self, layer: int, states: Tensor) -> None:
-        """Hidden states [batch, n, hidden_size] of one layer."""
+    def add_layer(self, layer: int, states: Tensor) -> None:
+        """Copy the requested results from the hidden states [batch, n, hidden_size] of one layer."""
         residues = [states[row, 1 : n + 1] for row, n in enumerate(self.lengths)]
         if "per_tok" in self.request.include:
-            # Without the padding, and converted where that is quickest.
+            # Without padding, and converted on the device, which is fastest.
             self.per_tok[layer] = _to_host(torch.cat(residues).float())
         if "mean" in self.request.include:
             self.mean[layer] = _to_host(torch.stack([x.float().mean(dim=0) for x in residues]))
         if "bos" in self.request.include:
             self.bos[layer] = _to_host(states[:, 0].float())
 
-    def launched(self, device: torch.device) -> None:
-        """To be called when all work is on its way."""
+    def record_end(self, device: torch.device) -> None:
+        """Mark the end of the batch's work on the device; call after everything is launched."""
         if device.type == "cuda":
             self._copied = torch.cuda.Event()
             self._copied.record(torch.cuda.current_stream(device))
 
     def collect(self) -> list[tuple[int, ProteinEmbedding]]:
-        """Waits for the batch, and gives each protein tensors of its own, so that none keeps the batch alive."""
+        """Wait for the batch and return its embeddings. Each owns its tensors, so none keeps the batch alive."""
         if self._copied is not None:
             self._copied.synchronize()
         ends = list(itertools.accumulate(self.lengths))
@@ -332,8 +331,8 @@ class _Pending:
         return embeddings
 
 
-class _Done:
-    """A protein cut into windows, which is complete when it comes back."""
+class _WindowedProtein:
+    """A protein computed in windows, whose results are already on the host."""
 
     def __init__(self, index: int, parts: dict[str, dict[int, Tensor]]) -> None:
         self.embedding = (index, ProteinEmbedding(**parts, contacts=None, cache=None))
@@ -345,9 +344,9 @@ class _Done:
 def _hidden_states(
     turbo: ContextModel, input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], layers: Sequence[int]
 ) -> dict[int, Tensor]:
-    """Hidden states [batch, n, hidden_size] of some layers; `lengths` counts residues per row."""
+    """Hidden states [batch, n, hidden_size] of the given layers; `lengths` counts residues per row."""
     last = turbo.model.config.num_hidden_layers
-    # The states of all layers together are many times the last one's memory.
+    # The states of all layers take many times the memory of the last one's.
     output = turbo.model.esm(
         input_ids,
         attention_mask,
@@ -360,7 +359,7 @@ def _hidden_states(
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """A copy on the CPU; from a CUDA device it is still under way, into pinned memory, when this returns."""
+    """A copy on the CPU; from a CUDA device the copy is asynchronous, into pinned memory."""
     if x.device.type != "cuda":
         return x.to("cpu")
     host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
@@ -376,7 +375,7 @@ def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def _layers(repr_layers: Sequence[int], last: int) -> tuple[int, ...]:
-    """Layers numbered from 0, each once, in the order asked for."""
+    """Layers numbered from 0, each once, in the requested order."""
     if not repr_layers:
         raise ValueError("`repr_layers` must name at least one layer")
     for layer in repr_layers:

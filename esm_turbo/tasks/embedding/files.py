@@ -1,12 +1,11 @@
 """Embeddings on disk: a folder of `.pt` or safetensors files with an index.
 
-Files are named by a hash of the sequence, never by an identifier, which may hold anything. Every file is whole or
-absent, and is checked before it is taken for done. A folder holds the embeddings of one model and one choice of
-options, kept in `settings.json`, and is written by one process at a time.
+Files are named by a hash of the sequence, never by an identifier, which may contain any character. A file is written
+atomically, and checked before a later run reuses it. A folder holds the embeddings of one model with one set of
+options, recorded in `settings.json`, and one process writes to it at a time.
 
-A batch counts as done when its rows stand in `index.tsv`, to which they are added after its files. What a killed run
-leaves is therefore whole batches, and the run that goes on where it stopped computes the same batches as one that was
-never stopped.
+A batch is done when its rows are in `index.tsv`, to which they are appended after its files are written. A killed run
+therefore leaves whole batches, and a run that resumes it computes the same batches as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -36,17 +35,17 @@ INDEX_FILE = "index.tsv"
 SETTINGS_FILE = "settings.json"
 _INDEX_HEADER = "id\tresidues\tembedding\tcache"
 _COLUMNS = 4
-_ASKED = ("representations", "mean_representations", "bos_representations", "contacts")
+_RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
 
 SameSequence = Sequence[ProteinRecord]
-"""Proteins of one sequence, at least one: they share one embedding."""
+"""Proteins with the same sequence, at least one; they share one embedding."""
 
 
 class EmbeddingWriter(ABC):
     """Writes the embeddings of proteins.
 
     Attributes:
-        damaged: names of what was found there and cannot be used: it is to be made anew.
+        damaged: names of existing files or entries that cannot be used and must be computed again.
     """
 
     def __init__(self) -> None:
@@ -54,43 +53,46 @@ class EmbeddingWriter(ABC):
 
     @abstractmethod
     def has(self, proteins: SameSequence) -> bool:
-        """Whether these are done, from an earlier run; reads and checks the whole of their embedding."""
+        """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
 
     @abstractmethod
     def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
-        """Writes an embedding; it counts after the next `commit`.
+        """Write an embedding; it counts as done after the next `commit`.
 
         Raises:
-            OSError: the file cannot be written. What was there before is unharmed.
+            OSError: the file cannot be written. An earlier version of it stays as it was.
         """
 
     @abstractmethod
     def commit(self) -> None:
-        """Makes what was written since the last call count, also if the process is killed afterwards.
+        """Make everything written since the last call count as done, even if the process is killed afterwards.
 
         Raises:
-            OSError: as of `write`.
+            OSError: as for `write`.
         """
 
     @abstractmethod
     def finish(self, records: Sequence[ProteinRecord]) -> None:
-        """To be called at the end of a run that was not interrupted.
+        """Complete the output; call at the end of a run that was not interrupted.
 
         Args:
-            records: all of the run's.
+            records: all records of the run.
 
         Raises:
-            OSError: as of `write`.
+            OSError: as for `write`.
         """
 
 
 def sequence_hash(sequence: str) -> str:
-    """The name of a sequence's files and data sets: that of biotrainer, SHA-256 of the sequence and its length."""
+    """Name of a sequence's files and data sets, as in biotrainer: SHA-256 of the sequence and its length."""
     return hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
 
 
 def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Reads a file of the safetensors format: metadata (`label`, `residues`) and tensors by flat name.
+    """Read an embedding in safetensors format.
+
+    Returns:
+        Metadata (`label`, `residues`), and tensors by flat name.
 
     Raises:
         ValueError: the file is missing, damaged or of another kind.
@@ -105,7 +107,7 @@ def is_embeddings(path: str | os.PathLike[str]) -> bool:
 
 
 def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """How the embeddings of a folder were made, and of how many proteins they are.
+    """Settings of the embeddings in a folder, and their number of proteins.
 
     Raises:
         ValueError: the settings are damaged.
@@ -114,30 +116,35 @@ def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return {"kind": "embeddings", "proteins": proteins, **_read_settings(Path(folder))}
 
 
-def check_same_settings(place: object, there: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Makes sure that embeddings were made as new ones will be.
+def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+    """Check that existing embeddings were made with the same settings as new ones.
+
+    Args:
+        path: the folder or file of the embeddings, for the error.
+        existing: their settings.
+        settings: those of the new ones.
 
     Raises:
-        ValueError: they were not; names the first difference.
+        ValueError: a setting differs; the message names the first one.
     """
-    for name in dict.fromkeys([*settings, *there]):
-        if settings.get(name) != there.get(name):
+    for name in dict.fromkeys([*settings, *existing]):
+        if settings.get(name) != existing.get(name):
             raise ValueError(
-                f"{place}: holds embeddings made with {name} {there.get(name)}, not {settings.get(name)};"
-                " give another place, or the same options"
+                f"{path}: holds embeddings made with {name} {existing.get(name)}, not {settings.get(name)};"
+                " give another path, or the same options"
             )
 
 
 class FolderWriter(EmbeddingWriter):
-    """One file a sequence, and one for its cache.
+    """Writes one file per sequence, and one for its cache.
 
     Args:
-        folder: which the caller has for itself alone.
-        file_format: of the files.
-        settings: see `embedding_run.embedding_writer`.
+        folder: the folder, which no other process writes to.
+        file_format: format of the files.
+        settings: see `records.embedding_writer`.
 
     Raises:
-        ValueError: the folder holds embeddings made with other settings, or files that are none of embeddings.
+        ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
     """
 
     def __init__(self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any]) -> None:
@@ -148,7 +155,7 @@ class FolderWriter(EmbeddingWriter):
         self._known_settings = self._check_settings()
         self.index = _Index(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
-            raise ValueError(f"{self.index.path}: is no index of embeddings; give another folder")
+            raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
         if self.index.damaged:
             self.damaged.append(os.fspath(self.index.path))
         include = set(settings["include"])
@@ -162,7 +169,7 @@ class FolderWriter(EmbeddingWriter):
         names = self.names(proteins[0].sequence)
         if not self.index.holds(names) or not all(self._is_good(name) for name in names if name):
             return False
-        # Others of the same sequence may be new.
+        # Other proteins with this sequence may be new.
         self.index.stage(proteins, names)
         return True
 
@@ -187,7 +194,7 @@ class FolderWriter(EmbeddingWriter):
             self.index.sort([record.id for record in records])
 
     def names(self, sequence: str) -> tuple[str, str]:
-        """The files of a sequence's embedding and of its cache, empty for one that is not asked for."""
+        """Names of the files of a sequence's embedding and of its cache; empty if not requested."""
         name = sequence_hash(sequence)
         embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
         return embedding, cache
@@ -198,10 +205,10 @@ class FolderWriter(EmbeddingWriter):
                 metadata = {"label": record.id, "residues": len(record.sequence)}
                 write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
                 return
-            asked = {name: getattr(embedding, name) for name in _ASKED if getattr(embedding, name) is not None}
+            results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
             # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
             buffer = io.BytesIO()
-            torch.save({"label": record.id} | asked, buffer)
+            torch.save({"label": record.id} | results, buffer)
             with replacing(path) as temporary:
                 temporary.write_bytes(buffer.getbuffer())
 
@@ -222,7 +229,7 @@ class FolderWriter(EmbeddingWriter):
         return True
 
     def _check_settings(self) -> bool:
-        """Whether the folder has settings, which then are the same."""
+        """Whether the folder has settings; raises a ValueError if they differ from the new ones."""
         if not (self.folder / SETTINGS_FILE).exists():
             return False
         check_same_settings(self.folder, _read_settings(self.folder), self.settings)
@@ -241,17 +248,17 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
-            raise ValueError("no settings")
+            raise ValueError("not a JSON object")
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); give another folder") from error
     return settings
 
 
 class _Index:
-    """`index.tsv`: which identifier has which files; rows are added at its end.
+    """`index.tsv`: the files of each identifier; rows are appended.
 
     Attributes:
-        damaged: whether lines of it could not be read.
+        damaged: whether any line could not be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -261,7 +268,7 @@ class _Index:
         self._staged: dict[str, str] = {}
         self._files: set[str] = set()
         content = path.read_bytes() if path.exists() else b""
-        # What follows the last line break was being written when its process died.
+        # Anything after the last line break was being written when the process died.
         self._whole_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._whole_bytes].splitlines()):
             try:
@@ -279,21 +286,22 @@ class _Index:
 
     @property
     def rows(self) -> Iterator[list[str]]:
-        """Identifier, residues, and the files of the embedding and the cache."""
+        """Identifier, number of residues, and the files of the embedding and the cache."""
         return (row.split("\t") for row in self._rows.values())
 
     def holds(self, files: Sequence[str]) -> bool:
-        """Whether all these files are those of some protein."""
+        """Whether all these files are in the index."""
         return self._files.issuperset(files)
 
     def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
-        """Rows for the next `commit`; those that are there already are left out."""
+        """Add rows to the next `commit`, except those that the index already has."""
         for record in proteins:
             row = "\t".join([record.id, str(len(record.sequence)), *files])
             if self._rows.get(record.id) != row:
                 self._staged[record.id] = row
 
     def commit(self) -> None:
+        """Append the staged rows to the file."""
         if not self._staged:
             return
         rows = list(self._staged.values())
@@ -305,7 +313,11 @@ class _Index:
         self._staged = {}
 
     def sort(self, last: Sequence[str]) -> None:
-        """Puts the rows into an order that does not tell how often a run was interrupted: these at the end."""
+        """Sort the rows so that the file does not depend on interruptions.
+
+        Args:
+            last: identifiers whose rows come last, in this order.
+        """
         moved = dict.fromkeys(name for name in last if name in self._rows)
         rows = {name: row for name, row in self._rows.items() if name not in moved}
         rows |= {name: self._rows[name] for name in moved}
@@ -317,7 +329,7 @@ class _Index:
 
 
 def _append(path: Path, size: int, content: bytes) -> int:
-    """Writes after the first `size` bytes of a file, whatever follows them, and returns the new size."""
+    """Write after the first `size` bytes of a file, replacing the rest, and return the new size."""
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         file.truncate(size)
         file.seek(size)
@@ -325,28 +337,28 @@ def _append(path: Path, size: int, content: bytes) -> int:
             if file.write(content) != len(content):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            # Rows of half a batch would let the rest of it be batched anew.
+            # With only half of a batch's rows in the index, the rest would be batched differently.
             file.truncate(size)
             raise
         return size + len(content)
 
 
 def _check_pt(path: Path) -> None:
-    """Checks a file of torch.save: that it loads, and the checksums of its parts, which torch does not look at.
+    """Check that a file of torch.save loads, and the checksums of its parts, which torch ignores.
 
     Raises:
-        ArtifactError: it is damaged or cut short.
+        ArtifactError: the file is damaged or truncated.
     """
     try:
         buffer = io.BytesIO(path.read_bytes())
         with zipfile.ZipFile(buffer) as file:
             bad = file.testzip()
-            # torch reads whatever lies in memory for a part that is marked as a folder; it marks none itself.
+            # For a part marked as a folder, torch reads uninitialised memory; it marks none itself.
             bad = bad or next((part.filename for part in file.infolist() if part.external_attr), None)
         buffer.seek(0)
         torch.load(buffer, weights_only=True)
-    # A damaged header can make them stumble over almost anything.
+    # A damaged header can raise almost any exception.
     except Exception as error:
         raise ArtifactError(f"{path}: damaged ({error})") from error
     if bad is not None:
-        raise ArtifactError(f"{path}: damaged ({bad} is not what was written)")
+        raise ArtifactError(f"{path}: damaged ({bad} was altered)")

@@ -1,11 +1,11 @@
-"""Embeddings in one HDF5 file, as biotrainer reads them: an entry a sequence, named by its hash.
+"""Embeddings in one HDF5 file, as biotrainer reads them: one entry per sequence, named by its hash.
 
-An entry is a data set where one thing is asked for, else a group of them. Its attribute `original_id` is the protein's
-identifier; further proteins of the same sequence stand in `other_ids`. Its attribute `sha256` is a checksum of what it
-holds.
+An entry is a data set if one result is requested, and otherwise a group of data sets. Its attribute `original_id` is
+the protein's identifier; `other_ids` lists further proteins with the same sequence; `sha256` is a checksum of its
+content.
 
-An HDF5 file that is being written is lost when its process dies. So a run writes single files into a hidden folder
-beside it, which the next run goes on with, and makes the HDF5 file of them at its end.
+An HDF5 file is lost if its process dies while writing it. So a run writes one file per sequence into a hidden folder
+beside it, from which an interrupted run resumes, and assembles the HDF5 file at its end.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _Arrays = dict[str, npt.NDArray[np.float32]]
 
 
 def parts_folder(out: Path) -> Path:
-    """Where the embeddings of an unfinished file are."""
+    """Folder of the embeddings of an unfinished file."""
     return out.parent / f".{out.name}.parts"
 
 
 def check_h5(out: Path) -> None:
-    """Makes sure, before any work, that an HDF5 file can be written, and that no file of another kind is overwritten.
+    """Check, before any work is done, that an HDF5 file can be written and no other file is overwritten.
 
     Raises:
-        ValueError: there is a file of another kind.
+        ValueError: the path is a file of another kind.
         ImportError: h5py is missing.
     """
     _h5py()
@@ -54,19 +54,19 @@ def check_h5(out: Path) -> None:
         with out.open("rb") as file:
             begin = file.read(len(_SIGNATURE))
         if begin not in (_SIGNATURE, b""):
-            raise ValueError(f"{out}: is there and no HDF5 file; give another file")
+            raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
 
 class H5Writer(EmbeddingWriter):
-    """One HDF5 file for all.
+    """Writes one HDF5 file for all sequences.
 
     Args:
-        out: the file; what it holds already is kept.
-        parts: where embeddings are written first.
-        settings: see `embedding_run.embedding_writer`.
+        out: the file; its entries are kept.
+        parts: writer of the unfinished embeddings.
+        settings: see `records.embedding_writer`.
 
     Raises:
-        ValueError: the file holds embeddings made with other settings, or no such embeddings.
+        ValueError: the file holds embeddings made with other settings, or is not one of embeddings.
     """
 
     def __init__(self, out: Path, parts: FolderWriter, settings: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class H5Writer(EmbeddingWriter):
             self._assign(identifier, file.removesuffix(".safetensors"))
 
     def close(self) -> None:
-        """Closes the file that was there."""
+        """Close the existing file."""
         if self._old is not None:
             self._old.close()
 
@@ -112,10 +112,11 @@ class H5Writer(EmbeddingWriter):
         shutil.rmtree(self.parts.folder)
 
     def _assemble(self, path: Path) -> None:
+        """Write a new file of the entries of the existing one and of the parts."""
         identifiers: dict[str, list[str]] = {}
         for identifier, name in self._entry_of.items():
             identifiers.setdefault(name, []).append(identifier)
-        # Of version 1.8 and later, whose attributes may be long.
+        # Attributes above 64 KiB need the file format of HDF5 1.8.
         with _h5py().File(path, "w", libver=("v108", "v110")) as new:
             new.attrs["settings"] = json.dumps(self.settings)
             for name, (first, *others) in identifiers.items():
@@ -127,7 +128,7 @@ class H5Writer(EmbeddingWriter):
                     _put(new, name, arrays)
                     new[name].attrs["sha256"] = _digest(arrays)
                 else:
-                    # Damaged, and it could not be made anew.
+                    # A damaged entry that could not be computed again.
                     continue
                 attributes = new[name].attrs
                 attributes["original_id"] = first
@@ -136,7 +137,7 @@ class H5Writer(EmbeddingWriter):
                     attributes["other_ids"] = others
 
     def _holds(self, name: str) -> bool:
-        """Whether the finished file has a good entry of this name."""
+        """Whether the existing file has an undamaged entry of this name."""
         if self._old is None or name in self._unusable or name not in self._old:
             return False
         try:
@@ -144,7 +145,7 @@ class H5Writer(EmbeddingWriter):
             if entry.attrs["sha256"] == _digest(_get(entry)):
                 return True
         except Exception:
-            # h5py raises whatever a damaged structure makes it stumble over.
+            # A damaged structure can make h5py raise almost any exception.
             pass
         self._set_unusable(name)
         return False
@@ -158,12 +159,12 @@ class H5Writer(EmbeddingWriter):
             self._assign(record.id, name)
 
     def _assign(self, identifier: str, name: str) -> None:
-        # An identifier that has another sequence now is taken from the entry that it had.
+        # An identifier whose sequence has changed moves to another entry.
         self._changed |= self._entry_of.get(identifier) != name
         self._entry_of[identifier] = name
 
     def _open(self) -> Any:
-        """The finished file, or None where there is none that can be opened."""
+        """The existing file; None if there is none, or it cannot be opened."""
         if not self.out.exists():
             return None
         try:
@@ -175,10 +176,10 @@ class H5Writer(EmbeddingWriter):
 
     def _check_settings(self) -> None:
         try:
-            there = json.loads(self._old.attrs["settings"])
+            existing = json.loads(self._old.attrs["settings"])
         except (KeyError, ValueError, TypeError):
             raise ValueError(f"{self.out}: holds no embeddings of esm-turbo; give another file") from None
-        check_same_settings(self.out, there, self.settings)
+        check_same_settings(self.out, existing, self.settings)
 
     def _read_identifiers(self) -> None:
         for name in self._old:
@@ -205,17 +206,17 @@ def _put(file: Any, name: str, arrays: _Arrays) -> None:
 
 
 def _get(entry: Any) -> _Arrays:
-    """The arrays of an entry; their names matter where there are several."""
+    """The arrays of an entry by name; a single array has no name."""
     if isinstance(entry, _h5py().Dataset):
         return {"": entry[()]}
-    found: _Arrays = {}
+    arrays: _Arrays = {}
 
     def visit(path: str, node: Any) -> None:
         if isinstance(node, _h5py().Dataset):
-            found[path.replace("/", ".")] = node[()]
+            arrays[path.replace("/", ".")] = node[()]
 
     entry.visititems(visit)
-    return found
+    return arrays
 
 
 def _digest(arrays: _Arrays) -> str:

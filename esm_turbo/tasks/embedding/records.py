@@ -1,7 +1,6 @@
-"""The embeddings of a whole FASTA file, written as they are made: what `esm-turbo embed` does.
+"""Embedding the records of a FASTA file and writing each batch as it is computed, as `esm-turbo embed` does.
 
-A run that was interrupted, in whatever way, goes on where it stopped: what is there is checked, and what is missing or
-damaged is made.
+An interrupted run can be resumed: existing embeddings are checked, and missing or damaged ones are computed.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EmbeddingRun:
-    """What became of the proteins.
+    """Outcome of a run.
 
     Attributes:
-        reused: proteins whose embeddings were there from an earlier run.
-        failed: those that could not be embedded, and why.
-        damaged: files and entries that were there, but damaged, and were made anew.
+        reused: number of proteins embedded by an earlier run.
+        failed: proteins that could not be embedded, and why.
+        damaged: files and entries that were damaged and computed again.
     """
 
     reused: int = 0
@@ -44,7 +43,7 @@ class EmbeddingRun:
 
 
 class UnfinishedError(OSError):
-    """A run could not go on; what it has written so far is kept."""
+    """A run could not continue; the embeddings written so far are kept."""
 
 
 def embed_records(
@@ -58,25 +57,25 @@ def embed_records(
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
 ) -> EmbeddingRun:
-    """Embeds proteins into a folder or a file, those that are not there yet.
+    """Embed the proteins that a folder or file does not have yet.
 
-    Proteins of the same sequence are computed once. A run that goes on with an interrupted one gives the same bits, if
+    Proteins with the same sequence are computed once. A resumed run gives the same bits as an uninterrupted one if the
     proteins and `toks_per_batch` are the same.
 
     Args:
-        turbo: the model and its tokenizer.
+        turbo: the model.
         records: the proteins.
         out: a folder for `pt` and `safetensors`, a file for `h5`.
-        request: what to compute.
+        request: the results to compute.
         file_format: see `embedding_writer`.
-        toks_per_batch: padded tokens of a batch; a longer protein forms a batch of its own.
-        truncation_seq_length: residues after which a protein is cut; None cuts none.
+        toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
+        truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
 
     Raises:
-        ValueError: the place holds embeddings made with other settings, or another process writes there; an identifier
-            has a tab or a line break, which the index could not hold, or stands for two sequences.
-        UnfinishedError: (an OSError) a file could not be written, as on a full disk, or the model failed.
+        ValueError: `out` holds embeddings made with other settings, or another process is writing to it; an identifier
+            has a tab or a line break, which the index cannot hold, or names two sequences.
+        UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
         ImportError: h5py is missing.
     """
     _check_identifiers(records)
@@ -92,7 +91,7 @@ def embed_records(
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:
-            # Also before the first batch: identifiers of sequences that are there may be new.
+            # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             counter.advance(0)
             for batch in batches:
@@ -102,11 +101,11 @@ def embed_records(
             writer.finish(records)
         except OSError as error:
             raise UnfinishedError(
-                f"{error}; {written} of {len(records)} proteins are done and kept: make room, then give the same"
-                " command again to go on"
+                f"{error}; {written} of {len(records)} proteins are done and kept: free some space, then run the same"
+                " command again to continue"
             ) from error
         except ValueError as error:
-            # Not the fault of what was asked for, which was checked before.
+            # The arguments were checked before, so this is a failure of the run.
             raise UnfinishedError(str(error)) from error
         damaged = list(writer.damaged)
     bad = [BadRecord(record.id, reason) for index, reason in sorted(failed.items()) for record in groups[index]]
@@ -117,21 +116,21 @@ def embed_records(
 def embedding_writer(
     out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any]
 ) -> Iterator[EmbeddingWriter]:
-    """Opens a place for embeddings, for this process alone; none is written before the first `write`.
+    """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
     Args:
-        out: a folder, made if need be, for `pt` and `safetensors`; a file for `h5`.
-        file_format: `pt` and `safetensors` write one file a sequence, `h5` one file for all, as biotrainer reads them.
-        settings: how the embeddings are made, JSON values; all in a folder must be made the same way.
+        out: a folder, created if necessary, for `pt` and `safetensors`; a file for `h5`.
+        file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
+        settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
 
     Raises:
-        ValueError: the place holds embeddings made with other settings, or a store of contexts, cannot be written, or
-            another process is writing there.
+        ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
+            another process is writing to it.
         ImportError: h5py is missing.
     """
     out = Path(out)
     if is_store(out):
-        raise ValueError(f"{out}: is a store of contexts; give a new or an empty folder")
+        raise ValueError(f"{out}: is a context store; give a new or an empty folder")
     check_writable(out if file_format == "h5" else out / INDEX_FILE)
     if file_format == "h5":
         check_h5(out)
@@ -150,12 +149,13 @@ def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
     known: dict[str, str] = {}
     for record in records:
         if any(character in record.id for character in "\t\n\r"):
-            raise ValueError(f"identifier {record.id!r} has a tab or a line break; leave it out")
+            raise ValueError(f"identifier {record.id!r} has a tab or a line break; remove it")
         if known.setdefault(record.id, record.sequence) != record.sequence:
-            raise ValueError(f"identifier {record.id!r} stands for two sequences; call one of them otherwise")
+            raise ValueError(f"identifier {record.id!r} names two sequences; rename one of them")
 
 
 def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:
+    """Groups of proteins with the same sequence, in order of first appearance."""
     groups: dict[str, list[ProteinRecord]] = {}
     for record in records:
         groups.setdefault(record.sequence, []).append(record)
@@ -163,12 +163,13 @@ def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:
 
 
 def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:
+    """Indices of the groups that an earlier run has embedded."""
     report = progress or silent
     done = set()
     for index, group in enumerate(groups):
         if writer.has(group):
             done.add(index)
-        # A new place needs no bar.
+        # An empty folder needs no progress bar.
         if done:
             report("check", index + 1, len(groups))
     return done
@@ -177,7 +178,7 @@ def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], progress
 def _write(
     writer: EmbeddingWriter, groups: Sequence[SameSequence], batch: Sequence[tuple[int, ProteinEmbedding]]
 ) -> dict[int, str]:
-    """Writes a batch; returns those that are not fit to be written, and why."""
+    """Write a batch; return the indices that cannot be written, each with the reason."""
     failed = {}
     for index, embedding in batch:
         if embedding.is_finite():

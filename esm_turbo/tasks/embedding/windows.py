@@ -1,15 +1,15 @@
 """Long proteins, window by window, in memory that does not grow with their length.
 
-A window after the first attends to the compressed keys and values of the last residues before it, and those were
-computed while attending to the ones before them, so that what a residue sees reaches further back than the memory (the
-recurrence of Transformer-XL, Dai et al. 2019, arXiv:1901.02860, here over a compressed cache). Of what a full run
-would show, a window lacks the residues after its end and what lies before the memory.
+Each window after the first attends to the compressed keys and values of the last residues before it, the memory. These
+were computed while attending to the residues before them, so information reaches further back than the memory (the
+recurrence of Transformer-XL, Dai et al. 2019, arXiv:1901.02860, here over a compressed cache). Compared with a run of
+the whole protein, a window does not see the residues after its end, nor, directly, those before the memory.
 
-Consecutive windows overlap. What is stored of a window is what the next one does not begin with, so every stored
-residue was computed with at least `overlap` residues after it.
+Consecutive windows overlap. The cached part of a window ends where the next window begins, so every cached residue was
+computed with at least `overlap` residues after it.
 
-Every window begins with `<cls>`, computed anew at the position before the first residue in sight, because the model
-turns much of its attention to it; `<eos>` stands only where the protein ends.
+Every window begins with `<cls>`, since the model attends to it strongly. It is computed again for each window, at the
+position before the first visible residue. `<eos>` appears only at the end of the protein.
 """
 
 from __future__ import annotations
@@ -24,31 +24,29 @@ import torch
 from torch import Tensor
 
 from esm_turbo.proteins.limits import TRAINED_RESIDUES
+from esm_turbo.proteins.tokens import TokenIds
+from esm_turbo.tasks.common.checks import check_count
 
 if TYPE_CHECKING:
-    import numpy.typing as npt
-
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
-    Ids = Sequence[int] | npt.NDArray[np.uint8]
-
 _OVERLAP = 64
-# Larger windows with the same memory would let residues see further apart than the model was trained on.
+# With larger windows and as much memory, residues would attend further than the model was trained to.
 _WINDOW = TRAINED_RESIDUES // 2
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How long proteins are cut.
+    """The split of long proteins into windows.
 
     Attributes:
-        window: residues of a window; proteins of up to this many are computed whole.
+        window: residues per window; proteins of up to this length are computed whole.
         overlap: residues that a window shares with the one before it.
-        memory: residues before a window that it sees through the cache; 0 computes every window by itself.
+        memory: residues before a window that it attends to through the cache; 0 computes each window independently.
 
     Raises:
-        ValueError: a number is out of its range.
+        ValueError: a number is out of range.
     """
 
     window: int
@@ -56,48 +54,46 @@ class Windows:
     memory: int
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("overlap", 0), ("memory", 0)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ValueError(f"`{name}` must be an integer of at least {least}, got {value!r}")
+        for name, minimum in (("window", 1), ("overlap", 0), ("memory", 0)):
+            check_count(name, getattr(self, name), minimum)
         if self.overlap >= self.window:
             raise ValueError(f"`overlap` must be smaller than `window` ({self.window}), got {self.overlap}")
 
     @classmethod
     def of(cls, window: int | None, overlap: int | None = None, memory: int | None = None) -> Windows | None:
-        """What was asked for, with defaults for the rest; None where nothing was.
+        """Windows of the given sizes, with defaults for those that are None; None if all are.
 
         Args:
-            window: residues of a window; None with one of the others is 511, half of what ESM-2 was trained on.
-            overlap: None is 64, or a quarter of a window below 256.
-            memory: None is as many as `window`.
+            window: residues per window; the default is 511, half the length that ESM-2 was trained on.
+            overlap: the default is 64, or a quarter of the window if that is less.
+            memory: the default is `window`.
 
         Raises:
-            ValueError: a number is out of its range.
+            ValueError: a number is out of range.
         """
         if window is None and overlap is None and memory is None:
             return None
         window = _WINDOW if window is None else window
-        # A window that is no integer is refused below.
+        # The constructor refuses a window that is not an integer.
         whole = window if type(window) is int else 0
         return cls(
             window, min(_OVERLAP, whole // 4) if overlap is None else overlap, whole if memory is None else memory
         )
 
     @property
-    def sight(self) -> int:
-        """Residues between the first that a window sees and its last."""
+    def reach(self) -> int:
+        """Number of residues from the first that a window attends to through its last."""
         return self.window + self.memory
 
-    def cuts(self, length: int) -> bool:
-        """Whether a protein of so many residues is cut."""
+    def splits(self, length: int) -> bool:
+        """Whether a protein of `length` residues is split."""
         return length > self.window
 
     def spans(self, length: int) -> list[tuple[int, int]]:
-        """First residue and one past the last of every window of a protein.
+        """First residue and one past the last of each window of a protein.
 
-        All have `window` residues; so that the last has them too, they are spread evenly and overlap by `overlap` at
-        least.
+        All windows have `window` residues. They are spread evenly, so that the last one does too, and overlap by at
+        least `overlap`.
         """
         room = max(length - self.window, 0)
         steps = -(-room // (self.window - self.overlap))
@@ -105,66 +101,69 @@ class Windows:
         return [(start, min(start + self.window, length)) for start in starts]
 
     def kept(self, length: int) -> list[tuple[int, int]]:
-        """Residues whose result is taken from each window, first and one past the last: together each one once.
+        """Residues whose results come from each window, first and one past the last. Each residue appears once.
 
-        With a memory the later of two windows has more around the residues that both have: all before them through the
-        cache, and more after them. Without one each has the half that is further from its edge.
+        With a memory, the later of two windows gives the residues that both have: it sees those before them through
+        the cache, and more after them. Without a memory, each window gives the half that is further from its edge.
         """
         spans = self.spans(length)
-        turns = [0]
+        begins = [0]
         for (_, end), (start, _) in pairwise(spans):
-            turns.append(start if self.memory else (start + end) // 2)
-        return list(zip(turns, [*turns[1:], length], strict=True))
+            begins.append(start if self.memory else (start + end) // 2)
+        return list(zip(begins, [*begins[1:], length], strict=True))
 
 
 def iter_windows(
-    turbo: ContextModel, residues: Ids, windows: Windows, layers: Sequence[int]
+    turbo: ContextModel, residues: TokenIds, windows: Windows, layers: Sequence[int]
 ) -> Iterator[tuple[int, dict[int, Tensor], dict[int, Tensor]]]:
-    """Hidden states of a protein, window by window.
+    """Compute the hidden states of a protein window by window.
 
     Args:
         turbo: the model.
-        residues: token ids without `<cls>` and `<eos>`, a list or a NumPy array.
-        windows: how it is cut.
-        layers: whose hidden states are taken, from 0 to the number of layers.
+        residues: token ids without `<cls>` and `<eos>`.
+        windows: the split into windows.
+        layers: layers whose hidden states are returned, from 0 to the number of layers.
 
     Yields:
-        For every window the first residue whose result it gives, by layer the hidden states of these residues
-        [n, hidden_size], and by layer that of the window's `<cls>` [hidden_size]; on the model's device.
+        For each window, the first residue whose results it gives; by layer, the hidden states of these residues,
+        [n, hidden_size]; and by layer, that of the window's `<cls>`, [hidden_size]. On the model's device.
 
     Raises:
-        ValueError: a memory is asked for under a preset that needs a calibration, and there is none.
+        ValueError: the windows have a memory, and the preset needs a calibration that the model lacks.
     """
     run = _WindowRun(turbo, residues, windows, layers)
     spans, kept = windows.spans(len(residues)), windows.kept(len(residues))
     for number, ((start, end), (first, stop)) in enumerate(zip(spans, kept, strict=True)):
-        following = spans[number + 1][0] if number + 1 < len(spans) else None
-        states = run.window(start, end, following)
+        next_start = spans[number + 1][0] if number + 1 < len(spans) else None
+        states = run.window(start, end, next_start)
         inner = slice(1 + first - start, 1 + stop - start)
         yield first, {k: x[inner] for k, x in states.items()}, {k: x[0] for k, x in states.items()}
 
 
 class _WindowRun:
-    """One protein on its way: its windows in turn, and the cache of what lies before the next one."""
+    """The windows of one protein, run one after the other, and the cache of the residues before the next one."""
 
-    def __init__(self, turbo: ContextModel, residues: Ids, windows: Windows, layers: Sequence[int]) -> None:
+    def __init__(self, turbo: ContextModel, residues: TokenIds, windows: Windows, layers: Sequence[int]) -> None:
         self.turbo = turbo
         self.windows = windows
         self.layers = layers
         self.ids = torch.from_numpy(np.array(residues, dtype=np.int64)).to(turbo.model.device)
         tokens = torch.tensor([len(residues) + 2], device=self.ids.device)
-        # Token dropout as if the protein were computed whole.
+        # Token dropout is that of the whole protein.
         self.counts = (tokens, (self.ids == turbo.codes.mask).sum()[None])
         self.cache: TurboKVCache | None = turbo.model.new_cache() if windows.memory else None
 
     @torch.no_grad()
-    def window(self, start: int, end: int, following: int | None) -> dict[int, Tensor]:
-        """Hidden states by layer [1 + n, hidden_size], of `<cls>` first.
+    def window(self, start: int, end: int, next_start: int | None) -> dict[int, Tensor]:
+        """Run the next window and cache the residues before the one after it.
 
         Args:
             start: the first residue.
-            end: one past the last.
-            following: the first residue of the next window; None for none.
+            end: one past the last residue.
+            next_start: the first residue of the next window; None for the last window.
+
+        Returns:
+            By layer, the hidden states of `<cls>` and the residues, [1 + n, hidden_size].
         """
         codes = self.turbo.codes
         ends = [codes.eos] if end == len(self.ids) else []
@@ -173,28 +172,33 @@ class _WindowRun:
         last = self.turbo.model.config.num_hidden_layers
         options = {"token_counts": self.counts, "output_hidden_states": set(self.layers) != {last}}
         if self.cache is not None and self.cache.batch_size:
-            options |= self._behind(input_ids, 0 if following is None else following - start)
-        elif self.cache is not None and following is not None:
+            options |= self._memory_options(input_ids, 0 if next_start is None else next_start - start)
+        elif self.cache is not None and next_start is not None:
             options |= {"past_key_values": self.cache, "use_cache": True}
         output = self.turbo.model.esm(input_ids, **options)
-        if self.cache is not None and following is not None:
+        if self.cache is not None and next_start is not None:
             if start == 0:
-                self.cache.crop(1 + following)
-            self._forget()
+                self.cache.crop(1 + next_start)
+            self._drop_unreachable()
         states = output.hidden_states or {last: output.last_hidden_state}
         return {layer: states[layer][0, : 1 + end - start] for layer in self.layers}
 
-    def _behind(self, input_ids: Tensor, stored: int) -> dict[str, object]:
-        """What makes a forward of `<cls>` and residues see the memory before them, and store the first residues."""
+    def _memory_options(self, input_ids: Tensor, stored: int) -> dict[str, object]:
+        """Arguments of a forward of `<cls>` and residues that attends to the memory and caches the first residues.
+
+        Args:
+            input_ids: `<cls>` and the residues, [1, n].
+            stored: number of residues to cache.
+        """
         cache = self.cache
         assert cache is not None
         columns, n = cache.get_seq_length(), input_ids.shape[1]
-        in_sight = min(self.windows.memory, columns - 1)
-        # Out of sight with the rest: <cls> as it was, or the residue in whose place the new <cls> stands.
+        visible = min(self.windows.memory, columns - 1)
+        # The last hidden column is the cached <cls>, or the residue whose position the new <cls> takes.
         attention_mask = input_ids.new_ones(1, columns + n)
-        attention_mask[:, : columns - in_sight] = 0
+        attention_mask[:, : columns - visible] = 0
         position_ids = cache.next_positions[:, None] + torch.arange(-1, n - 1, device=input_ids.device)
-        position_ids[:, 0] -= in_sight
+        position_ids[:, 0] -= visible
         steps = torch.arange(n, device=input_ids.device)
         return {
             "attention_mask": attention_mask,
@@ -204,8 +208,8 @@ class _WindowRun:
             "append_mask": ((steps > 0) & (steps <= stored))[None],
         }
 
-    def _forget(self) -> None:
-        """Drops what no later window sees; one column before the memory stays, for the place of `<cls>`."""
+    def _drop_unreachable(self) -> None:
+        """Drop columns that no later window attends to, but keep one before the memory, for the position of `<cls>`."""
         assert self.cache is not None
         spare = self.cache.get_seq_length() - self.windows.memory - 1
         step = self.cache.front_step
@@ -213,19 +217,19 @@ class _WindowRun:
 
 
 def embed_in_windows(
-    turbo: ContextModel, residues: Ids, windows: Windows, layers: Sequence[int], include: frozenset[str]
+    turbo: ContextModel, residues: TokenIds, windows: Windows, layers: Sequence[int], include: frozenset[str]
 ) -> dict[str, dict[int, Tensor]]:
-    """What `ContextModel.embed` gives of one long protein, by the names of `ProteinEmbedding`.
+    """Embed one long protein.
 
     Args:
         turbo: the model.
-        residues: token ids without `<cls>` and `<eos>`, a list or a NumPy array.
-        windows: how it is cut.
-        layers: whose hidden states are taken.
-        include: some of `mean`, `per_tok` and `bos`, the last of the first window.
+        residues: token ids without `<cls>` and `<eos>`.
+        windows: the split into windows.
+        layers: layers whose hidden states are used.
+        include: some of `mean`, `per_tok` and `bos`; the last comes from the first window.
 
     Returns:
-        float32 tensors on the CPU: besides `representations`, nothing grows with the protein.
+        Fields of `ProteinEmbedding`, float32 tensors on the CPU. Only `representations` grows with the protein.
     """
     size = turbo.model.config.hidden_size
     per_tok = {layer: torch.empty(len(residues), size) for layer in layers} if "per_tok" in include else {}

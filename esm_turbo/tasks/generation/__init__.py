@@ -1,1 +1,1 @@
-"""Generating residues, to the right of a prefix or in place of masked ones."""
+"""Generating residues after a prefix, or in place of masks."""

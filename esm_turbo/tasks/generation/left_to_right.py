@@ -1,11 +1,11 @@
-"""Residue after residue to the right of a prefix, over a cache that grows with them.
+"""Appending residues to a prefix, one per step, over a cache that grows with them.
 
-ESM-2 is a masked model: it has no prediction for the next residue. What is asked is what it would put in place of a
-`<mask>` after the last one, and `<eos>` is left out, since the protein does not end there.
+ESM-2 is a masked model and has no prediction for the next residue. The prediction used here is the one for a `<mask>`
+after the last residue, without `<eos>`, since the protein does not end there.
 
-A step runs the residue that was drawn last, whose keys and values are then stored, and a `<mask>` behind it, whose are
-not. What is stored of a residue was computed when the residues to its right did not exist. So every few steps the
-last residues are taken off the cache and run once more, together, and stored anew.
+A step runs the residue drawn last, whose keys and values are then cached, and a `<mask>` after it, whose are not. The
+keys and values of a residue were computed before the residues to its right existed. A refresh therefore drops the last
+residues from the cache every few steps, and computes and caches them again, together.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class LeftToRight:
-    """A batch that grows by a residue a row and step.
+    """A batch whose rows grow by one residue per step.
 
     Args:
         turbo: the model.
-        cache: contexts without `<eos>`, one for each row; it is changed.
-        refresh: residues at the end of each row that a refresh runs anew; as many as a row has tokens compute it as a
-            whole.
+        cache: contexts without `<eos>`, one per row; it is changed.
+        refresh: number of tokens at the end of each row that a refresh computes again; a number of at least the row's
+            tokens computes the whole row.
         refresh_every: steps from one refresh to the next; the first step has one.
     """
 
@@ -37,14 +37,14 @@ class LeftToRight:
         self.refresh = refresh
         self.refresh_every = refresh_every
         self.steps = 0
-        # What the cache knows too, kept where it can be read without waiting for a device.
-        self.stored: list[int] = cache.lengths.tolist()
-        self.token_ids = _rows(cache.token_ids, self.stored)
+        # Copies of the cache's own state on the host, which are read without waiting for a device.
+        self.cached: list[int] = cache.lengths.tolist()
+        self.token_ids = _rows(cache.token_ids, self.cached)
         self.next_positions: list[int] = cache.next_positions.tolist()
-        self.positions = None if cache.positions is None else _rows(cache.positions, self.stored)
+        self.positions = None if cache.positions is None else _rows(cache.positions, self.cached)
 
     def push(self, token_ids: list[int]) -> None:
-        """Adds a token to every row; it is stored at the next step."""
+        """Append a token to every row; the next step caches it."""
         for row, token in enumerate(token_ids):
             self.token_ids[row].append(token)
             if self.positions is not None:
@@ -52,23 +52,24 @@ class LeftToRight:
             self.next_positions[row] += 1
 
     def logits(self) -> Tensor:
-        """What the model predicts for each row's next token, [rows, vocab_size]."""
+        """Predictions for the next token of each row, [rows, vocab_size]."""
         logits = self._step(masks=1)
         self.steps += 1
         return logits
 
     def finish(self) -> TurboKVCache:
-        """Stores what is not stored yet, with a refresh where one is due, and returns the cache."""
-        if self.stored[0] < len(self.token_ids[0]):
+        """Cache the tokens that are not cached yet, with a refresh if one is due, and return the cache."""
+        if self.cached[0] < len(self.token_ids[0]):
             self._step(masks=0)
         return self.cache
 
     @torch.no_grad()
     def _step(self, masks: int) -> Tensor:
+        """Run and cache the tokens that are not cached; return the logits of the last one or of a mask after it."""
         if self.steps % self.refresh_every == 0:
-            self._forget_tail()
+            self._drop_tail()
         codes = self.turbo.codes
-        new = [[*ids[begin:], *[codes.mask] * masks] for ids, begin in zip(self.token_ids, self.stored, strict=True)]
+        new = [[*ids[begin:], *[codes.mask] * masks] for ids, begin in zip(self.token_ids, self.cached, strict=True)]
         input_ids, mask = codes.batch(new)
         counts = mask.sum(1)
         steps = torch.arange(input_ids.shape[1])
@@ -81,38 +82,39 @@ class LeftToRight:
             use_cache=True,
             append_mask=(steps < (counts - masks)[:, None]).to(device),
         )
-        self.stored = [len(ids) for ids in self.token_ids]
-        # A prefill stores the masks as well; and on a device the cache itself does not know how long its rows are.
+        self.cached = [len(ids) for ids in self.token_ids]
+        # A prefill caches the masks too; and on a device the cache keeps only an upper bound of its rows' lengths.
         self._crop()
         logits: Tensor = output.logits[torch.arange(len(new)), counts - 1]
         return logits
 
-    def _forget_tail(self) -> None:
-        """Takes the residues of a refresh off the cache."""
-        stored = [min(n, max(len(ids) - self.refresh, 0)) for n, ids in zip(self.stored, self.token_ids, strict=True)]
-        if stored == self.stored:
+    def _drop_tail(self) -> None:
+        """Drop the residues of a refresh from the cache."""
+        kept = [min(n, max(len(ids) - self.refresh, 0)) for n, ids in zip(self.cached, self.token_ids, strict=True)]
+        if kept == self.cached:
             return
-        self.stored = stored
-        if any(stored):
+        self.cached = kept
+        if any(kept):
             self._crop()
         else:
             self.cache.reset()
 
     def _position_ids(self, new: list[list[int]]) -> Tensor | None:
-        """Positions of the new tokens where they are not simply the next ones."""
+        """Positions of the new tokens; None if they simply count on from the cache."""
         if self.positions is None:
             return None
         rows = [
-            [*places[begin:], after][: len(ids)]
-            for ids, places, begin, after in zip(new, self.positions, self.stored, self.next_positions, strict=True)
+            [*positions[begin:], after][: len(ids)]
+            for ids, positions, begin, after in zip(new, self.positions, self.cached, self.next_positions, strict=True)
         ]
         return self.turbo.codes.batch(rows)[0].to(self.turbo.model.device)
 
     def _crop(self) -> None:
-        if len(set(self.stored)) > 1:
-            self.cache.crop(torch.tensor(self.stored))
-        self.cache.crop(max(self.stored))
+        if len(set(self.cached)) > 1:
+            self.cache.crop(torch.tensor(self.cached))
+        self.cache.crop(max(self.cached))
 
 
 def _rows(x: Tensor, lengths: list[int]) -> list[list[int]]:
+    """The first values of each row, as lists."""
     return [row[:n] for row, n in zip(x.tolist(), lengths, strict=True)]

@@ -1,35 +1,36 @@
-"""Generation for the records of a FASTA file: what `esm-turbo generate` does."""
+"""Generating from the records of a FASTA file, as `esm-turbo generate` does."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
+from esm_turbo.tasks.generation.generate import GenerationOutput, allowed_residues, generate
+from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 from esm_turbo.tasks.generation.sampling import row_seeds
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 # Far beyond the longest protein.
-_MOST_POSITIONS = 1_000_000
+_MAX_POSITION = 1_000_000
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedSequence:
     """One generated sequence.
 
     Attributes:
-        record: identifier of the protein that it was made from.
-        sample: which of that protein's, from 1.
+        record: identifier of the input protein.
+        sample: number of the sample for that protein, from 1.
         sequence: all residues, given and new.
-        positions: of the new residues, counted from 1.
+        positions: positions of the new residues, counted from 1.
         log_probs: see `GenerationOutput`.
-        seed: of this row: `generate(sequence, seed=seed, ...)` makes it again.
+        seed: seed of this row: `generate(sequence, seed=seed, ...)` reproduces it.
     """
 
     record: str
@@ -40,7 +41,7 @@ class Generated:
     seed: int
 
     def fasta(self) -> str:
-        """An entry whose header says what is new, and how likely the model found it."""
+        """FASTA entry whose header gives the new positions, their mean log-probability and the seed."""
         mean = sum(self.log_probs) / len(self.log_probs)
         return (
             f">{self.record}_{self.sample} positions={format_positions(self.positions)} mean_log_prob={mean:.4f}"
@@ -56,32 +57,33 @@ def generate_records(
     seed: int = 0,
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     progress: Progress | None = None,
-) -> tuple[list[Generated], list[BadRecord]]:
-    """Generates from every record that it is possible for.
+) -> tuple[list[GeneratedSequence], list[BadRecord]]:
+    """Generate from every record. Those for which it is impossible are set apart and reported.
 
-    What is made of a record depends on the records before it only through the seed that it has, so not on batches.
+    Results do not depend on batches; they depend on the preceding records only through the seeds derived from `seed`.
 
     Args:
         turbo: the model.
-        records: what to begin with.
-        options: what to generate and how, the same for all.
-        seed: from which those of all rows follow.
-        toks_per_batch: padded tokens of a batch.
+        records: the input proteins.
+        options: see `GenerationOptions`; the same for all records.
+        seed: seed from which those of all rows are derived.
+        toks_per_batch: padded tokens per batch.
         progress: called with stage `generate` and records, see `Progress`.
 
     Returns:
-        The sequences in the order of the records, and the records that nothing could be made of, with the reason.
+        The sequences in the order of the records, and the bad records with the reason.
 
     Raises:
-        ValueError: no residue may be generated, or the preset needs a calibration and there is none.
+        ValueError: no residue is allowed, or the preset needs a calibration and there is none.
     """
-    options.constraint(turbo)
+    # Errors that concern all records are raised before any of them runs.
+    allowed_residues(turbo, options)
     turbo.model.new_cache()
     samples = options.num_return_sequences
     counter = StageProgress(progress, "generate", len(records))
     seeds = row_seeds(seed, len(records) * samples)
     sizes = [(len(record.sequence) + 2 + (options.max_new_tokens or 0)) * samples for record in records]
-    found: dict[int, list[Generated]] = {}
+    generated: dict[int, list[GeneratedSequence]] = {}
     bad: dict[int, BadRecord] = {}
     counter.advance(0)
 
@@ -91,35 +93,40 @@ def generate_records(
             output = generate(turbo, [records[index].sequence for index in batch], options, own)
         except ValueError as error:
             if len(batch) > 1:
-                # One record may be the cause, such as one too short for a position.
+                # A single record may be the cause, for example if it is too short for a position.
                 for index in batch:
                     run([index])
             else:
                 [index] = batch
                 bad[index] = BadRecord(records[index].id, str(error).removeprefix("sequence 1: "))
             return
-        for place, index in enumerate(batch):
-            found[index] = _of_record(records[index], output, own, range(place * samples, (place + 1) * samples))
+        for k, index in enumerate(batch):
+            generated[index] = _samples(records[index], output, own, range(k * samples, (k + 1) * samples))
 
     for batch in token_batches(sizes, toks_per_batch):
         run(batch)
         counter.advance(len(batch))
-    generated = [one for index in sorted(found) for one in found[index]]
-    return generated, [bad[index] for index in sorted(bad)]
+    in_order = [one for index in sorted(generated) for one in generated[index]]
+    return in_order, [bad[index] for index in sorted(bad)]
 
 
-def _of_record(record: ProteinRecord, output: GenerationOutput, seeds: Sequence[int], rows: range) -> list[Generated]:
+def _samples(
+    record: ProteinRecord, output: GenerationOutput, seeds: Sequence[int], rows: range
+) -> list[GeneratedSequence]:
+    """The samples of one record, from its rows of a batch."""
     return [
-        Generated(record.id, sample, output.sequences[row], output.positions[row], output.log_probs[row], seeds[row])
+        GeneratedSequence(
+            record.id, sample, output.sequences[row], output.positions[row], output.log_probs[row], seeds[row]
+        )
         for sample, row in enumerate(rows, start=1)
     ]
 
 
 def parse_positions(text: str) -> list[int]:
-    """Positions written as `10-25,40`.
+    """Parse positions such as `10-25,40`.
 
     Raises:
-        ValueError: it is written otherwise.
+        ValueError: the notation is invalid.
     """
     positions: list[int] = []
     for part in text.split(","):
@@ -127,16 +134,16 @@ def parse_positions(text: str) -> list[int]:
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ValueError(f"positions are written as 10-25,40 and counted from 1, got {text!r}")
         span = range(int(first), int(last or first) + 1)
-        if span.stop > _MOST_POSITIONS:
+        if span.stop > _MAX_POSITION:
             raise ValueError(f"no protein has a position {span.stop - 1:,}, got {part.strip()!r}")
         if not span or span[0] < 1:
-            raise ValueError(f"positions are counted from 1, from the lower to the higher, got {part.strip()!r}")
+            raise ValueError(f"positions are counted from 1 and given in ascending order, got {part.strip()!r}")
         positions += span
     return positions
 
 
 def format_positions(positions: Sequence[int]) -> str:
-    """Inverse of `parse_positions`, for positions in order."""
+    """Inverse of `parse_positions`, for positions in ascending order."""
     spans: list[list[int]] = []
     for position in positions:
         if spans and position == spans[-1][1] + 1:
@@ -146,11 +153,11 @@ def format_positions(positions: Sequence[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
 
 
-def parse_allowed(items: Sequence[str]) -> str | Mapping[int, str] | None:
-    """Constraints written as `ACDE` for all positions, or as `10=AG 12-15=HP` by position.
+def parse_allowed(items: Sequence[str]) -> Allowed:
+    """Parse a constraint: `ACDE` for all positions, or `10=AG 12-15=HP` by position.
 
     Raises:
-        ValueError: they are written otherwise, or both ways.
+        ValueError: the notation is invalid, or mixes the two.
     """
     if not items:
         return None
@@ -158,10 +165,10 @@ def parse_allowed(items: Sequence[str]) -> str | Mapping[int, str] | None:
         return items[0]
     by_position: dict[int, str] = {}
     for item in items:
-        where, equals, letters = item.partition("=")
+        positions, equals, letters = item.partition("=")
         if not equals:
             raise ValueError(
-                f"constraints are letters for all positions, or as 10=AG 12-15=HP; got {' '.join(items)!r}"
+                f"constraints are letters for all positions, or given as 10=AG 12-15=HP; got {' '.join(items)!r}"
             )
-        by_position |= dict.fromkeys(parse_positions(where), letters)
+        by_position |= dict.fromkeys(parse_positions(positions), letters)
     return by_position

@@ -1,14 +1,14 @@
-"""Chosen positions of proteins, masked and filled in step by step (Gibbs sampling; masked decoding by confidence).
+"""Replacing chosen positions of proteins step by step: Gibbs sampling, and masked decoding by confidence.
 
-The rest of a protein is a context that is computed and stored once, with the chosen positions masked. A step hides
-the chosen positions' stored keys and values, runs these positions as they now stand, and with them their neighbours,
-against all that is stored, and draws residues for some of them. So a step costs as much as there are chosen positions
-and neighbours, however long the protein is; what it does not see is what the new residues would change in the rest.
-Every few steps the whole is therefore computed anew and stored.
+The rest of a protein is a context, computed and cached once with the chosen positions masked. A step hides the cached
+keys and values of the chosen positions and their neighbours, runs these tokens as they now are against the rest of the
+cache, and draws residues for some of them. Its cost depends on the number of these tokens, not on the protein's
+length. A step does not see how the new residues would change the rest, so every few steps a refresh computes and
+caches the whole protein again.
 
 The orders are those in use for masked models: at random (Wang and Cho 2019, arXiv:1902.04094, as a sampler), or where
-the model is most certain first (Ghazvininejad et al. 2019, arXiv:1904.09324). Later sweeps are Gibbs sampling: every
-chosen position is masked once more and drawn again given all others.
+the model is most certain first (Ghazvininejad et al. 2019, arXiv:1904.09324). Later sweeps are Gibbs sampling: each
+chosen position is masked again and drawn given all others.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ if TYPE_CHECKING:
 
 
 class MaskedBatch:
-    """Proteins of which some positions change, and the cache of the rest.
+    """Proteins of which some columns change, and the cache of the rest.
 
     Args:
         turbo: the model.
         rows: token ids of each protein, with `<cls>` and `<eos>`.
-        chosen: the columns of each that change.
-        refresh: residues on either side of a chosen one that run with it.
-        refresh_every: steps from one computation of everything to the next; the first step of a sweep is one.
+        chosen: the columns of each protein that change.
+        refresh: number of residues on either side of a chosen column that run with it.
+        refresh_every: steps from one computation of the whole proteins to the next; the first step of a sweep is one.
 
     Attributes:
-        steps: of the sweep, so far.
+        rows: token ids of each protein as they now are.
+        chosen: the columns that change, in ascending order.
+        running: the columns that run in a step: chosen ones and their neighbours, in ascending order.
+        steps: number of steps of the sweep so far.
     """
 
     def __init__(
@@ -61,90 +64,91 @@ class MaskedBatch:
         self.cache: TurboKVCache | None = None
 
     def put(self, columns: Sequence[Collection[int]], token: int) -> None:
-        """Puts a token into columns of each protein."""
+        """Set columns of each protein to a token."""
         for row, own in zip(self.rows, columns, strict=True):
             for column in own:
                 row[column] = token
 
     @torch.no_grad()
     def logits(self) -> list[Tensor]:
-        """What the model predicts for the chosen columns of each protein, [columns, vocab_size] each."""
+        """Predictions for the chosen columns of each protein, [columns, vocab_size] each."""
         due = self.steps % self.refresh_every == 0
         self.steps += 1
-        return self._anew() if due else self._against_cache()
+        return self._recompute() if due else self._extend()
 
-    def _anew(self) -> list[Tensor]:
-        """Computes everything, and stores it where a later step reads it."""
-        # Copies of one protein that are still alike are computed once, and share one row of the cache.
-        alike = all(row == self.rows[0] for row in self.rows)
-        ids, mask = self.turbo.codes.batch(self.rows[:1] if alike else self.rows)
+    def _recompute(self) -> list[Tensor]:
+        """Run whole proteins, and cache them if a later step reads the cache."""
+        # Samples of one protein that are still identical are computed once and share one row of the cache.
+        identical = all(row == self.rows[0] for row in self.rows)
+        ids, mask = self.turbo.codes.batch(self.rows[:1] if identical else self.rows)
         device = self.turbo.model.device
         output = self.turbo.model(ids.to(device), mask.to(device), use_cache=self.refresh_every > 1)
         self.cache = output.past_key_values
         logits = output.logits.expand(len(self.rows), -1, -1)
         return [logits[row, columns] for row, columns in enumerate(self.chosen)]
 
-    def _against_cache(self) -> list[Tensor]:
+    def _extend(self) -> list[Tensor]:
+        """Run the chosen columns and their neighbours against the rest in the cache."""
         assert self.cache is not None
         codes, device = self.turbo.codes, self.turbo.model.device
         ids, mask = codes.batch(
             [[row[column] for column in columns] for row, columns in zip(self.rows, self.running, strict=True)]
         )
         position_ids, _ = codes.batch(self.running)
-        seen = torch.zeros(len(self.rows), max(map(len, self.rows)), dtype=torch.int64)
+        visible = torch.zeros(len(self.rows), max(map(len, self.rows)), dtype=torch.int64)
         for row, columns in enumerate(self.running):
-            seen[row, : len(self.rows[row])] = 1
-            seen[row, columns] = 0
+            visible[row, : len(self.rows[row])] = 1
+            visible[row, columns] = 0
         output = self.turbo.model(
             ids.to(device),
-            torch.cat([seen, mask], dim=1).to(device),
+            torch.cat([visible, mask], dim=1).to(device),
             position_ids.to(device),
             past_key_values=self.cache,
         )
-        places = [
+        chosen = [
             [running.index(column) for column in columns]
             for running, columns in zip(self.running, self.chosen, strict=True)
         ]
-        return [output.logits[row, columns] for row, columns in enumerate(places)]
+        return [output.logits[row, indices] for row, indices in enumerate(chosen)]
 
 
 def unmask(
     batch: MaskedBatch, sampler: ResidueSampler, mask_id: int, order: UnmaskingOrder, per_step: int, sweeps: int
 ) -> list[dict[int, float]]:
-    """Masks the chosen positions and draws all of them, in every sweep once.
+    """Mask the chosen columns and draw each of them, once per sweep.
 
     Args:
         batch: the proteins; their rows are changed.
-        sampler: draws, one row for each protein.
-        mask_id: of `<mask>`.
-        order: in which positions are drawn.
-        per_step: how many of a protein are drawn at a step, independently of each other.
-        sweeps: how often each is drawn.
+        sampler: draws residues, one row per protein.
+        mask_id: token id of `<mask>`.
+        order: the order in which columns are drawn.
+        per_step: number of columns of a protein drawn per step, independently of each other.
+        sweeps: how often each column is drawn.
 
     Returns:
-        For each protein by column the log-probability that its residue had when it was drawn last.
+        For each protein, by column, the log-probability of the residue when it was last drawn.
     """
     log_probs: list[dict[int, float]] = [{} for _ in batch.rows]
     batch.put(batch.chosen, mask_id)
     for sweep in range(sweeps):
         by_confidence = order == "confidence" and sweep == 0
-        turns = [_turns(batch, sampler, row, order, log_probs[row], by_confidence) for row in range(len(batch.rows))]
+        orders = [_order(batch, sampler, row, order, log_probs[row], by_confidence) for row in range(len(batch.rows))]
         waiting = [set(columns) for columns in batch.chosen]
-        # A sweep begins with a refresh: a protein with fewer positions than others waits for them.
+        # Every sweep begins with a refresh; a protein with fewer chosen columns than others waits for them.
         batch.steps = 0
         for start in range(0, max(map(len, batch.chosen)), per_step):
             if not by_confidence:
-                waiting = [set(turn[start : start + per_step]) for turn in turns]
+                waiting = [set(columns[start : start + per_step]) for columns in orders]
                 batch.put(waiting, mask_id)
             logits = batch.logits()
-            for index, column, token, log_prob in _drawn(batch, sampler, logits, waiting, per_step, by_confidence):
+            for index, column, token, log_prob in _draws(batch, sampler, logits, waiting, per_step, by_confidence):
                 batch.rows[index][column] = token
                 log_probs[index][column] = log_prob
                 waiting[index].discard(column)
     return log_probs
 
 
-def _turns(
+def _order(
     batch: MaskedBatch,
     sampler: ResidueSampler,
     row: int,
@@ -152,17 +156,17 @@ def _turns(
     log_probs: dict[int, float],
     by_confidence: bool,
 ) -> list[int]:
-    """The columns of a row in the order in which a sweep draws them, where that is known before."""
+    """The columns of a row in the order in which a sweep draws them, if that is known in advance."""
     columns = batch.chosen[row]
     if by_confidence or order == "left_to_right":
         return columns
     if order == "confidence":
-        # What fits worst goes first.
+        # The least likely residue goes first.
         return sorted(columns, key=lambda column: log_probs[column])
     return [columns[i] for i in torch.randperm(len(columns), generator=sampler.generators[row]).tolist()]
 
 
-def _drawn(
+def _draws(
     batch: MaskedBatch,
     sampler: ResidueSampler,
     logits: Sequence[Tensor],
@@ -170,14 +174,14 @@ def _drawn(
     per_step: int,
     by_confidence: bool,
 ) -> Iterator[tuple[int, int, int, float]]:
-    """Row, column, token and log-probability of every position that is drawn at a step."""
+    """Row, column, token and log-probability of each residue drawn in a step."""
     for row, columns in enumerate(waiting):
-        places = [(column, place) for place, column in enumerate(batch.chosen[row]) if column in columns]
-        if not places:
+        indices = [(column, index) for index, column in enumerate(batch.chosen[row]) if column in columns]
+        if not indices:
             continue
-        # A residue's position is its column: `<cls>` is column 0.
-        positions = [column for column, _ in places]
-        own = logits[row][[place for _, place in places]]
+        # With <cls> in column 0, a residue's column is its position.
+        positions = [column for column, _ in indices]
+        own = logits[row][[index for _, index in indices]]
         if by_confidence:
             certainty = sampler.scores(own, positions).softmax(dim=1).amax(dim=1)
             best = certainty.argsort(descending=True, stable=True)[:per_step].tolist()

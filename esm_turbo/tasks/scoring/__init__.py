@@ -1,1 +1,1 @@
-"""Scoring candidates as continuations of a target."""
+"""Scoring candidates, such as peptides, as continuations of a target."""

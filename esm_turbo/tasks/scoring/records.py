@@ -1,20 +1,21 @@
-"""Candidates of a file scored on the targets of another: what `esm-turbo score` does."""
+"""Scoring the candidates of one file on the targets of another, as `esm-turbo score` does."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from esm_turbo.files.csv_files import CsvError, is_csv, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvRow, is_csv, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
-from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.progress import Progress, silent
-from esm_turbo.tasks.common.rankings import TOP_K, RankAgreement
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm
+from esm_turbo.tasks.common.progress import Progress, part_of
+from esm_turbo.tasks.common.rankings import RankAgreement
+from esm_turbo.tasks.common.records import parse_rows
 from esm_turbo.tasks.scoring.score import Scores, score
 
 if TYPE_CHECKING:
@@ -28,9 +29,9 @@ class Candidate:
     """A candidate of a file.
 
     Attributes:
-        id: identifier; `#N` for the N-th candidate of a file that has none.
+        id: identifier; `#N` for the N-th candidate if the file gives none.
         sequence: residues.
-        target: identifier of the target that it is for; None for all.
+        target: identifier of its target; None for all targets.
     """
 
     id: str
@@ -40,13 +41,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class TargetResult:
-    """What was found on one target.
+    """Scores on one target.
 
     Attributes:
         target: the record.
-        candidates: those that were scored in every arm.
-        scores: by arm, one a candidate.
-        agreement: of every other arm with the reference, which is `full` or else the first.
+        candidates: the candidates that were scored in every arm.
+        scores: scores of these candidates by arm.
+        agreement: agreement of every other arm with the reference arm.
     """
 
     target: ProteinRecord
@@ -56,15 +57,15 @@ class TargetResult:
 
     @property
     def reference(self) -> Arm:
-        """The arm that candidates are ranked by, and that the others are compared with."""
+        """The arm that ranks the candidates and that the others are compared with: `full`, or else the first."""
         return _reference(tuple(self.scores))
 
     def ranking(self) -> list[int]:
-        """Indices of the candidates, the best first."""
+        """Indices of the candidates, best first."""
         return self.scores[self.reference].ranking()
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Lines of `COLUMNS`, the best candidates first, one for every arm."""
+        """Rows of `COLUMNS`, best candidate first, one row per arm."""
         ranks = {arm: {index: rank for rank, index in enumerate(s.ranking(), 1)} for arm, s in self.scores.items()}
         for index in self.ranking():
             candidate = self.candidates[index]
@@ -86,31 +87,30 @@ class TargetResult:
 
 @dataclass
 class ScoringRun:
-    """What was found on all targets.
+    """Scores on all targets.
 
     Attributes:
-        results: one a target that could be done.
-        failed: targets, and candidates on targets, that could not.
+        results: one per target that could be scored.
+        failed: targets, and candidates on a target, that could not be scored.
     """
 
     results: list[TargetResult] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes `COLUMNS` of all results to a CSV file, whole or not at all."""
+        """Write `COLUMNS` of all results to a CSV file, atomically."""
         write_csv(path, COLUMNS, (row for result in self.results for row in result.rows()))
 
 
 def read_candidates(
     path: str | os.PathLike[str], targets: Sequence[ProteinRecord], *, unknown: str | None = None
 ) -> tuple[list[Candidate], list[BadRecord]]:
-    """Reads candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV file.
+    """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV file.
 
     Args:
-        path: the file. Of a CSV file only the column `sequence` is needed; `target` names the target that a candidate
-            is for.
-        targets: that candidates may be for.
-        unknown: `"X"` to replace letters that are no residues by X.
+        path: the file. A CSV file needs only the column `sequence`; `target` names the target of a candidate.
+        targets: the targets that candidates may name.
+        unknown: `"X"` to replace letters that are not residues by X.
 
     Returns:
         The good candidates and the bad ones, in the order of the file.
@@ -122,22 +122,17 @@ def read_candidates(
         records, bad = read_fasta(path, unknown=unknown)
         return [Candidate(record.id, record.sequence) for record in records], bad
     known = {target.id for target in targets}
-    good: list[Candidate] = []
-    bad = []
-    for number, row in enumerate(read_csv(path, ["sequence"], ["id", "target"]), start=1):
-        name = f"{row['id'] or 'candidate'} (line {row.line})"
-        try:
-            sequence = normalize_sequence(row["sequence"], name=name, unknown=unknown)
-        except ValueError as error:
-            bad.append(BadRecord(name, str(error).removeprefix(f"{name}: ")))
-            continue
+
+    def name(row: CsvRow) -> str:
+        return f"{row['id'] or 'candidate'} (line {row.line})"
+
+    def parse(number: int, row: CsvRow) -> Candidate:
+        sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown)
         if row["target"] and row["target"] not in known:
-            bad.append(BadRecord(name, f"there is no usable target {row['target']!r}; correct it, or leave it empty"))
-            continue
-        good.append(Candidate(row["id"] or f"#{number}", sequence, row["target"] or None))
-    if not good and not bad:
-        raise CsvError(f"{os.fspath(path)}: holds no candidates; give at least one below the names of the columns")
-    return good, bad
+            raise ValueError(f"there is no usable target {row['target']!r}; correct it, or leave it empty")
+        return Candidate(row["id"] or f"#{number}", sequence, row["target"] or None)
+
+    return parse_rows(path, read_csv(path, ["sequence"], ["id", "target"]), "candidates", name, parse)
 
 
 def score_records(
@@ -146,48 +141,42 @@ def score_records(
     candidates: Sequence[Candidate],
     arms: Sequence[Arm],
     *,
-    top_k: int = TOP_K,
+    top_k: int = DEFAULT_TOP_K,
     progress: Progress | None = None,
     **options: Any,
 ) -> ScoringRun:
-    """Scores candidates on targets; what cannot be done is set apart, and the rest is done.
+    """Score candidates on targets. Those that cannot be scored are set apart and reported.
 
     Args:
         turbo: the model.
-        targets: one after the other.
-        candidates: each on its target, or on all.
-        arms: one or several.
-        top_k: how many of the best the arms' rankings are compared by.
+        targets: the targets, scored one after the other.
+        candidates: each is scored on its own target, or on all.
+        arms: one arm or several.
+        top_k: number of top candidates used to compare arms.
         progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
-        **options: as of `scoring.score`.
+        **options: further arguments of `score.score`.
     """
-    run, report = ScoringRun(), progress or silent
+    run = ScoringRun()
     done = 0
     total = len(arms) * sum(len(c.sequence) for target in targets for c in _candidates_of(target, candidates))
     for target in targets:
         own = _candidates_of(target, candidates)
         if not own:
             continue
-        found: dict[Arm, Scores] = {}
-        for arm in arms:
-            start = done
-
-            def advance(stage: str, part: int, whole: int, start: int = start) -> None:
-                report(stage, start + part, total)
-
-            try:
-                found[arm] = score(
-                    turbo, target.sequence, [c.sequence for c in own], arm=arm, progress=advance, **options
-                )
-            except (NotEnoughMemoryError, torch.OutOfMemoryError) as error:
-                run.failed.append(BadRecord(target.id, str(error)))
-                break
-            done += sum(len(c.sequence) for c in own)
-        else:
-            result, failed = _result(target, own, found, top_k)
-            run.failed += failed
-            if result is not None:
-                run.results.append(result)
+        sequences = [candidate.sequence for candidate in own]
+        scores: dict[Arm, Scores] = {}
+        try:
+            for arm in arms:
+                part = part_of(progress, start=done, total=total)
+                scores[arm] = score(turbo, target.sequence, sequences, arm=arm, progress=part, **options)
+                done += sum(map(len, sequences))
+        except (NotEnoughMemoryError, torch.OutOfMemoryError) as error:
+            run.failed.append(BadRecord(target.id, str(error)))
+            continue
+        result, failed = _result(target, own, scores, top_k)
+        run.failed += failed
+        if result is not None:
+            run.results.append(result)
     return run
 
 
@@ -196,17 +185,16 @@ def _candidates_of(target: ProteinRecord, candidates: Sequence[Candidate]) -> li
 
 
 def _result(
-    target: ProteinRecord, candidates: Sequence[Candidate], found: Mapping[Arm, Scores], top_k: int
+    target: ProteinRecord, candidates: Sequence[Candidate], all_scores: Mapping[Arm, Scores], top_k: int
 ) -> tuple[TargetResult | None, list[BadRecord]]:
-    """The finite scores, and the candidates that have others."""
-    kept = [i for i in range(len(candidates)) if all(s.scores[i].is_finite() for s in found.values())]
+    """The result of the candidates whose scores are finite in every arm, and the other candidates."""
+    finite = [all(s.scores[i].is_finite() for s in all_scores.values()) for i in range(len(candidates))]
     reason = "its score is not finite; try --dtype float32"
-    failed = [BadRecord(f"{c.id} on {target.id}", reason) for i, c in enumerate(candidates) if i not in set(kept)]
+    failed = [BadRecord(f"{c.id} on {target.id}", reason) for c, ok in zip(candidates, finite, strict=True) if not ok]
+    kept = [i for i, ok in enumerate(finite) if ok]
     if not kept:
         return None, failed
-    scores = {
-        arm: Scores(tuple(s.scores[i] for i in kept), s.arm, s.preset, s.place, s.refresh) for arm, s in found.items()
-    }
+    scores = {arm: replace(s, scores=tuple(s.scores[i] for i in kept)) for arm, s in all_scores.items()}
     reference = _reference(tuple(scores))
     agreement = {arm: one.agreement(scores[reference], top_k) for arm, one in scores.items() if arm != reference}
     return TargetResult(target, tuple(candidates[i] for i in kept), scores, agreement), failed

@@ -1,4 +1,8 @@
-"""A target whose continuations are scored: recomputed with every candidate, cached for them, or given as a cache."""
+"""The target of a score: which of its residues are cached, and which are refreshed with every candidate.
+
+A refreshed residue runs again with each candidate, and its cached keys and values are dropped. The last `refresh`
+residues of a target are refreshed, since they lie next to the candidate and depend on it most.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.arms import prefill_ids, single_row
 from esm_turbo.tasks.common.memory import check_memory
+from esm_turbo.tasks.common.options import Arm, Place
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -18,12 +23,12 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Run:
-    """What a forward of masked candidates of one length takes besides them.
+class TargetRun:
+    """The target's part in a forward of masked candidates.
 
     Attributes:
-        prefix: tokens before the candidate that run with it.
-        options: of the forward: the context, positions.
+        prefix: tokens that run before each candidate: the refreshed residues, or the whole target.
+        options: further arguments of the forward: the cached context and positions.
     """
 
     prefix: list[int]
@@ -34,28 +39,28 @@ class Target(ABC):
     """A target as one of the arms uses it.
 
     Attributes:
-        residues: how many it has.
-        refresh: how many of them run again with every candidate; 0 where all do.
+        residues: number of residues.
+        refresh: number of refreshed residues; 0 if the whole target runs with every candidate.
     """
 
     residues: int
     refresh: int
 
     @abstractmethod
-    def run(self, length: int) -> Run:
-        """The forward of candidates of so many residues.
+    def run(self, length: int) -> TargetRun:
+        """The target's part in a forward of candidates of `length` residues.
 
         Raises:
-            NotEnoughMemoryError: the target needs more memory than there is.
+            NotEnoughMemoryError: the target does not fit into memory.
         """
 
 
 class RecomputedTarget(Target):
-    """The target as a part of every run.
+    """A target that runs as a whole with every candidate.
 
     Args:
         turbo: the model.
-        token_ids: of the target's residues.
+        token_ids: the target's residues.
     """
 
     def __init__(self, turbo: ContextModel, token_ids: list[int]) -> None:
@@ -63,63 +68,61 @@ class RecomputedTarget(Target):
         self.prefix = [turbo.codes.cls, *token_ids]
         self.residues, self.refresh = len(token_ids), 0
 
-    def run(self, length: int) -> Run:
+    def run(self, length: int) -> TargetRun:
         check_memory(self.turbo.model.esm, len(self.prefix) + length + 1, stored=False)
-        return Run(self.prefix, {})
+        return TargetRun(self.prefix, {})
 
 
 class CachedTarget(Target):
-    """The target as a context that is computed for the candidates.
+    """A target that is prefilled for its candidates.
 
     Args:
         turbo: the model.
-        token_ids: of the target's residues.
+        token_ids: the target's residues.
         arm: `frozen` or `turbo`.
-        place: what stands in the candidate's place while the context is computed: `masked` or `empty`.
-        refresh: the last residues, at most, that run again with every candidate.
+        place: contents of the candidate's positions during the prefill: `masked` or `empty`.
+        refresh: number of residues at the end that run again with every candidate; at most all.
     """
 
-    def __init__(self, turbo: ContextModel, token_ids: list[int], arm: str, place: str, refresh: int) -> None:
+    def __init__(self, turbo: ContextModel, token_ids: list[int], arm: Arm, place: Place, refresh: int) -> None:
         self.turbo = turbo
         self.token_ids = token_ids
         self.arm = arm
         self.place = place
         self.residues, self.refresh = len(token_ids), min(refresh, len(token_ids))
-        self._run: Run | None = None
+        self._run: TargetRun | None = None
 
-    def run(self, length: int) -> Run:
-        # Computed alone it is the same for all lengths.
+    def run(self, length: int) -> TargetRun:
+        # A context computed without the candidate serves all lengths.
         if self._run is None or self.place == "masked":
             codes, kept = self.turbo.codes, self.residues - self.refresh
             after = [*[codes.mask] * length, codes.eos] if self.place == "masked" else []
-            # The context before this one is let go first.
+            # Frees the previous context before the next one is computed.
             self._run = None
             cache = prefill_ids(self.turbo, [codes.cls, *self.token_ids, *after], self.arm)
             cache.crop(1 + kept)
-            self._run = Run(self.token_ids[kept:], {"past_key_values": cache})
+            self._run = TargetRun(self.token_ids[kept:], {"past_key_values": cache})
         return self._run
 
 
 class StoredTarget(Target):
-    """The target as a given cache, which is not changed.
+    """A target given as a cache, which is not changed.
 
     Args:
-        cache: of one row without `<eos>`.
-        codes: of the model's tokenizer.
-        refresh: as of `CachedTarget`.
+        cache: one row without `<eos>`.
+        codes: token ids of the model's tokenizer.
+        refresh: as for `CachedTarget`.
 
     Raises:
         ValueError: the cache has several rows, no residues, or an `<eos>`.
     """
 
     def __init__(self, cache: TurboKVCache, codes: TokenCodes, refresh: int) -> None:
-        if cache.batch_size != 1:
-            raise ValueError(f"a target is a cache of one row, this one has {cache.batch_size}: see `cache.select`")
-        length = cache.get_seq_length()
-        ids = cache.token_ids[0, :length].tolist()
-        special = sum(token == codes.cls for token in ids)
+        ids = single_row(cache, "a target")
+        length = len(ids)
+        special = ids.count(codes.cls)
         if codes.eos in ids:
-            raise ValueError("the cache holds an <eos>, which comes after the candidate: see `turbo.prefill`")
+            raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
         if length == special:
             raise ValueError("the cache holds no residues: prefill a target first")
         self.residues, self.refresh = length - special, min(refresh, length - special)
@@ -132,9 +135,9 @@ class StoredTarget(Target):
             cache.crop(length - self.refresh)
         self.cache = cache
 
-    def run(self, length: int) -> Run:
+    def run(self, length: int) -> TargetRun:
         options: dict[str, Any] = {"past_key_values": self.cache}
         if self.positions is not None:
             after = range(self.next_position, self.next_position + length + 1)
             options["position_ids"] = torch.tensor([[*self.positions, *after]])
-        return Run(self.prefix, options)
+        return TargetRun(self.prefix, options)

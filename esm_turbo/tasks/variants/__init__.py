@@ -1,1 +1,1 @@
-"""Scoring substitutions in a wild type."""
+"""Scoring the effects of substitutions in a protein."""

@@ -1,4 +1,4 @@
-"""Variants of a file scored on a wild type: what `esm-turbo variants` does."""
+"""Scoring the variants of a file on their wild type, as `esm-turbo variants` does."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.files.csv_files import CsvError, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.progress import Progress, silent
+from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
+from esm_turbo.tasks.common.records import parse_rows
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
 from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-
-# Where more variants than this are wrong, and more than are right, what is wrong is all of them.
+# If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
 
 
@@ -30,7 +30,7 @@ class MeasuredVariant:
 
     Attributes:
         variant: such as `H24C`.
-        measured: what an experiment found, the higher the better; None where the file does not say.
+        measured: measured fitness, higher is better; None if the file has none.
     """
 
     variant: str
@@ -50,7 +50,7 @@ class VariantsRun:
     scores: Mapping[Arm, VariantScores]
 
     def against_measured(self, arm: Arm) -> float | None:
-        """Spearman's correlation with what was measured; None where too little was."""
+        """Spearman's correlation with the measurements; None if there are too few."""
         pairs = [
             (one.score, variant.measured)
             for one, variant in zip(self.scores[arm].scores, self.variants, strict=True)
@@ -59,11 +59,11 @@ class VariantsRun:
         return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def against_full(self, arm: Arm) -> float | None:
-        """Spearman's correlation with the full arm; None where that was not run."""
+        """Spearman's correlation with the full arm; None if that was not run."""
         return spearman(self.scores[arm].values, self.scores["full"].values) if "full" in self.scores else None
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Writes a CSV file of variants, what was measured, and the scores of every arm, whole or not at all."""
+        """Write variants, measurements and the scores of every arm to a CSV file, atomically."""
         rows = (
             [variant.variant, "" if variant.measured is None else variant.measured, *scores]
             for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True)
@@ -88,13 +88,13 @@ class VariantsRun:
 def read_variants(
     path: str | os.PathLike[str], wild_type: ProteinRecord, *, first_position: int = 1, measured: str | None = None
 ) -> tuple[list[MeasuredVariant], list[BadRecord]]:
-    """Reads variants from the column `mutant` of a CSV file, and what was measured of them from another column.
+    """Read variants from the column `mutant` of a CSV file, and their measurements from another column.
 
     Args:
         path: the file.
-        wild_type: the protein that they are of.
-        first_position: the number of its first residue.
-        measured: name of that column; None takes `fitness` where there is one.
+        wild_type: the protein that the variants are of.
+        first_position: position of its first residue.
+        measured: name of the column of measurements; None uses `fitness` if there is one.
 
     Returns:
         The good variants and the bad ones, in the order of the file.
@@ -104,21 +104,18 @@ def read_variants(
     """
     required = ["mutant"] if measured is None else ["mutant", measured]
     column = "fitness" if measured is None else measured
-    good: list[MeasuredVariant] = []
-    bad: list[BadRecord] = []
-    for row in read_csv(path, required, [column]):
-        try:
-            parse_variant(row["mutant"], wild_type.sequence, first_position)
-            good.append(MeasuredVariant(row["mutant"], _number(row[column], column)))
-        except ValueError as error:
-            bad.append(BadRecord(f"line {row.line}", str(error)))
+
+    def parse(number: int, row: CsvRow) -> MeasuredVariant:
+        parse_variant(row["mutant"], wild_type.sequence, first_position)
+        return MeasuredVariant(row["mutant"], _number(row[column], column))
+
+    rows = read_csv(path, required, [column])
+    good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
     if len(bad) > max(len(good), _LISTED):
         raise CsvError(
-            f"{os.fspath(path)}: {len(bad):,} of {len(good) + len(bad):,} variants are not of {wild_type.id}; is"
-            f" {first_position} the number of its first residue? {bad[0].record}: {bad[0].reason}"
+            f"{os.fspath(path)}: {len(bad):,} of {len(rows):,} variants are not of {wild_type.id}; is"
+            f" {first_position} the position of its first residue? {bad[0].record}: {bad[0].reason}"
         )
-    if not good and not bad:
-        raise CsvError(f"{os.fspath(path)}: holds no variants; give at least one below the names of the columns")
     return good, bad
 
 
@@ -132,52 +129,48 @@ def score_file(
     progress: Progress | None = None,
     **options: Any,
 ) -> VariantsRun:
-    """Scores variants in one or several arms.
+    """Score variants in one or several arms.
 
     Args:
         turbo: the model.
         wild_type: the protein.
-        variants: of it; None for all single substitutions.
-        arms: one or several.
-        first_position: the number of the protein's first residue.
+        variants: its variants; None for all single substitutions.
+        arms: one arm or several.
+        first_position: position of the protein's first residue.
         progress: called with the arm as stage and positions, see `Progress`.
-        **options: as of `variants.score_variants`.
+        **options: further arguments of `score.score_variants`.
 
     Raises:
-        NotEnoughMemoryError: the protein needs more memory than there is.
-        ValueError: scores are not finite.
+        NotEnoughMemoryError: the protein needs more memory than is free.
+        ValueError: a score is not finite.
     """
     if variants is None:
         variants = [MeasuredVariant(name) for name in all_substitutions(wild_type.sequence, first_position)]
-    report = progress or silent
-    found: dict[Arm, VariantScores] = {}
+    names = [one.variant for one in variants]
+    scores: dict[Arm, VariantScores] = {}
     for arm in arms:
-
-        def advance(stage: str, done: int, total: int, arm: str = arm) -> None:
-            report(arm, done, total)
-
-        names = [one.variant for one in variants]
-        found[arm] = score_variants(
+        scores[arm] = score_variants(
             turbo,
             wild_type.sequence,
             names,
             arm=arm,
             first_position=first_position,
-            progress=advance,
+            progress=part_of(progress, stage=arm),
             **options,
         )
-        if not all(map(math.isfinite, found[arm].values)):
+        if not all(map(math.isfinite, scores[arm].values)):
             raise ValueError(f"scores of {wild_type.id} are not finite; try --dtype float32")
-    return VariantsRun(tuple(variants), found)
+    return VariantsRun(tuple(variants), scores)
 
 
 def _number(text: str, column: str) -> float | None:
+    """A measurement; None for an empty cell."""
     if not text:
         return None
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{column} is {text!r}, no number; correct it or leave it empty") from None
+        raise ValueError(f"{column} is {text!r}, not a number; correct it or leave it empty") from None
     if not math.isfinite(value):
         raise ValueError(f"{column} is {text!r}, not finite; correct it or leave it empty")
     return value

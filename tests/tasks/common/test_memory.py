@@ -43,7 +43,7 @@ def test_a_message_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyP
         check_memory(turbo.model.esm, 1_000_000, stored=True)
     assert str(caught.value) == (
         f"1,000,000 tokens at once need about {_needed(turbo, 1_000_000):.1f} GiB of memory, 3.0 GiB are free on cpu;"
-        " take a shorter protein, a smaller model or a larger machine"
+        " use a shorter protein, a smaller model or a larger machine"
     )
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)
     check_memory(turbo.model.esm, 1_000_000, stored=True)

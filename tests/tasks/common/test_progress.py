@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
+from esm_turbo.tasks.common.progress import Progress, StageProgress, part_of, silent
 
 
 def test_a_stage_reports_running_totals() -> None:
@@ -28,3 +28,11 @@ def test_without_a_callback_the_stage_still_counts() -> None:
     stage = StageProgress(None, "embed", 3)
     stage.advance(2)
     assert (stage.progress, stage.done) == (silent, 2)
+
+
+def test_a_part_reports_as_the_whole() -> None:
+    calls: list[tuple[str, int, int]] = []
+    part_of(lambda *call: calls.append(call), start=10, total=30)("score", 4, 5)
+    part_of(lambda *call: calls.append(call), stage="turbo")("score", 4, 5)
+    part_of(None, stage="turbo")("score", 4, 5)
+    assert calls == [("score", 14, 30), ("turbo", 4, 5)]

@@ -54,8 +54,8 @@ def test_invariants(pairs):
 @pytest.mark.parametrize(
     ("ours", "theirs", "top_k", "message"),
     [
-        ([], [], 1, "as many scores"),
-        ([1.0], [1.0, 2.0], 1, "as many scores"),
+        ([], [], 1, "the same items"),
+        ([1.0], [1.0, 2.0], 1, "the same items"),
         ([1.0, math.nan], [1.0, 2.0], 1, "not finite"),
         ([1.0, 2.0], [1.0, math.inf], 1, "not finite"),
         ([1.0], [1.0], 0, "`top_k` must be at least 1, got 0"),

@@ -410,7 +410,7 @@ def test_identifiers_that_the_index_cannot_hold(run, tmp_path):
     for wrong in ("a\tb", "a\nb", "a\rb"):
         with pytest.raises(ValueError, match="has a tab or a line break"):
             run(tmp_path / "out", [ProteinRecord(wrong, "MKT")])
-    with pytest.raises(ValueError, match="identifier 'a' stands for two sequences"):
+    with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
         run(tmp_path / "out", [ProteinRecord("a", "MKT"), ProteinRecord("a", "MKTA")])
     assert not (tmp_path / "out").exists()
 
@@ -460,7 +460,7 @@ def test_a_full_disk_harms_nothing(run, tmp_path, monkeypatch, file_format, afte
     before = files(tmp_path)
     with monkeypatch.context() as patch:
         full_disk(patch, after)
-        with pytest.raises(UnfinishedError, match=r"No space left on device.*make room") as caught:
+        with pytest.raises(UnfinishedError, match=r"No space left on device.*free some space") as caught:
             run(out, file_format=file_format)
     assert "\n" not in str(caught.value)
     after_it = files(tmp_path)
@@ -578,7 +578,7 @@ def test_other_settings_are_refused(run, tiny, turbo, tmp_path, file_format):
     run(out, proteins(), file_format)
     before = files(tmp_path)
     for change in ({"include": ["mean"]}, {"layers": [0]}, {"truncation_seq_length": 7}):
-        with pytest.raises(ValueError, match=r"holds embeddings made with .*give another place"):
+        with pytest.raises(ValueError, match=r"holds embeddings made with .*give another path"):
             run(out, proteins(), **({"file_format": file_format} | change))
     request = EmbeddingRequest.of(turbo, (-1,), ("mean", "per_tok"))
     with pytest.raises(ValueError, match="made with model tiny, not esm2-mini"):
@@ -602,7 +602,7 @@ def test_other_settings_are_refused_while_an_h5_file_is_unfinished(run, tmp_path
 def test_a_file_that_is_something_else_is_not_overwritten(run, tmp_path):
     fasta = tmp_path / "proteins.fasta"
     fasta.write_text(">a\nMKTAY\n")
-    with pytest.raises(ValueError, match="is there and no HDF5 file"):
+    with pytest.raises(ValueError, match="exists and is not an HDF5 file"):
         run(fasta, file_format="h5")
     assert fasta.read_text() == ">a\nMKTAY\n"
     foreign = tmp_path / "other.h5"
@@ -614,7 +614,7 @@ def test_a_file_that_is_something_else_is_not_overwritten(run, tmp_path):
     assert files(tmp_path) == before
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / INDEX_FILE).write_text("my own notes\n")
-    with pytest.raises(ValueError, match="is no index of embeddings"):
+    with pytest.raises(ValueError, match="is not an index of embeddings"):
         run(tmp_path / "folder")
     assert [path.name for path in (tmp_path / "folder").iterdir()] == [INDEX_FILE]
     assert (tmp_path / "folder" / INDEX_FILE).read_text() == "my own notes\n"
@@ -644,7 +644,7 @@ def test_a_protein_too_large_for_memory_is_a_failed_record(run, tiny, tmp_path, 
     assert [(one.record, one.reason) for one in result.failed] == [
         (
             "giant",
-            "its 50 residues need more memory than cpu has; cut it, ask for less of it, or take a device with more",
+            "its 50 residues need more memory than cpu has; cut it, request less, or use a device with more memory",
         )
     ]
     assert sorted(ids_of(out)) == sorted(record.id for record in proteins())

@@ -1,4 +1,4 @@
-"""Long proteins window by window, against an independent model in float64, and caches whose front is dropped."""
+"""Windows of long proteins, against an independent model in float64."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
-from esm_turbo.config import PRESETS, PRODUCT_PRESETS
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.embedding import windows
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows, iter_windows
@@ -25,7 +25,11 @@ from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
+
+
 LETTERS = "LAGVSERTIDPKQNFYMHWC"
+
+
 # float32 against float64 over two layers; states are of order one.
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 
@@ -38,24 +42,12 @@ def make_turbo(turbo: TurboEsm, model: TurboEsmForMaskedLM) -> TurboEsm:
     return TurboEsm(model, turbo.tokenizer)
 
 
-@pytest.fixture
-def exact(turbo: TurboEsm, tiny_model: MakeModel) -> TurboEsm:
-    return make_turbo(turbo, tiny_model())
-
-
-@pytest.fixture(scope="module")
-def frozen(tiny_model: MakeModel, tmp_path_factory: pytest.TempPathFactory) -> FrozenEsm2:
-    folder = tmp_path_factory.mktemp("tiny")
-    tiny_model().save_pretrained(folder)
-    return FrozenEsm2(folder)
-
-
-def oracle(frozen: FrozenEsm2, ids: list[int], cut: Windows) -> Tensor:
-    """Hidden states of the residues [n, hidden] of every layer, all keys and values of the past kept."""
+def oracle(tiny_frozen: FrozenEsm2, ids: list[int], cut: Windows) -> Tensor:
+    """Hidden states of the residues of every layer, [layers + 1, n, hidden]; no keys or values are dropped."""
     totals = {"total_tokens": len(ids) + 2, "total_masks": ids.count(MASK)}
-    layers = frozen.num_layers
+    layers = tiny_frozen.num_layers
     past: list[list[Tensor]] = []
-    done = torch.zeros(layers + 1, len(ids), len(frozen.weights["lm_head.dense.bias"]), dtype=torch.float64)
+    done = torch.zeros(layers + 1, len(ids), len(tiny_frozen.weights["lm_head.dense.bias"]), dtype=torch.float64)
     spans, kept = cut.spans(len(ids)), cut.kept(len(ids))
     for number, ((start, end), (first, stop)) in enumerate(zip(spans, kept, strict=True)):
         seen = min(cut.memory, start)
@@ -63,21 +55,18 @@ def oracle(frozen: FrozenEsm2, ids: list[int], cut: Windows) -> Tensor:
         # <cls> is position 0 of a whole protein, so residue i has position i + 1.
         positions = [start - seen, *range(start + 1, start + len(tokens))]
         visible = [(k[:, start - seen : start], v[:, start - seen : start]) for k, v in past]
-        run = frozen.run(tokens, positions, past=visible if seen else None, **totals)
+        run = tiny_frozen.run(tokens, positions, past=visible if seen else None, **totals)
         states = torch.stack(run.hidden_states)
         done[:, first:stop] = states[:, 1 + first - start : 1 + stop - start]
         if number + 1 < len(spans):
             new = spans[number + 1][0] - start
             parts = [[x[:, 1 : 1 + new] for x in kv] for kv in run.kv]
-            past = [_joined(*layer) for layer in zip(past, parts, strict=True)] if past else parts
+            past = [_concatenated(*layer) for layer in zip(past, parts, strict=True)] if past else parts
     return done
 
 
-def _joined(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
+def _concatenated(old: list[Tensor], new: list[Tensor]) -> list[Tensor]:
     return [torch.cat(pair, dim=1) for pair in zip(old, new, strict=True)]
-
-
-# ---------------------------------------------------------------- how a protein is cut
 
 
 @settings(max_examples=300, deadline=None)
@@ -93,11 +82,11 @@ def test_every_residue_comes_from_one_window(data: st.DataObject) -> None:
     assert (spans[0][0], spans[-1][1]) == (0, length)
     assert all(end - start == min(window, length) for start, end in spans)
     assert all(end - start >= cut.overlap for (_, end), (start, _) in pairwise(spans))
-    # No more windows than the overlap makes necessary.
+    # No more windows than the overlap requires.
     assert len(spans) == max(1, -(-(length - cut.overlap) // (window - cut.overlap)))
 
 
-def test_who_gives_the_residues_that_two_windows_have() -> None:
+def test_the_window_that_gives_shared_residues() -> None:
     assert Windows(10, 4, 0).spans(16) == Windows(10, 4, 8).spans(16) == [(0, 10), (6, 16)]
     assert Windows(10, 4, 0).kept(16) == [(0, 8), (8, 16)]
     assert Windows(10, 4, 8).kept(16) == [(0, 6), (6, 16)]
@@ -108,7 +97,7 @@ def test_defaults() -> None:
     assert Windows.of(100) == Windows(100, 25, 100)
     assert Windows.of(1000) == Windows(1000, 64, 1000)
     assert Windows.of(None, memory=0) == Windows(511, 64, 0)
-    assert Windows.of(None, 8).sight == 1022
+    assert Windows.of(None, 8).reach == 1022
 
 
 @pytest.mark.parametrize(
@@ -123,51 +112,48 @@ def test_defaults() -> None:
         ({"memory": "all"}, "`memory` must be an integer of at least 0, got 'all'"),
     ],
 )
-def test_wrong_numbers(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
+def test_invalid_numbers(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         turbo.embed("MKTAY", **options)
-
-
-# ---------------------------------------------------------------- what is computed
 
 
 @pytest.mark.parametrize("memory", [0, 7, 40, 64, 500])
 @pytest.mark.parametrize(("length", "masks"), [(33, 0), (41, 3), (200, 11)])
 def test_against_an_independent_model(
-    exact: TurboEsm, frozen: FrozenEsm2, memory: int, length: int, masks: int
+    exact: TurboEsm, tiny_frozen: FrozenEsm2, memory: int, length: int, masks: int
 ) -> None:
     ids = random_ids([length], masks=masks, cls=False)[0][0].tolist()
     cut = Windows(32, 8, memory)
     found = embed_in_windows(exact, ids, cut, (0, 1, 2), frozenset(["mean", "per_tok", "bos"]))
-    expected = oracle(frozen, ids, cut).float()
+    expected = oracle(tiny_frozen, ids, cut).float()
     for layer in range(3):
         torch.testing.assert_close(found["representations"][layer], expected[layer], **TOLERANCE)
         torch.testing.assert_close(found["mean_representations"][layer], expected[layer].mean(0), **TOLERANCE)
-    start = frozen.run([CLS, *ids[:32]], list(range(33)), total_tokens=length + 2, total_masks=masks)
+    start = tiny_frozen.run([CLS, *ids[:32]], list(range(33)), total_tokens=length + 2, total_masks=masks)
     torch.testing.assert_close(found["bos_representations"][2], start.hidden_states[2][0].float(), **TOLERANCE)
 
 
-def test_the_independent_model_sees_what_it_should(frozen: FrozenEsm2) -> None:
+def test_the_independent_model_sees_what_it_should(tiny_frozen: FrozenEsm2) -> None:
     """Memory, overlap and masks all change the result by more than the tolerance."""
     ids = random_ids([100], masks=5, cls=False)[0][0].tolist()
-    right = oracle(frozen, ids, Windows(32, 8, 40))
+    right = oracle(tiny_frozen, ids, Windows(32, 8, 40))
     for other in (Windows(32, 8, 39), Windows(32, 8, 0), Windows(32, 14, 40)):
-        assert (oracle(frozen, ids, other)[-1] - right[-1]).abs().max() > 5e-3
+        assert (oracle(tiny_frozen, ids, other)[-1] - right[-1]).abs().max() > 5e-3
 
 
 @pytest.mark.slow
-def test_35000_residues(exact: TurboEsm, frozen: FrozenEsm2) -> None:
+def test_35000_residues(exact: TurboEsm, tiny_frozen: FrozenEsm2) -> None:
     """Titin's size. Positions run on to 35,000, where float32 angles are off by up to 0.002."""
     ids = random_ids([35_000], cls=False)[0][0].tolist()
     cut = Windows(256, 32, 128)
     found = embed_in_windows(exact, ids, cut, (2,), frozenset(["mean", "per_tok"]))
-    expected = oracle(frozen, ids, cut)[-1].float()
+    expected = oracle(tiny_frozen, ids, cut)[-1].float()
     torch.testing.assert_close(found["representations"][2], expected, rtol=0, atol=0.02)
     torch.testing.assert_close(found["mean_representations"][2], expected.mean(0), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("preset", PRODUCT_PRESETS)
-def test_forgetting_changes_nothing(
+def test_dropping_unreachable_columns_changes_nothing(
     turbo: TurboEsm, tiny_model: MakeModel, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny = make_turbo(turbo, tiny_model(preset=preset))
@@ -177,17 +163,17 @@ def test_forgetting_changes_nothing(
     def states() -> Tensor:
         return torch.cat([x[2] for _, x, _ in iter_windows(tiny, ids, Windows(64, 16, 100), (2,))])
 
-    forget = windows._WindowRun._forget
+    drop = windows._WindowRun._drop_unreachable
 
     def counting(run: windows._WindowRun) -> None:
-        forget(run)
+        drop(run)
         columns.append(run.cache.columns)
 
-    monkeypatch.setattr(windows._WindowRun, "_forget", counting)
+    monkeypatch.setattr(windows._WindowRun, "_drop_unreachable", counting)
     dropping = states()
-    monkeypatch.setattr(windows._WindowRun, "_forget", lambda run: None)
+    monkeypatch.setattr(windows._WindowRun, "_drop_unreachable", lambda run: None)
     keeping = states()
-    # A code may fall on the other side of a boundary, as angles are rounded elsewhere; of one bit that is much.
+    # Angles are rounded differently, which may move a code across a boundary; with one bit that matters.
     off = ((dropping - keeping).square().mean() / keeping.square().mean()).sqrt()
     assert off < (1e-5 if preset == "exact" else 2e-3)
     assert len(columns) > 10
@@ -219,10 +205,7 @@ def test_memory_does_not_grow_with_the_protein() -> None:
     assert long - short < 30e6
 
 
-# ---------------------------------------------------------------- through embed
-
-
-def test_embed_cuts_only_what_is_long(turbo: TurboEsm, exact: TurboEsm) -> None:
+def test_embed_splits_only_long_proteins(turbo: TurboEsm, exact: TurboEsm) -> None:
     sequences = [protein(90), "MKTAY", protein(64, 1), protein(65, 2)]
     found = exact.embed(sequences, (0, -1), ("mean", "per_tok", "bos"), window=64, overlap=16, memory=32)
     whole = exact.embed(sequences, (0, -1), ("mean", "per_tok", "bos"))
@@ -236,14 +219,14 @@ def test_embed_cuts_only_what_is_long(turbo: TurboEsm, exact: TurboEsm) -> None:
         torch.testing.assert_close(a.representations, parts["representations"], rtol=0, atol=0)
         torch.testing.assert_close(a.mean_representations, parts["mean_representations"], rtol=0, atol=0)
         torch.testing.assert_close(a.bos_representations, parts["bos_representations"], rtol=0, atol=0)
-        # The input of the first layer is exact, whatever the windows; the output of the last is not.
+        # The input of the first layer is exact with any windows; the output of the last is not.
         torch.testing.assert_close(a.representations[0], b.representations[0], rtol=1e-5, atol=1e-5)
         assert (a.representations[2] - b.representations[2]).abs().max() > 1e-3
         assert all(t.untyped_storage().nbytes() == 4 * t.numel() for t in a.tensors().values())
 
 
-def test_a_memory_brings_a_long_protein_nearer_to_the_full_run(turbo: TurboEsm) -> None:
-    # From docs/long_proteins.md: plain windows are off by far more.
+def test_a_memory_reduces_the_error_of_windows(turbo: TurboEsm) -> None:
+    # As in docs/long_proteins.md: independent windows have a much larger error.
     sequence = protein(300)
     [full] = turbo.embed(sequence, include="per_tok")
     error = {}
@@ -263,10 +246,10 @@ def test_half_precision(turbo: TurboEsm, tiny_model: MakeModel) -> None:
     torch.testing.assert_close(half.representations[2], whole.representations[2], rtol=0, atol=0.3)
 
 
-@pytest.mark.parametrize("asked", ["contacts", "cache"])
-def test_what_windows_cannot_give(exact: TurboEsm, asked: str) -> None:
-    with pytest.raises(ValueError, match=f"window by window.*{asked}"):
-        exact.embed("MKTAY", include=["mean", asked], window=64)
+@pytest.mark.parametrize("item", ["contacts", "cache"])
+def test_results_not_available_in_windows(exact: TurboEsm, item: str) -> None:
+    with pytest.raises(ValueError, match=f"window by window.*{item}"):
+        exact.embed("MKTAY", include=["mean", item], window=64)
     with pytest.raises(ValueError, match="cache"):
         exact.embed("MKTAY", return_cache=True, window=64)
 
@@ -281,7 +264,7 @@ def test_a_memory_needs_a_calibration(turbo: TurboEsm, tiny_model: MakeModel) ->
     assert found.is_finite()
 
 
-def test_bad_sequences_before_any_forward(exact: TurboEsm) -> None:
+def test_invalid_sequences_fail_before_any_forward(exact: TurboEsm) -> None:
     calls = []
     hook = exact.model.esm.register_forward_pre_hook(lambda *_: calls.append(1))
     try:
@@ -292,132 +275,12 @@ def test_bad_sequences_before_any_forward(exact: TurboEsm) -> None:
     assert not calls
 
 
-def test_only_a_long_sight_warns(exact: TurboEsm) -> None:
+def test_a_long_reach_warns(exact: TurboEsm) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         exact.embed(protein(1500), include="mean", window=511)
     with pytest.warns(LongProteinWarning, match="of up to 1200 residues"):
         exact.embed(protein(1500), include="mean", window=700, memory=500)
-
-
-# ---------------------------------------------------------------- dropping the front of a cache
-
-
-@torch.no_grad()
-def probe(model: TurboEsmForMaskedLM, cache: TurboKVCache, hidden: int = 0) -> Tensor:
-    """What three tokens after each row come to, the first columns hidden."""
-    ids = torch.tensor([[5, MASK, 9]]).expand(cache.batch_size, -1)
-    mask = torch.cat([cache.valid().long(), torch.ones_like(ids)], dim=1)
-    mask[:, :hidden] = 0
-    return model(ids, mask, past_key_values=cache, output_hidden_states=True).hidden_states[-1]
-
-
-def prefill(model: TurboEsmForMaskedLM, lengths: list[int], **options: object) -> TurboKVCache:
-    with torch.no_grad():
-        cache: TurboKVCache = model(*random_ids(lengths, **options), use_cache=True).past_key_values
-    return cache
-
-
-@pytest.mark.parametrize("preset", PRESETS)
-@pytest.mark.parametrize("dropped", [64, 128])
-def test_dropping_equals_hiding(tiny_model: MakeModel, preset: str, dropped: int) -> None:
-    model = tiny_model(preset=preset, calibrated=True)
-    cache = prefill(model, [200, 150, 40])
-    hidden = probe(model, cache, dropped)
-    before = cache.nbytes
-    cache.drop_front(dropped)
-    assert cache.lengths.tolist() == [200 - dropped, 150 - dropped, 0]
-    assert cache.columns == cache.get_seq_length() == 200 - dropped
-    assert cache.nbytes < before
-    torch.testing.assert_close(probe(model, cache)[:2], hidden[:2], rtol=0, atol=1e-3)
-
-
-@pytest.mark.parametrize("preset", [*PRODUCT_PRESETS, "turboquant3", "int4"])
-def test_a_special_token_that_stays(tiny_model: MakeModel, preset: str) -> None:
-    model = tiny_model(preset=preset, calibrated=True)
-    cache = prefill(model, [100, 90], eos=True)
-    hidden = probe(model, cache, 64)
-    cache.drop_front(64)
-    if cache.config.protect_special_tokens:
-        assert cache.protected_columns.tolist() == [[35], [25]]
-    # Protected keys are rounded to bfloat16 once more.
-    torch.testing.assert_close(probe(model, cache), hidden, rtol=0, atol=0.02)
-
-
-@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
-def test_going_on_after_dropping(tiny_model: MakeModel, preset: str, tmp_path: Path) -> None:
-    """Appending, cropping, saving and dropping again do what they do to a cache that hides its front."""
-    model = tiny_model(preset=preset, calibrated=True)
-    kept, dropped = prefill(model, [150, 140]), prefill(model, [150, 140])
-    dropped.drop_front(64)
-    more, _ = random_ids([30, 30], seed=1, cls=False)
-    for cache, hidden in ((kept, 64), (dropped, 0)):
-        mask = torch.cat([cache.valid().long(), torch.ones_like(more)], dim=1)
-        mask[:, :hidden] = 0
-        with torch.no_grad():
-            model(more, mask, past_key_values=cache, use_cache=True)
-    # A code may fall on the other side of a boundary, as the keys' angles are rounded elsewhere.
-    torch.testing.assert_close(probe(model, dropped), probe(model, kept, 64), rtol=0, atol=5e-3)
-    for cache in (kept, dropped):
-        cache.crop(-10)
-    dropped.drop_front(64)
-    dropped.save(tmp_path / "cache.safetensors")
-    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=model)
-    assert loaded.lengths.tolist() == [42, 32]
-    torch.testing.assert_close(probe(model, loaded), probe(model, kept, 128), rtol=0, atol=5e-3)
-
-
-def test_positions_after_dropping(tiny_model: MakeModel) -> None:
-    # Keys at their positions, which stay; or relative to blocks, which move.
-    for preset, expected in (("exact", [100, 80]), ("turbo3", [36, 16])):
-        cache = prefill(tiny_model(preset=preset), [100, 80])
-        cache.drop_front(64)
-        assert cache.next_positions.tolist() == expected
-        selected = cache.select(1)
-        assert selected.next_positions.tolist() == expected[1:]
-
-
-@settings(max_examples=25, deadline=None)
-@given(first=st.integers(0, 60), second=st.integers(0, 60))
-def test_dropping_adds_up(tiny_model: MakeModel, first: int, second: int) -> None:
-    model = tiny_model()
-    at_once, in_turn = prefill(model, [50, 20]), prefill(model, [50, 20])
-    at_once.drop_front(first + second)
-    in_turn.drop_front(first)
-    in_turn.drop_front(second)
-    assert at_once.lengths.tolist() == in_turn.lengths.tolist() == [max(n - first - second, 0) for n in (50, 20)]
-    assert torch.equal(at_once.token_ids, in_turn.token_ids)
-    for mine, theirs in zip(at_once.layers, in_turn.layers, strict=True):
-        assert all(torch.equal(mine.packed[name], theirs.packed[name]) for name in mine.packed)
-
-
-def test_what_cannot_be_dropped(tiny_model: MakeModel, tmp_path: Path) -> None:
-    model = tiny_model(preset="turbo3")
-    cache = prefill(model, [100], eos=True)
-    for tokens in (-64, 1, 63):
-        with pytest.raises(ValueError, match=f"multiple of 64, and not negative, got {tokens}"):
-            cache.drop_front(tokens)
-    with pytest.raises(ValueError, match="multiple of 1, and not negative"):
-        prefill(tiny_model(), [10]).drop_front(-1)
-    cache.save(tmp_path / "cache.safetensors")
-    loaded = TurboKVCache.load(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match="claim_cache"):
-        loaded.drop_front(64)
-    model.claim_cache(loaded)
-    loaded.drop_front(64)
-    assert loaded.lengths.tolist() == [36]
-
-
-def test_dropping_nothing_and_all(tiny_model: MakeModel) -> None:
-    model = tiny_model(preset="turbo3")
-    cache = prefill(model, [100])
-    before = probe(model, cache)
-    cache.drop_front(0)
-    assert torch.equal(probe(model, cache), before)
-    cache.drop_front(128)
-    assert cache.get_seq_length() == cache.columns == 0
-    model.new_cache().drop_front(64)
-    assert probe(model, cache).isfinite().all()
 
 
 @pytest.mark.gpu

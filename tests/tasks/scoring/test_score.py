@@ -178,7 +178,7 @@ def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, frozen: FrozenE
 
 def test_caches_that_are_refused(turbo: TurboEsm) -> None:
     cache = turbo.prefill(TARGET)
-    with pytest.raises(ValueError, match="of arm 'turbo', not 'full'"):
+    with pytest.raises(ValueError, match="is for arm 'turbo', not 'full'"):
         turbo.score(cache, CANDIDATES, arm="full")
     with pytest.raises(ValueError, match="`place` must be 'empty'"):
         turbo.score(cache, CANDIDATES, place="masked")

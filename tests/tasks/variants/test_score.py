@@ -138,14 +138,14 @@ def test_a_given_cache_is_read_and_not_changed(turbo: TurboEsm) -> None:
 
 
 def test_caches_that_are_refused(turbo: TurboEsm) -> None:
-    with pytest.raises(ValueError, match="of arm 'turbo', not 'frozen'"):
+    with pytest.raises(ValueError, match="is for arm 'turbo', not 'frozen'"):
         turbo.score_variants(turbo.prefill(WILD_TYPE), VARIANTS, arm="frozen")
     with pytest.raises(ValueError, match="one row, this one has 2"):
         turbo.score_variants(turbo.prefill([WILD_TYPE] * 2), VARIANTS)
     cut = turbo.prefill(WILD_TYPE)
     cut.crop(1)
     for cache in (cut, turbo.prefill("MK<mask>T")):
-        with pytest.raises(ValueError, match="holds no whole protein"):
+        with pytest.raises(ValueError, match="does not hold a whole protein"):
             turbo.score_variants(cache, ["M1A"])
 
 
@@ -186,7 +186,7 @@ def test_numbers_below_one(turbo: TurboEsm) -> None:
     everything = turbo.score_variants("MKT", first_position=-1)
     assert [one.variant for one in everything.scores[::19]] == ["M-1A", "K0A", "T1A"]
     assert everything.values == turbo.score_variants("MKT").values
-    with pytest.raises(ValueError, match="position -2 lies outside of the protein, -1 to 1"):
+    with pytest.raises(ValueError, match="position -2 lies outside the protein, -1 to 1"):
         turbo.score_variants("MKT", "M-2A", first_position=-1)
 
 
@@ -216,15 +216,15 @@ def test_variants_are_taken_apart() -> None:
 @pytest.mark.parametrize(
     ("variant", "message"),
     [
-        ("", "'' is no variant: write the residue, its position and the mutant, such as H24C"),
-        ("M1", "'M1' is no variant"),
-        ("1A", "'1A' is no variant"),
-        ("M1A,K2R", "'M1A,K2R' is no variant"),
-        ("M1A:", "'M1A:' is no variant"),
-        ("M1del", "'M1del' is no variant"),
-        ("M0A", "'M0A': position 0 lies outside of the protein, 1 to 28"),
-        ("G29A", "'G29A': position 29 lies outside of the protein, 1 to 28"),
-        ("K1A", "'K1A': residue 1 is M; is 1 the number of the first residue?"),
+        ("", "'' is not a variant: write the residue, its position and the mutant, such as H24C"),
+        ("M1", "'M1' is not a variant"),
+        ("1A", "'1A' is not a variant"),
+        ("M1A,K2R", "'M1A,K2R' is not a variant"),
+        ("M1A:", "'M1A:' is not a variant"),
+        ("M1del", "'M1del' is not a variant"),
+        ("M0A", "'M0A': position 0 lies outside the protein, 1 to 28"),
+        ("G29A", "'G29A': position 29 lies outside the protein, 1 to 28"),
+        ("K1A", "'K1A': residue 1 is M; is 1 the position of the first residue?"),
         ("M1J", "'M1J': position 1 is 'J', not one of the 25 residue codes"),
         ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
     ],

@@ -1,0 +1,116 @@
+"""Arms: which one runs, what its context is stored as, and the log-probabilities that all of them read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import EsmForMaskedLM
+
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.common.arms import (
+    ARMS,
+    FROZEN,
+    batch_tokens,
+    log_probabilities,
+    prefill_ids,
+    resolve_arm,
+    single_row,
+)
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from tests.helpers.models import CLS, EOS, MASK, random_ids
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
+
+
+@pytest.fixture(scope="module")
+def compressed(turbo: TurboEsm, tiny_model: MakeModel) -> TurboEsm:
+    """The small model under a compressing preset."""
+    return TurboEsm(tiny_model(preset="turbo3"), turbo.tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [
+        (None, ("turbo", "turbo3")),
+        ("turbo", ("turbo", "turbo3")),
+        ("frozen", ("frozen", "exact")),
+        ("full", ("full", None)),
+    ],
+)
+def test_the_requested_arm(compressed: TurboEsm, arm: str | None, expected: tuple[str, str | None]) -> None:
+    assert resolve_arm(compressed, arm) == expected
+
+
+def test_a_cache_fixes_its_arm(compressed: TurboEsm, exact: TurboEsm) -> None:
+    for cache, expected in (
+        (compressed.prefill("MKT"), ("turbo", "turbo3")),
+        (exact.prefill("MKT"), ("frozen", "exact")),
+    ):
+        assert resolve_arm(compressed, None, cache) == resolve_arm(compressed, expected[0], cache) == expected
+        for other in set(ARMS) - {expected[0]}:
+            with pytest.raises(ValueError, match=f"preset '{expected[1]}' is for arm '{expected[0]}', not '{other}'"):
+                resolve_arm(compressed, other, cache)
+
+
+def test_an_unknown_arm(exact: TurboEsm) -> None:
+    with pytest.raises(ValueError, match=r"`arm` must be one of \['full', 'frozen', 'turbo'\], got 'fast'"):
+        resolve_arm(exact, "fast")
+
+
+def test_tokens_per_batch() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert batch_tokens(7, "full", cpu) == batch_tokens(7, "turbo", cuda) == 7
+    # Few rows fill a batch of whole proteins, and a GPU takes more of anything.
+    assert batch_tokens(None, "turbo", cpu) < batch_tokens(None, "full", cpu) < batch_tokens(None, "full", cuda)
+    assert batch_tokens(None, "turbo", cuda) == batch_tokens(None, "full", cuda)
+    with pytest.raises(ValueError, match="`toks_per_batch` must be at least 1, got 0"):
+        batch_tokens(0, "full", cpu)
+
+
+def test_a_context_holds_the_given_tokens_as_the_arm_stores_them(compressed: TurboEsm) -> None:
+    ids = [CLS, 5, MASK, 6, EOS]
+    frozen, turbo = (prefill_ids(compressed, ids, arm) for arm in ("frozen", "turbo"))
+    assert (frozen.config, turbo.config) == (FROZEN, compressed.model.esm.turbo_config)
+    assert single_row(frozen, "a target") == single_row(turbo, "a target") == ids
+    with torch.no_grad():
+        expected = compressed.model(torch.tensor([ids]), use_cache=True).past_key_values
+    for mine, theirs in zip(turbo.layers, expected.layers, strict=True):
+        assert all(torch.equal(mine.packed[name], tensor) for name, tensor in theirs.packed.items())
+
+
+def test_a_context_is_checked_against_the_free_memory(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
+    with pytest.raises(NotEnoughMemoryError, match="3 tokens at once need about"):
+        prefill_ids(exact, [CLS, 5, 6], "frozen")
+
+
+@pytest.mark.parametrize("sequences", [[], ["MKT", "MK"]])
+def test_a_cache_of_other_than_one_row(exact: TurboEsm, sequences: list[str]) -> None:
+    cache = exact.prefill(sequences) if sequences else exact.model.new_cache()
+    with pytest.raises(ValueError, match=f"a target must be a cache of one row, this one has {len(sequences)}"):
+        single_row(cache, "a target")
+
+
+@torch.no_grad()
+def test_log_probabilities_are_those_of_hugging_face(exact: TurboEsm, hf: EsmForMaskedLM) -> None:
+    ids, _ = random_ids([12, 12, 12], masks=2, eos=True)
+    expected = hf(ids).logits.log_softmax(-1)
+    at = torch.tensor([1, 11, 0])
+    found = log_probabilities(exact, ids, at)
+    assert (found.shape, found.dtype) == ((3, 33), torch.float32)
+    # Logits are of order ten; float32 over two layers.
+    torch.testing.assert_close(found, expected[torch.arange(3), at], rtol=0, atol=1e-3)
+    several = torch.tensor([[0, 3], [2, 2], [11, 1]])
+    torch.testing.assert_close(
+        log_probabilities(exact, ids, several), expected[torch.arange(3)[:, None], several], rtol=0, atol=1e-3
+    )
+
+
+def test_log_probabilities_of_half_precision_are_float32(turbo: TurboEsm, tiny_model: MakeModel) -> None:
+    half = TurboEsm(tiny_model().bfloat16(), turbo.tokenizer)
+    found = log_probabilities(half, random_ids([9])[0], torch.tensor([3]))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.exp().sum(), torch.tensor(1.0), rtol=0, atol=1e-5)

@@ -1,0 +1,45 @@
+"""Records of a CSV file: good ones are returned, bad ones reported in the order of the file."""
+
+from __future__ import annotations
+
+import pytest
+
+from esm_turbo.files.csv_files import CsvError, CsvRow
+from esm_turbo.proteins.fasta import BadRecord
+from esm_turbo.tasks.common.records import parse_rows
+
+
+def rows(*values: str) -> list[CsvRow]:
+    return [CsvRow({"x": value}, line) for line, value in enumerate(values, start=2)]
+
+
+def name(row: CsvRow) -> str:
+    return f"line {row.line}"
+
+
+def parse(number: int, row: CsvRow) -> tuple[int, int]:
+    return number, int(row["x"])
+
+
+def test_good_and_bad_rows() -> None:
+    good, bad = parse_rows("a.csv", rows("7", "x", "8", ""), "numbers", name, parse)
+    assert good == [(1, 7), (3, 8)]
+    assert [one.record for one in bad] == ["line 3", "line 5"]
+    assert bad[0].reason == "invalid literal for int() with base 10: 'x'"
+
+
+def test_a_reason_loses_the_name_of_its_row() -> None:
+    def refuse(number: int, row: CsvRow) -> None:
+        raise ValueError(f"{name(row)}: is wrong")
+
+    assert parse_rows("a.csv", rows("7"), "numbers", name, refuse) == ([], [BadRecord("line 2", "is wrong")])
+
+
+def test_no_rows() -> None:
+    with pytest.raises(CsvError, match=r"^a.csv: holds no numbers; give at least one below the column names$"):
+        parse_rows("a.csv", [], "numbers", name, parse)
+
+
+def test_other_errors_are_not_swallowed() -> None:
+    with pytest.raises(KeyError):
+        parse_rows("a.csv", rows("7"), "numbers", name, lambda number, row: row["y"])

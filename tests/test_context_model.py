@@ -1,0 +1,212 @@
+"""The narrow waist: what tasks use of a `ContextModel`, and its `prefill` and `extend`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+
+import pytest
+import torch
+
+import esm_turbo
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.context_model import ContextModel, as_list
+from tests.helpers.models import CLS, EOS, make_esm
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVV", "GAVLMFWPSTCYNQ"]
+CONTRACT = {"model", "tokenizer", "codes", "calibration", "name", "prefill", "extend"}
+BUILT_ON_IT = ["tasks", "store", "evaluate", "context_store.py"]
+
+
+@pytest.fixture(scope="module")
+def exact() -> TurboEsm:
+    return TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
+
+
+def uses(source: str) -> set[str]:
+    """Attributes of variables named `turbo`, and of attributes of that name."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and (getattr(node.value, "id", None) == "turbo" or getattr(node.value, "attr", None) == "turbo")
+    }
+
+
+def test_the_contract_is_what_the_docstring_says() -> None:
+    public = {name for name in vars(ContextModel) if not name.startswith("_")}
+    assert public | {"model", "tokenizer", "codes"} == CONTRACT
+    assert all(f"`{name}`" in ContextModel.__doc__ for name in CONTRACT)
+
+
+def test_everything_built_on_the_contract_keeps_to_it() -> None:
+    assert uses("turbo.model.x(turbo.codes); self.turbo.embed; other.y") == {"model", "codes", "embed"}
+    package = Path(esm_turbo.__file__).parent
+    files = [path for name in BUILT_ON_IT for path in sorted((package / name).rglob("*.py")) or [package / name]]
+    assert len(files) > 30
+    used = {str(path.relative_to(package)): uses(path.read_text(encoding="utf-8")) - CONTRACT for path in files}
+    assert {path: names for path, names in used.items() if names} == {}
+
+
+@pytest.mark.parametrize(("items", "expected"), [("MK", ["MK"]), (("MK", "G"), ["MK", "G"])])
+def test_one_or_several(items: object, expected: list[str]) -> None:
+    assert as_list(items) == expected
+
+
+def test_none_at_all() -> None:
+    with pytest.raises(ValueError, match="`variants` must hold at least one variant"):
+        as_list([], "variant")
+
+
+def test_prefill_is_cls_and_residues(exact: TurboEsm) -> None:
+    cache = exact.prefill([" mktayi ", "GAVL<mask>M*"])
+    assert isinstance(cache, TurboKVCache)
+    assert cache.lengths.tolist() == [7, 7]
+    assert cache.token_ids.tolist() == [[0, 20, 15, 11, 5, 19, 12], [0, 6, 5, 7, 4, 32, 20]]
+    ids = torch.tensor([[0, 20, 15, 11, 5, 19, 12], [0, 6, 5, 7, 4, 32, 20]])
+    with torch.no_grad():
+        expected = exact.model(ids, use_cache=True).past_key_values
+    for layer, other in zip(cache.layers, expected.layers, strict=True):
+        assert torch.equal(layer.packed["keys"], other.packed["keys"])
+        assert torch.equal(layer.packed["values"], other.packed["values"])
+
+
+def test_one_sequence(exact: TurboEsm) -> None:
+    assert exact.prefill("MKT").lengths.tolist() == exact.prefill(["MKT"]).lengths.tolist() == [4]
+    assert exact.prefill(("MKT", "M")).lengths.tolist() == [4, 2]
+
+
+def test_totals_of_each_sequence(exact: TurboEsm) -> None:
+    """A number for all, or one each; the context's own counts are what is counted without them."""
+
+    def keys(**totals: object) -> torch.Tensor:
+        return exact.prefill(["MKTAY", "GA<mask>VL"], **totals).layers[3].packed["keys"]
+
+    assert (keys() - keys(total_tokens=6, total_masks=[0, 1])).abs().max() <= 1e-4
+    both = keys(total_tokens=20, total_masks=4)
+    assert torch.equal(both, keys(total_tokens=[20, 20], total_masks=torch.tensor([4, 4])))
+    assert (both - keys()).abs().max() > 1e-2
+    only_tokens = keys(total_tokens=20)
+    assert (only_tokens - keys(total_tokens=20, total_masks=[0, 1])).abs().max() == 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "options", "message"),
+    [
+        ([], {}, "`sequences` must hold at least one"),
+        ([""], {}, "sequence 1"),
+        (["MKT", "MJT"], {}, "sequence 2.*position 2"),
+        (["MKT", "M*T"], {}, "sequence 2.*position 2"),
+        (["M-KT"], {}, "sequence 1.*position 2"),
+        ("<mask>", {"total_tokens": 1}, "`total_tokens` must be at least the context's own"),
+        ("MKT", {"total_tokens": 3}, r"`total_tokens` must be at least the context's own \[4\], got \[3\]"),
+        ("M<mask>T", {"total_masks": 0}, "`total_masks` must be at least"),
+        ("MKT", {"total_masks": 4}, "`total_masks` must be smaller"),
+        (["MKT", "MK"], {"total_tokens": [9, 9, 9]}, "`total_tokens` must be one number or one per sequence"),
+        (["MKT", "MK"], {"total_tokens": [9]}, "`total_tokens` must be one number or one per sequence"),
+        (["MKT"], {"total_masks": [[1]]}, "`total_masks` must be one number or one per sequence"),
+    ],
+)
+def test_prefill_refuses(exact: TurboEsm, sequences: object, options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        exact.prefill(sequences, **options)
+
+
+def test_extend_output(exact: TurboEsm) -> None:
+    cache = exact.prefill(SEQUENCES)
+    output = exact.extend(cache, ["GAV", "L"])
+    assert output.hidden_states.shape == (2, 4, exact.model.config.hidden_size)
+    assert output.logits.shape == (2, 4, 33)
+    assert output.attention_mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert exact.extend(cache, ["GAV", "L"], eos=False).logits.shape == (2, 3, 33)
+    with pytest.raises(FrozenInstanceError):
+        output.logits = None
+
+
+def test_rows_do_not_depend_on_their_neighbours(exact: TurboEsm) -> None:
+    together = exact.extend(exact.prefill(SEQUENCES), ["GAV", "LLLLLL"], refresh=5)
+    for row, (context, new) in enumerate(zip(SEQUENCES, ["GAV", "LLLLLL"], strict=True)):
+        alone = exact.extend(exact.prefill(context), new, refresh=5)
+        n = alone.logits.shape[1]
+        assert (together.logits[row, :n] - alone.logits[0]).abs().max() <= 3e-5
+
+
+def test_extend_leaves_the_cache_alone(turbo: TurboEsm) -> None:
+    cache = turbo.prefill(SEQUENCES)
+    first = turbo.extend(cache, ["GAV", "L"])
+    before = cache.nbytes
+    turbo.extend(cache, ["LLL", "VV"])
+    assert cache.nbytes == before
+    assert torch.equal(turbo.extend(cache, ["GAV", "L"]).logits, first.logits)
+
+
+def test_appending_step_by_step(turbo: TurboEsm) -> None:
+    cache = turbo.prefill(SEQUENCES)
+    for step in (["GA", "LLL"], ["V", "V"], ["MKT", "M"]):
+        turbo.extend(cache, step, append=True)
+    assert cache.lengths.tolist() == [71 + 6, 15 + 5]
+    assert cache.token_ids[1, :20].tolist() == [CLS, *turbo.codes.encode(SEQUENCES[1] + "LLLVM", "it")]
+    assert cache.next_positions.tolist() == [77, 20]
+
+
+def test_refreshed_residues_keep_their_positions(exact: TurboEsm) -> None:
+    """After a gap, refreshed residues run at their own positions, as in a forward with these positions."""
+    context, far, new = [CLS, 5, 6, 7, 8], [9, 10, 11], "GA"
+    positions = torch.tensor([[0, 1, 2, 3, 4, 30, 31, 32]])
+    with torch.no_grad():
+        cache = exact.model(torch.tensor([context + far]), None, positions, use_cache=True).past_key_values
+        output = exact.extend(cache, new, refresh=2, eos=False)
+        ids = torch.tensor([[10, 11, *exact.codes.encode(new, "it")]])
+        mask = torch.tensor([[1] * 6 + [0] * 2 + [1] * 4])
+        expected = exact.model(ids, mask, torch.tensor([[31, 32, 33, 34]]), past_key_values=cache).logits[:, 2:]
+    assert (output.logits - expected).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize(
+    ("contexts", "sequences", "options", "message"),
+    [
+        (["MKT", "MK"], ["G", "A", "V"], {}, "the cache has 2 rows, but there are 3 sequences"),
+        (["MKT", "MK"], "G", {}, "the cache has 2 rows, but there are 1 sequences"),
+        (["MKT"], [], {}, "`sequences` must hold at least one"),
+        (["MKT"], ["G", ""], {}, "sequence 2"),
+        (["MKT"], ["GJ"], {}, "sequence 1.*position 2"),
+        (["MKT"], ["G"], {"refresh": -1}, "`refresh` must be at least 0, got -1"),
+        (["MKT"], ["G", "A"], {"append": True}, "cannot append 2 rows to a cache of one"),
+    ],
+)
+def test_extend_refuses(
+    exact: TurboEsm, contexts: list[str], sequences: object, options: dict[str, object], message: str
+) -> None:
+    cache = exact.prefill(contexts)
+    with pytest.raises(ValueError, match=message):
+        exact.extend(cache, sequences, **options)
+    assert cache.lengths.tolist() == [len(context) + 1 for context in contexts]
+
+
+def test_extend_refuses_an_empty_cache(exact: TurboEsm) -> None:
+    cache = exact.prefill(["MKT", "MK"])
+    cache.crop(0)
+    with pytest.raises(ValueError, match="empty row"):
+        exact.extend(cache, ["G", "A"])
+    with pytest.raises(ValueError, match="the cache has 0 rows"):
+        exact.extend(exact.model.new_cache(), ["G"])
+
+
+def test_extend_refuses_another_models_cache(exact: TurboEsm, tiny_model: MakeModel) -> None:
+    other = ContextModel(tiny_model(), exact.tokenizer)
+    with pytest.raises(ValueError, match="the cache is for"):
+        exact.extend(other.prefill("MKT"), "G")
+
+
+def test_a_model_of_random_weights_is_extended(exact: TurboEsm, tiny_model: MakeModel) -> None:
+    tiny = ContextModel(tiny_model(), exact.tokenizer)
+    hf = make_esm()
+    ids = torch.tensor([[CLS, *tiny.codes.encode("MKTAYIAK", "it"), EOS]])
+    output = tiny.extend(tiny.prefill("MKTAYI"), "AK", refresh=100)
+    with torch.no_grad():
+        # All residues run again; only <cls> is frozen.
+        assert (output.logits - hf(ids).logits[:, 7:]).abs().mean() < 2
+    assert output.logits.shape == (1, 3, 33)
