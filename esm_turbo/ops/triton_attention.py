@@ -1,86 +1,76 @@
-"""Attention over packed contexts by the Triton kernels: the path of CUDA. Imports triton only when it runs."""
+"""Attention over packed contexts by Triton kernels, on CUDA. Imports triton only when a kernel runs."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import torch_ops
-from esm_turbo.ops.triton_layer import gelu, like_tokens, overlaps, rotate, settle
-from esm_turbo.ops.triton_layout import KernelLayout, block_angles, key_view, power_of_two, triton_layout, value_view
+from esm_turbo.ops.triton_launch import Tuning, empty_by_token, fence, interpreted, overlaps, per_codec
+from esm_turbo.ops.triton_layer import gelu, rotate
+from esm_turbo.ops.triton_layout import (
+    KernelLayout,
+    SlabSpec,
+    block_angles,
+    key_view,
+    next_power_of_two,
+    triton_layout,
+    value_view,
+)
 
 __all__ = ["extend_attention", "gelu", "rotate"]
 
-# The numbers of `SlabView.spec`.
-_Spec = tuple[int, int, int, int, int, bool, int]
-
-# Of either of a multiprocessor's four parts, which do not share them; a thread may have 255.
-_REGISTERS = 16384
-_MOST_REGISTERS = 256
-# What a device without multiprocessors counts as.
+# Registers of each of a multiprocessor's four partitions, which do not share them; a thread has at most 255.
+_PARTITION_REGISTERS = 16384
+_MAX_REGISTERS = 256
+# Assumed in the interpreter, where there are none.
 _MULTIPROCESSORS = 132
-_MOST_PARTS = 64
-# From so many parts on more warps join them.
+_MAX_PARTS = 64
+# From this number of parts on, `merge` has twice as many warps.
 _MANY_PARTS = 32
 # Rows of a tensor core's operand.
-_ROWS = 16
+_MMA_ROWS = 16
 _SMALL_HEAD = 64
-# Components of all operands of a token: the query's maps to them lie in shared memory.
-_MOST_PLACES = 256
+# Limit of the summed sizes of a token's operands: the query's maps to them are held in shared memory.
+_MAX_OPERAND_SIZE = 256
 
 
 @dataclass(frozen=True)
-class Tuning:
-    """How the kernel that reads contexts is compiled.
+class AttentionTuning(Tuning):
+    """Tuning of the kernels that read contexts, see `Tuning`.
+
+    `registers` limits the half-precision kernels without tables, for heads of up to 64 and up to eight queries; others
+    leave it to the compiler. Fewer registers let more programs run at the same time.
 
     Attributes:
-        tile: tokens of a tile: a block of 64 columns, or a part of it.
-        asks: for how many tiles at a time the second-level cache is asked ahead of time, where groups and programs have
-            several; 0 for none.
-        warps: of a program that reads contexts.
-        stages: of its software pipeline.
-        merge_warps: of a program that joins few parts; twice as many join many.
-        merge_programs: that there are at least before rows of several contexts share one.
-        registers: the most that a thread may have, of kernels in half precision without tables, for heads of up to 64
-            and up to eight queries; others leave it to the compiler. Fewer let more programs run side by side.
-        programs: among how many the contexts' blocks are shared out; None for as many as run side by side.
+        prefetch_tiles: tiles per prefetch to the L2 cache, where groups and programs have several; 0 disables it.
+        merge_warps: warps of a program of `merge` with few parts; twice as many with many parts.
+        merge_programs: rows of the extension share a program of `merge` only where this number of programs remains.
     """
 
-    tile: int = 64
-    asks: int = 2
-    warps: int = 1
-    stages: int = 3
+    prefetch_tiles: int = 2
     merge_warps: int = 4
     merge_programs: int = 132
-    registers: int = 168
-    programs: int | None = None
 
 
-DEFAULT_TUNING = Tuning()
+DEFAULT_TUNING = AttentionTuning(warps=1, stages=3, registers=168)
 
 
+@per_codec
 def can_run(codec: KVCodec) -> bool:
-    """Whether there are kernels for a codec: its components are fields in slabs, not too many of them."""
-    known = _runnable.get(codec)
-    if known is None:
-        known = _runnable[codec] = _can_run(codec)
-    return known
-
-
-def _can_run(codec: KVCodec) -> bool:
+    """Whether there are kernels for a codec: all components are fields of slabs, and their operands small enough."""
     for layer_idx in range(codec.geometry.num_layers):
         for kind, view in (("key", key_view), ("value", value_view)):
-            found = codec.field_slabs(layer_idx, kind)
-            if not found or sum(view(slab).size for slab in found) > _MOST_PLACES:
+            slabs = codec.field_slabs(layer_idx, kind)
+            if not slabs or sum(view(slab).spec.size for slab in slabs) > _MAX_OPERAND_SIZE:
                 return False
     return True
 
@@ -94,18 +84,18 @@ def extend_attention(
     codec: KVCodec,
     layer_idx: int,
 ) -> Tensor:
-    """See `torch_ops.extend_attention`, which also does what there are no kernels for (`can_run`)."""
+    """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
     if not can_run(codec):
         return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
-    layout = _layout(codec, layer_idx, context, query)
-    some = next(iter(context.packed.values()))
-    rows, columns = some.shape[0], some.shape[2]
+    layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
+    any_packed = next(iter(context.packed.values()))
+    contexts, columns = any_packed.shape[0], any_packed.shape[2]
     lengths, protected_columns, visible = context.lengths, context.protected_columns, context.visible
     if lengths is None:
-        lengths = torch.full((rows,), columns, dtype=torch.int64, device=query.device)
+        lengths = torch.full((contexts,), columns, dtype=torch.int64, device=query.device)
         protected_columns, visible = None, context.mask
     if protected_columns is None:
-        protected_columns = torch.empty(rows, 0, dtype=torch.int32, device=query.device)
+        protected_columns = torch.empty(contexts, 0, dtype=torch.int32, device=query.device)
     slots = context.protected["keys"].shape[2] if context.protected else 0
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
@@ -149,208 +139,196 @@ def attend_packed(
     protected: list[Tensor],
     protected_mask: Tensor | None,
     visible: Tensor | None,
-    key_spec: list[int],
-    value_spec: list[int],
+    key_specs: list[int],
+    value_specs: list[int],
 ) -> Tensor:
     """Attention of new tokens to a packed context and to each other; two launches.
+
+    Shapes: B rows of the extension, C contexts (B, or 1 shared by all rows), H heads, n new tokens, D `head_dim`, L
+    columns, P slots.
 
     Args:
         query: of the new tokens, after RoPE and scaling, [B, H, n, D].
         keys: of the new tokens, after RoPE, [B, H, n, D].
         values: of the new tokens, [B, H, n, D].
-        mask: which new tokens are seen, bool [B, n]; None for all.
-        key_slabs: [C, H, L, elements] each, see `SlabView`.
+        mask: which new tokens are visible, bool [B, n]; None for all.
+        key_slabs: words of each slab, [C, H, L, words], see `SlabView`.
         value_slabs: likewise.
         layout: `KernelLayout.tensors`.
         tables: of keys and of values, [H, 16] each, or empty; float32, or float16 for queries of half precision.
-        residuals: of keys and of values, [C, H, 1, D] each, or empty.
+        residuals: mean residuals of keys and of values, [C, H, 1, D] each, or empty.
         angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
         lengths: of the contexts, [C].
-        protected_columns: that are not read from slabs, int32 [C, P], -1 for none.
-        protected: keys and values of protected tokens as they are stored, [C, H, P, D] each, or empty.
-        protected_mask: which of them a row sees, bool [B, P]; None for all.
+        protected_columns: columns that are not read from slabs, int32 [C, P], -1 for none.
+        protected: stored keys and values of protected tokens, [C, H, P, D] each, or empty.
+        protected_mask: which protected tokens a row sees, bool [B, P]; None for all.
         visible: which columns a row sees, bool [B, L]; None for all.
-        key_spec: of all key slabs, the numbers of `SlabView.spec`.
-        value_spec: likewise.
+        key_specs: the `SlabSpec` of every key slab, one after the other.
+        value_specs: likewise.
 
     Returns:
         [B, H, n, D], in the query's dtype.
     """
-    return _attend(
-        query, keys, values, mask, key_slabs, value_slabs, layout, tables, residuals, angles, lengths,
-        protected_columns, protected, protected_mask, visible, _specs(key_spec), _specs(value_spec), DEFAULT_TUNING,
-    )  # fmt: skip
-
-
-@attend_packed.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
-    return like_tokens(query)
-
-
-def _specs(numbers: Sequence[int]) -> tuple[_Spec, ...]:
-    rows = (numbers[start : start + 7] for start in range(0, len(numbers), 7))
-    return tuple((*row[:5], bool(row[5]), row[6]) for row in rows)  # type: ignore[misc]
-
-
-def _attend(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    key_slabs: list[Tensor],
-    value_slabs: list[Tensor],
-    layout: list[Tensor],
-    tables: list[Tensor],
-    residuals: list[Tensor],
-    angles: Tensor | None,
-    lengths: Tensor,
-    protected_columns: Tensor,
-    protected: list[Tensor],
-    protected_mask: Tensor | None,
-    visible: Tensor | None,
-    key_specs: tuple[_Spec, ...],
-    value_specs: tuple[_Spec, ...],
-    tuning: Tuning,
-) -> Tensor:
     import triton.language as tl
 
     from esm_turbo.ops.kernels.attention import attend_context
     from esm_turbo.ops.kernels.merge import merge
 
+    tuning = DEFAULT_TUNING
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, contexts, mask, visible, protected_mask)
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
-    query_map, query_scale, corrections, value_map, value_mean, means, inverses = layout
+    query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
     half = query.dtype in (torch.float16, torch.bfloat16)
-    # A tensor core cuts float32 off to 11 bits, which bfloat16 alone hides; three products are nearly exact.
+    # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
-    operand_rows = 8 if rows <= 8 else _ROWS
-    queries = min(operand_rows, power_of_two(rows))
-    row_tiles = -(-rows // queries)
-    blocks, items = max(1, -(-columns // _BLOCK)), contexts * heads * row_tiles
-    registers, limits = _MOST_REGISTERS, {}
-    if half and head_dim <= _SMALL_HEAD and operand_rows < _ROWS and not tables:
+    operand_rows = 8 if rows <= 8 else _MMA_ROWS
+    queries = min(operand_rows, next_power_of_two(rows))
+    blocks, items = max(1, -(-columns // KEY_BLOCK)), contexts * heads * -(-rows // queries)
+    warps = tuning.warps or 1
+    registers, limits = _MAX_REGISTERS, {}
+    if tuning.registers and half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
         registers = limits["maxnreg"] = tuning.registers
-    share = _share(items, blocks, tuning.programs or _side_by_side(query.device, tuning.warps, registers))
-    most_parts = _most_parts(blocks, share)
-    value_size = value_map.shape[1]
-    count = contexts * heads * most_parts * rows
+    programs = tuning.programs or _concurrent_programs(query.device, warps, registers)
+    blocks_per_program = _blocks_per_program(items, blocks, programs)
+    max_parts = _max_parts(blocks, blocks_per_program)
+    key_size, value_size = query_map.shape[2], value_map.shape[1]
+    count = contexts * heads * max_parts * rows
     scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
-    partial, highest, total = scratch[: count * value_size], scratch[count * value_size : -count], scratch[-count:]
-    key_table, value_table = tables or (query_scale, query_scale)
+    part_acc, part_max, part_total = scratch.split([count * value_size, count, count])
+    # The kernels do not read the tables and angles that a codec does not have.
+    key_table, value_table = tables or (map_scale, map_scale)
     key_residual, value_residual = residuals or (None, None)
-    visible = None if visible is None else visible.expand(batch_size, -1).contiguous().view(torch.uint8)
-    mask = None if mask is None else mask.expand(batch_size, -1).contiguous().view(torch.uint8)
-    if protected_mask is not None:
-        protected_mask = protected_mask.expand(batch_size, -1).contiguous().view(torch.uint8)
-    protected_keys, protected_values = _unmapped(protected, inverses, means) if protected else (None, None)
+    mask, visible, protected_mask = (
+        None if x is None else x.expand(batch_size, -1).contiguous().view(torch.uint8)
+        for x in (mask, visible, protected_mask)
+    )
+    protected_keys, protected_values = _inverse_transformed(protected, inverses, means) if protected else (None, None)
     slots = protected_keys.shape[2] if protected_keys is not None else 0
-    rotated = angles is not None
     overlap = overlaps(query.device)
-    key_size = query_map.shape[2]
-    attend_context[(-(-items * blocks // share),)](
-        query,
-        query_map,
-        query_scale,
-        corrections,
-        means[0],
-        key_residual,
-        query_scale if angles is None else angles,
-        tuple(key_slabs),
-        tuple(value_slabs),
-        key_table,
-        value_table,
-        lengths,
-        protected_columns,
-        visible,
-        partial,
-        highest,
-        total,
-        *query.stride()[:3],
-        columns,
-        columns,
-        n,
-        rows,
-        heads,
-        items,
-        share,
-        most_parts,
+    attend_context[(-(-items * blocks // blocks_per_program),)](
+        query_ptr=query,
+        map_ptr=query_map,
+        map_scale_ptr=map_scale,
+        field_bias_ptr=field_bias,
+        key_mean_ptr=means[0],
+        key_residual_ptr=key_residual,
+        angle_ptr=map_scale if angles is None else angles,
+        key_slab_ptrs=tuple(key_slabs),
+        value_slab_ptrs=tuple(value_slabs),
+        key_table_ptr=key_table,
+        value_table_ptr=value_table,
+        length_ptr=lengths,
+        protected_ptr=protected_columns,
+        mask_ptr=visible,
+        part_acc_ptr=part_acc,
+        part_max_ptr=part_max,
+        part_total_ptr=part_total,
+        stride_qb=query.stride(0),
+        stride_qh=query.stride(1),
+        stride_qn=query.stride(2),
+        stride_mb=columns,
+        num_columns=columns,
+        num_tokens=n,
+        num_rows=rows,
+        num_heads=heads,
+        num_items=items,
+        blocks_per_program=blocks_per_program,
+        max_parts=max_parts,
         HEAD_DIM=head_dim,
         HALF=query_map.shape[3],
-        KEYS=key_specs,
-        VALUES=value_specs,
+        KEYS=_specs(key_specs),
+        VALUES=_specs(value_specs),
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         QUERIES=queries,
         ROWS=operand_rows,
         SLOTS=protected_columns.shape[1],
         SHARED=shared,
-        ROTATED=rotated,
-        ASKS=tuning.asks if queries < operand_rows and share > 1 else 0,
+        ROTATED=angles is not None,
+        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows and blocks_per_program > 1 else 0,
         T=tuning.tile,
-        SHORT=columns < tuning.tile,
-        BLOCK_TILES=_BLOCK // tuning.tile,
+        MASK_LOADS=columns < tuning.tile,
+        TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
         DTYPE=tl.float16 if half else tl.float32,
         PRECISION=precision,
-        ASM=not _interpreted(),
+        ASM=not interpreted(),
         OVERLAP=overlap,
-        num_warps=tuning.warps,
+        num_warps=warps,
         num_stages=tuning.stages,
         launch_pdl=overlap,
         **limits,
     )
-    output = like_tokens(query)
-    # Few new tokens of many rows share a tile, and with it the map of the output.
-    flat = max(1, min(_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _ROWS else 0
-    merged_rows = power_of_two(flat * n) if flat else _ROWS
-    grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _ROWS), heads, batch_size)
+    output = empty_by_token(query)
+    # Rows with few new tokens share a tile, and with it the output's map, as long as enough programs remain.
+    flat = max(1, min(_MMA_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _MMA_ROWS else 0
+    merge_rows = next_power_of_two(flat * n) if flat else _MMA_ROWS
+    grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _MMA_ROWS), heads, batch_size)
     merge[grid](
-        query,
-        keys,
-        values,
-        mask,
-        protected_keys,
-        protected_values,
-        protected_mask,
-        partial,
-        highest,
-        total,
-        value_map,
-        value_mean,
-        value_residual,
-        output,
-        *query.stride()[:3],
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        batch_size,
-        n,
-        rows,
-        slots,
-        blocks,
-        share,
-        most_parts,
+        query_ptr=query,
+        key_ptr=keys,
+        value_ptr=values,
+        new_mask_ptr=mask,
+        protected_key_ptr=protected_keys,
+        protected_value_ptr=protected_values,
+        protected_mask_ptr=protected_mask,
+        part_acc_ptr=part_acc,
+        part_max_ptr=part_max,
+        part_total_ptr=part_total,
+        value_map_ptr=value_map,
+        value_mean_ptr=value_mean,
+        value_residual_ptr=value_residual,
+        output_ptr=output,
+        stride_qb=query.stride(0),
+        stride_qh=query.stride(1),
+        stride_qn=query.stride(2),
+        stride_kb=keys.stride(0),
+        stride_kh=keys.stride(1),
+        stride_kn=keys.stride(2),
+        stride_vb=values.stride(0),
+        stride_vh=values.stride(1),
+        stride_vn=values.stride(2),
+        batch_size=batch_size,
+        num_tokens=n,
+        num_rows=rows,
+        num_slots=slots,
+        num_blocks=blocks,
+        blocks_per_program=blocks_per_program,
+        max_parts=max_parts,
         HEAD_DIM=head_dim,
-        SIZE=max(_ROWS, power_of_two(head_dim)),
+        SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=value_size,
-        VALUE_PLACES=max(_ROWS, power_of_two(value_size)),
+        PADDED_VALUE_SIZE=max(_MMA_ROWS, next_power_of_two(value_size)),
         QUERIES=queries,
-        ROWS=merged_rows,
-        ROUNDS=power_of_two(-(-most_parts * merged_rows // _ROWS)),
+        ROWS=merge_rows,
+        ROUNDS=next_power_of_two(-(-max_parts * merge_rows // _MMA_ROWS)),
         SHARED=shared,
         FLAT=flat,
         PRECISION=precision,
         OVERLAP=overlap,
-        num_warps=tuning.merge_warps * (2 if most_parts >= _MANY_PARTS else 1),
+        num_warps=tuning.merge_warps * (2 if max_parts >= _MANY_PARTS else 1),
         launch_pdl=overlap,
     )
     return output
 
 
+@attend_packed.register_fake
+def _(query: Tensor, *_: Any) -> Tensor:
+    return empty_by_token(query)
+
+
+def _specs(numbers: Sequence[int]) -> tuple[SlabSpec, ...]:
+    """Slab specs from their numbers, one after the other; custom ops take nothing but integers."""
+    length = len(SlabSpec._fields)
+    specs = (SlabSpec._make(numbers[start : start + length]) for start in range(0, len(numbers), length))
+    return tuple(spec._replace(table=bool(spec.table)) for spec in specs)
+
+
 def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:
-    """Raises for what the kernels would read as something else."""
+    """Raises for shapes and dtypes that the kernels would misread."""
     if not query.shape == keys.shape == values.shape:
         shapes = ", ".join(str(list(x.shape)) for x in (query, keys, values))
         raise ValueError(f"queries, keys and values must have one shape, got {shapes}")
@@ -360,52 +338,45 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: T
         raise ValueError("masks must be boolean")
 
 
-def _side_by_side(device: torch.device, warps: int, registers: int) -> int:
-    """How many programs a device runs at a time, if a thread has so many registers."""
+def _concurrent_programs(device: torch.device, warps: int, registers: int) -> int:
+    """Number of programs that a device runs at the same time, given their warps and the registers of a thread."""
     multiprocessors = _MULTIPROCESSORS
     if device.type == "cuda":
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * 4 * (_REGISTERS // (32 * registers)) // warps
+    return multiprocessors * 4 * (_PARTITION_REGISTERS // (32 * registers)) // warps
 
 
-def _share(items: int, blocks: int, programs: int) -> int:
-    """How many blocks a program takes, so that all do the same; it depends on shapes alone.
+def _blocks_per_program(items: int, blocks: int, programs: int) -> int:
+    """Number of blocks per program, equal for all programs; depends on shapes alone.
 
     Args:
         items: tiles of rows, of all heads and contexts.
-        blocks: of each.
-        programs: among which they are shared out.
+        blocks: per item.
+        programs: over which the blocks are distributed.
     """
     share = max(1, -(-items * blocks // programs))
-    while _most_parts(blocks, share) > _MOST_PARTS:
+    while _max_parts(blocks, share) > _MAX_PARTS:
         share += 1
     return share
 
 
-def _most_parts(blocks: int, share: int) -> int:
-    """Of how many programs' blocks an item can consist, wherever it begins."""
-    if blocks % share == 0 or share % blocks == 0:
-        return -(-blocks // share)
-    return -(-(blocks - 1) // share) + 1
+def _max_parts(blocks: int, blocks_per_program: int) -> int:
+    """The largest number of programs that can read one item, wherever it begins."""
+    if blocks % blocks_per_program == 0 or blocks_per_program % blocks == 0:
+        return -(-blocks // blocks_per_program)
+    return -(-(blocks - 1) // blocks_per_program) + 1
 
 
-def _interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
-_BLOCK = 64
-_runnable: WeakKeyDictionary[KVCodec, bool] = WeakKeyDictionary()
-_layouts: WeakKeyDictionary[KVCodec, dict[Any, KernelLayout]] = WeakKeyDictionary()
-# By the tensor of stored keys: its version, and what was made of it and of the values.
+# For each tensor of stored keys: its version, and keys and values in the model's coordinates.
 _protected: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
-def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of protected tokens in the model's coordinates; made once for what a cache holds."""
+def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of protected tokens in the model's coordinates; computed once per version of the stored ones."""
     keys, values = protected
     version, made = _protected.get(keys, (None, None))
     if version != version_of(keys):
-        # What is kept is written into later, in whatever mode.
+        # The result is written into later (`refresh_protected`), in whatever mode.
         with torch.inference_mode(False), torch.no_grad():
             made = (
                 keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
@@ -416,7 +387,7 @@ def _unmapped(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple
 
 
 def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
-    """Brings up to date, in place, what graphs read that were captured before `layers` were written into.
+    """Updates in place what captured graphs read of protected tokens, after `layers` were written into.
 
     Args:
         codec: of the cache.
@@ -425,25 +396,23 @@ def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
     for layer_idx, protected in enumerate(layers):
         keys = protected.get("keys")
         if keys is not None and keys in _protected:
-            here = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
+            start = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
             made = _protected[keys][1]
-            now = codec.inverse_transform(layer_idx, keys, protected["values"], here)
+            now = codec.inverse_transform(layer_idx, keys, protected["values"], start)
             for held, new in zip(made, now, strict=True):
                 held.copy_(new)
             _protected[keys] = (version_of(keys), made)
 
 
-def _layout(codec: KVCodec, layer_idx: int, context: PackedContext, query: Tensor) -> KernelLayout:
-    """The layer's layout, made once."""
-    stored, dtype = tuple(context.packed), query.dtype
-    made = _layouts.setdefault(codec, {})
-    key = (layer_idx, stored, query.device, dtype)
-    if key not in made:
-        layout = triton_layout(codec, layer_idx, stored, query.device)
-        if dtype == torch.bfloat16:
-            layout = replace(layout, query_map=layout.query_map.half())
-        if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
-            layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
-        made[key] = layout
-        settle(query.device)
-    return made[key]
+@per_codec
+def _layout(
+    codec: KVCodec, layer_idx: int, stored: tuple[str, ...], device: torch.device, dtype: torch.dtype
+) -> KernelLayout:
+    """The layer's layout, with maps and tables in the dtypes that queries of `dtype` need."""
+    layout = triton_layout(codec, layer_idx, stored, device)
+    if dtype == torch.bfloat16:
+        layout = replace(layout, query_map=layout.query_map.half())
+    if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
+        layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
+    fence(device)
+    return layout

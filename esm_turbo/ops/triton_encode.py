@@ -1,78 +1,47 @@
-"""Encoding of keys and values by the Triton kernel: the path of CUDA. Imports triton only when it runs."""
+"""Encoding of keys and values by a Triton kernel, on CUDA. Imports triton only when the kernel runs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
-from esm_turbo.ops.triton_layer import overlaps, settle
-from esm_turbo.ops.triton_layout import block_angles, power_of_two
+from esm_turbo.ops.triton_launch import Tuning, fence, overlaps, per_codec
+from esm_turbo.ops.triton_layout import block_angles, next_power_of_two
 
-# The maps of a head lie in a multiprocessor's shared memory.
-_MOST_HEAD_DIM = 128
-# Protected tokens of a row are a tile of their own.
-_MOST_PROTECTED = 64
-_SMALLEST_OPERAND = 16
-_ROWS_OF_A_WARP = 16
-# Slabs begin at multiples of so many bytes.
+# The maps of a head are held in a multiprocessor's shared memory.
+_MAX_HEAD_DIM = 128
+# The protected tokens of a row are one tile.
+_MAX_PROTECTED = 64
+_MIN_OPERAND_SIZE = 16
+_ROWS_PER_WARP = 16
+# Slabs begin at multiples of this number of bytes.
 _ALIGNMENT = 16
-_BLOCK = 64
-_DIGITS = (8, 4, 2, 1)
+_FIELD_BITS = (8, 4, 2, 1)
 _TABLE_LEVELS = (8, 16)
 
-
-@dataclass(frozen=True)
-class Tuning:
-    """How the kernel is compiled and shared out.
-
-    Attributes:
-        tile: tokens of a tile: a block of 64 columns, or a part of it.
-        warps: of a program; None for what suits the head's size.
-        stages: of the software pipeline over tiles; 1 for none.
-        programs: that the tiles of a row are shared out to make; 0 leaves them together.
-        registers: the most that a thread may have; None leaves it to the compiler.
-    """
-
-    tile: int = _BLOCK
-    warps: int | None = None
-    stages: int = 1
-    programs: int = 264
-    registers: int | None = None
-
-    def warps_for(self, size: int) -> int:
-        """Warps of a program whose operands have `size` components."""
-        return self.warps or (8 if size >= _MOST_HEAD_DIM else 4)
-
-    def parts_for(self, size: int) -> int:
-        """In how many parts the components of a product lie with warps of their own."""
-        return max(1, min(self.warps_for(size) * _ROWS_OF_A_WARP // self.tile, size // GROUP_SIZE))
-
-
-DEFAULT_TUNING = Tuning()
+DEFAULT_TUNING = Tuning(programs=264)
 
 
 def can_run(codec: KVCodec, layer_idx: int, slots: int = 0) -> bool:
-    """Whether there is a kernel for a layer: its codes are counted, or from a table, and their fields lie in slabs.
+    """Whether there is a kernel for a layer: codes are uniform or from a table, and their fields lie in slabs.
 
     Args:
         codec: of the layer.
         layer_idx: which layer.
-        slots: protected tokens of a row.
+        slots: protected tokens per row.
     """
-    known = _runnable.setdefault(codec, {})
-    if layer_idx not in known:
-        known[layer_idx] = _can_run(codec, layer_idx)
-    return known[layer_idx] and slots <= _MOST_PROTECTED
+    return slots <= _MAX_PROTECTED and _has_kernel(codec, layer_idx)
 
 
-def _can_run(codec: KVCodec, layer_idx: int) -> bool:
-    if not isinstance(codec, TurboCodec | LutCodec) or codec.geometry.head_dim > _MOST_HEAD_DIM:
+@per_codec
+def _has_kernel(codec: KVCodec, layer_idx: int) -> bool:
+    if not isinstance(codec, TurboCodec | LutCodec) or codec.geometry.head_dim > _MAX_HEAD_DIM:
         return False
     if isinstance(codec, LutCodec):
         sizes = {codec.state[f"{kind}_levels"].shape[-1] for kind in ("key", "value")}
@@ -82,10 +51,7 @@ def _can_run(codec: KVCodec, layer_idx: int) -> bool:
 
 
 def new_counters(num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor:
-    """What `encode` counts finished programs with, int32 [layers, 2 x batch x heads]: zeros, a row for each layer.
-
-    Every launch leaves zeros.
-    """
+    """Counters of finished programs for `encode`, int32 [layers, 2 x batch x heads]: zeros before and after it."""
     return torch.zeros(num_layers, 2 * batch_size * heads, dtype=torch.int32, device=device)
 
 
@@ -103,7 +69,7 @@ def encode(
     summarize: bool = True,
     counters: Tensor | None = None,
 ) -> tuple[Packed, Packed, Packed]:
-    """One layer's keys and values as they are stored: `transform`, `quantize` and `summarize` of a codec in one launch.
+    """Encodes one layer's keys and values: `transform`, `quantize` and `summarize` of a codec in one launch.
 
     Shapes: B batch, H heads, L tokens, D `head_dim`, P slots.
 
@@ -112,17 +78,17 @@ def encode(
         layer_idx: which layer.
         keys: after RoPE, [B, H, L, D], any floating dtype.
         values: of the same tokens.
-        order: which token comes at every place, int64 [B, L]; None for the order in which they are.
+        order: index of the token stored at each offset, int64 [B, L]; None for the order given.
         start: the column of each row's first token, int64 [B]; None for 0.
-        columns: more than any token's column; needed where there is a `start`.
-        counts: how many of the ordered tokens are kept, int64 [B]; None for all.
-        protected: ordered tokens that are also stored as they are, distinct, and kept, int64 [B, P], -1 for none.
-        summarize: whether to make what is stored once a row.
-        counters: a row of `new_counters`, that no other launch uses at the same time; None to make one.
+        columns: upper bound of all tokens' columns, exclusive; needed with `start`.
+        counts: number of ordered tokens that are kept per row, int64 [B]; None for all.
+        protected: ordered tokens that are also stored unquantised; distinct and kept, int64 [B, P], -1 for none.
+        summarize: whether to compute what is stored once per row.
+        counters: a row of `new_counters` that no other launch uses at the same time; None to make one.
 
     Returns:
-        Packed tensors uint8 [B, H, L, bytes], parts of one allocation; the protected tokens' keys and values, bfloat16
-        [B, H, P, D], or nothing without `protected`; what is stored once a row, bfloat16 [B, H, 1, D], or nothing.
+        Packed tensors, uint8 [B, H, L, bytes], views of one allocation; the protected tokens' keys and values, bfloat16
+        [B, H, P, D], or nothing without `protected`; what is stored once per row, bfloat16 [B, H, 1, D], or nothing.
 
     Raises:
         ValueError: the codec has no kernel, more than 64 tokens of a row are protected, or `columns` is missing.
@@ -135,21 +101,21 @@ def encode(
         )
     if start is not None and columns is None:
         raise ValueError("`columns` must be given where there is a `start`")
-    layout = _layout(codec, layer_idx, keys.device, DEFAULT_TUNING)
+    layout = encode_layout(codec, layer_idx, keys.device)
     angles = block_angles(codec, layer_idx, tokens if columns is None else columns, keys.device)
     residual = summarize and isinstance(codec, TurboCodec)
     codes, residuals, special = torch.ops.esm_turbo.encode_packed(
         keys,
         values,
         order,
-        # Columns matter to keys that are relative to blocks of them.
+        # Only keys that are relative to blocks depend on columns.
         None if angles is None else start,
         counts,
         protected,
         layout.tensors,
         angles,
         counters if residual else None,
-        [layout.bytes_per_token, layout.levels, *layout.digits],
+        [layout.bytes_per_token, layout.levels, *layout.field_bits],
         [layout.key_mapped, layout.value_mapped, residual],
     )
     packed: Packed = {}
@@ -159,8 +125,8 @@ def encode(
         packed[name] = slab.view(batch_size, heads, tokens, num_bytes)
         before += _padded(stored) * num_bytes
     rows = {"key_residual": residuals[0], "value_residual": residuals[1]} if residual else {}
-    apart = {} if protected is None else {"keys": special[0], "values": special[1]}
-    return packed, apart, rows
+    unquantised = {} if protected is None else {"keys": special[0], "values": special[1]}
+    return packed, unquantised, rows
 
 
 @torch.library.custom_op("esm_turbo::encode_packed", mutates_args=("counters",))
@@ -182,23 +148,102 @@ def encode_packed(
     Args:
         keys: after RoPE, [B, H, L, D].
         values: [B, H, L, D].
-        order: see `encode`, as are `start`, `counts`, `protected`.
-        start: of angles only.
+        order: see `encode`, like `start`, `counts` and `protected`.
+        start: None without angles.
         counts: int64 [B].
         protected: int64 [B, P].
         layout: `EncodeLayout.tensors`.
         angles: cosine and sine of every block's first column, [blocks, 2, D / 2]; None for keys without blocks.
         counters: zeros, int32 [2 B H]; None to make them.
-        sizes: bytes of a token and head; levels of a table, or 0; the digits of all widths of keys, and of values.
-        flags: whether keys are mapped, whether values are, and whether there are residuals.
+        sizes: bytes per token and head; levels of a table, or 0; the union of field widths of keys, and of values.
+        flags: whether keys are mapped, whether values are mapped, and whether mean residuals are computed.
 
     Returns:
-        All slabs, uint8, each with room for `_padded` tokens; residuals, bfloat16 [2, B, H, 1, D]; protected tokens,
-        bfloat16 [2, B, H, P, D]. What does not exist is empty.
+        All slabs, uint8, each with room for `_padded` tokens; mean residuals, bfloat16 [2, B, H, 1, D]; protected
+        tokens, bfloat16 [2, B, H, P, D]. What is not computed is empty.
     """
-    return _encode(
-        keys, values, order, start, counts, protected, layout, angles, counters, sizes, flags, DEFAULT_TUNING
+    from esm_turbo.ops.kernels import encode as kernels
+
+    tuning = DEFAULT_TUNING
+    batch_size, heads, tokens, head_dim = keys.shape
+    if values.shape != keys.shape:
+        raise ValueError(f"keys and values must have one shape, got {list(keys.shape)} and {list(values.shape)}")
+    slots = 0 if protected is None else protected.shape[1]
+    if slots > tuning.tile:
+        raise ValueError(f"at most {tuning.tile} tokens of a row can be protected, got {slots}")
+    bytes_per_token, levels, key_fields, value_fields = sizes
+    key_mapped, value_mapped, residual = flags
+    key_map, value_map, key_mean, value_mean, key_inverse, value_inverse, key_levels, value_levels, profiles = layout
+    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
+    order, start, counts, protected = (None if x is None else x.contiguous() for x in (order, start, counts, protected))
+    size = _operand_size(head_dim)
+    codes, residuals, special = _outputs(keys, protected, bytes_per_token, residual)
+    if not keys.numel():
+        return codes, residuals.zero_(), special.zero_()
+    # A row that begins inside a tile may have one tile more; the protected tokens are another one.
+    spread = tokens if start is None else tokens + tuning.tile - 1
+    tiles = -(-spread // tuning.tile) + (slots > 0)
+    splits = _num_splits(tiles, 2 * heads * batch_size, tuning.programs or 0)
+    # The kernel does not read pointers that it does not need.
+    partial = codes
+    if residual and splits > 1:
+        partial = torch.empty(2 * batch_size * heads * splits * size, dtype=torch.float32, device=keys.device)
+        if counters is None:
+            counters = new_counters(1, batch_size, heads, keys.device)
+    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
+    overlap = overlaps(keys.device)
+    kernels.encode_context[splits, 2 * heads, batch_size](
+        key_ptr=keys,
+        value_ptr=values,
+        order_ptr=order,
+        start_ptr=start,
+        count_ptr=counts,
+        protected_ptr=protected,
+        key_map_ptr=key_map,
+        value_map_ptr=value_map,
+        key_mean_ptr=key_mean,
+        value_mean_ptr=value_mean,
+        key_inverse_ptr=key_inverse,
+        value_inverse_ptr=value_inverse,
+        key_levels_ptr=key_levels,
+        value_levels_ptr=value_levels,
+        angle_ptr=angles,
+        profile_ptr=profiles,
+        codes_ptr=codes,
+        residual_ptr=residuals,
+        special_ptr=special,
+        partial_ptr=partial,
+        counter_ptr=codes if counters is None else counters,
+        stride_kb=keys.stride(0),
+        stride_kh=keys.stride(1),
+        stride_kn=keys.stride(2),
+        stride_vb=values.stride(0),
+        stride_vh=values.stride(1),
+        stride_vn=values.stride(2),
+        num_tokens=tokens,
+        num_blocks=1 if angles is None else angles.shape[0],
+        padded_tokens=_padded(batch_size * heads * tokens),
+        HEAD_DIM=head_dim,
+        N=size,
+        HALF=_operand_size(head_dim // 2),
+        T=tuning.tile,
+        BLOCK=KEY_BLOCK,
+        PARTS=_num_parts(tuning, size),
+        SPLITS=splits,
+        SLOTS=slots,
+        KEY_MAPPED=key_mapped,
+        VALUE_MAPPED=value_mapped,
+        KEY_FIELDS=key_fields,
+        VALUE_FIELDS=value_fields,
+        LEVELS=levels,
+        RESIDUAL=residual,
+        OVERLAP=overlap,
+        num_warps=_num_warps(tuning, size),
+        num_stages=tuning.stages,
+        launch_pdl=overlap,
+        **limits,
     )
+    return codes, residuals, special
 
 
 @encode_packed.register_fake
@@ -218,92 +263,6 @@ def _(
     return _outputs(keys, protected, sizes[0], flags[2])
 
 
-def _encode(
-    keys: Tensor,
-    values: Tensor,
-    order: Tensor | None,
-    start: Tensor | None,
-    counts: Tensor | None,
-    protected: Tensor | None,
-    layout: list[Tensor],
-    angles: Tensor | None,
-    counters: Tensor | None,
-    sizes: list[int],
-    flags: list[bool],
-    tuning: Tuning,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from esm_turbo.ops.kernels import encode as kernels
-
-    batch_size, heads, tokens, head_dim = keys.shape
-    if values.shape != keys.shape:
-        raise ValueError(f"keys and values must have one shape, got {list(keys.shape)} and {list(values.shape)}")
-    slots = 0 if protected is None else protected.shape[1]
-    if slots > tuning.tile:
-        raise ValueError(f"at most {tuning.tile} tokens of a row can be protected, got {slots}")
-    bytes_per_token, levels, key_digits, value_digits = sizes
-    key_mapped, value_mapped, residual = flags
-    *key_and_value, profiles = layout
-    keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
-    order, start, counts, protected = (None if x is None else x.contiguous() for x in (order, start, counts, protected))
-    size = _operand_size(head_dim)
-    codes, residuals, special = _outputs(keys, protected, bytes_per_token, residual)
-    if not keys.numel():
-        return codes, residuals.zero_(), special.zero_()
-    # Where a row begins inside of a tile, there is one tile more; the protected tokens are another one.
-    spread = tokens if start is None else tokens + tuning.tile - 1
-    tiles = -(-spread // tuning.tile) + (slots > 0)
-    splits = _num_splits(tiles, 2 * heads * batch_size, tuning.programs)
-    # The kernel does not look at what it does not need.
-    partial = codes
-    if residual and splits > 1:
-        partial = torch.empty(2 * batch_size * heads * splits * size, dtype=torch.float32, device=keys.device)
-        if counters is None:
-            counters = new_counters(1, batch_size, heads, keys.device)
-    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
-    overlap = overlaps(keys.device)
-    kernels.encode_context[splits, 2 * heads, batch_size](
-        keys,
-        values,
-        order,
-        start,
-        counts,
-        protected,
-        *key_and_value,
-        angles,
-        profiles,
-        codes,
-        residuals,
-        special,
-        partial,
-        codes if counters is None else counters,
-        *keys.stride()[:3],
-        *values.stride()[:3],
-        tokens,
-        1 if angles is None else angles.shape[0],
-        _padded(batch_size * heads * tokens),
-        HEAD_DIM=head_dim,
-        N=size,
-        HALF=_operand_size(head_dim // 2),
-        T=tuning.tile,
-        BLOCK=_BLOCK,
-        PARTS=tuning.parts_for(size),
-        SPLITS=splits,
-        SLOTS=slots,
-        KEY_MAPPED=key_mapped,
-        VALUE_MAPPED=value_mapped,
-        KEY_DIGITS=key_digits,
-        VALUE_DIGITS=value_digits,
-        LEVELS=levels,
-        RESIDUAL=residual,
-        OVERLAP=overlap,
-        num_warps=tuning.warps_for(size),
-        num_stages=tuning.stages,
-        launch_pdl=overlap,
-        **limits,
-    )
-    return codes, residuals, special
-
-
 def _outputs(
     keys: Tensor, protected: Tensor | None, bytes_per_token: int, residual: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,38 +276,48 @@ def _outputs(
 
 
 def _padded(tokens: int) -> int:
-    """Tokens of a slab, those that only align what follows included."""
+    """Tokens per slab, including those that only align the next slab."""
     return -(-tokens // _ALIGNMENT) * _ALIGNMENT
 
 
 def _num_splits(tiles: int, programs: int, wanted: int) -> int:
-    """Among how many programs a row's tiles are shared out; it depends on shapes alone."""
+    """Number of programs over which a row's tiles are distributed; depends on shapes alone."""
     splits = max(1, min(tiles, -(-wanted // programs)))
     return -(-tiles // -(-tiles // splits))
 
 
+def _num_warps(tuning: Tuning, size: int) -> int:
+    """Warps of a program whose operands have `size` components."""
+    return tuning.warps or (8 if size >= _MAX_HEAD_DIM else 4)
+
+
+def _num_parts(tuning: Tuning, size: int) -> int:
+    """Number of parts of a product's components that are held by different warps."""
+    return max(1, min(_num_warps(tuning, size) * _ROWS_PER_WARP // tuning.tile, size // GROUP_SIZE))
+
+
 def _operand_size(count: int) -> int:
-    return max(_SMALLEST_OPERAND, power_of_two(count))
+    return max(_MIN_OPERAND_SIZE, next_power_of_two(count))
 
 
 @dataclass(frozen=True)
 class EncodeLayout:
-    """What the kernel needs to know of one layer of a codec. N is `head_dim` as a power of two, at least 16.
+    """One layer of a codec as the kernel needs it. N is the next power of two of `head_dim`, at least 16.
 
     Attributes:
         tensors: of keys and of values each: the map, transposed, its rows in `column_order`, rounded to TF32 and then
             the rest, [H, 2, N, D]; the mean [H, D]; the inverse map [H, D, D]; the levels of a table [H, levels], or
-            zeros; and for both the table of `profile`, int32 [2, 5, N / 8].
-        slabs: name and bytes of a token and head, in the order in which they lie.
-        digits: of keys and of values, all digits of widths joined.
-        levels: of a table; 0 where codes are counted.
+            zeros. Then the table of both profiles, see `profile`, int32 [2, 5, N / 8].
+        slabs: name and bytes per token and head, in the order in memory.
+        field_bits: unions (bitwise or) of the widths of all fields, of keys and of values.
+        levels: of a table; 0 for uniform codes.
         key_mapped: whether keys are mapped.
         value_mapped: whether values are mapped.
     """
 
     tensors: list[Tensor]
     slabs: list[tuple[str, int]]
-    digits: tuple[int, int]
+    field_bits: tuple[int, int]
     levels: int
     key_mapped: bool
     value_mapped: bool
@@ -358,14 +327,15 @@ class EncodeLayout:
         return sum(num_bytes for _, num_bytes in self.slabs)
 
 
-def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device, tuning: Tuning) -> EncodeLayout:
-    """The layout of one layer of a codec that `can_run`."""
+@per_codec
+def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> EncodeLayout:
+    """The layout of one layer of a codec that `can_run`; made once."""
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
     size = _operand_size(head_dim)
     zero = torch.zeros(heads, head_dim, device=device)
     identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
-    order = torch.tensor(column_order(size, tuning.parts_for(size)), device=device)
+    order = torch.tensor(column_order(size, _num_parts(DEFAULT_TUNING, size)), device=device)
     maps, means, inverses, tables, profiles, mapped = [], [], [], [], [], []
     slabs: list[tuple[str, int]] = []
     for kind in ("key", "value"):
@@ -381,19 +351,20 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device, tuning: 
         found = codec.field_slabs(layer_idx, kind)
         profiles.append(profile(found, size, sum(num_bytes for _, num_bytes in slabs)))
         slabs += [(slab.name, _num_bytes(slab)) for slab in found]
-    digits = [0, 0]
+    field_bits = [0, 0]
     for index, rows in enumerate(profiles):
         for width in rows[0]:
-            digits[index] |= width
+            field_bits[index] |= width
     tensors = [*maps, *means, *inverses, *tables, torch.tensor(profiles, dtype=torch.int32, device=device)]
     levels = tables[0].shape[-1] if isinstance(codec, LutCodec) else 0
-    return EncodeLayout(tensors, slabs, (digits[0], digits[1]), levels, mapped[0], mapped[1])
+    fence(device)
+    return EncodeLayout(tensors, slabs, (field_bits[0], field_bits[1]), levels, mapped[0], mapped[1])
 
 
 def column_order(size: int, parts: int) -> list[int]:
-    """Which component stands at every column of a map, so that a lane's results are neighbours.
+    """The component at each column of a map, chosen so that a lane's results are neighbours.
 
-    In a tensor core's result four lanes share a row: of every eight columns lane q holds columns 2q and 2q + 1.
+    In a tensor core's result four lanes share a row: of every eight columns, lane q holds columns 2q and 2q + 1.
     """
     part = size // parts
     quarter = part // 4
@@ -406,28 +377,29 @@ def column_order(size: int, parts: int) -> list[int]:
 
 
 def profile(slabs: Sequence[FieldSlab], size: int, before: int) -> list[list[int]]:
-    """Where the codes of every group of eight components go.
+    """Where the codes of every group of eight components are stored.
 
     Args:
         slabs: of a layer's keys or values.
-        size: components, those that only fill an operand included.
-        before: bytes of a token and head in the slabs that come before these.
+        size: components, including padding.
+        before: bytes per token and head in all preceding slabs.
 
     Returns:
-        The groups' widths, and for fields of 8, 4, 2 and 1 bits: bytes of a token and head in the slabs before, the
-        first byte of the group in its slab, and the bytes of a token and head in it, joined as 12, 10 and 10 bits.
+        The groups' widths, and for fields of 8, 4, 2 and 1 bits three numbers packed as 12, 10 and 10 bits: bytes per
+        token and head in all preceding slabs, the first byte of the group in its slab, and bytes per token and head in
+        its slab.
     """
     groups = size // GROUP_SIZE
     widths = [0] * groups
-    places = {bits: [0] * groups for bits in _DIGITS}
+    locations = {bits: [0] * groups for bits in _FIELD_BITS}
     for slab in slabs:
         num_bytes = _num_bytes(slab)
         for number in range(len(slab.components) // GROUP_SIZE):
             group = slab.components[GROUP_SIZE * number] // GROUP_SIZE
             widths[group] += slab.bits
-            places[slab.bits][group] = before << 20 | number * slab.bits << 10 | num_bytes
+            locations[slab.bits][group] = before << 20 | number * slab.bits << 10 | num_bytes
         before += num_bytes
-    return [widths, *(places[bits] for bits in _DIGITS)]
+    return [widths, *(locations[bits] for bits in _FIELD_BITS)]
 
 
 def _num_bytes(slab: FieldSlab) -> int:
@@ -435,20 +407,6 @@ def _num_bytes(slab: FieldSlab) -> int:
 
 
 def _tf32(x: Tensor) -> Tensor:
-    """Rounded to the eleven significant bits that tensor cores multiply."""
+    """Rounded to the 11 significant bits that tensor cores multiply."""
     bits = x.contiguous().view(torch.int32)
     return ((bits + 0x1000) & -0x2000).view(torch.float32)
-
-
-_runnable: WeakKeyDictionary[KVCodec, dict[int, bool]] = WeakKeyDictionary()
-_layouts: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], EncodeLayout]] = WeakKeyDictionary()
-
-
-def _layout(codec: KVCodec, layer_idx: int, device: torch.device, tuning: Tuning) -> EncodeLayout:
-    """The layer's layout, made once."""
-    made = _layouts.setdefault(codec, {})
-    key = (layer_idx, device)
-    if key not in made:
-        made[key] = encode_layout(codec, layer_idx, device, tuning)
-        settle(device)
-    return made[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.triton_layout import power_of_two
+from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["add_layer_norm", "attend", "gelu_", "rotate_"]
 
@@ -23,7 +23,7 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     tokens, size = x.shape
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
-    block = power_of_two(size)
+    block = next_power_of_two(size)
     kernels.add_layer_norm[(tokens,)](
         x_ptr=x,
         delta_ptr=x if delta is None else delta,
@@ -52,8 +52,8 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         position_ptr=positions,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=power_of_two(2 * heads),
-        HALF_BLOCK=power_of_two(head_dim // 2),
+        HEADS_BLOCK=next_power_of_two(2 * heads),
+        HALF_BLOCK=next_power_of_two(head_dim // 2),
         num_warps=4,
     )
 

@@ -1,14 +1,15 @@
-"""How a codec's fields lie in the operands of the Triton kernels, and the maps that go with it; triton is not needed.
+"""The layout of a codec's fields in the operands of the Triton kernels, and the matching maps. Triton is not needed.
 
 A kernel reads a slab as [tokens, elements] of 8, 16 or 32 bits, and unpacks it in the order in which lanes of a tensor
-core's operand hold it. Here that order is written down once, as the component at every place of an operand, and the
-maps of the query and of the output are brought into it.
+core's operand hold it. That order is defined here once, as the component at each index of an operand, and the maps of
+the query and of the output are permuted into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,53 +17,61 @@ from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, Packed
 
-_SMALLEST_OPERAND = 16
-# A tensor core's operand spreads the components of a key over four lanes, those of a value over eight.
+_MIN_OPERAND_SIZE = 16
+# A tensor core's operand distributes the components of a key over four lanes, those of a value over eight.
 _KEY_LANES, _VALUE_LANES = 4, 8
-# Keys that vary less are all alike; by what is less, their mean could not be divided.
-_LEAST_SCALE = 1e-20
-# Programs work on up to so many blocks at once, the last of them beyond the end.
-_ANGLES_BEYOND = 16
+# The offset of fields that are masked into the mantissa of half precision.
+_FP16_OFFSET = 1024
+# Smaller maps count as zero: keys that vary less are all equal, and their mean cannot be divided by less.
+_MIN_SCALE = 1e-20
+# Blocks that a program may process beyond the last one.
+_EXTRA_BLOCKS = 16
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 
-@dataclass(frozen=True)
-class SlabView:
-    """A slab as a kernel sees it.
+class SlabSpec(NamedTuple):
+    """The layout of a slab, a compile-time constant of the kernels.
 
     Attributes:
-        name: of the packed tensor.
-        bits: of a field.
-        words: that are loaded for a token and head, of four bytes, or one of fewer; a power of two.
-        stored: how many of them there are; the others are loaded as zeros.
-        elements: what lanes take of them: a word each, or equal parts of a word.
-        element_bits: of an element.
-        size: components of the operand, padded with zeros.
+        bits: per field.
+        words: loaded per token and head, of four bytes each, or one smaller word; a power of two.
+        elements: parts of the words that lanes unpack, per token and head: one word each, or equal fractions of one.
+        element_bits: per element.
+        size: of the operand in components, padded with zeros; a power of two, at least 16.
         table: whether fields are looked up in a table.
+        stored: words per token and head in memory; the others are loaded as zeros.
     """
 
-    name: str
     bits: int
     words: int
-    stored: int
     elements: int
     element_bits: int
     size: int
     table: bool
-
-    @property
-    def spec(self) -> tuple[int, int, int, int, int, bool, int]:
-        return self.bits, self.words, self.elements, self.element_bits, self.size, self.table, self.stored
+    stored: int
 
     @property
     def fields(self) -> int:
-        """Of an element."""
+        """Fields per element."""
         return self.element_bits // self.bits
+
+
+@dataclass(frozen=True)
+class SlabView:
+    """A slab as a kernel reads it.
+
+    Attributes:
+        name: of the packed tensor.
+        spec: its layout.
+    """
+
+    name: str
+    spec: SlabSpec
 
     def of(self, packed: Packed) -> Tensor:
         """The slab's tensor as words, [..., words]."""
         slab = packed[self.name].contiguous()
-        return slab.view(_WORD_DTYPES[slab.shape[-1] // self.stored])
+        return slab.view(_WORD_DTYPES[slab.shape[-1] // self.spec.stored])
 
 
 def key_view(slab: FieldSlab) -> SlabView:
@@ -77,71 +86,79 @@ def value_view(slab: FieldSlab) -> SlabView:
 
 def _view(slab: FieldSlab, lanes: int) -> SlabView:
     stored = max(1, len(slab.components) * slab.bits // 32)
-    words, components = power_of_two(stored), power_of_two(len(slab.components))
+    words, components = next_power_of_two(stored), next_power_of_two(len(slab.components))
     elements = max(words, min(lanes, components))
-    size = max(_SMALLEST_OPERAND, components)
-    element_bits = components * slab.bits // elements
-    return SlabView(slab.name, slab.bits, words, stored, elements, element_bits, size, slab.table is not None)
+    spec = SlabSpec(
+        bits=slab.bits,
+        words=words,
+        elements=elements,
+        element_bits=components * slab.bits // elements,
+        size=max(_MIN_OPERAND_SIZE, components),
+        table=slab.table is not None,
+        stored=stored,
+    )
+    return SlabView(slab.name, spec)
 
 
-def power_of_two(count: int) -> int:
-    """The smallest that is not smaller."""
+def next_power_of_two(count: int) -> int:
+    """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
 
 
-def key_order(view: SlabView) -> list[int]:
-    """Which of the slab's components stands at every place of a key operand; -1, or beyond the last, for none.
+def key_order(spec: SlabSpec) -> list[int]:
+    """The slab's component at each index of a key operand; -1, or beyond the end of the list, for none.
 
-    A lane holds four components in a row: two fields from each half of its element.
+    A lane holds four consecutive indices: two fields from each half of its element.
     """
-    half, pairs, each = view.fields // 2, min(2, view.fields // 2), view.elements // _KEY_LANES
+    half, pairs, per_lane = spec.fields // 2, min(2, spec.fields // 2), spec.elements // _KEY_LANES
     order = []
     for high in range(half // pairs):
-        for index in range(view.elements):
-            element = index % _KEY_LANES * each + index // _KEY_LANES
+        for index in range(spec.elements):
+            element = index % _KEY_LANES * per_lane + index // _KEY_LANES
             for pair in range(2):
                 for upper in range(2):
                     empty = pair >= pairs
-                    if not empty or view.size > 2 * view.elements:
-                        order.append(-1 if empty else element * view.fields + high * pairs + pair + upper * half)
+                    if not empty or spec.size > 2 * spec.elements:
+                        order.append(-1 if empty else element * spec.fields + high * pairs + pair + upper * half)
     return order
 
 
-def in_pairs(count: int) -> list[int]:
-    """Which place of a key operand is computed at every column of the product that makes mapped queries.
+def quads_to_pairs(count: int) -> list[int]:
+    """The index of a key operand that each column of the product of mapped queries is computed for.
 
-    Of sixteen places a lane multiplies four in a row, but a product leaves it pairs of either eight.
+    A lane multiplies four consecutive indices of 16, but a product leaves it a pair of columns from each 8. The kernels
+    undo this permutation (`products.pairs_to_quads`).
     """
     return [c // 16 * 16 + c % 8 // 2 * 4 + c // 8 % 2 * 2 + c % 2 for c in range(count)]
 
 
-def value_order(view: SlabView) -> list[int]:
-    """Which of the slab's components stands at every place of a value operand, or beyond the last; without padding."""
-    return [element * view.fields + field for field in range(view.fields) for element in range(view.elements)]
+def value_order(spec: SlabSpec) -> list[int]:
+    """The slab's component at each index of a value operand, or beyond it; without padding."""
+    return [element * spec.fields + field for field in range(spec.fields) for element in range(spec.elements)]
 
 
-def field_scale(view: SlabView, index: int) -> float:
-    """By how much a field counts too much: kernels leave it where it is in its byte."""
-    return 1.0 if view.table else 2.0 ** (index * view.bits % 8)
+def field_scale(spec: SlabSpec, index: int) -> float:
+    """The factor by which a field of an operand is too large: kernels do not shift it within its byte."""
+    return 1.0 if spec.table else 2.0 ** (index * spec.bits % 8)
 
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """What the kernels need to know of one layer of a codec.
+    """One layer of a codec as `attend_context` and `merge` need it. P and V: sizes of all key and value operands.
 
     Attributes:
         keys: views of the key slabs.
         values: views of the value slabs.
-        query_map: the query's map to every place of the key operands, in the order of `in_pairs`, halves of the head
-            apart and padded with zeros: float32 [heads, 2, places, half], its largest entry of each head 1.
-        query_scale: what that entry was, float32 [heads].
-        corrections: what must be added for what the fields of the key operands count too much, at every place, in the
-            order of `query_map`, in the first two of 16 parts: -1024 where they are masked into half precision, and
-            less the middle of their range; float16 [16, places].
-        value_map: from every place of the value operands to the output, float32 [heads, places, head_dim].
-        value_mean: the mean, and what fields counted from -2^(bits - 1) lack, float32 [heads, head_dim].
+        query_map: the query's map to every index of the key operands, in the order of `quads_to_pairs`; the halves of
+            the head apart and padded with zeros, divided by `map_scale`: float32 [heads, 2, P, half].
+        map_scale: the largest entry of each head's map, float32 [heads].
+        field_bias: bias per index of the key operands, in the order of `query_map`, in the first two of 16 rows: minus
+            the fp16 packing offset (1024), and minus the field's midpoint; float16 [16, P].
+        value_map: from every index of the value operands to the output, float32 [heads, V, head_dim].
+        value_mean: the mean plus the mapped half units by which centred fields miss their midpoint, float32
+            [heads, head_dim].
         means: of keys and of values, float32 [2, heads, head_dim].
-        inverses: the codec's maps from what is stored, of keys and of values, float32 [2, heads, head_dim, head_dim].
+        inverses: the codec's maps from the stored space, of keys and of values, float32 [2, heads, head_dim, head_dim].
         key_table: float32 [heads, 16], or None.
         value_table: float32 [heads, 16], or None.
     """
@@ -149,8 +166,8 @@ class KernelLayout:
     keys: tuple[SlabView, ...]
     values: tuple[SlabView, ...]
     query_map: Tensor
-    query_scale: Tensor
-    corrections: Tensor
+    map_scale: Tensor
+    field_bias: Tensor
     value_map: Tensor
     value_mean: Tensor
     means: Tensor
@@ -160,11 +177,11 @@ class KernelLayout:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All but the tables."""
+        """All tensors but the tables."""
         return [
             self.query_map,
-            self.query_scale,
-            self.corrections,
+            self.map_scale,
+            self.field_bias,
             self.value_map,
             self.value_mean,
             self.means,
@@ -178,7 +195,7 @@ def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     Args:
         codec: one with `field_slabs`.
         layer_idx: which layer.
-        stored: names of the packed tensors that are there.
+        stored: names of the packed tensors that the context has.
         device: of the maps.
     """
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
@@ -192,69 +209,69 @@ def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
         [slab for slab in codec.field_slabs(layer_idx, kind) if slab.name in stored] for kind in ("key", "value")
     )
     keys, values = tuple(map(key_view, key_slabs)), tuple(map(value_view, value_slabs))
-    key_places = [_Places.of(slab, view, key_order(view)) for slab, view in zip(key_slabs, keys, strict=True)]
-    value_places = [_Places.of(slab, view, value_order(view)) for slab, view in zip(value_slabs, values, strict=True)]
-    query_map = [places.of_columns(key_inverse) for places in key_places]
-    value_map = torch.cat([places.of_columns(value_inverse) for places in value_places], dim=2).transpose(1, 2)
-    middle = torch.cat([places.middle for places in key_places])
-    corrections = torch.zeros(_SMALLEST_OPERAND, len(middle), dtype=torch.float16)
-    order = in_pairs(len(middle))
-    corrections[:2] = -torch.stack([1024 * (middle > 0), middle])[:, order]
-    lacking = torch.cat([places.lacking for places in value_places]).to(device)
-    maps = torch.cat(query_map, dim=2).unflatten(1, (2, head_dim // 2)).transpose(2, 3)
-    scale = maps.abs().amax(dim=(1, 2, 3)).clamp_min(_LEAST_SCALE)
-    maps = maps / scale[:, None, None, None]
-    half_size = max(_SMALLEST_OPERAND, power_of_two(head_dim // 2))
-    padded = maps.new_zeros(heads, 2, maps.shape[2], half_size)
-    padded[..., : head_dim // 2] = maps[:, :, order]
+    key_operands = [_Operand.of(slab, key_view(slab).spec, key_order) for slab in key_slabs]
+    value_operands = [_Operand.of(slab, value_view(slab).spec, value_order) for slab in value_slabs]
+    query_map = torch.cat([operand.permute(key_inverse) for operand in key_operands], dim=2)
+    value_map = torch.cat([operand.permute(value_inverse) for operand in value_operands], dim=2).transpose(1, 2)
+    midpoint = torch.cat([operand.midpoint for operand in key_operands])
+    half_unit = torch.cat([operand.half_unit for operand in value_operands]).to(device)
+    order = quads_to_pairs(len(midpoint))
+    field_bias = torch.zeros(_MIN_OPERAND_SIZE, len(midpoint), dtype=torch.float16)
+    field_bias[:2] = -torch.stack([_FP16_OFFSET * (midpoint > 0), midpoint])[:, order]
+    halves = query_map.unflatten(1, (2, head_dim // 2)).transpose(2, 3)
+    map_scale = halves.abs().amax(dim=(1, 2, 3)).clamp_min(_MIN_SCALE)
+    halves = halves / map_scale[:, None, None, None]
+    half_size = max(_MIN_OPERAND_SIZE, next_power_of_two(head_dim // 2))
+    padded = halves.new_zeros(heads, 2, halves.shape[2], half_size)
+    padded[..., : head_dim // 2] = halves[:, :, order]
     return KernelLayout(
-        keys,
-        values,
-        padded,
-        scale.contiguous(),
-        corrections.to(device),
-        value_map.contiguous(),
-        (value_mean + lacking @ value_map).contiguous(),
-        torch.stack([state.get("key_mean", zero), value_mean]),
-        torch.stack([key_inverse, value_inverse]),
-        _table(key_slabs, state),
-        _table(value_slabs, state),
+        keys=keys,
+        values=values,
+        query_map=padded,
+        map_scale=map_scale.contiguous(),
+        field_bias=field_bias.to(device),
+        value_map=value_map.contiguous(),
+        value_mean=(value_mean + half_unit @ value_map).contiguous(),
+        means=torch.stack([state.get("key_mean", zero), value_mean]),
+        inverses=torch.stack([key_inverse, value_inverse]),
+        key_table=_table(key_slabs, state),
+        value_table=_table(value_slabs, state),
     )
 
 
 @dataclass(frozen=True)
-class _Places:
-    """The places of one slab's operand.
+class _Operand:
+    """The components of one slab's operand.
 
     Attributes:
-        components: of every place; 0 for none.
-        weights: by which a map's column is multiplied, 0 for none, float32 [size].
-        middle: of the field's range, as it stands in an operand that counts from 0, float32 [size].
-        lacking: what an operand that counts from -2^(bits - 1) is short of, float32 [size].
+        components: codec component at each index; 0 for none, int64 [size].
+        weights: factor of a map's column at each index; 0 for none, float32 [size].
+        midpoint: of the field's range, in an operand that counts from 0, float32 [size].
+        half_unit: by which an operand that counts from -2^(bits - 1) misses the midpoint, float32 [size].
     """
 
     components: Tensor
     weights: Tensor
-    middle: Tensor
-    lacking: Tensor
+    midpoint: Tensor
+    half_unit: Tensor
 
     @classmethod
-    def of(cls, slab: FieldSlab, view: SlabView, order: Sequence[int]) -> _Places:
-        components = torch.zeros(view.size, dtype=torch.int64)
-        weights, middle, lacking = (torch.zeros(view.size) for _ in range(3))
-        for place, index in enumerate(order):
-            if 0 <= index < len(slab.components):
-                scale = field_scale(view, index)
-                components[place] = slab.components[index]
-                weights[place] = slab.weights[index] / scale
-                if not view.table:
-                    middle[place] = scale * (2**view.bits - 1) / 2
-                    lacking[place] = scale / 2
-        return cls(components, weights, middle, lacking)
+    def of(cls, slab: FieldSlab, spec: SlabSpec, order: Callable[[SlabSpec], list[int]]) -> _Operand:
+        components = torch.zeros(spec.size, dtype=torch.int64)
+        weights, midpoint, half_unit = (torch.zeros(spec.size) for _ in range(3))
+        for index, field in enumerate(order(spec)):
+            if 0 <= field < len(slab.components):
+                scale = field_scale(spec, field)
+                components[index] = slab.components[field]
+                weights[index] = slab.weights[field] / scale
+                if not spec.table:
+                    midpoint[index] = scale * (2**spec.bits - 1) / 2
+                    half_unit[index] = scale / 2
+        return cls(components, weights, midpoint, half_unit)
 
-    def of_columns(self, columns: Tensor) -> Tensor:
-        """Columns [heads, head_dim, head_dim] at every place, weighed, [heads, head_dim, size]."""
-        return columns[..., self.components.to(columns.device)] * self.weights.to(columns.device)
+    def permute(self, matrix: Tensor) -> Tensor:
+        """Weighted columns of a matrix [heads, D, D] in the order of the operand, [heads, D, size]."""
+        return matrix[..., self.components.to(matrix.device)] * self.weights.to(matrix.device)
 
 
 def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | None:
@@ -262,20 +279,23 @@ def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | Non
     return state[names.pop()].contiguous() if names else None
 
 
-# Of a layer on a device, the longest last. Shorter ones stay, for graphs may read them; a table has twice what it was
-# made for, so that all together have at most twice the last one's.
+# Tables per layer and device, the longest last. Shorter ones stay, because graphs may read them. A table has twice the
+# blocks that were asked for, so that all of them together are at most twice as large as the last.
 _angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], list[Tensor]]] = WeakKeyDictionary()
 
 
 def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> Tensor | None:
-    """Cosine and sine of blocks' first columns, [blocks, 2, D / 2], for `columns` and more; None without blocks."""
+    """Cosine and sine of the first column of each block, [blocks, 2, D / 2], for at least `columns`.
+
+    None if the codec has no blocks.
+    """
     if codec.block_size is None:
         return None
-    made = _angles.setdefault(codec, {}).setdefault((layer_idx, device), [])
-    blocks = -(-columns // codec.block_size) + _ANGLES_BEYOND
-    if not made or len(made[-1]) < blocks:
-        # Twice as many as needed, so that a cache that grows does not make a new one each time.
+    tables = _angles.setdefault(codec, {}).setdefault((layer_idx, device), [])
+    blocks = -(-columns // codec.block_size) + _EXTRA_BLOCKS
+    if not tables or len(tables[-1]) < blocks:
+        # Twice as many as needed, so that a growing cache does not make a new table each time.
         starts = torch.arange(2 * blocks, device=device)[:, None] * codec.block_size
         angle = starts * codec.layer_state(layer_idx, device)["inv_freq"]
-        made.append(torch.stack([angle.cos(), angle.sin()], dim=1).contiguous())
-    return made[-1]
+        tables.append(torch.stack([angle.cos(), angle.sin()], dim=1).contiguous())
+    return tables[-1]

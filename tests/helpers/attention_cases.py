@@ -1,4 +1,4 @@
-"""Random arguments of `extend_attention`, and what it must give: attention over what a reader decodes, in float64."""
+"""Random arguments of `extend_attention`, and its expected result: attention over the decoded context in float64."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.config import TurboConfig
 from tests.helpers.codec_samples import correlated, fitted, statistics_of
 
-# Not the first, so that a layer too many or too few is seen.
+# Not the first layer, so that an off-by-one error in the layer shows.
 LAYER = 1
 
 
 @cache
 def codec_of(preset: str, head_dim: int) -> KVCodec:
-    """A preset's codec of two layers and two heads, fitted to random keys and values."""
+    """A preset's codec for two layers and two heads, fitted to random keys and values."""
     return fitted(TurboConfig.from_preset(preset), _statistics(head_dim))
 
 
@@ -33,7 +33,7 @@ def _statistics(head_dim: int):
 
 @dataclass(frozen=True)
 class Case:
-    """Arguments of `extend_attention` but for codec and layer, and all that a row may see, decoded.
+    """Arguments of `extend_attention` except codec and layer, and everything that a row may see, decoded.
 
     Attributes:
         query: [B, H, n, D].
@@ -66,7 +66,7 @@ class Case:
         return scores.softmax(dim=-1).nan_to_num(0.0) @ self.all_values.double()
 
     def plain(self) -> Tensor:
-        """What PyTorch's attention makes of the decoded keys and values in the query's dtype."""
+        """PyTorch's attention over the decoded keys and values in the query's dtype."""
         dtype = self.query.dtype
         return torch.nn.functional.scaled_dot_product_attention(
             self.query,
@@ -96,19 +96,19 @@ def make_case(
     """Random queries, new tokens and contexts.
 
     Args:
-        codec: that stores the contexts.
+        codec: stores the contexts.
         batch: rows of the extension.
-        shared: one context for all rows, or one for each.
+        shared: whether all rows share one context.
         n: new tokens.
         columns: of the contexts.
-        lengths: of the contexts, whose columns beyond hold garbage; None for all columns.
-        slots: protected tokens of a context, the last of which is unused where there are more than one.
-        masked: hide some columns, some protected tokens and some new tokens, other ones in every row.
-        without: packed tensors that were dropped.
+        lengths: of the contexts; columns beyond them hold garbage. None for all columns.
+        slots: protected tokens per context; if more than one, the last slot is unused.
+        masked: hide some columns, protected tokens and new tokens, different ones in each row.
+        without: names of packed tensors that were dropped.
         scale: of the queries.
         dtype: of the model.
-        device: of everything.
-        seed: of everything.
+        device: of all tensors.
+        seed: of the random numbers.
     """
     geometry = codec.geometry
     heads, head_dim, contexts = geometry.num_heads, geometry.head_dim, 1 if shared else batch
@@ -121,7 +121,7 @@ def make_case(
         return torch.rand(rows, length, generator=generator) < 0.3
 
     def as_projected(x: Tensor) -> Tensor:
-        """[B, H, n, D] as a model makes it: heads of a token beside each other."""
+        """[B, H, n, D] in a model's memory layout, contiguous as [B, n, H, D]."""
         return x.transpose(1, 2).contiguous().to(device, dtype).transpose(1, 2)
 
     query = as_projected(normal(batch, heads, n, head_dim) * (2 * scale / math.sqrt(head_dim)))
@@ -152,15 +152,15 @@ def make_case(
         special = codec.transform(LAYER, *(normal(contexts, heads, slots, head_dim) for _ in range(2)), start)
         protected = {name: x.to(device, torch.bfloat16) for name, x in zip(("keys", "values"), special, strict=True)}
         special = codec.inverse_transform(LAYER, *(x.cpu().float() for x in protected.values()), start)
-        # The first column of a context, then its last ones.
+        # The first column of a context, then its last columns.
         protected_columns = torch.stack([(length - slot) % length for slot in range(slots)], dim=1).to(torch.int32)
         if slots > 1:
             protected_columns[:, -1] = -1
         protected_mask = (protected_columns >= 0).expand(batch, -1)
         if masked:
             protected_mask = protected_mask & ~hidden(batch, slots)
-        apart = torch.arange(columns) == protected_columns[:, :, None]
-        seen = seen & ~apart.any(dim=1)
+        is_protected = torch.arange(columns) == protected_columns[:, :, None]
+        seen = seen & ~is_protected.any(dim=1)
     mask = ~hidden(batch, n) if masked else None
 
     sides = [codec.decode(LAYER, packed | rows), special, (keys.cpu().float(), values.cpu().float())]
@@ -188,7 +188,7 @@ def make_case(
 
 
 def hiding_everything_from(case: Case, row: int) -> Case:
-    """The case with nothing for a row to see."""
+    """The case with everything hidden from one row."""
     batch, n = case.query.shape[0], case.query.shape[2]
     keep = torch.arange(batch, device=case.query.device) != row
     context = case.context

@@ -1,6 +1,6 @@
-"""The few PTX instructions that the kernels use, on arrays: what the interpreter leaves out is tested with them.
+"""The PTX instructions that the kernels use, on arrays: they test the inline assembly that the interpreter leaves out.
 
-Written from NVIDIA's PTX ISA 8.x. An instruction that is not here is an error.
+Written from NVIDIA's PTX ISA 8.x. Any other instruction is an error.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# Addresses of what was asked for.
+# Addresses that were prefetched.
 prefetched: set[int] = set()
 
-# Any lane but the first; which one it is must not matter to results.
+# Any lane but the first: results must not depend on it.
 LANE = 13
 
 
 def run(asm: str, outputs: int, inputs: Sequence[Array]) -> list[Array]:
-    """What a block of inline assembly makes of its operands, element by element.
+    """Runs a block of inline assembly element by element.
 
     Args:
-        asm: operands are $0, $1, ..., first the outputs.
-        outputs: how many there are.
-        inputs: of 32 bits, addresses of 64.
+        asm: the block; its operands are $0, $1, ..., outputs first.
+        outputs: number of outputs.
+        inputs: of 32 bits; addresses of 64.
 
     Returns:
-        The outputs: uint32, or uint16 where a register was taken apart.
+        The outputs: uint32, or uint16 where a register was unpacked.
     """
     registers: dict[str, Array] = {f"${outputs + i}": _bits(x) for i, x in enumerate(inputs)}
     for statement in asm.strip(" {};").split(";"):
@@ -80,13 +80,13 @@ def _lop3(a: Array, b: Array, c: Array, table: Array) -> Array:
     result = np.uint32(0)
     for i in range(8):
         if int(table) >> i & 1:
-            parts = [x if i >> place & 1 else ~x for x, place in ((a, 2), (b, 1), (c, 0))]
+            parts = [x if i >> bit & 1 else ~x for x, bit in ((a, 2), (b, 1), (c, 0))]
             result = result | parts[0] & parts[1] & parts[2]
     return result  # type: ignore[return-value]
 
 
 def _f16x2(function: Callable[..., Array]) -> Callable[..., Array]:
-    """An instruction on two numbers of half precision: worked out in double precision, and rounded once."""
+    """An instruction on two half-precision numbers: computed in double precision and rounded once."""
 
     def run(*operands: Array) -> Array:
         halves = []

@@ -1,4 +1,4 @@
-"""Inline assembly in Triton's interpreter, which has none. Imports triton: import it within tests."""
+"""Inline assembly for Triton's interpreter, which does not support it. Imports triton: import it within tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops import triton_attention
 from tests.helpers import ptx
 
 _NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}
@@ -28,7 +28,7 @@ def _create_inline_asm(
 ) -> _Results:
     arrays = np.broadcast_arrays(*(value.data for value in values))
     if pack == 2:
-        # Two numbers of 16 bits in a register: the same one twice will do.
+        # A register packs two 16-bit numbers; here it packs the same number twice.
         arrays = [np.ascontiguousarray(x).view(np.uint16).astype(np.uint32) * np.uint32(0x10001) for x in arrays]
     results = []
     for bits, kind in zip(ptx.run(asm, constraints.count("="), arrays), types, strict=True):
@@ -42,6 +42,6 @@ def _create_inline_asm(
 
 
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels take the way that they take on a GPU."""
+    """Makes the interpreter run the kernels with inline assembly, as on a GPU."""
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
-    monkeypatch.setattr(triton_kernels, "_interpreted", lambda: False)
+    monkeypatch.setattr(triton_attention, "interpreted", lambda: False)

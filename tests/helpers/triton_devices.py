@@ -1,4 +1,4 @@
-"""Where tests of Triton kernels run: on the CPU in Triton's interpreter, and on a GPU."""
+"""Devices for tests of Triton kernels: the CPU in Triton's interpreter, and a GPU."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 
 def on_devices(names: str = "", *, cpu: Iterable[object] = ((),), gpu: Iterable[object] = ((),)) -> Callable:
-    """Parametrises a test by `device` and more.
+    """Parametrises a test by `device` and other parameters.
 
     Args:
-        names: of more parameters, as in `pytest.mark.parametrize`.
-        cpu: their values in the interpreter, few and small; a tuple each where there are several.
+        names: other parameters, as in `pytest.mark.parametrize`.
+        cpu: their values in the interpreter, few and small; one tuple per case where there are several parameters.
         gpu: their values on a GPU.
     """
     argnames = ["device", *names.replace(",", " ").split()]
@@ -31,9 +31,9 @@ def on_devices(names: str = "", *, cpu: Iterable[object] = ((),), gpu: Iterable[
 
 @pytest.fixture(autouse=True)
 def right_triton(request: pytest.FixtureRequest) -> None:
-    """Kernels are interpreted or compiled for a whole process: the wrong one of the two is an error, not a skip."""
+    """A process interprets kernels or compiles them: a test in the wrong kind of process fails; it is not skipped."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if request.node.get_closest_marker("interpreter") and not interpreted:
-        pytest.fail("the interpreter is asked for by TRITON_INTERPRET=1: run `make test-interpreter`")
+        pytest.fail("interpreter tests need TRITON_INTERPRET=1: run `make test-interpreter`")
     if request.node.get_closest_marker("gpu") and interpreted:
-        pytest.fail("the tests of a GPU run without TRITON_INTERPRET: run `make test-gpu`")
+        pytest.fail("GPU tests run without TRITON_INTERPRET: run `make test-gpu`")

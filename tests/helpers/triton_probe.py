@@ -1,4 +1,4 @@
-"""Kernels that show what the attention kernels make of packed words. Imports triton: import it within tests."""
+"""Kernels that expose the operands that the attention kernels unpack. Imports triton: import it within tests."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from esm_turbo.ops.kernels import operands
 from esm_turbo.ops.kernels.operands import (
-    ask_for,
     key_operand,
     load_key_slab,
+    load_packed_table,
     load_value_slab,
-    packed_table,
+    slab_of,
     token_at,
     value_operand,
 )
-from esm_turbo.ops.triton_layout import SlabView
+from esm_turbo.ops.triton_layout import SlabSpec
 
 
 @triton.jit
@@ -27,15 +28,16 @@ def _show_keys(
     num_tokens,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    SHORT: tl.constexpr,
+    MASK_LOADS: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    elements = load_key_slab(slab_ptr, 0, 0, num_tokens, tl.minimum(num_tokens, 1), T, SHORT, SLABS, 0)
-    table = packed_table(table_ptr, SLABS, DTYPE, ASM)
-    operand = key_operand(elements, table_ptr, table, T, ROWS, SLABS, 0, DTYPE, ASM)
-    size: tl.constexpr = SLABS[0][4]
+    size: tl.constexpr = slab_of(SLABS, 0).size
+    opaque_one = tl.minimum(num_tokens, 1)
+    elements = load_key_slab(slab_ptr, 0, 0, num_tokens, opaque_one, T, MASK_LOADS, slab_of(SLABS, 0))
+    table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
+    operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), DTYPE, ASM)  # [size, T]
     token = tl.arange(0, T)
     tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
 
@@ -48,32 +50,32 @@ def _show_values(
     num_tokens,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    SHORT: tl.constexpr,
+    MASK_LOADS: tl.constexpr,
     SLABS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, SHORT, SLABS, 0)
-    table = packed_table(table_ptr, SLABS, DTYPE, ASM)
-    operand = value_operand(words, table_ptr, table, T, SLABS, 0, DTYPE, ASM)
-    size: tl.constexpr = SLABS[0][4]
+    size: tl.constexpr = slab_of(SLABS, 0).size
+    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, MASK_LOADS, slab_of(SLABS, 0))
+    table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
+    operand = value_operand(words, table_ptr, table, T, slab_of(SLABS, 0), DTYPE, ASM)  # [T, size]
     token = token_at(tl.arange(0, T))
     tl.store(out_ptr + token[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
 
 
 @triton.jit
-def _ask(slab_ptr, first, last, COUNT: tl.constexpr, SLABS: tl.constexpr):
-    ask_for((slab_ptr,), 0, first, last, COUNT, SLABS, True)
+def _prefetch(slab_ptr, first, end, COUNT: tl.constexpr, SLABS: tl.constexpr):
+    operands.prefetch((slab_ptr,), 0, first, end, COUNT, SLABS, True)
 
 
-def ask(view: SlabView, words: Tensor, first: int, last: int, count: int) -> None:
-    """Asks for `count` columns of a slab from `first` on, up to `last`."""
-    _ask[(1,)](words, first, last, COUNT=count, SLABS=(view.spec,), num_warps=1)
+def prefetch(spec: SlabSpec, words: Tensor, first: int, end: int, count: int) -> None:
+    """Prefetches `count` columns of a slab from column `first`, which must not go beyond `end`."""
+    _prefetch[(1,)](words, first, end, COUNT=count, SLABS=(spec,), num_warps=1)
 
 
 def operand(
     kind: str,
-    view: SlabView,
+    spec: SlabSpec,
     words: Tensor,
     table: Tensor | None,
     dtype: torch.dtype,
@@ -84,7 +86,7 @@ def operand(
 
     Args:
         kind: `key` or `value`.
-        view: of the slab.
+        spec: of the slab.
         words: of the tokens, at most 64, [tokens, words].
         table: [16] of a slab whose fields are looked up, in the operand's dtype.
         dtype: of the operand, float16 or float32.
@@ -92,16 +94,16 @@ def operand(
         assembly: whether it is made with inline assembly; None for where there is a GPU.
     """
     show = _show_keys if kind == "key" else _show_values
-    out = torch.full((64, view.size), float("nan"), device=words.device)
+    out = torch.full((64, spec.size), float("nan"), device=words.device)
     show[(1,)](
-        words,
-        out if table is None else table,
-        out,
-        len(words),
+        slab_ptr=words,
+        table_ptr=out if table is None else table,
+        out_ptr=out,
+        num_tokens=len(words),
         T=64,
         ROWS=rows,
-        SHORT=len(words) < 64,
-        SLABS=(view.spec,),
+        MASK_LOADS=len(words) < 64,
+        SLABS=(spec,),
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
         ASM=words.is_cuda if assembly is None else assembly,
         num_warps=1,

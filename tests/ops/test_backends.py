@@ -171,9 +171,9 @@ def without_kernels(monkeypatch):
     """Every launcher of a kernel fails."""
     for module, names in (
         (TritonBackend, ("encode", "extend_attention", "rotate", "gelu", "new_counters", "refresh_protected")),
-        (triton_encode, ("encode", "_encode")),
-        (triton_attention, ("extend_attention", "_attend", "refresh_protected")),
-        (triton_layer, ("rotate", "gelu", "like_tokens")),
+        (triton_encode, ("encode", "_outputs")),
+        (triton_attention, ("extend_attention", "_check", "refresh_protected")),
+        (triton_layer, ("rotate", "gelu", "empty_by_token")),
     ):
         for name in names:
             monkeypatch.setattr(module, name, staticmethod(refuse))

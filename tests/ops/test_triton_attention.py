@@ -1,8 +1,8 @@
-"""The Triton kernels of the packed attention, in Triton's interpreter and on a GPU: the same tests of the same cases.
+"""The Triton kernels of the packed attention, tested alike in Triton's interpreter and on a GPU.
 
-The interpreter takes seconds for what a GPU does in microseconds, so its cases are few and small. What it cannot find:
-loads beyond a tensor that come back as something else than zero, races, and all that depends on a GPU's arithmetic.
-bfloat16 is for the GPU alone: the interpreter multiplies it wrongly.
+The interpreter needs seconds where a GPU needs microseconds, so its cases are few and small. It cannot find loads out
+of bounds (it reads zeros), races, or anything that depends on a GPU's arithmetic. bfloat16 is tested on a GPU only,
+because the interpreter's products of bfloat16 are wrong.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from esm_turbo import TurboConfig
 from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
 from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
-from esm_turbo.ops import torch_ops
-from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops import torch_ops, triton_attention
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, hiding_everything_from, make_case
 from tests.helpers.models import random_ids
@@ -32,16 +31,16 @@ PRESETS = ("turbo4", "turbo3", "turbo2", "turbo1", "paper")
 HEAD_DIMS = (16, 24, 32, 64, 128)
 NEW_TOKENS = (1, 3, 17)
 COLUMNS = (1, 17, 63, 64, 70, 1000)
-# Float32 against float64, relative to the largest output: the exponent of a score has the score's rounding.
+# Float32 against float64, relative to the largest output: the rounding of a score carries over to its exponential.
 TOLERANCE = 1e-5
 
 
 def tune(monkeypatch: pytest.MonkeyPatch, **settings: int) -> None:
-    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", replace(triton_kernels.DEFAULT_TUNING, **settings))
+    monkeypatch.setattr(triton_attention, "DEFAULT_TUNING", replace(triton_attention.DEFAULT_TUNING, **settings))
 
 
 def attend(case: Case, codec: KVCodec) -> Tensor:
-    return triton_kernels.extend_attention(*case.arguments, codec, LAYER)
+    return triton_attention.extend_attention(*case.arguments, codec, LAYER)
 
 
 def assert_close(output: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -53,9 +52,10 @@ def assert_close(output: Tensor, expected: Tensor, tolerance: float = TOLERANCE)
 
 
 def assert_as_good_as_plain(output: Tensor, case: Case) -> None:
-    """Root mean square and largest error at most twice those of PyTorch's attention in the same dtype.
+    """Root mean square and largest error are at most twice those of PyTorch's attention in the same dtype.
 
-    The largest is that of few numbers, so half a unit in the last place of the largest output is let pass.
+    The largest error is a statistic of few numbers, so it may exceed this by half a unit in the last place of the
+    largest output.
     """
     expected = case.expected()
     plain = case.plain()
@@ -67,14 +67,11 @@ def assert_as_good_as_plain(output: Tensor, case: Case) -> None:
     assert ours.max() <= 2 * theirs.max() + unit / 2
 
 
-# ---------------------------------------------------------------- formats
-
-
 @on_devices("preset, head_dim", cpu=itertools.product(PRESETS, HEAD_DIMS), gpu=itertools.product(PRESETS, HEAD_DIMS))
 def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> None:
-    """Contexts of their own and of unequal lengths, masks, protected tokens, in float32."""
+    """Separate contexts of unequal lengths, masks, and protected tokens, in float32."""
     codec = codec_of(preset, head_dim)
-    assert triton_kernels.can_run(codec)
+    assert triton_attention.can_run(codec)
     case = make_case(codec, lengths=(70, 33), slots=2, masked=True, device=device)
     assert_close(attend(case, codec), case.expected())
 
@@ -100,7 +97,7 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: 
 )
 @pytest.mark.parametrize("n", [1, 9])
 def test_half_precision_with_assembly(monkeypatch: pytest.MonkeyPatch, preset: str, head_dim: int, n: int) -> None:
-    """What a GPU runs instead of arithmetic that the interpreter knows."""
+    """The inline assembly that a GPU runs in place of the interpreter's arithmetic."""
     from tests.helpers import triton_assembly
 
     triton_assembly.use(monkeypatch)
@@ -111,13 +108,13 @@ def test_half_precision_with_assembly(monkeypatch: pytest.MonkeyPatch, preset: s
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("bits, components", [(1, 8), (2, 16), (4, 64), (8, 128)])
-@pytest.mark.parametrize("first, count, last", [(0, 128, 512), (64, 64, 128), (188, 512, 700), (189, 512, 700)])
-def test_everything_is_asked_for_or_nothing(
-    monkeypatch: pytest.MonkeyPatch, bits: int, components: int, first: int, count: int, last: int
+@pytest.mark.parametrize("first, count, limit", [(0, 128, 512), (64, 64, 128), (188, 512, 700), (189, 512, 700)])
+def test_prefetch_covers_all_columns_or_none(
+    monkeypatch: pytest.MonkeyPatch, bits: int, components: int, first: int, count: int, limit: int
 ) -> None:
-    """No gap between two addresses is larger than what a prefetch brings; nothing beyond the last column is touched."""
+    """Addresses are at most 64 bytes apart, the size of a prefetch, and none is at or beyond the limit."""
     from tests.helpers import ptx, triton_assembly
-    from tests.helpers.triton_probe import ask
+    from tests.helpers.triton_probe import prefetch
 
     triton_assembly.use(monkeypatch)
     view = key_view(FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components))
@@ -125,19 +122,19 @@ def test_everything_is_asked_for_or_nothing(
     ptx.prefetched.clear()
     for lane in range(32):
         monkeypatch.setattr(ptx, "LANE", lane)
-        ask(view, words, first, last, count)
+        prefetch(view.spec, words, first, limit, count)
     begin, end = (words.data_ptr() + column * words[0].nbytes for column in (first, first + count))
-    if first + count > last:
+    if first + count > limit:
         assert not ptx.prefetched
     else:
-        asked = sorted(ptx.prefetched)
-        assert asked[0] == begin
-        assert all(0 < after - before <= 64 for before, after in itertools.pairwise([*asked, end]))
+        addresses = sorted(ptx.prefetched)
+        assert addresses[0] == begin
+        assert all(0 < after - before <= 64 for before, after in itertools.pairwise([*addresses, end]))
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("n, asks", [(1, True), (3, True), (16, False)])
-def test_long_contexts_are_asked_for_ahead_of_time(monkeypatch: pytest.MonkeyPatch, n: int, asks: bool) -> None:
+@pytest.mark.parametrize("n, prefetches", [(1, True), (3, True), (16, False)])
+def test_long_contexts_are_prefetched(monkeypatch: pytest.MonkeyPatch, n: int, prefetches: bool) -> None:
     from tests.helpers import ptx, triton_assembly
 
     triton_assembly.use(monkeypatch)
@@ -152,7 +149,7 @@ def test_long_contexts_are_asked_for_ahead_of_time(monkeypatch: pytest.MonkeyPat
             for head in slab[row]:
                 tiles = -(-length // 64)
                 first, last = head.data_ptr(), head.data_ptr() + min(64 * tiles, 700) * head.shape[1]
-                assert any(first <= address < last for address in ptx.prefetched) == (asks and tiles > 2)
+                assert any(first <= address < last for address in ptx.prefetched) == (prefetches and tiles > 2)
                 assert not any(last <= address < first + head.nbytes for address in ptx.prefetched)
 
 
@@ -166,7 +163,7 @@ def test_float32_with_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
     assert_close(attend(case, codec), case.expected())
 
 
-# Every kind of operand there is: fields of all sizes, in elements of 1 to 32 bits.
+# Every kind of operand: fields of all sizes, in elements of 1 to 32 bits.
 OPERANDS = [
     (kind, bits, components)
     for kind, bits, components in itertools.product(("key", "value"), (1, 2, 4, 8), (8, 16, 32, 64, 128))
@@ -179,27 +176,28 @@ OPERANDS = [
 def test_operands_are_in_the_order_that_the_maps_expect(
     device: str, kind: str, bits: int, components: int, dtype: str, rows: int
 ) -> None:
-    """At every place the fields of one component, times a power of two, plus a constant: exactly."""
+    """Each index holds exactly the fields of one component, times a power of two, plus a constant."""
     from tests.helpers.triton_probe import operand
 
     slab = FieldSlab("slab", bits, tuple(range(components)), (1.0,) * components)
     view = key_view(slab) if kind == "key" else value_view(slab)
-    order = key_order(view) if kind == "key" else value_order(view)
+    order = key_order(view.spec) if kind == "key" else value_order(view.spec)
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (61, components * bits // 8), generator=generator, dtype=torch.uint8)
     fields = unpack_codes(packed, bits).float()
-    found = operand(kind, view, view.of({"slab": packed.to(device)}), None, DTYPES[dtype], rows).cpu()[: len(packed)]
+    words = view.of({"slab": packed.to(device)})
+    found = operand(kind, view.spec, words, None, DTYPES[dtype], rows).cpu()[: len(packed)]
     assert torch.isfinite(found).all()
     assert sorted(component for component in order if component >= 0) == list(range(components))
-    for place, component in enumerate(order):
+    for index, component in enumerate(order):
         if component >= 0:
-            field, place_holds = fields[:, component], found[:, place]
+            field, held = fields[:, component], found[:, index]
             low, high = field.argmin(), field.argmax()
-            slope = (place_holds[high] - place_holds[low]) / (field[high] - field[low])
+            slope = (held[high] - held[low]) / (field[high] - field[low])
             assert slope.log2() in range(11)
-            assert torch.equal(place_holds, place_holds[low] + slope * (field - field[low]))
+            assert torch.equal(held, held[low] + slope * (field - field[low]))
             if dtype == "float32":
-                assert torch.equal(place_holds, slope * (field - 2 ** (bits - 1)))
+                assert torch.equal(held, slope * (field - 2 ** (bits - 1)))
 
 
 @pytest.mark.interpreter
@@ -208,7 +206,7 @@ def test_operands_are_in_the_order_that_the_maps_expect(
 def test_operands_with_assembly(
     monkeypatch: pytest.MonkeyPatch, kind: str, bits: int, components: int, rows: int
 ) -> None:
-    """They are what the same kernels make without: keys and 1024, where there is a field."""
+    """The same operands as without assembly, except that 1024 is added to the fields of keys."""
     from tests.helpers import triton_assembly
     from tests.helpers.triton_probe import operand
 
@@ -218,10 +216,10 @@ def test_operands_with_assembly(
     packed = torch.randint(0, 256, (64, components * bits // 8), dtype=torch.uint8)
     words = view.of({"slab": packed})
     found, expected = (
-        operand(kind, view, words, None, torch.float16, rows, assembly=assembly) for assembly in (True, False)
+        operand(kind, view.spec, words, None, torch.float16, rows, assembly=assembly) for assembly in (True, False)
     )
     if kind == "key":
-        order = torch.tensor(key_order(view))
+        order = torch.tensor(key_order(view.spec))
         expected[:, : len(order)] += 1024 * (order >= 0)
     assert torch.equal(found, expected)
 
@@ -235,17 +233,14 @@ def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, compon
 
     slab = FieldSlab("slab", 4, tuple(range(components)), (1.0,) * components, "table")
     view = key_view(slab) if kind == "key" else value_view(slab)
-    order = key_order(view) if kind == "key" else value_order(view)
+    order = key_order(view.spec) if kind == "key" else value_order(view.spec)
     generator = torch.Generator().manual_seed(0)
     packed = torch.randint(0, 256, (64, components // 2), generator=generator, dtype=torch.uint8)
     table = torch.randn(16, generator=generator)
     words = view.of({"slab": packed.to(device)})
-    found = operand(kind, view, words, table.to(device, DTYPES[dtype]), DTYPES[dtype], rows).cpu()
+    found = operand(kind, view.spec, words, table.to(device, DTYPES[dtype]), DTYPES[dtype], rows).cpu()
     expected = table.to(DTYPES[dtype]).float()[unpack_codes(packed, 4).long()]
     assert torch.equal(found, expected[:, order])
-
-
-# ---------------------------------------------------------------- shapes
 
 
 @on_devices(
@@ -255,7 +250,7 @@ def test_operands_of_looked_up_fields(device: str, kind: str, dtype: str, compon
 )
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
 def test_lengths(device: str, n: int, columns: int, shared: bool, preset: str) -> None:
-    """Nothing is hidden."""
+    """Contexts of all lengths, with nothing hidden."""
     codec = codec_of(preset, 32)
     case = make_case(codec, n=n, columns=columns, shared=shared, device=device)
     assert_close(attend(case, codec), case.expected())
@@ -278,10 +273,10 @@ def test_masks_of_every_row_over_a_shared_context(
 
 @on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
 @pytest.mark.parametrize("merge_programs", [1, 30])
-def test_many_rows_with_contexts_of_their_own(
+def test_many_rows_with_separate_contexts(
     monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
 ) -> None:
-    """Several rows share a tile of the merge, as many as fit or fewer, and none sees another's tokens."""
+    """Rows that share a tile of `merge`, whether it is full or not, do not see each other's tokens."""
     tune(monkeypatch, merge_programs=merge_programs)
     codec = codec_of("turbo2", 24)
     lengths = tuple(70 - 3 * row % 69 for row in range(batch))
@@ -295,7 +290,7 @@ def test_many_rows_with_contexts_of_their_own(
 def test_many_blocks_by_any_number_of_programs(
     device: str, columns: int, programs: int, n: int, preset: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More blocks than are worked on at once; in `turbo1` with a query that is turned for each of them."""
+    """More blocks than are processed at once; `turbo1` rotates the query for each of them."""
     tune(monkeypatch, programs=programs)
     codec = codec_of(preset, 16)
     assert codec.block_size == (64 if preset == "turbo1" else None)
@@ -305,13 +300,13 @@ def test_many_blocks_by_any_number_of_programs(
 
 @given(items=st.integers(1, 300), blocks=st.integers(1, 600), programs=st.integers(1, 3000))
 def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int) -> None:
-    share = triton_kernels._share(items, blocks, programs)
-    most = triton_kernels._most_parts(blocks, share)
-    assert 1 <= most <= 64
+    share = triton_attention._blocks_per_program(items, blocks, programs)
+    max_parts = triton_attention._max_parts(blocks, share)
+    assert 1 <= max_parts <= 64
     assert share >= 1
     for item in range(items):
         first, last = item * blocks // share, ((item + 1) * blocks - 1) // share
-        assert last - first + 1 <= most
+        assert last - first + 1 <= max_parts
 
 
 @on_devices(
@@ -326,9 +321,6 @@ def test_a_program_reads_the_end_of_one_context_and_the_beginning_of_the_next(
     lengths = tuple(columns - 67 * row % columns for row in range(batch))
     case = make_case(codec, batch=batch, n=n, columns=columns, slots=1, lengths=lengths, device=device)
     assert_close(attend(case, codec), case.expected())
-
-
-# ---------------------------------------------------------------- hidden columns
 
 
 @on_devices(cpu=["turbo3", "paper"], gpu=PRESETS, names="preset")
@@ -366,22 +358,19 @@ def test_a_row_that_does_not_see_one_side(device: str, hidden: str) -> None:
 
 @on_devices()
 def test_a_context_of_no_tokens(device: str) -> None:
-    """One of the rows has none, and so nothing but the new tokens."""
+    """A row whose context is empty sees only the new tokens."""
     codec = codec_of("turbo3", 16)
     case = make_case(codec, lengths=(0, 70), device=device)
     assert_close(attend(case, codec), case.expected())
 
 
 @on_devices()
-def test_a_mask_alone_says_what_is_there(device: str) -> None:
-    """Without lengths, as for a context that is no cache's."""
+def test_a_mask_without_lengths(device: str) -> None:
+    """The mask alone defines the context, as for a context that does not come from a cache."""
     codec = codec_of("turbo3", 16)
     case = make_case(codec, lengths=(50, 70), masked=True, device=device)
     context = replace(case.context, lengths=None, protected_columns=None, visible=None)
     assert_close(attend(replace(case, context=context), codec), case.expected())
-
-
-# ---------------------------------------------------------------- values of any size, and memory that was used before
 
 
 @on_devices(
@@ -391,7 +380,7 @@ def test_a_mask_alone_says_what_is_there(device: str) -> None:
 )
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
 def test_queries_of_any_size(device: str, scale: float, dtype: str, preset: str) -> None:
-    """Tiny ones weigh all columns alike, huge ones choose a single one."""
+    """Tiny queries weight all columns equally, huge ones select a single column."""
     codec = codec_of(preset, 32)
     case = make_case(codec, scale=scale, slots=1, masked=True, dtype=DTYPES[dtype], device=device)
     assert torch.isfinite(case.query).all()
@@ -416,7 +405,7 @@ def test_queries_of_zeros(device: str) -> None:
 def test_memory_that_was_used_before(
     device: str, preset: str, dtype: str, shared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the kernels write into is full of NaN before, and one split of two has nothing to write."""
+    """Results do not depend on what outputs and scratch held before, here NaN; one part of a context is empty."""
     codec = codec_of(preset, 32)
     lengths = (12,) if shared else (70, 12)
     options = {"lengths": lengths, "shared": shared, "slots": 1, "masked": True}
@@ -438,7 +427,7 @@ def test_memory_that_was_used_before(
 
 @on_devices(cpu=["turbo3"], gpu=["turbo3", "turbo4", "paper"], names="preset")
 def test_strides_of_any_kind(device: str, preset: str) -> None:
-    """Slices of larger tensors, and components that do not lie beside each other."""
+    """Slices of larger tensors, and components that are not contiguous."""
     codec = codec_of(preset, 16)
     case = make_case(codec, masked=True, device=device)
     expected = attend(case, codec)
@@ -463,9 +452,6 @@ def test_strides_of_any_kind(device: str, preset: str) -> None:
     assert torch.equal(attend(replace(case, context=replace(context, packed=packed)), codec), expected)
 
 
-# ---------------------------------------------------------------- what is stored in parts
-
-
 @on_devices(
     cpu=[("turbo3", 24), ("turbo4", 32)], gpu=itertools.product(PRESETS[:-1], HEAD_DIMS), names="preset, head_dim"
 )
@@ -480,7 +466,7 @@ def test_dropped_planes(device: str, preset: str, head_dim: int) -> None:
 
 
 def planes_codec(preset: str, head_dim: int) -> KVCodec:
-    """A codec with slabs of all sizes for keys and for values, whatever was fitted."""
+    """A codec with slabs of all sizes for keys and for values, in place of the fitted widths."""
     fitted = codec_of(preset, head_dim)
     runs = fitted.state["key_widths"].shape[1]
     widths = {"key": [8, 7, 6, 2, 1, 1, 0, 0], "value": [7, 4, 3, 3, 1, 1, 0, 0]}
@@ -510,23 +496,20 @@ def test_a_context_without_a_mean_residual(device: str) -> None:
     assert_close(attend(bare, codec), bare.expected())
 
 
-def test_what_there_are_no_kernels_for_runs_in_pytorch() -> None:
+def test_codecs_without_kernels_run_in_pytorch() -> None:
     codec = ExactCodec(TurboConfig.from_preset("exact"), Geometry(2, 2, 16), {})
-    assert not triton_kernels.can_run(codec)
+    assert not triton_attention.can_run(codec)
     generator = torch.Generator().manual_seed(0)
     query, keys, values = (torch.randn(2, 2, 3, 16, generator=generator) for _ in range(3))
     case = make_case(codec_of("paper", 16))
     packed = dict(zip(("keys", "values"), codec.transform(LAYER, keys, values), strict=True))
     arguments = (query, keys, values, None, replace(case.context, packed=packed, mask=None, rows={}))
     expected = torch_ops.extend_attention(*arguments, codec, LAYER)
-    assert torch.equal(triton_kernels.extend_attention(*arguments, codec, LAYER), expected)
-
-
-# ---------------------------------------------------------------- the custom op
+    assert torch.equal(triton_attention.extend_attention(*arguments, codec, LAYER), expected)
 
 
 class _Recorded(TorchDispatchMode):
-    """Keeps the arguments of every call of the custom op."""
+    """Records the arguments of every call of the custom op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -551,7 +534,7 @@ def test_opcheck(device: str, preset: str) -> None:
 
 
 class _Layer(torch.nn.Module):
-    """A projection around the attention, so that there is something to compile on both sides."""
+    """A projection before and after the attention, so that there is something to compile on both sides."""
 
     def __init__(self, case: Case, codec: KVCodec) -> None:
         super().__init__()
@@ -561,7 +544,7 @@ class _Layer(torch.nn.Module):
 
     def forward(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         case = self.case
-        output = triton_kernels.extend_attention(
+        output = triton_attention.extend_attention(
             query * self.scale, keys, values, case.mask, case.context, self.codec, LAYER
         )
         return output.transpose(1, 2).flatten(2) * 2
@@ -575,19 +558,16 @@ def test_compiles_as_one_graph(device: str, preset: str, slots: int) -> None:
     layer = _Layer(case, codec)
     expected = layer(case.query, case.keys, case.values)
     torch._dynamo.reset()
-    # Without a GPU what is compiled is the graph alone: building it for a processor takes half a minute.
+    # Without a GPU only the graph is captured: compiling it for a CPU takes half a minute.
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     output = compiled(case.query, case.keys, case.values)
     assert_close(output, expected.double())
 
 
-# ---------------------------------------------------------------- through the model
-
-
 @on_devices("preset, shared", cpu=[("turbo3", False)], gpu=itertools.product(PRESETS, (False, True)))
 @torch.no_grad()
 def test_whole_model(device: str, preset: str, shared: bool, tiny_model: object) -> None:
-    """Prefill, masked and ragged extensions, an append: with either backend on caches of the same bytes."""
+    """Prefill, masked and ragged extensions and an append give the same with both backends on caches of equal bytes."""
     config = replace(TurboConfig.from_preset(preset), protect_special_tokens=True)
     models = [tiny_model(preset=config, heads=2).to(device) for _ in range(2)]
     for model, backend in zip(models, ("triton", "torch"), strict=True):
@@ -607,7 +587,7 @@ def test_whole_model(device: str, preset: str, shared: bool, tiny_model: object)
         for model, cache in zip(models, caches, strict=True):
             model(new_ids, new_mask, past_key_values=cache, use_cache=True)
         outputs = [m(new_ids, past_key_values=c).logits for m, c in zip(models, caches, strict=True)]
-        # What was appended was computed with either backend, and a code may fall on the other side of a midpoint.
+        # The appended tokens were computed with different backends, so a code may fall on the other side of a midpoint.
         assert_close(outputs[0], outputs[1].double(), 1e-2)
 
 
@@ -622,9 +602,6 @@ def test_auto_takes_the_kernels_on_a_gpu(device: str, tiny_model: object) -> Non
     assert len(recorded.calls) == model.config.num_hidden_layers
 
 
-# ---------------------------------------------------------------- bad input
-
-
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     ("what", "message"),
@@ -635,7 +612,7 @@ def test_auto_takes_the_kernels_on_a_gpu(device: str, tiny_model: object) -> Non
         ("visible", "masks must be boolean"),
     ],
 )
-def test_what_would_be_read_as_something_else_is_refused(what: str, message: str) -> None:
+def test_inputs_that_kernels_would_misread_are_refused(what: str, message: str) -> None:
     codec = codec_of("turbo3", 32)
     case = make_case(codec, n=2, masked=True, device="cpu")
     query, keys, values, mask, context = case.arguments
@@ -649,4 +626,4 @@ def test_what_would_be_read_as_something_else_is_refused(what: str, message: str
     else:
         context = replace(context, visible=torch.ones(2, context.mask.shape[1], dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
-        triton_kernels.extend_attention(query, keys, values, mask, context, codec, LAYER)
+        triton_attention.extend_attention(query, keys, values, mask, context, codec, LAYER)

@@ -1,9 +1,10 @@
-"""The Triton kernels are compiled for GPUs that are not there: the interpreter accepts what the compiler does not."""
+"""Compilation of the Triton kernels for GPUs, without one: the interpreter accepts code that the compiler rejects."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops import triton_attention as triton_kernels
-from esm_turbo.ops import triton_encode, triton_layer
+from esm_turbo.ops import triton_attention, triton_encode, triton_launch, triton_layer
 from tests.helpers.attention_cases import LAYER, codec_of, make_case
 from tests.ops.test_torch_ops import rotary_case
 
@@ -30,7 +30,7 @@ KERNELS = (
     (layer, "rotate"),
     (layer, "gelu"),
 )
-# Bytes that a program may have, by compute capability: Ampere, the oldest that is supported, and Hopper.
+# Limit per program in bytes, by compute capability: Ampere, the oldest one supported, and Hopper.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
 OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 TYPES = {
@@ -46,7 +46,7 @@ TYPES = {
 
 
 def type_of(value: object) -> Any:
-    """As Triton writes it in signatures."""
+    """The type of an argument in Triton's notation."""
     if isinstance(value, tuple):
         return tuple(map(type_of, value))
     if isinstance(value, Tensor):
@@ -55,23 +55,22 @@ def type_of(value: object) -> Any:
 
 
 class Compiler:
-    """Stands in for kernels: where one would be launched, it is compiled for those arguments.
+    """Stands in for the kernels: a launch compiles the kernel for its arguments and does not run it.
 
     Attributes:
-        made: compiled kernels by name.
+        compiled: kernels by name.
     """
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
-        self.made: dict[str, Any] = {}
+        self.compiled: dict[str, Any] = {}
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for module, name in KERNELS:
             monkeypatch.setattr(module, name, _Kernel(partial(self.compile, getattr(module, name))))
 
-    def compile(self, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        options = {name: kwargs.pop(name) for name in OPTIONS if name in kwargs}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
+    def compile(self, kernel: Any, **values: Any) -> None:
+        options = {name: values.pop(name) for name in OPTIONS if name in values}
         assert list(values) == kernel.arg_names
         signature, constants, aligned = {}, {}, {}
         for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
@@ -80,11 +79,11 @@ class Compiler:
                 constants[(index,)] = value
                 continue
             signature[parameter.name] = type_of(value)
-            places = [(index, i) for i in range(len(value))] if isinstance(value, tuple) else [(index,)]
+            paths = [(index, i) for i in range(len(value))] if isinstance(value, tuple) else [(index,)]
             if isinstance(value, tuple | Tensor):
-                aligned |= {place: [["tt.divisibility", 16]] for place in places}
+                aligned |= {path: [["tt.divisibility", 16]] for path in paths}
         source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-        self.made[kernel.__name__] = triton.compile(source, target=self.target, options=options)
+        self.compiled[kernel.__name__] = triton.compile(source, target=self.target, options=options)
 
 
 class _Kernel:
@@ -97,17 +96,22 @@ class _Kernel:
 
 @pytest.fixture(params=SHARED_MEMORY, ids=lambda capability: f"sm{capability}")
 def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """Compiles what a test would launch: all of it must fit the GPU, and compute nothing in float64."""
+    """Compiles the kernels that a test launches: all must fit the GPU, and compute nothing in float64."""
     if triton.knobs.runtime.interpret:
-        pytest.fail("kernels are compiled here: run without TRITON_INTERPRET")
-    made = Compiler(request.param)
-    made.replace(monkeypatch)
-    yield made
-    assert made.made
-    for name, kernel in made.made.items():
+        pytest.fail("these tests compile kernels: run without TRITON_INTERPRET")
+    compiler = Compiler(request.param)
+    compiler.replace(monkeypatch)
+    yield compiler
+    assert compiler.compiled
+    for name, kernel in compiler.compiled.items():
         assert kernel.asm["cubin"]
         assert kernel.metadata.shared <= SHARED_MEMORY[request.param], name
         assert "f64" not in kernel.asm["ttgir"], name
+
+
+def use_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program reads all contexts, so that it has tiles to prefetch."""
+    monkeypatch.setattr(triton_attention, "DEFAULT_TUNING", replace(triton_attention.DEFAULT_TUNING, programs=1))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +130,8 @@ def test_attention(
 ) -> None:
     codec = codec_of(preset, head_dim)
     case = make_case(codec, n=n, dtype=dtype, **options)
-    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
-    assert compiler.made.keys() == {"attend_context", "merge"}
+    triton_attention.extend_attention(*case.arguments, codec, LAYER)
+    assert compiler.compiled.keys() == {"attend_context", "merge"}
 
 
 @pytest.mark.parametrize(
@@ -142,29 +146,29 @@ def test_attention(
 def test_long_contexts(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, n: int, dtype: torch.dtype, limit: int | None
 ) -> None:
-    """Of up to eight queries: words are asked for ahead of time, and registers are limited in half precision."""
-    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    """With few queries words are prefetched, and registers are limited with up to eight in half precision."""
+    use_one_program(monkeypatch)
     codec = codec_of(preset, 64)
     case = make_case(codec, n=n, columns=700, dtype=dtype)
-    triton_kernels.extend_attention(*case.arguments, codec, LAYER)
-    attend = compiler.made["attend_context"]
+    triton_attention.extend_attention(*case.arguments, codec, LAYER)
+    attend = compiler.compiled["attend_context"]
     assert ("prefetch.global.L2" in attend.asm["ptx"]) == (n == 1)
     assert attend.metadata.maxnreg == limit
 
 
-def test_what_is_multiplied_with_every_tile_stays_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries and weights are brought to their lanes before a group's tiles, not for each of them."""
+def test_operands_shared_by_all_tiles_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of queries and weights is converted once per group of tiles, not once per tile."""
     compiler = Compiler(90)
     compiler.replace(monkeypatch)
-    monkeypatch.setattr(triton_kernels, "DEFAULT_TUNING", triton_kernels.Tuning(programs=1))
+    use_one_program(monkeypatch)
     codec = codec_of("turbo2", 64)
-    triton_kernels.extend_attention(*make_case(codec, n=1, columns=700, dtype=torch.bfloat16).arguments, codec, LAYER)
-    code = compiler.made["attend_context"].asm["ttgir"]
+    triton_attention.extend_attention(*make_case(codec, n=1, columns=700, dtype=torch.bfloat16).arguments, codec, LAYER)
+    code = compiler.compiled["attend_context"].asm["ttgir"]
     tiles = re.findall(r"scf\.while .*?^ +} do {(.*?)^ +scf\.yield", code, flags=re.DOTALL | re.MULTILINE)
     assert len(tiles) == 2
     for tile in tiles:
         assert "tt.dot" in tile
-        # The first operands are keys and values: products of eight rows are transposed.
+        # The second operands are queries and weights, because products of eight rows are transposed.
         assert not [line for line in tile.splitlines() if "local_load" in line and "opIdx = 1" in line]
 
 
@@ -176,30 +180,30 @@ def test_encoding(compiler: Compiler, preset: str, head_dim: int, dtype: torch.d
     keys, values = torch.randn(2, 2, 2, 70, head_dim).to(dtype)
     protected = torch.tensor([[0, 5], [3, -1]])
     triton_encode.encode(codec_of(preset, head_dim), LAYER, keys, values, protected=protected)
-    assert compiler.made.keys() == {"encode_context"}
+    assert compiler.compiled.keys() == {"encode_context"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None:
     case = rotary_case(dtype)
-    triton_kernels.rotate(*case, 0.5)
-    triton_kernels.gelu(case[0])
-    assert compiler.made.keys() == {"rotate", "gelu"}
+    triton_attention.rotate(*case, 0.5)
+    triton_attention.gelu(case[0])
+    assert compiler.compiled.keys() == {"rotate", "gelu"}
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who begins early waits for the one before it, and who is followed by one lets it begin."""
+    """A kernel launched early waits for its predecessor, and a kernel with a successor lets it launch early."""
     compiler = Compiler(90)
     compiler.replace(monkeypatch)
-    for module in (triton_encode, triton_layer, triton_kernels):
+    for module in (triton_encode, triton_layer, triton_attention):
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     codec = codec_of("turbo3", 64)
     triton_encode.encode(codec, LAYER, *torch.randn(2, 2, 2, 70, 64))
-    triton_kernels.rotate(*rotary_case(torch.bfloat16), 0.5)
-    triton_kernels.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
+    triton_attention.rotate(*rotary_case(torch.bfloat16), 0.5)
+    triton_attention.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
     found = {
         name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
-        for name, kernel in compiler.made.items()
+        for name, kernel in compiler.compiled.items()
     }
     assert found == {
         "encode_context": [True, True],
@@ -207,17 +211,17 @@ def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "attend_context": [True, True],
         "merge": [True, False],
     }
-    early = [name for name in found if compiler.made[name].metadata.launch_pdl]
+    early = [name for name in found if compiler.compiled[name].metadata.launch_pdl]
     assert early == ["encode_context", "attend_context", "merge"]
 
 
 @pytest.mark.parametrize(
     ("capability", "allowed", "expected"), [((9, 0), True, True), ((8, 9), True, False), ((9, 0), False, False)]
 )
-def test_where_kernels_overlap(
+def test_devices_on_which_kernels_overlap(
     monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool, expected: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(triton_layer, "OVERLAP", allowed)
-    assert triton_layer.overlaps(torch.device("cuda")) is expected
-    assert not triton_layer.overlaps(torch.device("cpu"))
+    monkeypatch.setattr(triton_launch, "OVERLAP", allowed)
+    assert triton_launch.overlaps(torch.device("cuda")) is expected
+    assert not triton_launch.overlaps(torch.device("cpu"))

@@ -1,10 +1,10 @@
-"""The Triton kernel that encodes keys and values, in Triton's interpreter and on a GPU: the same tests of like cases.
+"""The Triton kernel that encodes keys and values, tested alike in Triton's interpreter and on a GPU.
 
-Where the transform is exact, bytes are those of the PyTorch path. Elsewhere both round, each in its own order, so that
-a number may fall on either side of a boundary that is nearer than its rounding: such codes are counted.
+Where the transform is exact, the bytes equal those of the PyTorch path. Elsewhere both round in different orders, so a
+number closer to a boundary than its rounding error may fall on either side; the number of such codes is limited.
 
-What the interpreter cannot find: races, the tensor cores' rounding, and all that depends on the layout of registers.
-It cuts float32 off to bfloat16 instead of rounding it.
+The interpreter cannot find races, the tensor cores' rounding, or anything that depends on the layout of registers. It
+truncates float32 to bfloat16 instead of rounding it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ PRESETS = ("turbo4", "turbo3", "turbo2", "turbo1", "paper")
 HEAD_DIMS = (16, 24, 32, 64, 128)
 LENGTHS = (1, 17, 63, 64, 70, 1000)
 CLS, RESIDUE, EOS = 0, 5, 2
-# Of a transformed component, relative to the sum of its products' sizes: sums of 128 products of 22 bits.
+# Of a transformed component, relative to the sum of the magnitudes of its products: up to 128 products of 22 bits.
 ROUNDING = 2.0**-19
-# Two roundings to bfloat16 of numbers that are nearly the same.
+# Two nearly equal numbers, each rounded to bfloat16.
 BFLOAT16 = 2.0**-7
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Arguments of `triton_encode.encode` but for codec and layer, on the CPU.
+    """Arguments of `triton_encode.encode` except codec and layer, on the CPU.
 
     Attributes:
         keys: [B, H, L, D].
@@ -64,7 +64,7 @@ class Tokens:
     protected: Tensor | None = None
 
     def ordered(self, index: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values in order, or of these ordered tokens [B, n]."""
+        """Keys and values in order, of all tokens or of the ordered tokens `index` [B, n]."""
         order = torch.arange(self.keys.shape[2]).expand(len(self.keys), -1) if self.order is None else self.order
         order = order if index is None else order.gather(1, index)
         at = order[:, None, :, None].expand(-1, self.keys.shape[1], -1, self.keys.shape[3])
@@ -77,7 +77,7 @@ class Tokens:
 
     @property
     def read(self) -> Tensor:
-        """Which ordered tokens will be read from their codes, bool [B, L]."""
+        """Which ordered tokens are read from their codes, bool [B, L]."""
         steps = torch.arange(self.keys.shape[2])
         read = torch.ones(len(self.keys), len(steps)).bool()
         if self.counts is not None:
@@ -92,12 +92,12 @@ def random_tokens(
 ) -> Tokens:
     geometry, generator = codec.geometry, torch.Generator().manual_seed(seed)
     shape = (batch, length, geometry.num_heads, geometry.head_dim)
-    # As a model makes them: heads of a token beside each other.
+    # In a model's memory layout: the heads of a token are contiguous.
     return Tokens(*((torch.randn(shape, generator=generator) + 0.3).to(dtype).transpose(1, 2) for _ in range(2)))
 
 
 def ragged_tokens(codec: KVCodec, *, length: int = 70, dtype: torch.dtype = torch.float32) -> Tokens:
-    """Three rows, in any order, of which one keeps all tokens, one some and one a single one; two slots."""
+    """Three rows in random order, which keep all tokens, half of them and one; two slots."""
     tokens = random_tokens(codec, batch=3, length=length, dtype=dtype)
     generator = torch.Generator().manual_seed(1)
     order = torch.stack([torch.randperm(length, generator=generator) for _ in range(3)])
@@ -109,7 +109,7 @@ def ragged_tokens(codec: KVCodec, *, length: int = 70, dtype: torch.dtype = torc
 def encode(
     tokens: Tokens, codec: KVCodec, device: str, layer: int = LAYER, **options: object
 ) -> tuple[Packed, Packed, Packed]:
-    """What the kernel makes of tokens, on the CPU."""
+    """Encodes tokens by the kernel; results are on the CPU."""
     arguments = {name: None if x is None else x.to(device) for name, x in vars(tokens).items()}
     if tokens.start is not None:
         options = {"columns": int(tokens.columns.max()) + 1, **options}
@@ -118,7 +118,7 @@ def encode(
 
 
 def in_pytorch(tokens: Tokens, codec: KVCodec) -> tuple[Packed, Packed]:
-    """The same without the kernel: what is packed, and protected tokens before they are rounded."""
+    """Encodes tokens without the kernel: packed tensors, and protected tokens before rounding."""
     packed = codec.quantize(LAYER, *codec.transform(LAYER, *tokens.ordered(), tokens.columns))
     protected: Packed = {}
     if tokens.protected is not None:
@@ -129,14 +129,14 @@ def in_pytorch(tokens: Tokens, codec: KVCodec) -> tuple[Packed, Packed]:
 
 
 def to_bfloat16(tensors: Packed, device: str) -> Packed:
-    """As the device does it: the interpreter cuts off instead of rounding."""
+    """Converts as the device does: the interpreter truncates instead of rounding."""
     if device == "cuda":
         return {name: x.bfloat16() for name, x in tensors.items()}
     return {name: (x.view(torch.int32) & -0x10000).view(torch.float32).bfloat16() for name, x in tensors.items()}
 
 
 def ordinals(codec: KVCodec, packed: Packed, layer: int = LAYER) -> Tensor:
-    """Codes of keys and of values, by the intervals of numbers that they stand for, int64 [2, B, H, L, D]."""
+    """Codes of keys and of values in the order of the numbers they represent, int64 [2, B, H, L, D]."""
     codes = []
     for kind in ("key", "value"):
         slabs = codec.field_slabs(layer, kind)
@@ -145,14 +145,14 @@ def ordinals(codec: KVCodec, packed: Packed, layer: int = LAYER) -> Tensor:
             fields = unpack_codes(packed[slab.name], slab.bits).long()
             code[..., list(slab.components)] += fields * torch.tensor(slab.weights).long()
         if isinstance(codec, LutCodec) and codec.state[f"{kind}_levels"].shape[-1] == 8:
-            # Three bits of an index, and above them the sign of what is left.
+            # Three bits of an index, and above them the sign of the residual.
             code = 2 * (code & 7) + (code >> 3)
         codes.append(code)
     return torch.stack(codes)
 
 
 def transformed(tokens: Tokens, codec: KVCodec) -> tuple[Tensor, Tensor]:
-    """Transformed keys and values in float64, and by how much rounding may change them, [2, B, H, L, D] each."""
+    """Transformed keys and values in float64 and bounds of their rounding errors, [2, B, H, L, D] each."""
     state = codec.layer_state(LAYER, torch.device("cpu"))
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
     found, margins = [], []
@@ -160,7 +160,7 @@ def transformed(tokens: Tokens, codec: KVCodec) -> tuple[Tensor, Tensor]:
         x = x.double()
         if kind == "key" and codec.block_size is not None:
             start = tokens.columns // codec.block_size * codec.block_size
-            # The angles are those of both paths.
+            # Both paths use these angles.
             x = rotate(x, -start[:, None, :, None] * state["inv_freq"])
         mean = state.get(f"{kind}_mean", torch.zeros(heads, head_dim)).double()[:, None]
         matrix = state.get(f"{kind}_map", torch.eye(head_dim).expand(heads, -1, -1)).double().transpose(1, 2)
@@ -170,7 +170,7 @@ def transformed(tokens: Tokens, codec: KVCodec) -> tuple[Tensor, Tensor]:
 
 
 def assert_same_codes(packed: Packed, tokens: Tokens, codec: KVCodec) -> None:
-    """Codes of the transformed numbers or of others as near as rounding, few of which are not the PyTorch path's."""
+    """Codes are right up to rounding of the transformed numbers, and nearly all equal those of the PyTorch path."""
     expected, _ = in_pytorch(tokens, codec)
     assert {name: (x.shape, x.dtype) for name, x in packed.items()} == {
         name: (x.shape, x.dtype) for name, x in expected.items()
@@ -185,7 +185,7 @@ def assert_same_codes(packed: Packed, tokens: Tokens, codec: KVCodec) -> None:
 
 
 def assert_same_residuals(rows: Packed, packed: Packed, tokens: Tokens, codec: KVCodec) -> None:
-    """The means of what these very codes leave, to a rounding to bfloat16 and 1e-5 of the largest."""
+    """Mean residuals of these codes, up to rounding to bfloat16 and 1e-5 of the largest."""
     transformed = codec.transform(LAYER, *tokens.ordered(), tokens.columns)
     expected = codec.summarize(LAYER, *transformed, packed, tokens.read)
     assert rows.keys() == expected.keys()
@@ -201,13 +201,10 @@ def assert_equal(found: Packed, expected: Packed) -> None:
         assert torch.equal(found[name], x), name
 
 
-# ---------------------------------------------------------------- exact transforms
-
-
 def exact_codec(preset: str, head_dim: int) -> KVCodec:
-    """A preset's codec whose maps permute components and multiply them by powers of two; keys are not turned.
+    """A preset's codec whose maps permute components and multiply them by powers of two; keys are not rotated.
 
-    Its means are multiples of half of what becomes a step, and its levels multiples of a quarter.
+    Its means are multiples of half a step, its levels multiples of a quarter.
     """
     codec = codec_of(preset, head_dim)
     rng = np.random.default_rng(head_dim)
@@ -233,10 +230,10 @@ def exact_codec(preset: str, head_dim: int) -> KVCodec:
 
 
 def exact_tokens(codec: KVCodec, tokens: Tokens) -> Tokens:
-    """Numbers that the codec transforms without rounding, half of them on a boundary or a level; as many as there are.
+    """Tokens of the same shape that the codec transforms without rounding, half of them on a boundary or a level.
 
-    Transformed, they are multiples of half of a step and up to 128 of them, as bfloat16 can hold, or in float32 with
-    twelve more bits.
+    Transformed, they are multiples of half a step, up to 128 of them, which bfloat16 can represent. In float32 they
+    have twelve more bits.
     """
     state = codec.layer_state(LAYER, torch.device("cpu"))
     generator = torch.Generator().manual_seed(2)
@@ -286,9 +283,6 @@ def test_same_bytes_for_the_same_transformed_numbers(device: str, preset: str, h
         assert_same_residuals(rows, found, tokens, codec)
 
 
-# ---------------------------------------------------------------- formats
-
-
 @on_devices(
     "preset, head_dim",
     cpu=[*itertools.product(PRESETS, (16, 64)), ("turbo3", 24), ("turbo2", 32), ("turbo4", 128), ("paper", 128)],
@@ -312,7 +306,7 @@ def test_every_format_and_head_size(device: str, preset: str, head_dim: int) -> 
     gpu=itertools.product(PRESETS, HEAD_DIMS, ("float16", "bfloat16")),
 )
 def test_half_precision(device: str, preset: str, head_dim: int, dtype: str) -> None:
-    """What comes in has fewer bits; what becomes of it has not."""
+    """Inputs in half precision are encoded as precisely as in float32."""
     codec = codec_of(preset, head_dim)
     make, length = (random_tokens, 65) if device == "cpu" else (ragged_tokens, 1000)
     tokens = make(codec, length=length, dtype=DTYPES[dtype])
@@ -325,7 +319,7 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str) -> 
 @on_devices("head_dim", cpu=[16, 64], gpu=HEAD_DIMS)
 @pytest.mark.parametrize("layer", [0, 1])
 def test_slabs_of_all_sizes(device: str, layer: int, head_dim: int) -> None:
-    """Other widths in each layer: fields of 8, 4, 2 and 1 bits, and components that have none."""
+    """Fields of 8, 4, 2 and 1 bits, components without bits, and different widths in each layer."""
     codec = exact_codec("turbo3", head_dim)
     runs = codec.state["key_widths"].shape[1]
     widths = [[8, 7, 6, 2, 1, 1, 0, 0], [7, 4, 3, 3, 1, 1, 0, 0]]
@@ -368,9 +362,6 @@ def test_mapped_values_of_a_table(device: str) -> None:
     assert_same_codes(packed, tokens, codec)
 
 
-# ---------------------------------------------------------------- which tokens, and where
-
-
 @on_devices("length", cpu=[0, 1, 17, 63, 64], gpu=[0, *LENGTHS])
 def test_lengths(device: str, length: int) -> None:
     codec = codec_of("turbo3", 32)
@@ -398,15 +389,15 @@ def test_order_counts_and_protected_tokens(device: str, preset: str) -> None:
         torch.testing.assert_close(protected[name].float(), x, rtol=BFLOAT16, atol=1e-5)
     if isinstance(codec, TurboCodec):
         assert_same_residuals(rows, packed, tokens, codec)
-        # The third row has a single token, the first all but two.
+        # The third row keeps a single token, the first all but two.
         everything = replace(tokens, counts=None, protected=None)
         other = encode(everything, codec, device)[2]
         assert all((rows[name][row] != other[name][row]).any() for name in rows for row in range(3))
 
 
 @on_devices("length", cpu=[70], gpu=[1, 63, 64, 70, 1000])
-def test_rows_that_go_on_inside_of_a_block(device: str, length: int) -> None:
-    """Keys are relative to the blocks that they come to stand in, protected ones to the first."""
+def test_rows_that_begin_inside_a_block(device: str, length: int) -> None:
+    """Keys are relative to the block of their column, protected ones to the first block."""
     codec = codec_of("turbo2", 32)
     tokens = ragged_tokens(codec, length=length)
     tokens = replace(tokens, start=torch.tensor([5, 64, 191]))
@@ -421,7 +412,7 @@ def test_rows_that_go_on_inside_of_a_block(device: str, length: int) -> None:
 
 
 @on_devices(cpu=[64], gpu=[1, 3, 64], names="slots")
-def test_as_many_protected_tokens_as_there_may_be(device: str, slots: int) -> None:
+def test_up_to_the_maximum_of_protected_tokens(device: str, slots: int) -> None:
     codec = exact_codec("turbo1", 16)
     tokens = exact_tokens(codec, random_tokens(codec))
     tokens = replace(tokens, protected=torch.randperm(70, generator=torch.Generator().manual_seed(0))[None, :slots])
@@ -434,7 +425,7 @@ def test_as_many_protected_tokens_as_there_may_be(device: str, slots: int) -> No
 
 @on_devices("programs", cpu=[1, 12], gpu=[1, 12, 100, 5000])
 def test_any_number_of_programs(device: str, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One program takes all tiles of a row, or they are shared out, and the last one joins what is left over."""
+    """One program processes all tiles of a row, or several do and the last one sums their residuals."""
     monkeypatch.setattr(triton_encode, "DEFAULT_TUNING", replace(triton_encode.DEFAULT_TUNING, programs=programs))
     codec = codec_of("turbo3", 16)
     tokens = random_tokens(codec, length=200 if device == "cpu" else 2500)
@@ -444,7 +435,7 @@ def test_any_number_of_programs(device: str, programs: int, monkeypatch: pytest.
 
 
 @on_devices()
-def test_counters_serve_again(device: str) -> None:
+def test_counters_are_reusable(device: str) -> None:
     codec = codec_of("turbo3", 16)
     counters = triton_encode.new_counters(2, 1, codec.geometry.num_heads, torch.device(device))
     first = encode(random_tokens(codec, length=130), codec, device, counters=counters[1])
@@ -455,9 +446,6 @@ def test_counters_serve_again(device: str) -> None:
     assert_equal(encode(random_tokens(codec, length=130), codec, device)[2], first[2])
 
 
-# ---------------------------------------------------------------- any numbers, and memory that was used before
-
-
 ODD_NUMBERS = [float("nan"), float("inf"), float("-inf"), 60000.0, -60000.0]
 
 
@@ -466,22 +454,22 @@ ODD_NUMBERS = [float("nan"), float("inf"), float("-inf"), 60000.0, -60000.0]
     cpu=[("turbo3", "float16"), ("paper", "float32")],
     gpu=itertools.product(PRESETS, DTYPES),
 )
-def test_numbers_that_are_none(device: str, preset: str, dtype: str) -> None:
-    """NaN and infinities have the codes that PyTorch's products give them, and spoil no other token."""
+def test_nan_and_infinity(device: str, preset: str, dtype: str) -> None:
+    """NaN and infinities get the codes that PyTorch gives them, and affect no other token."""
     codec = codec_of(preset, 32)
     tokens = ragged_tokens(codec, dtype=DTYPES[dtype])
-    # Inside of a block, since the first one's angles make NaN of an infinity; one row has some of either.
+    # Rows in different blocks: the first block's angles (sine 0) turn infinities into NaN.
     tokens = replace(tokens, start=torch.tensor([0, 60, 128]))
     clean, _, clean_rows = encode(tokens, codec, device)
     keys, values = tokens.keys.clone(), tokens.values.clone()
     spoilt = torch.zeros(3, 70).bool()
     for row, (index, number) in itertools.product(range(3), enumerate(ODD_NUMBERS)):
-        # The ordered tokens from 40 on are not kept but in the first row, which has none of them.
+        # Of the ordered tokens from 40 on, only the first row keeps any.
         place = tokens.order[row, 40 + 3 * index]
         keys[row, :, place, 3 + index] = number
         values[row, :, place, 9 - index] = number
         spoilt[row, 40 + 3 * index] = True
-    # Two in one key: of opposite signs where a component is their difference.
+    # Two infinities in one key, so that some component is their difference.
     keys[1, :, tokens.order[1, 43], 20] = float("inf")
     odd = replace(tokens, keys=keys, values=values)
     packed, _, rows = encode(odd, codec, device)
@@ -489,7 +477,7 @@ def test_numbers_that_are_none(device: str, preset: str, dtype: str) -> None:
     where = spoilt[None, :, None, :, None].expand_as(found)
     assert torch.equal(found[where], expected[where])
     assert torch.equal(found[~where], ordinals(codec, clean)[~where])
-    # Means of tokens that are not spoilt: of the rows that do not keep them.
+    # Rows that do not keep the spoilt tokens have unchanged means.
     for name, mean in rows.items():
         assert torch.equal(mean[1:], clean_rows[name][1:])
         assert torch.isfinite(mean[1:]).all()
@@ -502,7 +490,7 @@ def test_numbers_that_are_none(device: str, preset: str, dtype: str) -> None:
 )
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
 def test_numbers_of_any_size(device: str, scale: float, dtype: str, preset: str) -> None:
-    """Tiny ones have the codes of zero, huge ones the lowest or the highest."""
+    """Tiny numbers get the codes of zero, huge ones the lowest or the highest."""
     codec = codec_of(preset, 32)
     tokens = random_tokens(codec)
     tokens = replace(tokens, **{name: (getattr(tokens, name) * scale).to(DTYPES[dtype]) for name in ("keys", "values")})
@@ -515,7 +503,7 @@ def test_numbers_of_any_size(device: str, scale: float, dtype: str, preset: str)
     cpu=[("turbo3", "float32"), ("paper", "float16")], gpu=itertools.product(PRESETS, DTYPES), names="preset, dtype"
 )
 def test_memory_that_was_used_before(device: str, preset: str, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing shows of what outputs and scratch held before, and nothing is written between the slabs."""
+    """Results do not depend on the previous contents of outputs and scratch; nothing is written between the slabs."""
     codec = codec_of(preset, 32)
     tokens = ragged_tokens(codec, length=75, dtype=DTYPES[dtype])
     clean = encode(tokens, codec, device)
@@ -548,7 +536,7 @@ def test_memory_that_was_used_before(device: str, preset: str, dtype: str, monke
 
 @on_devices(cpu=["turbo3"], gpu=["turbo3", "paper"], names="preset")
 def test_strides_of_any_kind(device: str, preset: str) -> None:
-    """Slices of larger tensors, components that do not lie beside each other, and a tensor per token."""
+    """Slices of larger tensors, components that are not contiguous, and tensors contiguous by head."""
     codec = codec_of(preset, 16)
     tokens = random_tokens(codec)
     expected = encode(tokens, codec, device)
@@ -688,14 +676,11 @@ def test_keys_and_values_of_different_shapes() -> None:
         encode(replace(tokens, values=tokens.values[:, :, 1:]), codec, "cpu")
 
 
-def test_a_start_needs_to_know_how_many_columns_there_are() -> None:
+def test_a_start_needs_the_number_of_columns() -> None:
     codec = codec_of("turbo3", 16)
     tokens = random_tokens(codec, length=3)
     with pytest.raises(ValueError, match="`columns` must be given"):
         triton_encode.encode(codec, LAYER, tokens.keys, tokens.values, start=torch.tensor([5]))
-
-
-# ---------------------------------------------------------------- maps and places
 
 
 @given(size=st.sampled_from([16, 32, 64, 128]), parts=st.sampled_from([1, 2, 4]))
@@ -719,15 +704,12 @@ def test_rounding_to_eleven_bits(x: float) -> None:
 def test_no_split_is_empty(tiles: int, programs: int, wanted: int) -> None:
     splits = triton_encode._num_splits(tiles, programs, wanted)
     assert 1 <= splits <= tiles
-    # Tiles are dealt out in turn: none has more than one more than another.
+    # Tiles are dealt in turn, so that the programs' numbers of tiles differ by at most one.
     assert -(-tiles // splits) <= -(-tiles // min(tiles, max(1, -(-wanted // programs))))
 
 
-# ---------------------------------------------------------------- the custom op
-
-
 class _Recorded(TorchDispatchMode):
-    """Keeps the arguments of every call of the custom op."""
+    """Records the arguments of every call of the custom op."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -743,7 +725,7 @@ class _Recorded(TorchDispatchMode):
 @on_devices("preset", cpu=["turbo1", "paper"], gpu=["turbo3", "paper"])
 def test_opcheck(device: str, preset: str) -> None:
     codec = codec_of(preset, 16)
-    # Slabs of whole lines, since what lies between them is not the same each time.
+    # Slabs without padding between them, whose contents would differ between runs.
     tokens = replace(random_tokens(codec, length=64), protected=torch.tensor([[0, -1]]))
     counters = triton_encode.new_counters(1, 1, 2, torch.device(device))[0]
     with _Recorded() as recorded:
@@ -754,7 +736,7 @@ def test_opcheck(device: str, preset: str) -> None:
 
 
 class _Layer(torch.nn.Module):
-    """Projections before the encoding, so that there is something to compile on both sides."""
+    """Projections before the encoding and after it, so that there is something to compile on both sides."""
 
     def __init__(self, codec: KVCodec, tokens: Tokens, device: str) -> None:
         super().__init__()
@@ -778,7 +760,7 @@ def test_compiles_as_one_graph(device: str, preset: str) -> None:
     layer = _Layer(codec, tokens, device)
     expected = layer(keys, values)
     torch._dynamo.reset()
-    # Without a GPU what is compiled is the graph alone: building it for a processor takes half a minute.
+    # Without a GPU only the graph is captured: compiling it for a CPU takes half a minute.
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     for found, x in zip(compiled(keys, values), expected, strict=True):
         assert torch.equal(found, x)
@@ -786,7 +768,7 @@ def test_compiles_as_one_graph(device: str, preset: str) -> None:
 
 @on_devices(cpu=[], gpu=[()])
 @torch.no_grad()
-def test_models_on_a_gpu_take_the_kernel(device: str, tiny_model: object) -> None:
+def test_models_on_a_gpu_use_the_kernel(device: str, tiny_model: object) -> None:
     model = tiny_model(preset="turbo3").to(device)
     ids, mask = (x.to(device) for x in random_ids([21, 9]))
     with _Recorded() as recorded:

@@ -1,4 +1,4 @@
-"""The Triton kernels of RoPE and of the activation, against PyTorch's operations."""
+"""The Triton kernels for RoPE and GELU against PyTorch's operations."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import itertools
 import pytest
 import torch
 
-from esm_turbo.ops import torch_ops
-from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops import torch_ops, triton_layer
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 from tests.ops.test_torch_ops import rotary_case
 
 HEAD_DIMS = (16, 24, 32, 64, 128)
-# The interpreter cuts off to bfloat16 instead of rounding.
+# The interpreter truncates to bfloat16 instead of rounding.
 ROUNDED = ("float32", "float16")
-# Of the largest number: a sum may be rounded the other way.
+# Relative to the largest number: a sum may be rounded the other way.
 TOLERANCE = {torch.float32: 3e-7, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -23,7 +22,7 @@ TOLERANCE = {torch.float32: 3e-7, torch.float16: 2.0**-11, torch.bfloat16: 2.0**
 @pytest.mark.parametrize("rows", [1, 2])
 def test_rotation(device: str, dtype: str, head_dim: int, rows: int) -> None:
     case = [x.to(device) for x in rotary_case(DTYPES[dtype], head_dim, rows)]
-    found = triton_kernels.rotate(*case, head_dim**-0.5)
+    found = triton_layer.rotate(*case, head_dim**-0.5)
     expected = torch_ops.rotate(*case, head_dim**-0.5)
     for fast, plain in zip(found, expected, strict=True):
         assert fast.dtype == plain.dtype
@@ -34,20 +33,20 @@ def test_rotation(device: str, dtype: str, head_dim: int, rows: int) -> None:
 
 @on_devices()
 def test_rotation_of_any_strides(device: str) -> None:
-    """Queries and keys that lie head by head, and angles every second of which is left out."""
+    """Queries contiguous by head, keys with strided components, and strided angles."""
     query, keys, cos, sin = (x.to(device) for x in rotary_case(torch.float32))
     expected = torch_ops.rotate(query, keys, cos, sin, 0.5)
-    cos, sin = cos.repeat_interleave(2, 1)[:, ::2], sin
-    found = triton_kernels.rotate(query.contiguous(), keys.mT.contiguous().mT, cos, sin, 0.5)
+    cos = cos.repeat_interleave(2, 1)[:, ::2]
+    found = triton_layer.rotate(query.contiguous(), keys.mT.contiguous().mT, cos, sin, 0.5)
     for fast, plain in zip(found, expected, strict=True):
         assert (fast - plain).abs().max() <= TOLERANCE[torch.float32] * plain.abs().max()
 
 
 @on_devices("dtype, count", cpu=itertools.product(ROUNDED, (1, 1025)), gpu=itertools.product(DTYPES, (1, 1025, 70_000)))
 def test_activation(device: str, dtype: str, count: int) -> None:
-    """But for an erf that is rounded the other way."""
+    """Equal to PyTorch except where erf is rounded the other way."""
     x = torch.linspace(-9, 9, count).to(DTYPES[dtype]).to(device)
-    found = triton_kernels.gelu(x.view(1, -1))
+    found = triton_layer.gelu(x.view(1, -1))
     expected = torch_ops.gelu(x)
     assert found.shape == (1, count)
     unit = torch.finfo(DTYPES[dtype]).eps
@@ -55,10 +54,10 @@ def test_activation(device: str, dtype: str, count: int) -> None:
 
 
 @on_devices()
-def test_numbers_that_are_none_stay_so(device: str) -> None:
+def test_gelu_of_nan_and_infinity(device: str) -> None:
     x = torch.tensor([float("nan"), float("inf"), 0.0], device=device)
-    assert triton_kernels.gelu(x).isnan().tolist() == [True, False, False]
-    assert triton_kernels.gelu(x)[1] == float("inf")
+    assert triton_layer.gelu(x).isnan().tolist() == [True, False, False]
+    assert triton_layer.gelu(x)[1] == float("inf")
 
 
 @on_devices()

@@ -1,4 +1,4 @@
-"""The order in which kernels hold components, and the maps in that order; the kernels themselves are not run here."""
+"""The order of components in the kernels' operands, and the maps in that order; no kernel runs here."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.codecs.turbo import slabs
 from esm_turbo.config import Geometry
 from esm_turbo.ops.triton_layout import (
-    SlabView,
+    SlabSpec,
     field_scale,
-    in_pairs,
     key_order,
     key_view,
+    quads_to_pairs,
     triton_layout,
     value_order,
     value_view,
@@ -34,7 +34,7 @@ def falling(runs: int) -> st.SearchStrategy[list[int]]:
 
 
 def codec_of_widths(key_widths: list[int], value_widths: list[int], size: int, seed: int = 0) -> TurboCodec:
-    """A codec of one layer with these widths, and maps that are random."""
+    """A codec of one layer with these widths and random maps."""
     head_dim = len(key_widths) * size
     generator = torch.Generator().manual_seed(seed)
     state = {"inv_freq": torch.rand(1, head_dim // 2, generator=generator)}
@@ -50,76 +50,71 @@ def codec_of_widths(key_widths: list[int], value_widths: list[int], size: int, s
     return TurboCodec(TurboConfig.from_preset("turbo3"), Geometry(1, HEADS, head_dim), state)
 
 
-# ---------------------------------------------------------------- orders
-
-
 @settings(deadline=None, max_examples=200)
 @given(st.integers(1, 8).flatmap(falling), st.sampled_from([8, 16]), st.sampled_from(sorted(KINDS)))
 @example([1, 0], 8, "key")
 @example([1] * 8, 16, "key")
 @example([8] * 8, 16, "value")
-def test_every_component_has_one_place(widths: list[int], size: int, kind: str) -> None:
+def test_every_component_has_one_index(widths: list[int], size: int, kind: str) -> None:
     make_view, make_order = KINDS[kind]
     for slab in slabs(widths, size):
         components = tuple(range(slab.num_components))
         view = make_view(FieldSlab("slab", slab.bits, components, (1.0,) * len(components)))
-        order = make_order(view)
-        assert sorted(place for place in order if place >= 0) == list(components)
-        assert len(order) <= view.size
-        # What Triton asks of shapes, and a tensor core of an operand.
-        for number in (view.words, view.elements, view.element_bits, view.size):
+        spec = view.spec
+        order = make_order(spec)
+        assert sorted(component for component in order if component >= 0) == list(components)
+        assert len(order) <= spec.size
+        # Triton needs powers of two, a tensor core at least 16.
+        for number in (spec.words, spec.elements, spec.element_bits, spec.size):
             assert number & number - 1 == 0
-        assert view.size >= 16
-        assert view.element_bits % view.bits == 0
-        assert view.elements * view.element_bits == 8 * slab.num_bytes
+        assert spec.size >= 16
+        assert spec.element_bits % spec.bits == 0
+        assert spec.elements * spec.element_bits == 8 * slab.num_bytes
         words = view.of({"slab": torch.zeros(3, 2, 5, slab.num_bytes, dtype=torch.uint8)})
-        assert words.shape == (3, 2, 5, view.words)
-        assert words.element_size() * view.words == slab.num_bytes
+        assert words.shape == (3, 2, 5, spec.words)
+        assert words.element_size() * spec.words == slab.num_bytes
 
 
-def test_order_of_four_lanes_a_key() -> None:
-    """32 fields of four bits in four words: each lane's word gives four components in a row, two from either half."""
-    view = key_view(FieldSlab("slab", 4, tuple(range(32)), (1.0,) * 32))
-    assert (view.words, view.elements, view.element_bits, view.size) == (4, 4, 32, 32)
-    row = [0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24, 28, 25, 29]
-    assert key_order(view) == row + [place + 2 for place in row]
+def test_order_of_a_key_in_four_lanes() -> None:
+    """32 fields of 4 bits in four words: a lane's word gives four consecutive components, two from each half."""
+    spec = key_view(FieldSlab("slab", 4, tuple(range(32)), (1.0,) * 32)).spec
+    assert (spec.words, spec.elements, spec.element_bits, spec.size) == (4, 4, 32, 32)
+    first = [0, 4, 1, 5, 8, 12, 9, 13, 16, 20, 17, 21, 24, 28, 25, 29]
+    assert key_order(spec) == first + [component + 2 for component in first]
 
 
-def test_order_of_eight_lanes_a_value() -> None:
-    """The same fields as a value: eight lanes take half a word each, and hold its fields one after the other."""
-    view = value_view(FieldSlab("slab", 4, tuple(range(32)), (1.0,) * 32))
-    assert (view.words, view.elements, view.element_bits, view.size) == (4, 8, 16, 32)
-    assert value_order(view) == [lane * 4 + field for field in range(4) for lane in range(8)]
+def test_order_of_a_value_in_eight_lanes() -> None:
+    """The same fields as a value: eight lanes take half a word each and hold its fields one after the other."""
+    spec = value_view(FieldSlab("slab", 4, tuple(range(32)), (1.0,) * 32)).spec
+    assert (spec.words, spec.elements, spec.element_bits, spec.size) == (4, 8, 16, 32)
+    assert value_order(spec) == [lane * 4 + field for field in range(4) for lane in range(8)]
 
 
-# ---------------------------------------------------------------- maps
-
-
-def operand(view: SlabView, order: list[int], packed: Packed, table: Tensor | None, centred: bool) -> Tensor:
-    """What a kernel holds of every token, [C, H, L, size].
+def operand(spec: SlabSpec, order: list[int], slab: Tensor, table: Tensor | None, centred: bool) -> Tensor:
+    """The operand of a kernel for every token, [C, H, L, size].
 
     Args:
-        view: of the slab.
+        spec: of the slab.
         order: of its components.
-        packed: the bytes.
+        slab: the bytes.
         table: float32 [H, 16] of a slab whose fields are looked up.
         centred: whether fields count from -2^(bits - 1), or from 0.
     """
-    fields = unpack_codes(packed[view.name], view.bits)
-    held = torch.zeros(*fields.shape[:3], view.size)
-    for place, component in enumerate(order):
+    fields = unpack_codes(slab, spec.bits)
+    held = torch.zeros(*fields.shape[:3], spec.size)
+    for index, component in enumerate(order):
         if component >= 0:
             field = fields[..., component].long()
-            if view.table:
-                held[..., place] = torch.stack([table[head][field[:, head]] for head in range(len(table))], dim=1)
+            if spec.table:
+                held[..., index] = torch.stack([table[head][field[:, head]] for head in range(len(table))], dim=1)
             else:
-                scale = field_scale(view, component)
-                held[..., place] = scale * (field - 2 ** (view.bits - 1) * centred)
+                scale = field_scale(spec, component)
+                held[..., index] = scale * (field - 2 ** (spec.bits - 1) * centred)
     return held
 
 
 def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple[str, ...], packed: Packed) -> None:
-    """Through operands and maps comes what the codec's own decoding gives, to 1e-5 of the largest."""
+    """Operands and maps give the scores and values of the codec's own decoding, to 1e-5 of the largest."""
     packed = {name: packed[name] for name in stored}
     layout = triton_layout(codec, layer, stored, torch.device("cpu"))
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
@@ -130,27 +125,18 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
     mapped = torch.einsum("bhsnd,hspd->bhnp", halves, layout.query_map[..., : head_dim // 2])
     assert (layout.query_map[..., head_dim // 2 :] == 0).all()
     assert torch.allclose(layout.query_map.abs().amax(dim=(1, 2, 3)), torch.ones(heads))
-    keys = torch.cat(
-        [operand(view, key_order(view), packed, layout.key_table, False) for view in layout.keys],
-        dim=3,
-    )
-    keys = keys[..., in_pairs(keys.shape[-1])]
-    scores = layout.query_scale[:, None, None] * (mapped @ (keys + layout.corrections[1].float()).transpose(2, 3))
+    operands = [
+        operand(view.spec, key_order(view.spec), packed[view.name], layout.key_table, False) for view in layout.keys
+    ]
+    keys = torch.cat(operands, dim=3)
+    keys = keys[..., quads_to_pairs(keys.shape[-1])]
+    scores = layout.map_scale[:, None, None] * (mapped @ (keys + layout.field_bias[1].float()).transpose(2, 3))
     scores = scores + (query * layout.means[0][:, None]).sum(-1, keepdim=True)
-    values = torch.cat(
-        [
-            operand(
-                view,
-                value_order(view),
-                packed,
-                layout.value_table,
-                True,
-            )
-            for view in layout.values
-        ],
-        dim=3,
-    )
-    values = values @ layout.value_map + layout.value_mean[:, None]
+    operands = [
+        operand(view.spec, value_order(view.spec), packed[view.name], layout.value_table, True)
+        for view in layout.values
+    ]
+    values = torch.cat(operands, dim=3) @ layout.value_map + layout.value_mean[:, None]
 
     expected_query, offset = codec.map_query(layer, query)
     expected = expected_query[:, :, 0] @ codec.dequantize_keys(layer, packed).transpose(2, 3)

@@ -1,4 +1,5 @@
-"""The Triton kernels: what runs on a GPU, and nothing else. Their modules need triton; nobody imports them before.
+"""The Triton kernels: device code only. These modules import triton, so nothing imports them before a kernel runs.
 
-`triton_kernels` and `triton_encode` launch them, `triton_layout` says how packed tensors lie in their operands.
+`triton_attention`, `triton_encode` and `triton_layer` launch them; `triton_layout` defines the layout of packed tensors
+in their operands.
 """

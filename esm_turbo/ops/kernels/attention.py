@@ -1,7 +1,7 @@
-"""Triton kernel that reads packed contexts. Imported only where it runs; docs/kernels.md draws what happens.
+"""Triton kernel that reads packed contexts. Imported only where it runs; docs/kernels.md explains the algorithm.
 
-`attend_context` maps the queries into the space of the stored keys and reads the contexts, whose blocks are shared out
-evenly to programs of one warp; `merge` joins the parts.
+`attend_context` maps the queries into the space of the stored keys and reads the contexts, whose blocks are distributed
+evenly over programs of one warp. `merge` combines the parts.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ import triton
 import triton.language as tl
 
 from esm_turbo.ops.kernels.operands import (
-    ask_for,
-    first_column_of,
     key_operand,
     load_key_slab,
     load_keys,
+    load_packed_table,
     load_value_slab,
     load_values,
-    packed_table,
-    places_of,
+    prefetch,
+    slab_of,
+    tile_start,
     value_operand,
 )
-from esm_turbo.ops.kernels.products import in_fours, oriented, product, zeros_of
+from esm_turbo.ops.kernels.products import as_lhs, dot_fields, pairs_to_quads, slab_zeros
 from esm_turbo.ops.kernels.queries import (
-    corrections_of,
-    in_two,
-    mapped_queries,
-    maps_of,
-    mean_of,
-    power_below,
-    scaled_queries,
+    floor_power_of_two,
+    load_field_biases,
+    load_mean,
+    load_query_maps,
+    load_scaled_queries,
+    map_queries,
+    split_in_two,
 )
 
-# A maximum that is below all others, and the logarithm by which exponentials become powers of two.
+# The maximum of no scores: finite, and below all others.
 LOWEST: tl.constexpr = tl.constexpr(-1.0e30)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
-# So many tiles before their turn words are asked for.
-AHEAD: tl.constexpr = tl.constexpr(2)
-# A small number that has an inverse.
-_LEAST: tl.constexpr = tl.constexpr(1.0e-30)
+# Tiles between a prefetch and the tile that needs it.
+_PREFETCH_DISTANCE: tl.constexpr = tl.constexpr(2)
+# A small number whose inverse is finite.
+_TINY: tl.constexpr = tl.constexpr(1.0e-30)
 
 
 @triton.jit
@@ -52,8 +52,8 @@ def _exp2(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _not_ahead(x, ASM: tl.constexpr):
-    """x; what depends on it is not computed ahead of the branch that asks for it."""
+def _inside_branch(x, ASM: tl.constexpr):
+    """x, keeping the compiler from computing what depends on it ahead of the branch that contains it."""
     if ASM:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=False, pack=1)
     else:
@@ -61,76 +61,79 @@ def _not_ahead(x, ASM: tl.constexpr):
 
 
 @triton.jit
-def _by_copy(x, QUERIES: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr, SLAB: tl.constexpr):
-    size: tl.constexpr = SLABS[SLAB][4]
-    return tl.reshape(x, (ROWS // QUERIES, QUERIES, size))
-
-
-@triton.jit
-def _tile_scores(
+def _score_tile(
     queries,
     key_words,
-    slabs,
+    slab_ptrs,
     table_ptr,
     table,
-    row,
-    next_first,
-    columns,
-    one,
+    slab_row,
+    next_start,
+    num_columns,
+    opaque_one,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    SHORT: tl.constexpr,
+    MASK_LOADS: tl.constexpr,
     KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Products of mapped queries with a tile's keys, [ROWS, T], and the words of the next tile.
+    """Products of mapped queries with the keys of a tile, [ROWS, T], and the key words of the next tile.
 
-    Those are asked for a tile ahead, so that memory has the time of a tile to answer.
+    The next words are loaded here, so that memory has the time of one tile to answer.
     """
-    products = tl.zeros((ROWS, T), tl.float32)
+    scores = tl.zeros((ROWS, T), tl.float32)
     next_words = ()
     for i in tl.static_range(len(KEYS)):
-        keys = key_operand(key_words[i], table_ptr, table, T, ROWS, KEYS, i, DTYPE, ASM)
-        next_words = next_words + (load_key_slab(slabs[i], row, next_first, columns, one, T, SHORT, KEYS, i),)
-        products = product(queries[i], keys, products, KEYS[i][5], PRECISION)
-    return (products,) + next_words
+        keys = key_operand(key_words[i], table_ptr, table, T, ROWS, slab_of(KEYS, i), DTYPE, ASM)  # [size, T]
+        slab = load_key_slab(
+            slab_ptrs[i], slab_row, next_start, num_columns, opaque_one, T, MASK_LOADS, slab_of(KEYS, i)
+        )
+        next_words = next_words + (slab,)
+        scores = dot_fields(queries[i], keys, scores, slab_of(KEYS, i).table, PRECISION)
+    return (scores,) + next_words
 
 
 @triton.jit
-def _tile_sums(
+def _accumulate_tile(
     weights,
-    own,
-    sums,
+    own_rows,
+    acc,
     value_words,
-    slabs,
+    slab_ptrs,
     table_ptr,
     table,
-    row,
-    next_first,
-    columns,
+    slab_row,
+    next_start,
+    num_columns,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    SHORT: tl.constexpr,
+    MASK_LOADS: tl.constexpr,
     VALUES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Adds a tile's values by weight to the sums of the rows in `own`, None for all; and the words of the next tile."""
-    new = ()
+    """Adds the weighted values of a tile to acc, [ROWS, size] for every slab, and loads the words of the next tile.
+
+    Only the rows in `own_rows` [ROWS, 1] are added to; None for all.
+    """
+    new_acc = ()
     next_words = ()
     for i in tl.static_range(len(VALUES)):
-        values = value_operand(value_words[i], table_ptr, table, T, VALUES, i, DTYPE, ASM)
-        next_words = next_words + (load_value_slab(slabs[i], row, next_first, columns, T, SHORT, VALUES, i),)
-        if own is None and tl.float16 == DTYPE:
-            new = new + (product(weights, values, sums[i], VALUES[i][5], PRECISION),)
+        values = value_operand(value_words[i], table_ptr, table, T, slab_of(VALUES, i), DTYPE, ASM)  # [T, size]
+        slab = load_value_slab(slab_ptrs[i], slab_row, next_start, num_columns, T, MASK_LOADS, slab_of(VALUES, i))
+        next_words = next_words + (slab,)
+        if own_rows is None and tl.float16 == DTYPE:
+            new_acc = new_acc + (dot_fields(weights, values, acc[i], slab_of(VALUES, i).table, PRECISION),)
         else:
-            # Tensor cores cut off what they add up: over many tiles float32 would show it.
-            products = product(weights, values, zeros_of(VALUES, i, ROWS), VALUES[i][5], PRECISION)
-            new = new + ((sums[i] + products) if own is None else tl.where(own, sums[i] + products, sums[i]),)
-    return new + next_words
+            # Tensor cores truncate what they accumulate; over many tiles float32 would show it.
+            zeros = slab_zeros(slab_of(VALUES, i), ROWS)
+            summed = dot_fields(weights, values, zeros, slab_of(VALUES, i).table, PRECISION)
+            summed = acc[i] + summed
+            new_acc = new_acc + (summed if own_rows is None else tl.where(own_rows, summed, acc[i]),)
+    return new_acc + next_words
 
 
 @triton.jit
@@ -138,31 +141,31 @@ def attend_context(
     query_ptr,
     map_ptr,
     map_scale_ptr,
-    correction_ptr,
+    field_bias_ptr,
     key_mean_ptr,
     key_residual_ptr,
     angle_ptr,
-    key_slabs,
-    value_slabs,
+    key_slab_ptrs,
+    value_slab_ptrs,
     key_table_ptr,
     value_table_ptr,
-    lengths_ptr,
+    length_ptr,
     protected_ptr,
     mask_ptr,
-    partial_ptr,
-    highest_ptr,
-    total_ptr,
-    stride_query_row,
-    stride_query_head,
-    stride_query_token,
-    stride_mask,
-    columns,
+    part_acc_ptr,
+    part_max_ptr,
+    part_total_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_mb,
+    num_columns,
     num_tokens,
     num_rows,
     num_heads,
     num_items,
-    share,
-    most_parts,
+    blocks_per_program,
+    max_parts,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     KEYS: tl.constexpr,
@@ -174,122 +177,129 @@ def attend_context(
     SLOTS: tl.constexpr,
     SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
-    ASKS: tl.constexpr,
+    PREFETCH_TILES: tl.constexpr,
     T: tl.constexpr,
-    SHORT: tl.constexpr,
-    BLOCK_TILES: tl.constexpr,
+    MASK_LOADS: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attention of queries to parts of packed contexts: sums, maxima and totals, to be joined by `merge`.
+    """Attention of queries to parts of packed contexts: accumulators, maxima and totals, to be combined by `merge`.
 
-    Grid: (programs,). A row is a query of a context: a token of one row of the extension. An item is a tile of rows, of
-    one head of one context. The blocks of all items, one after the other, are shared out by `share`: a program reads
-    the end of one item and the beginning of the next, or a part of one, or several.
+    For a query q, and columns c of blocks that begin at b, with fields k_c and v_c as they are stored:
 
-    QUERIES (a power of two up to ROWS, 8 or 16) are worked on at once. The rows of an operand hold them once for each
-    of `ROWS / QUERIES` tiles, a group, which are multiplied one after the other with their own rows alone, so that
-    scores and weights of a group fill one tile.
+        s_c   = log2(e) (T^-T R(-b) q . (k_c + field bias) + R(-b) q . (mean + residual))
+        max   = max_c s_c
+        total = sum_c 2^(s_c - max)
+        acc   = sum_c 2^(s_c - max) v_c
 
-    The second-level cache is asked for the words of ASKS tiles at a time, AHEAD tiles before their turn; with OVERLAP,
-    for the first tiles while the kernel before may run.
+    Grid: (programs,). A row is a query of a context: one token of one row of the extension. An item is a tile of rows
+    of one head of one context. The blocks of all items, in order, are distributed in runs of `blocks_per_program`: a
+    program reads the end of one item and the beginning of the next, a part of one item, or several items.
+
+    QUERIES (a power of two up to ROWS, which is 8 or 16) are processed at once. Operands hold each query in
+    `ROWS / QUERIES` rows, one for each tile of a group. The tiles of a group are multiplied one after the other, and
+    only with their own rows, so that the scores and weights of a whole group fill one tile.
+
+    The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
+    are prefetched while the preceding kernel may still run.
     """
-    blocks = tl.maximum(tl.cdiv(columns, BLOCK_TILES * T), 1)
-    first_block = tl.program_id(0) * share
-    last_block = tl.minimum(first_block + share, num_items * blocks)
+    blocks = tl.maximum(tl.cdiv(num_columns, TILES_PER_BLOCK * T), 1)
+    first_block = tl.program_id(0) * blocks_per_program
+    last_block = tl.minimum(first_block + blocks_per_program, num_items * blocks)
     row_tiles = tl.cdiv(num_rows, QUERIES)
-    one = tl.minimum(columns, 1)
+    opaque_one = tl.minimum(num_columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
-    # Of a small operand, of which two are used.
+    # The other dimension of an operand with few columns, of which two are used.
     parts: tl.constexpr = 24 - ROWS
     i = tl.arange(0, ROWS)
     item = first_block // blocks
     item_start = item * blocks
-    part = tl.program_id(0) - item_start // share
+    part = tl.program_id(0) - item_start // blocks_per_program
     row_tile = item % row_tiles
     head = item // row_tiles % num_heads
     context = item // row_tiles // num_heads
     if OVERLAP:
-        # The second-level cache sees what is written later, so that nothing old can be read.
-        first_row = (context * num_heads + head).to(tl.int64) * columns
-        first_column = (first_block - item_start) * (BLOCK_TILES * T)
-        ask_for(key_slabs, first_row, first_column, columns, T, KEYS, ASM)
-        ask_for(value_slabs, first_row, first_column, columns, T, VALUES, ASM)
+        # The L2 cache sees later writes, so that nothing stale can be read.
+        first_row = (context * num_heads + head).to(tl.int64) * num_columns
+        first_column = (first_block - item_start) * (TILES_PER_BLOCK * T)
+        prefetch(key_slab_ptrs, first_row, first_column, num_columns, T, KEYS, ASM)
+        prefetch(value_slab_ptrs, first_row, first_column, num_columns, T, VALUES, ASM)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
     for first_of_item in tl.range(item_start, last_block, blocks, num_stages=1):
-        place = (context * num_heads + head).to(tl.int64)
-        length = tl.load(lengths_ptr + context).to(tl.int32)
-        first_tile = tl.maximum(first_block - first_of_item, 0) * BLOCK_TILES
-        last_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * BLOCK_TILES, tl.cdiv(length, T))
-        # Asked for first, because they come from furthest.
-        row_of_slabs = place * columns
-        first_loaded = first_column_of(first_tile, columns, T)
-        key_words = load_keys(key_slabs, row_of_slabs, first_loaded, columns, one, T, SHORT, KEYS)
-        value_words = load_values(value_slabs, row_of_slabs, first_loaded, columns, T, SHORT, VALUES)
-        hidden = ()
+        context_head = (context * num_heads + head).to(tl.int64)
+        length = tl.load(length_ptr + context).to(tl.int32)
+        first_tile = tl.maximum(first_block - first_of_item, 0) * TILES_PER_BLOCK
+        end_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * TILES_PER_BLOCK, tl.cdiv(length, T))
+        # The slabs first, because their loads take longest.
+        slab_row = context_head * num_columns
+        first_start = tile_start(first_tile, num_columns, T)
+        key_words = load_keys(key_slab_ptrs, slab_row, first_start, num_columns, opaque_one, T, MASK_LOADS, KEYS)
+        value_words = load_values(value_slab_ptrs, slab_row, first_start, num_columns, T, MASK_LOADS, VALUES)
+        protected = ()
         for slot in tl.static_range(SLOTS):
-            hidden = hidden + (tl.load(protected_ptr + context * SLOTS + slot),)
+            protected = protected + (tl.load(protected_ptr + context * SLOTS + slot),)
 
         row = row_tile * QUERIES + i % QUERIES
-        known = row < num_rows
+        in_rows = row < num_rows
         if SHARED:
             batch = row // num_tokens
             token = row % num_tokens
         else:
             batch = tl.zeros_like(row) + context
             token = row
-        unit = tl.load(map_scale_ptr + head)
-        maps = maps_of(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
-        corrections = corrections_of(correction_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
-        key_tables = key_table_ptr + head * 16
-        value_tables = value_table_ptr + head * 16
-        key_table = packed_table(key_tables, KEYS, DTYPE, ASM)
-        value_table = packed_table(value_tables, VALUES, DTYPE, ASM)
-        queries_at = query_ptr + head * stride_query_head
-        queries_at += batch.to(tl.int64) * stride_query_row + token * stride_query_token
-        low, high, size = scaled_queries(queries_at, known, HEAD_DIM, HALF, DTYPE)
+        map_scale = tl.load(map_scale_ptr + head)
+        maps = load_query_maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
+        field_biases = load_field_biases(field_bias_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+        key_table_ptrs = key_table_ptr + head * 16
+        value_table_ptrs = value_table_ptr + head * 16
+        key_table = load_packed_table(key_table_ptrs, slab_of(KEYS, 0), DTYPE, ASM)
+        value_table = load_packed_table(value_table_ptrs, slab_of(VALUES, 0), DTYPE, ASM)
+        query_ptrs = query_ptr + head * stride_qh
+        query_ptrs += batch.to(tl.int64) * stride_qb + token * stride_qn  # [ROWS]
+        low, high, query_scale = load_scaled_queries(query_ptrs, in_rows, HEAD_DIM, HALF, DTYPE)
         residual_ptr = key_residual_ptr
         if residual_ptr is not None:
-            residual_ptr += place * HEAD_DIM
+            residual_ptr += context_head * HEAD_DIM
         d = tl.arange(0, HALF)
-        in_head = d < HEAD_DIM // 2
-        mean_low = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_head)
-        mean_high = mean_of(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_head)
-        # This waits for the length, and all that comes after it waits, too.
-        last_column = tl.minimum(last_tile * T, columns)
-        if ASKS > 0:
-            ask_for(key_slabs, row_of_slabs, first_tile * T, last_column, AHEAD * T, KEYS, ASM)
-            ask_for(value_slabs, row_of_slabs, first_tile * T, last_column, AHEAD * T, VALUES, ASM)
+        in_half = d < HEAD_DIM // 2
+        mean_low = load_mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_half)
+        mean_high = load_mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_half)
+        # This waits for the length, and so does everything after it.
+        end_column = tl.minimum(end_tile * T, num_columns)
+        if PREFETCH_TILES > 0:
+            prefetch(key_slab_ptrs, slab_row, first_tile * T, end_column, _PREFETCH_DISTANCE * T, KEYS, ASM)
+            prefetch(value_slab_ptrs, slab_row, first_tile * T, end_column, _PREFETCH_DISTANCE * T, VALUES, ASM)
 
-        # Scores are counted in units in which the maps are at most 1. The mean may be far more.
+        # Scores are in units in which the maps are at most 1. The mean may be far larger, so it has a scale of its own.
         largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
-        mean_scale = tl.maximum(power_below(largest / unit), 1.0)
-        mean_low = in_two(mean_low / unit / mean_scale, parts, DTYPE)
-        mean_high = in_two(mean_high / unit / mean_scale, parts, DTYPE)
-        # Not so small that a score of minus infinity would become none.
-        scale = tl.maximum(size * (unit * LOG2E), _LEAST)
+        mean_scale = tl.maximum(floor_power_of_two(largest / map_scale), 1.0)
+        mean_low = split_in_two(mean_low / map_scale / mean_scale, parts, DTYPE)
+        mean_high = split_in_two(mean_high / map_scale / mean_scale, parts, DTYPE)
+        # Not 0, or a score of minus infinity would become NaN.
+        scale = tl.maximum(query_scale * (map_scale * LOG2E), _TINY)
 
-        highest = tl.full((ROWS,), LOWEST, tl.float32)
+        row_max = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
-        sums = ()
+        acc = ()
         for slab in tl.static_range(len(VALUES)):
-            sums = sums + (zeros_of(VALUES, slab, ROWS),)
-        for begin in tl.range(first_tile, last_tile, copies):
-            end = tl.minimum(begin + copies, last_tile)
+            acc = acc + (slab_zeros(slab_of(VALUES, slab), ROWS),)
+        for begin in tl.range(first_tile, end_tile, copies):
+            end = tl.minimum(begin + copies, end_tile)
             own_tile = begin + i // QUERIES
-            queries = mapped_queries(
+            mapped = map_queries(
                 low,
                 high,
-                begin // BLOCK_TILES if copies == 1 else own_tile[:, None] // BLOCK_TILES,
+                begin // TILES_PER_BLOCK if copies == 1 else own_tile[:, None] // TILES_PER_BLOCK,
                 maps,
                 mean_low,
                 mean_high,
                 mean_scale,
-                corrections,
+                field_biases,
                 angle_ptr,
                 HEAD_DIM,
                 HALF,
@@ -299,13 +309,13 @@ def attend_context(
                 PRECISION,
                 ASM,
             )
-            # A group of one tile is no loop: its bounds and what it carries would be instructions. The others are loops
-            # over conditions, for into those over ranges Triton moves what brings queries and weights to their lanes.
+            # A group of one tile has no loop: bounds and loop-carried values would cost instructions. Other groups loop
+            # over conditions: into loops over ranges Triton moves the layout conversions of queries and weights.
             if copies == 1:
-                scored = _tile_scores(
-                    queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
-                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns, one,
-                    T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                scored = _score_tile(
+                    mapped[1:], key_words, key_slab_ptrs, key_table_ptrs, key_table, slab_row,
+                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T), num_columns, opaque_one,
+                    T, ROWS, MASK_LOADS, KEYS, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 scores = scored[0]
                 key_words = scored[1:]
@@ -313,79 +323,84 @@ def attend_context(
                 scores = tl.zeros((ROWS, T), tl.float32)
                 tile = begin
                 while tile < end:
-                    if ASKS > 0 and (tile - begin) % ASKS == 0:
-                        ask_for(key_slabs, row_of_slabs, (tile + AHEAD) * T, last_column, ASKS * T, KEYS, ASM)
-                    scored = _tile_scores(
-                        queries[1:], key_words, key_slabs, key_tables, key_table, row_of_slabs,
-                        first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns, one,
-                        T, ROWS, SHORT, KEYS, DTYPE, PRECISION, ASM,
+                    if PREFETCH_TILES > 0 and (tile - begin) % PREFETCH_TILES == 0:
+                        ahead = (tile + _PREFETCH_DISTANCE) * T
+                        prefetch(key_slab_ptrs, slab_row, ahead, end_column, PREFETCH_TILES * T, KEYS, ASM)
+                    scored = _score_tile(
+                        mapped[1:], key_words, key_slab_ptrs, key_table_ptrs, key_table, slab_row,
+                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), num_columns, opaque_one,
+                        T, ROWS, MASK_LOADS, KEYS, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
                     scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                     key_words = scored[1:]
                     tile += 1
-            # All of most groups is seen.
-            partly = (begin + copies > last_tile) | ((begin + copies) * T > length)
+            # Most groups are entirely visible and skip the mask.
+            partial = (begin + copies > end_tile) | ((begin + copies) * T > length)
             for slot in tl.static_range(SLOTS):
-                partly = partly | ((hidden[slot] >= begin * T) & (hidden[slot] < (begin + copies) * T))
-            if mask_ptr is not None or partly:
-                own_first = _not_ahead(own_tile * T, ASM)
-                column = first_column_of(own_tile, columns, T)[:, None] + tl.arange(0, T)[None, :]
-                seen = (known & (own_tile < end))[:, None] & (column >= own_first[:, None]) & (column < length)
+                partial = partial | ((protected[slot] >= begin * T) & (protected[slot] < (begin + copies) * T))
+            if mask_ptr is not None or partial:
+                own_start = _inside_branch(own_tile * T, ASM)
+                column = tile_start(own_tile, num_columns, T)[:, None] + tl.arange(0, T)[None, :]  # [ROWS, T]
+                visible = (in_rows & (own_tile < end))[:, None] & (column >= own_start[:, None]) & (column < length)
                 for slot in tl.static_range(SLOTS):
-                    seen = seen & (column != hidden[slot])
+                    visible = visible & (column != protected[slot])
                 if mask_ptr is not None:
-                    mask_at = mask_ptr + batch[:, None].to(tl.int64) * stride_mask + column
-                    seen = seen & (tl.load(mask_at, mask=seen, other=0) != 0)
-                scores = tl.where(seen, scores, float("-inf"))
-            lacking = queries[0] * scale
-            peak = tl.maximum(highest, tl.max(scores, 1) * scale + lacking)
-            keep = _exp2(highest - peak, ASM)
-            weights = _exp2(scores * scale[:, None] + (lacking - peak)[:, None], ASM)
-            total = total * keep + tl.sum(weights, 1)
-            highest = peak
-            weights = oriented(in_fours(weights.to(DTYPE)))
-            kept = ()
+                    mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * stride_mb + column
+                    visible = visible & (tl.load(mask_ptrs, mask=visible, other=0) != 0)
+                scores = tl.where(visible, scores, float("-inf"))
+            bias = mapped[0] * scale
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale + bias)
+            rescale = _exp2(row_max - new_max, ASM)
+            weights = _exp2(scores * scale[:, None] + (bias - new_max)[:, None], ASM)  # [ROWS, T]
+            total = total * rescale + tl.sum(weights, 1)
+            row_max = new_max
+            weights = as_lhs(pairs_to_quads(weights.to(DTYPE)))
+            rescaled = ()
             for slab in tl.static_range(len(VALUES)):
-                kept = kept + (sums[slab] * keep[:, None],)
-            sums = kept
+                rescaled = rescaled + (acc[slab] * rescale[:, None],)
+            acc = rescaled
             if copies == 1:
-                summed = _tile_sums(
-                    weights, None, sums, value_words, value_slabs, value_tables, value_table, row_of_slabs,
-                    first_column_of(tl.minimum(end, last_tile - 1), columns, T), columns,
-                    T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
+                summed = _accumulate_tile(
+                    weights, None, acc, value_words, value_slab_ptrs, value_table_ptrs, value_table, slab_row,
+                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T), num_columns,
+                    T, ROWS, MASK_LOADS, VALUES, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
-                sums = summed[: len(VALUES)]
+                acc = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
             else:
                 tile = begin
                 while tile < end:
-                    if ASKS > 0 and (tile - begin) % ASKS == 0:
-                        ask_for(value_slabs, row_of_slabs, (tile + AHEAD) * T, last_column, ASKS * T, VALUES, ASM)
-                    summed = _tile_sums(
-                        weights, (own_tile == tile)[:, None], sums, value_words, value_slabs, value_tables, value_table,
-                        row_of_slabs, first_column_of(tl.minimum(tile + 1, last_tile - 1), columns, T), columns,
-                        T, ROWS, SHORT, VALUES, DTYPE, PRECISION, ASM,
+                    if PREFETCH_TILES > 0 and (tile - begin) % PREFETCH_TILES == 0:
+                        ahead = (tile + _PREFETCH_DISTANCE) * T
+                        prefetch(value_slab_ptrs, slab_row, ahead, end_column, PREFETCH_TILES * T, VALUES, ASM)
+                    summed = _accumulate_tile(
+                        weights, (own_tile == tile)[:, None], acc, value_words, value_slab_ptrs, value_table_ptrs,
+                        value_table, slab_row,
+                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), num_columns,
+                        T, ROWS, MASK_LOADS, VALUES, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
-                    sums = summed[: len(VALUES)]
+                    acc = summed[: len(VALUES)]
                     value_words = summed[len(VALUES) :]
                     tile += 1
 
-        out = (place * most_parts + part) * num_rows
+        part_row = (context_head * max_parts + part) * num_rows
         query = row_tile * QUERIES + tl.arange(0, QUERIES)
-        by_copy = tl.reshape(highest, (copies, QUERIES))
-        peak = tl.max(by_copy, 0)
-        keep = _exp2(by_copy - peak[None, :], ASM)
+        max_by_copy = tl.reshape(row_max, (copies, QUERIES))
+        query_max = tl.max(max_by_copy, 0)  # [QUERIES]
+        rescale = _exp2(max_by_copy - query_max[None, :], ASM)
         start = 0
         for slab in tl.static_range(len(VALUES)):
-            joined = tl.sum(_by_copy(sums[slab], QUERIES, ROWS, VALUES, slab) * keep[:, :, None], 0)
-            sums_at = partial_ptr + (out + query)[:, None] * VALUE_SIZE + start + places_of(VALUES, slab)[None, :]
-            tl.store(sums_at, joined, mask=(query < num_rows)[:, None])
-            start += VALUES[slab][4]
-        tl.store(highest_ptr + out + query, peak, mask=query < num_rows)
-        joined_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * keep, 0)
-        tl.store(total_ptr + out + query, joined_total, mask=query < num_rows)
+            acc_by_copy = tl.reshape(acc[slab], (copies, QUERIES, slab_of(VALUES, slab).size))
+            query_acc = tl.sum(acc_by_copy * rescale[:, :, None], 0)  # [QUERIES, size]
+            column = tl.arange(0, slab_of(VALUES, slab).size)
+            acc_ptrs = part_acc_ptr + (part_row + query)[:, None] * VALUE_SIZE + start + column[None, :]
+            tl.store(acc_ptrs, query_acc, mask=(query < num_rows)[:, None])
+            start += slab_of(VALUES, slab).size
+        tl.store(part_max_ptr + part_row + query, query_max, mask=query < num_rows)
+        query_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * rescale, 0)
+        tl.store(part_total_ptr + part_row + query, query_total, mask=query < num_rows)
 
-        # Divisions are slow: the next item is counted up to. It begins here, so that this is its first part.
+        # The next item begins here, so that this is its first part. Counting up avoids slow divisions.
         part = part * 0
         row_tile = tl.where(row_tile + 1 == row_tiles, 0, row_tile + 1)
         head = tl.where(row_tile > 0, head, head + 1)

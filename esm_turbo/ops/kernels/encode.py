@@ -1,13 +1,13 @@
-"""Triton kernel that encodes a layer's keys and values. Imported only where it runs; docs/kernels.md draws it.
+"""Triton kernel that encodes a layer's keys and values. Imported only where it runs; docs/kernels.md explains it.
 
-A program takes one head's keys or values of one row, tile by tile: turns keys back by the first column of their block,
-centres them, multiplies them with the map on the tensor cores, counts boundaries, and writes the fields of every slab.
-Three products of numbers of eleven bits (TF32) make one that is nearly float32's. The columns of the map come in an
-order (`triton_encode.column_order`) in which a lane of the product's result holds neighbouring components, so that
-codes are packed inside of lanes.
+A program takes the keys or the values of one head of one row, tile by tile. It rotates keys back by the first column
+of their block, centres them, multiplies them with the map on the tensor cores, rounds them to codes, and writes the
+fields of every slab. Three TF32 products (11 significant bits) make one of nearly float32 precision. The columns of the
+map are in an order (`triton_encode.column_order`) in which a lane of the product's result holds neighbouring
+components, so that codes are packed within lanes.
 
-Where few programs would leave a GPU idle, a row's tiles are shared out among several. The mean of what quantisation
-left is then joined by the last of them to finish, always in the same order.
+Where there are too few programs to fill a GPU, the tiles of a row are split between several. The last of them to
+finish then sums their residuals, always in the same order.
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# Rows of a profile's table: the widths, then where fields of 8, 4, 2 and 1 bits stand.
-_TABLE_ROWS: tl.constexpr = tl.constexpr(5)
-# Up to here there are registers for one more matrix while tiles are worked on.
-_EARLY: tl.constexpr = tl.constexpr(64)
-# Added to a whole number below it, this puts the number into the lowest bits.
-_WHOLE: tl.constexpr = tl.constexpr(8388608.0)
+# Rows of a profile's table: the widths, then the locations of fields of 8, 4, 2 and 1 bits.
+_PROFILE_ROWS: tl.constexpr = tl.constexpr(5)
+# Up to this size, registers have room for the inverse map while tiles are processed.
+_MAX_EARLY_SIZE: tl.constexpr = tl.constexpr(64)
+# Added to a smaller whole number, 2^23 puts it into the lowest bits of a float32.
+_TWO_POW_23: tl.constexpr = tl.constexpr(8388608.0)
 
 
 @triton.jit
-def _vectors(ptr, source, there, d, in_head):
-    """Vectors [tokens, d] in float32; zeros for what is not there."""
-    return tl.load(ptr + source[:, None] + d[None, :], mask=there[:, None] & in_head[None, :], other=0.0).to(tl.float32)
+def _load_vectors(ptr, source, valid, d, in_head):
+    """Vectors [T, d] in float32; zeros outside."""
+    return tl.load(ptr + source[:, None] + d[None, :], mask=valid[:, None] & in_head[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _half_map(map_ptr, first, k, n, in_half, HEAD_DIM: tl.constexpr):
-    """Rows of a map, from the first on, [K, N]; in memory transposed, [N, HEAD_DIM], as the tensor cores want it."""
+def _load_half_map(map_ptr, first, k, n, in_half, HEAD_DIM: tl.constexpr):
+    """Rows of a map from `first` on, [K, N]. In memory it is transposed, [N, HEAD_DIM], as the tensor cores read it."""
     return tl.load(map_ptr + n[None, :] * HEAD_DIM + (first + k)[:, None], mask=in_half[:, None], other=0.0)
 
 
 @triton.jit
-def _added_product(total, x, rounded, rest):
-    """Adds x times a map, which comes rounded to TF32 and with the rest, and rounds x likewise."""
-    # Rounded by hand: the tensor cores would cut off.
+def _dot_tf32x3(x, rounded, rest, acc):
+    """acc + x map, where the map is given rounded to TF32 and as the rest; x is split likewise."""
+    # Rounded by hand: the tensor cores would truncate.
     bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
     x_rounded = bits.to(tl.float32, bitcast=True)
-    # The main product alone says what becomes of infinities: the others would make NaN of them.
+    # Infinities enter the main product alone: the others would turn them into NaN.
     finite = tl.abs(x_rounded) < float("inf")
-    total = tl.dot(tl.where(finite, x - x_rounded, 0.0), rounded, total, input_precision="tf32")
-    total = tl.dot(tl.where(finite, x_rounded, 0.0), rest, total, input_precision="tf32")
-    return tl.dot(x_rounded, rounded, total, input_precision="tf32")
+    acc = tl.dot(tl.where(finite, x - x_rounded, 0.0), rounded, acc, input_precision="tf32")
+    acc = tl.dot(tl.where(finite, x_rounded, 0.0), rest, acc, input_precision="tf32")
+    return tl.dot(x_rounded, rounded, acc, input_precision="tf32")
 
 
 @triton.jit
-def _by_component(x, T: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
-    """A product [T, N] with a map whose columns stand in `column_order`, in order of components."""
+def _to_component_order(x, T: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr):
+    """The product [T, N] with a map whose columns are in `column_order`, in the order of components."""
     x = tl.permute(tl.reshape(x, (T, PARTS, N // (8 * PARTS), 4, 2)), (0, 1, 3, 2, 4))
     return tl.reshape(x, (T, N))
 
 
 @triton.jit
-def _transformed(
+def _load_transformed(
     x_ptr,
     source,
-    there,
+    valid,
     angle_ptr,
     mean,
     upper_mean,
@@ -71,39 +71,42 @@ def _transformed(
     T: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """What is stored of T vectors, in order of components, [T, N]: turned back, centred and mapped.
+    """T vectors rotated back, centred and mapped, [T, N], in the order of components.
 
-    Vectors come in the halves that RoPE pairs, and so do the maps. Where there are no angles, nothing is turned; where
-    there are no maps, vectors come whole, and nothing is mapped or centred.
+    Vectors and maps are processed in the halves that RoPE pairs. Without `angle_ptr` nothing is rotated. Without maps,
+    vectors are loaded whole, and neither mapped nor centred.
     """
-    x = _vectors(x_ptr, source, there, k, in_half)
+    x = _load_vectors(x_ptr, source, valid, k, in_half)  # [T, K]
     if len(maps) == 0:
         return x
     else:
-        upper = _vectors(x_ptr + HEAD_DIM // 2, source, there, k, in_half)
+        upper = _load_vectors(x_ptr + HEAD_DIM // 2, source, valid, k, in_half)
         if angle_ptr is not None:
-            cos = tl.load(angle_ptr + k, mask=in_half, other=0.0)[None, :]
+            cos = tl.load(angle_ptr + k, mask=in_half, other=0.0)[None, :]  # [1, K]
             sin = tl.load(angle_ptr + HEAD_DIM // 2 + k, mask=in_half, other=0.0)[None, :]
-            turned = x * cos + upper * sin
+            rotated = x * cos + upper * sin
             upper = upper * cos - x * sin
-            x = turned
-        total = tl.zeros((T, N), tl.float32)
-        total = _added_product(total, x - mean[None, :], maps[0], maps[1])
-        total = _added_product(total, upper - upper_mean[None, :], maps[2], maps[3])
-        return _by_component(total, T, N, PARTS)
+            x = rotated
+        acc = tl.zeros((T, N), tl.float32)
+        acc = _dot_tf32x3(x - mean[None, :], maps[0], maps[1], acc)
+        acc = _dot_tf32x3(upper - upper_mean[None, :], maps[2], maps[3], acc)
+        return _to_component_order(acc, T, N, PARTS)
 
 
 @triton.jit
-def _counted(x, highest):
-    """Codes of components [T, groups, 8], as float32: how many of the whole numbers between codes lie below."""
-    counted = tl.ceil(x) + (0.5 * (highest + 1.0) - 1.0)
-    # Not tl.maximum: NaN is below all.
-    return tl.minimum(tl.where(counted > 0.0, counted, 0.0), highest)
+def _uniform_codes(x, highest):
+    """Codes of components [T, groups, 8] on a uniform grid, as float32: ceil(x) + 2^(width - 1) - 1, clamped.
+
+    The boundaries between codes are the whole numbers; a number on a boundary has the lower code, NaN has code 0.
+    """
+    code = tl.ceil(x) + (0.5 * (highest + 1.0) - 1.0)
+    # Not tl.maximum: NaN must become 0.
+    return tl.minimum(tl.where(code > 0.0, code, 0.0), highest)
 
 
 @triton.jit
-def _looked_up(x, levels_ptr, LEVELS: tl.constexpr):
-    """Codes of x in a table of levels, as float32; with eight levels the sign of what is left is the fourth bit."""
+def _table_codes(x, levels_ptr, LEVELS: tl.constexpr):
+    """Codes of x in a table of levels, as float32; with eight levels the sign of the residual is the fourth bit."""
     level = tl.load(levels_ptr)
     code = tl.zeros_like(x)
     nearest = tl.zeros_like(x) + level
@@ -119,8 +122,8 @@ def _looked_up(x, levels_ptr, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def _squeezed(word, BITS: tl.constexpr):
-    """The lowest BITS bits of a word's four bytes, next to each other; the lowest byte's are the lowest."""
+def _squeeze(word, BITS: tl.constexpr):
+    """The lowest BITS bits of a word's four bytes, next to each other, lowest byte first."""
     if BITS == 4:
         word = word & 0x0F0F0F0F
         word = (word | (word >> 4)) & 0x00FF00FF
@@ -136,108 +139,124 @@ def _squeezed(word, BITS: tl.constexpr):
 
 
 @triton.jit
-def _store_digit(codes_ptr, low, high, width, where, row, there, padded, BITS: tl.constexpr):
-    """Writes the fields of BITS bits of codes, eight codes [T, groups] in two words."""
-    before = (where >> 20).to(tl.int64)
-    at = codes_ptr + (before * padded + ((where >> 10) & 1023))[None, :] + row[:, None] * (where & 1023)[None, :]
-    mask = there[:, None] & ((width & BITS) != 0)[None, :]
+def _store_fields(codes_ptr, low, high, width, location, row, valid, padded_tokens, BITS: tl.constexpr):
+    """Writes the fields of BITS bits of codes, given as two words of four codes each, [T, groups].
+
+    `location` packs three numbers, see `triton_encode.profile`: bytes per token in the slabs before, the group's first
+    byte in its slab, and bytes per token in the slab.
+    """
+    before = (location >> 20).to(tl.int64)
+    field_ptrs = codes_ptr + (before * padded_tokens + ((location >> 10) & 1023))[None, :]
+    field_ptrs = field_ptrs + row[:, None] * (location & 1023)[None, :]  # [T, groups]
+    mask = valid[:, None] & ((width & BITS) != 0)[None, :]
     if BITS == 8:
         both = (low.to(tl.int64) & 0xFFFFFFFF) | (high.to(tl.int64) << 32)
-        tl.store(at.to(tl.pointer_type(tl.int64), bitcast=True), both, mask=mask)
+        tl.store(field_ptrs.to(tl.pointer_type(tl.int64), bitcast=True), both, mask=mask)
     else:
         shift = (width & (BITS - 1))[None, :]
-        fields = _squeezed(low >> shift, BITS) | (_squeezed(high >> shift, BITS) << (4 * BITS))
+        fields = _squeeze(low >> shift, BITS) | (_squeeze(high >> shift, BITS) << (4 * BITS))
         if BITS == 4:
-            tl.store(at.to(tl.pointer_type(tl.int32), bitcast=True), fields, mask=mask)
+            tl.store(field_ptrs.to(tl.pointer_type(tl.int32), bitcast=True), fields, mask=mask)
         elif BITS == 2:
-            tl.store(at.to(tl.pointer_type(tl.int16), bitcast=True), fields.to(tl.int16), mask=mask)
+            tl.store(field_ptrs.to(tl.pointer_type(tl.int16), bitcast=True), fields.to(tl.int16), mask=mask)
         else:
-            tl.store(at.to(tl.pointer_type(tl.int8), bitcast=True), fields.to(tl.int8), mask=mask)
+            tl.store(field_ptrs.to(tl.pointer_type(tl.int8), bitcast=True), fields.to(tl.int8), mask=mask)
 
 
 @triton.jit
 def _store_codes(
-    codes_ptr, codes, width, where, row, there, padded, DIGITS: tl.constexpr, T: tl.constexpr, G: tl.constexpr
+    codes_ptr,
+    codes,
+    width,
+    locations,
+    row,
+    valid,
+    padded_tokens,
+    FIELDS: tl.constexpr,
+    T: tl.constexpr,
+    G: tl.constexpr,
 ):
-    """Writes codes [T, G, 8], as float32, to all slabs of a profile; DIGITS joins the digits of its widths."""
+    """Writes codes [T, G, 8], as float32, to all slabs of a profile; FIELDS is the union of the widths of fields."""
     weights = (1 << (tl.arange(0, 2) * 8)).to(tl.float32)
-    # Two codes are a number of sixteen bits.
+    # Two codes make a number of 16 bits, which float32 holds exactly.
     pairs = tl.sum(tl.reshape(codes, (T, G, 2, 2, 2)) * weights[None, None, None, None, :], 4)
-    pairs = (pairs + _WHOLE).to(tl.int32, bitcast=True) & 0xFFFF
+    pairs = (pairs + _TWO_POW_23).to(tl.int32, bitcast=True) & 0xFFFF
     words = tl.sum(pairs << (tl.arange(0, 2) * 16)[None, None, None, :], 3)
     low, high = tl.split(words)
-    if DIGITS & 8:
-        _store_digit(codes_ptr, low, high, width, where[0], row, there, padded, 8)
-    if DIGITS & 4:
-        _store_digit(codes_ptr, low, high, width, where[1], row, there, padded, 4)
-    if DIGITS & 2:
-        _store_digit(codes_ptr, low, high, width, where[2], row, there, padded, 2)
-    if DIGITS & 1:
-        _store_digit(codes_ptr, low, high, width, where[3], row, there, padded, 1)
+    if FIELDS & 8:
+        _store_fields(codes_ptr, low, high, width, locations[0], row, valid, padded_tokens, 8)
+    if FIELDS & 4:
+        _store_fields(codes_ptr, low, high, width, locations[1], row, valid, padded_tokens, 4)
+    if FIELDS & 2:
+        _store_fields(codes_ptr, low, high, width, locations[2], row, valid, padded_tokens, 2)
+    if FIELDS & 1:
+        _store_fields(codes_ptr, low, high, width, locations[3], row, valid, padded_tokens, 1)
 
 
 @triton.jit
-def _source(order_ptr, token, there, stride_token):
-    """Where ordered tokens of a row stand."""
+def _source_offset(order_ptr, token, valid, stride_n):
+    """Offsets of ordered tokens of a row in the input."""
     source = token.to(tl.int64)
     if order_ptr is not None:
-        source = tl.load(order_ptr + token, mask=there, other=0)
-    return source * stride_token
+        source = tl.load(order_ptr + token, mask=valid, other=0)
+    return source * stride_n
 
 
 @triton.jit
-def _hidden(protected_ptr, SLOTS: tl.constexpr):
-    """Protected tokens, -1 for none, which are not read from their codes."""
-    hidden = ()
+def _load_protected(protected_ptr, SLOTS: tl.constexpr):
+    """Protected tokens, which are not read from their codes; -1 for an empty slot."""
+    protected = ()
     for i in tl.static_range(SLOTS):
-        hidden = hidden + (tl.load(protected_ptr + i).to(tl.int32),)
-    return hidden
+        protected = protected + (tl.load(protected_ptr + i).to(tl.int32),)
+    return protected
 
 
 @triton.jit
-def _read(token, there, hidden):
-    read = there
-    for i in tl.static_range(len(hidden)):
-        read = read & (token != hidden[i])
+def _without(token, valid, protected):
+    """`valid`, except for protected tokens."""
+    read = valid
+    for i in tl.static_range(len(protected)):
+        read = read & (token != protected[i])
     return read
 
 
 @triton.jit
-def _num_read(num_kept, hidden):
-    for i in tl.static_range(len(hidden)):
-        num_kept -= (hidden[i] >= 0).to(tl.int32)
+def _num_read(num_kept, protected):
+    """Number of tokens that are read from their codes, at least 1, as float32."""
+    for i in tl.static_range(len(protected)):
+        num_kept -= (protected[i] >= 0).to(tl.int32)
     return tl.maximum(num_kept, 1).to(tl.float32)
 
 
 @triton.jit
 def _store_residual(mean, inverse, residual_ptr, n, in_head):
-    """Writes a mean in the model's coordinates, where a reader adds it to the means that it knows anyway."""
+    """Writes a mean residual in the model's coordinates, where a reader adds it to the codec's means."""
     tl.store(residual_ptr + n, tl.sum(inverse * mean[None, :], 1).to(tl.bfloat16), mask=in_head)
 
 
 @triton.jit
 def _encode(
     x_ptr,
-    stride_token,
+    stride_n,
     order_ptr,
     start_ptr,
-    counts_ptr,
+    count_ptr,
     protected_ptr,
     map_ptr,
     mean_ptr,
     inverse_ptr,
     levels_ptr,
     angle_ptr,
-    table_ptr,
+    profile_ptr,
     codes_ptr,
     residual_ptr,
     special_ptr,
     partial_ptr,
     counter_ptr,
-    place,
+    row_head,
     num_tokens,
     num_blocks,
-    padded,
+    padded_tokens,
     HEAD_DIM: tl.constexpr,
     N: tl.constexpr,
     K: tl.constexpr,
@@ -247,12 +266,15 @@ def _encode(
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     MAPPED: tl.constexpr,
-    DIGITS: tl.constexpr,
+    FIELDS: tl.constexpr,
     LEVELS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One kind of one head of one row, or a split of it, see `encode_context`: pointers are to what is theirs."""
+    """Encodes keys or values of one head of one row, or a split of their tiles, see `encode_context`.
+
+    Pointers are to the data of the head and row.
+    """
     G: tl.constexpr = N // 8
     half: tl.constexpr = HEAD_DIM // 2
     split = tl.program_id(0)
@@ -262,91 +284,91 @@ def _encode(
     in_head = n < HEAD_DIM
     in_half = k < (half if MAPPED else HEAD_DIM)
 
-    # All that is known beforehand is asked for at once: first what no kernel writes.
-    mean = tl.load(mean_ptr + k, mask=in_half, other=0.0)
+    # All inputs are loaded at once, first those that no kernel writes.
+    mean = tl.load(mean_ptr + k, mask=in_half, other=0.0)  # [K]
     upper_mean = mean
     maps = ()
     if MAPPED:
-        rounded = _half_map(map_ptr, 0, k, n, in_half, HEAD_DIM)
-        rest = _half_map(map_ptr + N * HEAD_DIM, 0, k, n, in_half, HEAD_DIM)
+        rounded = _load_half_map(map_ptr, 0, k, n, in_half, HEAD_DIM)  # [K, N]
+        rest = _load_half_map(map_ptr + N * HEAD_DIM, 0, k, n, in_half, HEAD_DIM)
         upper_mean = tl.load(mean_ptr + half + k, mask=in_half, other=0.0)
-        upper_rounded = _half_map(map_ptr, half, k, n, in_half, HEAD_DIM)
-        upper_rest = _half_map(map_ptr + N * HEAD_DIM, half, k, n, in_half, HEAD_DIM)
+        upper_rounded = _load_half_map(map_ptr, half, k, n, in_half, HEAD_DIM)
+        upper_rest = _load_half_map(map_ptr + N * HEAD_DIM, half, k, n, in_half, HEAD_DIM)
         maps = (rounded, rest, upper_rounded, upper_rest)
-    width = tl.load(table_ptr + g)
-    where = ()
-    for digit in tl.static_range(4):
-        where = where + (tl.load(table_ptr + (1 + digit) * G + g),)
-    inverse_at = inverse_ptr + n[:, None] * HEAD_DIM + n[None, :]
+    width = tl.load(profile_ptr + g)  # [G]
+    locations = ()
+    for profile_row in tl.static_range(1, _PROFILE_ROWS):
+        locations = locations + (tl.load(profile_ptr + profile_row * G + g),)
+    inverse_ptrs = inverse_ptr + n[:, None] * HEAD_DIM + n[None, :]
     inside = in_head[:, None] & in_head[None, :]
-    early: tl.constexpr = RESIDUAL and N <= _EARLY
+    early: tl.constexpr = RESIDUAL and N <= _MAX_EARLY_SIZE
     if early:
-        inverse = tl.load(inverse_at, mask=inside, other=0.0)
+        inverse = tl.load(inverse_ptrs, mask=inside, other=0.0)  # [N, N]
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     begin = 0
     if start_ptr is not None:
         begin = tl.load(start_ptr).to(tl.int32)
     num_kept = num_tokens
-    if counts_ptr is not None:
-        num_kept = tl.load(counts_ptr).to(tl.int32)
-    hidden = _hidden(protected_ptr, SLOTS)
+    if count_ptr is not None:
+        num_kept = tl.load(count_ptr).to(tl.int32)
+    protected = _load_protected(protected_ptr, SLOTS)
 
     highest = ((1 << width) - 1).to(tl.float32)[None, :, None]
-    # A tile stands in one block of columns.
+    # Tiles are aligned to columns, so that none crosses the boundary of a block.
     lead = begin % T
     tiles = tl.cdiv(lead + num_tokens, T)
-    left = tl.zeros((T, G, 8), tl.float32)
+    residual = tl.zeros((T, G, 8), tl.float32)
     for tile in tl.range(split, tiles + (SLOTS > 0), SPLITS, disable_licm=True):
         t = tl.arange(0, T)
         token = tile * T - lead + t
         block = (begin - lead + tile * T) // BLOCK
-        there = (token >= 0) & (token < num_tokens)
-        coded = there
+        valid = (token >= 0) & (token < num_tokens)
+        coded = valid
         if SLOTS > 0:
             # The last tile holds the protected tokens.
             is_last = tile == tiles
-            coded = there & (tile < tiles)
-            there = coded | (is_last & (t < SLOTS))
-            chosen = tl.maximum(tl.load(protected_ptr + t, mask=is_last & (t < SLOTS), other=0), 0)
-            token = tl.where(is_last, chosen.to(tl.int32), token)
-            # Relative to the first block, wherever they stand, so that one mapped query serves all of them.
+            coded = valid & (tile < tiles)
+            valid = coded | (is_last & (t < SLOTS))
+            slot_token = tl.maximum(tl.load(protected_ptr + t, mask=is_last & (t < SLOTS), other=0), 0)
+            token = tl.where(is_last, slot_token.to(tl.int32), token)
+            # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
             block = tl.where(is_last, 0, block)
         tile_angle_ptr = angle_ptr
         if tile_angle_ptr is not None:
-            # Past the end of the table is nothing that is there.
+            # Blocks beyond the end of the table have no valid tokens.
             tile_angle_ptr += tl.minimum(block, num_blocks - 1) * HEAD_DIM
-        x = _transformed(
-            x_ptr, _source(order_ptr, token, there, stride_token), there, tile_angle_ptr, mean, upper_mean, maps,
-            k, in_half, HEAD_DIM, N, T, PARTS,
-        )  # fmt: skip
-        if SLOTS > 0:  # noqa: SIM102 - known when compiled
+        source = _source_offset(order_ptr, token, valid, stride_n)
+        x = _load_transformed(
+            x_ptr, source, valid, tile_angle_ptr, mean, upper_mean, maps, k, in_half, HEAD_DIM, N, T, PARTS
+        )  # [T, N]
+        if SLOTS > 0:  # noqa: SIM102 - evaluated at compile time
             if is_last:
-                at = special_ptr + t[:, None] * HEAD_DIM + n[None, :]
-                tl.store(at, x.to(tl.bfloat16), mask=(t < SLOTS)[:, None] & in_head[None, :])
+                special_ptrs = special_ptr + t[:, None] * HEAD_DIM + n[None, :]
+                tl.store(special_ptrs, x.to(tl.bfloat16), mask=(t < SLOTS)[:, None] & in_head[None, :])
         x = tl.reshape(x, (T, G, 8))
         if LEVELS > 0:
-            codes = _looked_up(x, levels_ptr, LEVELS)
+            codes = _table_codes(x, levels_ptr, LEVELS)
         else:
-            codes = _counted(x, highest)
+            codes = _uniform_codes(x, highest)
             if RESIDUAL:
-                read = _read(token, coded & (token < num_kept), hidden)
-                left += tl.where(read[:, None, None], x - (codes - 0.5 * highest), 0.0)
-        row = place * num_tokens + token
-        _store_codes(codes_ptr, codes, width, where, row, coded, padded, DIGITS, T, G)
+                read = _without(token, coded & (token < num_kept), protected)
+                residual += tl.where(read[:, None, None], x - (codes - 0.5 * highest), 0.0)
+        row = row_head * num_tokens + token
+        _store_codes(codes_ptr, codes, width, locations, row, coded, padded_tokens, FIELDS, T, G)
 
     if RESIDUAL:
-        total = tl.sum(tl.reshape(left, (T, N)), 0)
-        num_read = _num_read(num_kept, hidden)
+        total = tl.sum(tl.reshape(residual, (T, N)), 0)  # [N]
+        num_read = _num_read(num_kept, protected)
         if not early:
-            inverse = tl.load(inverse_at, mask=inside, other=0.0)
+            inverse = tl.load(inverse_ptrs, mask=inside, other=0.0)
         if SPLITS == 1:
             _store_residual(total / num_read, inverse, residual_ptr, n, in_head)
         else:
             tl.store(partial_ptr + split * N + n, total)
             tl.debug_barrier()
             if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-                # As it was found, for the next launch.
+                # Back to zero, for the next launch.
                 tl.store(counter_ptr, 0)
                 total = tl.zeros((N,), tl.float32)
                 for i in range(SPLITS):
@@ -360,7 +382,7 @@ def encode_context(
     value_ptr,
     order_ptr,
     start_ptr,
-    counts_ptr,
+    count_ptr,
     protected_ptr,
     key_map_ptr,
     value_map_ptr,
@@ -371,21 +393,21 @@ def encode_context(
     key_levels_ptr,
     value_levels_ptr,
     angle_ptr,
-    table_ptr,
+    profile_ptr,
     codes_ptr,
     residual_ptr,
     special_ptr,
     partial_ptr,
     counter_ptr,
-    stride_key_row,
-    stride_key_head,
-    stride_key_token,
-    stride_value_row,
-    stride_value_head,
-    stride_value_token,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
     num_tokens,
     num_blocks,
-    padded,
+    padded_tokens,
     HEAD_DIM: tl.constexpr,
     N: tl.constexpr,
     HALF: tl.constexpr,
@@ -396,16 +418,24 @@ def encode_context(
     SLOTS: tl.constexpr,
     KEY_MAPPED: tl.constexpr,
     VALUE_MAPPED: tl.constexpr,
-    KEY_DIGITS: tl.constexpr,
-    VALUE_DIGITS: tl.constexpr,
+    KEY_FIELDS: tl.constexpr,
+    VALUE_FIELDS: tl.constexpr,
     LEVELS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Encodes a layer's keys and values. Grid: (splits, 2 x heads, rows); keys and values take turns.
+    """Encodes a layer's keys and values.
 
-    The slabs lie one after the other in `codes_ptr`, each as if there were `padded` tokens of a head. With OVERLAP,
-    maps are loaded while the kernel before may still run, and the next one may begin likewise.
+    For a vector x in a block that begins at column b, and a component of w bits:
+
+        z    = T (R(-b) x - mean)
+        code = clamp(ceil(z) + 2^(w - 1) - 1, 0, 2^w - 1), or the nearest level of a table
+
+    With RESIDUAL, it also stores the mean over tokens of T^-1 (z - dequantised code).
+
+    Grid: (splits, 2 x heads, rows); even programs of the second dimension take keys, odd ones values. The slabs lie one
+    after the other in `codes_ptr`, each with room for `padded_tokens` tokens of a head. With OVERLAP, maps are loaded
+    while the preceding kernel may still run, and the next kernel may begin likewise.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -413,87 +443,87 @@ def encode_context(
     kind = tl.program_id(1) % 2
     head = tl.program_id(1) // 2
     batch = tl.program_id(2).to(tl.int64)
-    place = batch * num_heads + head
+    row_head = batch * num_heads + head
     if order_ptr is not None:
         order_ptr += batch * num_tokens
     if start_ptr is not None:
         start_ptr += batch
-    if counts_ptr is not None:
-        counts_ptr += batch
+    if count_ptr is not None:
+        count_ptr += batch
     if SLOTS > 0:
         protected_ptr += batch * SLOTS
     if kind == 0:
         _encode(
-            key_ptr + batch * stride_key_row + head * stride_key_head,
-            stride_key_token,
-            order_ptr,
-            start_ptr,
-            counts_ptr,
-            protected_ptr,
-            key_map_ptr + head * (2 * HEAD_DIM * N),
-            key_mean_ptr + head * HEAD_DIM,
-            key_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
-            key_levels_ptr + head * LEVELS,
-            angle_ptr,
-            table_ptr,
-            codes_ptr,
-            residual_ptr + place * HEAD_DIM,
-            special_ptr + place * (SLOTS * HEAD_DIM),
-            partial_ptr + place * (SPLITS * N),
-            counter_ptr + place,
-            place,
-            num_tokens,
-            num_blocks,
-            padded,
-            HEAD_DIM,
-            N,
-            HALF if KEY_MAPPED else N,
-            T,
-            BLOCK,
-            PARTS,
-            SPLITS,
-            SLOTS,
-            KEY_MAPPED,
-            KEY_DIGITS,
-            LEVELS,
-            RESIDUAL,
-            OVERLAP,
+            x_ptr=key_ptr + batch * stride_kb + head * stride_kh,
+            stride_n=stride_kn,
+            order_ptr=order_ptr,
+            start_ptr=start_ptr,
+            count_ptr=count_ptr,
+            protected_ptr=protected_ptr,
+            map_ptr=key_map_ptr + head * (2 * HEAD_DIM * N),
+            mean_ptr=key_mean_ptr + head * HEAD_DIM,
+            inverse_ptr=key_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
+            levels_ptr=key_levels_ptr + head * LEVELS,
+            angle_ptr=angle_ptr,
+            profile_ptr=profile_ptr,
+            codes_ptr=codes_ptr,
+            residual_ptr=residual_ptr + row_head * HEAD_DIM,
+            special_ptr=special_ptr + row_head * (SLOTS * HEAD_DIM),
+            partial_ptr=partial_ptr + row_head * (SPLITS * N),
+            counter_ptr=counter_ptr + row_head,
+            row_head=row_head,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            padded_tokens=padded_tokens,
+            HEAD_DIM=HEAD_DIM,
+            N=N,
+            K=HALF if KEY_MAPPED else N,
+            T=T,
+            BLOCK=BLOCK,
+            PARTS=PARTS,
+            SPLITS=SPLITS,
+            SLOTS=SLOTS,
+            MAPPED=KEY_MAPPED,
+            FIELDS=KEY_FIELDS,
+            LEVELS=LEVELS,
+            RESIDUAL=RESIDUAL,
+            OVERLAP=OVERLAP,
         )
     else:
-        value_place = tl.num_programs(2) * num_heads + place
+        value_row_head = tl.num_programs(2) * num_heads + row_head
         _encode(
-            value_ptr + batch * stride_value_row + head * stride_value_head,
-            stride_value_token,
-            order_ptr,
-            None,
-            counts_ptr,
-            protected_ptr,
-            value_map_ptr + head * (2 * HEAD_DIM * N),
-            value_mean_ptr + head * HEAD_DIM,
-            value_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
-            value_levels_ptr + head * LEVELS,
-            None,
-            table_ptr + _TABLE_ROWS * (N // 8),
-            codes_ptr,
-            residual_ptr + value_place * HEAD_DIM,
-            special_ptr + value_place * (SLOTS * HEAD_DIM),
-            partial_ptr + value_place * (SPLITS * N),
-            counter_ptr + value_place,
-            place,
-            num_tokens,
-            num_blocks,
-            padded,
-            HEAD_DIM,
-            N,
-            HALF if VALUE_MAPPED else N,
-            T,
-            BLOCK,
-            PARTS,
-            SPLITS,
-            SLOTS,
-            VALUE_MAPPED,
-            VALUE_DIGITS,
-            LEVELS,
-            RESIDUAL,
-            OVERLAP,
+            x_ptr=value_ptr + batch * stride_vb + head * stride_vh,
+            stride_n=stride_vn,
+            order_ptr=order_ptr,
+            start_ptr=None,
+            count_ptr=count_ptr,
+            protected_ptr=protected_ptr,
+            map_ptr=value_map_ptr + head * (2 * HEAD_DIM * N),
+            mean_ptr=value_mean_ptr + head * HEAD_DIM,
+            inverse_ptr=value_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
+            levels_ptr=value_levels_ptr + head * LEVELS,
+            angle_ptr=None,
+            profile_ptr=profile_ptr + _PROFILE_ROWS * (N // 8),
+            codes_ptr=codes_ptr,
+            residual_ptr=residual_ptr + value_row_head * HEAD_DIM,
+            special_ptr=special_ptr + value_row_head * (SLOTS * HEAD_DIM),
+            partial_ptr=partial_ptr + value_row_head * (SPLITS * N),
+            counter_ptr=counter_ptr + value_row_head,
+            row_head=row_head,
+            num_tokens=num_tokens,
+            num_blocks=num_blocks,
+            padded_tokens=padded_tokens,
+            HEAD_DIM=HEAD_DIM,
+            N=N,
+            K=HALF if VALUE_MAPPED else N,
+            T=T,
+            BLOCK=BLOCK,
+            PARTS=PARTS,
+            SPLITS=SPLITS,
+            SLOTS=SLOTS,
+            MAPPED=VALUE_MAPPED,
+            FIELDS=VALUE_FIELDS,
+            LEVELS=LEVELS,
+            RESIDUAL=RESIDUAL,
+            OVERLAP=OVERLAP,
         )

@@ -1,6 +1,6 @@
-"""Triton kernels of what else a layer does with few tokens: a launch each, where PyTorch has fifteen and five.
+"""Triton kernels for RoPE and GELU of a layer with few new tokens: one launch each instead of PyTorch's 15 and 5.
 
-They round where PyTorch's operations round, so that an extension computes what a prefill computes.
+They round wherever PyTorch's operations round, so that an extension computes the same as a prefill.
 """
 
 from __future__ import annotations
@@ -8,21 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# 1 / sqrt(2), by which PyTorch multiplies on CUDA where the model divides by sqrt(2).
+# 1 / sqrt(2): PyTorch multiplies by it on CUDA where the model divides by sqrt(2).
 _INVERSE_SQRT2: tl.constexpr = tl.constexpr(0.7071067811865475)
 
 
 @triton.jit
-def _rotated(x_ptr, out_ptr, cos, sin, scale, stride_head, head, d, inside, HEAD_DIM: tl.constexpr):
-    at = x_ptr + head[:, None] * stride_head + d[None, :]
-    low = tl.load(at, mask=inside, other=0.0)
-    high = tl.load(at + HEAD_DIM // 2, mask=inside, other=0.0)
+def _rotate_heads(x_ptr, out_ptr, cos, sin, scale, stride_h, head, d, inside, HEAD_DIM: tl.constexpr):
+    """Scales and rotates the heads of one token, [HEADS, HALF] for each half."""
+    x_ptrs = x_ptr + head[:, None] * stride_h + d[None, :]
+    low = tl.load(x_ptrs, mask=inside, other=0.0)
+    high = tl.load(x_ptrs + HEAD_DIM // 2, mask=inside, other=0.0)
     dtype: tl.constexpr = low.dtype
     low = (low.to(tl.float32) * scale).to(dtype).to(tl.float32)
     high = (high.to(tl.float32) * scale).to(dtype).to(tl.float32)
-    at = out_ptr + head[:, None] * HEAD_DIM + d[None, :]
-    tl.store(at, (low * cos - high * sin).to(dtype), mask=inside)
-    tl.store(at + HEAD_DIM // 2, (high * cos + low * sin).to(dtype), mask=inside)
+    out_ptrs = out_ptr + head[:, None] * HEAD_DIM + d[None, :]
+    tl.store(out_ptrs, (low * cos - high * sin).to(dtype), mask=inside)
+    tl.store(out_ptrs + HEAD_DIM // 2, (high * cos + low * sin).to(dtype), mask=inside)
 
 
 @triton.jit
@@ -34,14 +35,14 @@ def rotate(
     new_query_ptr,
     new_key_ptr,
     scale,
-    stride_query_row,
-    stride_query_head,
-    stride_query_token,
-    stride_key_row,
-    stride_key_head,
-    stride_key_token,
-    stride_angle_row,
-    stride_angle_token,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_cb,
+    stride_cn,
     num_heads,
     num_tokens,
     HEAD_DIM: tl.constexpr,
@@ -49,9 +50,9 @@ def rotate(
     HEADS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """RoPE of queries, which are scaled first, and of keys. Grid: (tokens, head tiles, batch).
+    """RoPE of queries, which are scaled first, and of keys: [x_low cos - x_high sin, x_high cos + x_low sin].
 
-    With OVERLAP, the kernel that follows may begin with what does not depend on this one.
+    Grid: (tokens, head tiles, batch). With OVERLAP, the next kernel may begin with what does not depend on this one.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -59,25 +60,25 @@ def rotate(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     batch = tl.program_id(2).to(tl.int64)
     d = tl.arange(0, HALF)
-    in_head = d < HEAD_DIM // 2
-    inside = (head < num_heads)[:, None] & in_head[None, :]
+    in_half = d < HEAD_DIM // 2
+    inside = (head < num_heads)[:, None] & in_half[None, :]
     # Both halves of a head have the same angles.
-    angle = batch * stride_angle_row + token * stride_angle_token + d
-    cos = tl.load(cos_ptr + angle, mask=in_head, other=0.0).to(tl.float32)[None, :]
-    sin = tl.load(sin_ptr + angle, mask=in_head, other=0.0).to(tl.float32)[None, :]
-    query_ptr += batch * stride_query_row + token * stride_query_token
-    key_ptr += batch * stride_key_row + token * stride_key_token
+    angle = batch * stride_cb + token * stride_cn + d
+    cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]  # [1, HALF]
+    sin = tl.load(sin_ptr + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
+    query_ptr += batch * stride_qb + token * stride_qn
+    key_ptr += batch * stride_kb + token * stride_kn
     out = (batch * num_tokens + token) * num_heads * HEAD_DIM
-    _rotated(query_ptr, new_query_ptr + out, cos, sin, scale, stride_query_head, head, d, inside, HEAD_DIM)
-    _rotated(key_ptr, new_key_ptr + out, cos, sin, 1.0, stride_key_head, head, d, inside, HEAD_DIM)
+    _rotate_heads(query_ptr, new_query_ptr + out, cos, sin, scale, stride_qh, head, d, inside, HEAD_DIM)
+    _rotate_heads(key_ptr, new_key_ptr + out, cos, sin, 1.0, stride_kh, head, d, inside, HEAD_DIM)
 
 
 @triton.jit
-def gelu(x_ptr, out_ptr, count, BLOCK: tl.constexpr):
-    """x / 2 (1 + erf(x / sqrt(2))), rounded after every step. Grid: (blocks,)."""
+def gelu(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+    """GELU, x / 2 (1 + erf(x / sqrt(2))), rounded after every step. Grid: (blocks,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < count
-    x = tl.load(x_ptr + i, mask=inside, other=0.0)
+    inside = i < numel
+    x = tl.load(x_ptr + i, mask=inside, other=0.0)  # [BLOCK]
     dtype: tl.constexpr = x.dtype
     x = x.to(tl.float32)
     error = (x * _INVERSE_SQRT2).to(dtype).to(tl.float32)

@@ -1,4 +1,4 @@
-"""Triton kernel that joins the parts of a context with the new tokens. Imported only where it runs."""
+"""Triton kernel that combines the parts of a context with the new tokens. Imported only where it runs."""
 
 from __future__ import annotations
 
@@ -6,50 +6,50 @@ import triton
 import triton.language as tl
 
 from esm_turbo.ops.kernels.attention import LOG2E, LOWEST
-from esm_turbo.ops.kernels.products import OPERAND
+from esm_turbo.ops.kernels.products import MMA_ROWS
 
-# The least total that is not 0, and a normal number in float32: others would make Triton compute in float64.
-_LEAST_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
-
-
-@triton.jit
-def _dense(at, stride, row, d, inside):
-    """Dense keys or values at rows of so many numbers, [rows, SIZE], zeros outside."""
-    return tl.load(at + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+# A positive total that is a normal number in float32: Triton would compute with a subnormal one in float64.
+_MIN_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
 
 
 @triton.jit
-def _highest_of_lanes(x, ROWS: tl.constexpr):
-    """The highest of the lanes' x [16] for every row, in all lanes."""
-    if ROWS == OPERAND:
+def _load_rows(ptr, stride, row, d, inside):
+    """Rows of dense keys, values or queries, [rows, SIZE], zeros outside."""
+    return tl.load(ptr + row[:, None] * stride + d[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _max_over_copies(x, ROWS: tl.constexpr):
+    """The maximum of x [16] over the copies of each row, in all copies."""
+    if ROWS == MMA_ROWS:
         return x
     else:
-        highest = tl.max(tl.reshape(x, (OPERAND // ROWS, ROWS)), 0)
-        return tl.reshape(tl.broadcast_to(highest[None, :], (OPERAND // ROWS, ROWS)), (OPERAND,))
+        highest = tl.max(tl.reshape(x, (MMA_ROWS // ROWS, ROWS)), 0)
+        return tl.reshape(tl.broadcast_to(highest[None, :], (MMA_ROWS // ROWS, ROWS)), (MMA_ROWS,))
 
 
 @triton.jit
-def _sum_of_lanes(x, ROWS: tl.constexpr):
-    """The sum of the lanes' x [16, n] for every row, in all lanes."""
-    if ROWS == OPERAND:
+def _sum_over_copies(x, ROWS: tl.constexpr):
+    """The sum of x [16, n] over the copies of each row, in all copies."""
+    if ROWS == MMA_ROWS:
         return x
     else:
         n: tl.constexpr = x.shape[1]
-        total = tl.sum(tl.reshape(x, (OPERAND // ROWS, ROWS, n)), 0)
-        return tl.reshape(tl.broadcast_to(total[None, :, :], (OPERAND // ROWS, ROWS, n)), (OPERAND, n))
+        total = tl.sum(tl.reshape(x, (MMA_ROWS // ROWS, ROWS, n)), 0)
+        return tl.reshape(tl.broadcast_to(total[None, :, :], (MMA_ROWS // ROWS, ROWS, n)), (MMA_ROWS, n))
 
 
 @triton.jit
-def _joined(query, keys, values, seen, highest, total, sums, PRECISION: tl.constexpr):
-    """Adds the attention to dense tokens, of which a row sees those in `seen` [rows, tokens], to a running softmax."""
+def _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION: tl.constexpr):
+    """One step of the running softmax over dense tokens, of which a row sees those in `visible` [rows, tokens]."""
     scores = tl.dot(query, tl.trans(keys), input_precision=PRECISION) * LOG2E
-    scores = tl.where(seen, scores, float("-inf"))
-    peak = tl.maximum(highest, tl.max(scores, 1))
-    keep = tl.exp2(highest - peak)
-    weights = tl.exp2(scores - peak[:, None])
-    total = total * keep + tl.sum(weights, 1)
-    sums = tl.dot(weights.to(query.dtype), values, sums * keep[:, None], input_precision=PRECISION)
-    return peak, total, sums
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    rescale = tl.exp2(row_max - new_max)
+    weights = tl.exp2(scores - new_max[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(query.dtype), values, acc * rescale[:, None], input_precision=PRECISION)
+    return new_max, total, acc
 
 
 @triton.jit
@@ -61,33 +61,33 @@ def merge(
     protected_key_ptr,
     protected_value_ptr,
     protected_mask_ptr,
-    partial_ptr,
-    highest_ptr,
-    total_ptr,
+    part_acc_ptr,
+    part_max_ptr,
+    part_total_ptr,
     value_map_ptr,
     value_mean_ptr,
     value_residual_ptr,
     output_ptr,
-    stride_query_row,
-    stride_query_head,
-    stride_query_token,
-    stride_key_row,
-    stride_key_head,
-    stride_key_token,
-    stride_value_row,
-    stride_value_head,
-    stride_value_token,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
     batch_size,
     num_tokens,
     num_rows,
     num_slots,
-    blocks,
-    share,
-    most_parts,
+    num_blocks,
+    blocks_per_program,
+    max_parts,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    VALUE_PLACES: tl.constexpr,
+    PADDED_VALUE_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     ROUNDS: tl.constexpr,
@@ -96,20 +96,26 @@ def merge(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Attends to new and to protected tokens, joins the parts of the context, and maps the output back.
+    """Attends to new and protected tokens, combines this with the parts of the context, and maps the output back.
 
-    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension; a tile holds all new tokens of
-    FLAT rows, and the grid's last dimension is 1, or with FLAT 0 those of one row. An operand has room for the tile's
-    ROWS rows (a power of two, up to 16) in `16 / ROWS` lanes, which take turns with the parts, ROUNDS times. Protected
-    keys and values are in the model's coordinates here. With OVERLAP, what is not made by `attend_context` is done
-    while that still runs.
+    For a query with maximum m, total t and accumulator a over dense tokens, and m_p, t_p, a_p of the parts p:
+
+        max    = max(m, max_p m_p)
+        total  = 2^(m - max) t + sum_p 2^(m_p - max) t_p
+        output = (2^(m - max) a + sum_p 2^(m_p - max) (T^-1 a_p + t_p (mean + residual))) / total
+
+    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension. A tile holds all new tokens of
+    FLAT rows of the extension, and the last dimension of the grid is 1; with FLAT 0 it holds tokens of a single row.
+    An operand holds the ROWS rows of a tile (a power of two, up to 16) in `16 / ROWS` copies, which process different
+    parts, in ROUNDS rounds. Protected keys and values are in the model's coordinates. With OVERLAP, everything that
+    does not depend on `attend_context` is done while it still runs.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
-    lanes: tl.constexpr = OPERAND // ROWS
-    # Of contexts of their own, several rows each have slots of their own.
-    apart: tl.constexpr = FLAT > 0 and not SHARED
-    i = tl.arange(0, OPERAND)
+    copies: tl.constexpr = MMA_ROWS // ROWS
+    # Rows of the extension that share a tile each have protected tokens of their own, unless they share the context.
+    own_slots: tl.constexpr = FLAT > 0 and not SHARED
+    i = tl.arange(0, MMA_ROWS)
     d = tl.arange(0, SIZE)
     in_head = d < HEAD_DIM
     if FLAT > 0:
@@ -117,35 +123,35 @@ def merge(
         num_new = FLAT * num_tokens
         batch = first_batch + i % ROWS // num_tokens
         token = i % ROWS % num_tokens
-        known = (i % ROWS < num_new) & (batch < batch_size)
+        in_rows = (i % ROWS < num_new) & (batch < batch_size)
     else:
         first_batch = tl.program_id(2)
         num_new = num_tokens
         batch = tl.zeros_like(i) + first_batch
-        token = tl.program_id(0) * OPERAND + i
-        known = token < num_tokens
+        token = tl.program_id(0) * MMA_ROWS + i
+        in_rows = token < num_tokens
     context = batch * 0 if SHARED else batch
-    place = (context * num_heads + head).to(tl.int64)
-    inside = known[:, None] & in_head[None, :]
-    # What will be wanted is asked for at once: a short kernel is waiting for memory.
-    query_row = batch.to(tl.int64) * stride_query_row + token * stride_query_token
-    query = _dense(query_ptr + head * stride_query_head, 1, query_row, d, inside)
-    component = tl.arange(0, VALUE_PLACES)
-    stored = component < VALUE_SIZE
-    back = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
-    back = tl.load(back, mask=stored[:, None] & in_head[None, :], other=0.0)
-    mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)[None, :]
+    context_head = (context * num_heads + head).to(tl.int64)
+    inside = in_rows[:, None] & in_head[None, :]
+    # All loads are issued at once: a short kernel waits for memory most of its time.
+    query_row = batch.to(tl.int64) * stride_qb + token * stride_qn
+    query = _load_rows(query_ptr + head * stride_qh, 1, query_row, d, inside)  # [16, SIZE]
+    component = tl.arange(0, PADDED_VALUE_SIZE)
+    in_values = component < VALUE_SIZE
+    map_ptrs = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
+    value_map = tl.load(map_ptrs, mask=in_values[:, None] & in_head[None, :], other=0.0)  # [PADDED_VALUE_SIZE, SIZE]
+    mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)[None, :]  # [1 or 16, SIZE]
     if value_residual_ptr is not None:
-        mean += _dense(value_residual_ptr, HEAD_DIM, place, d, inside).to(tl.float32)
+        mean += _load_rows(value_residual_ptr, HEAD_DIM, context_head, d, inside).to(tl.float32)
 
-    highest = tl.full((OPERAND,), LOWEST, tl.float32)
-    total = tl.zeros((OPERAND,), tl.float32)
-    sums = tl.zeros((OPERAND, SIZE), tl.float32)
+    row_max = tl.full((MMA_ROWS,), LOWEST, tl.float32)
+    total = tl.zeros((MMA_ROWS,), tl.float32)
+    acc = tl.zeros((MMA_ROWS, SIZE), tl.float32)
     num_dense = num_new
     if protected_key_ptr is not None:
-        num_dense += num_slots * FLAT if apart else num_slots
-    # With few new tokens there is one round, of which nothing can be asked for ahead.
-    for first in tl.range(0, num_dense, OPERAND, num_stages=1 if FLAT > 0 else 3):
+        num_dense += num_slots * FLAT if own_slots else num_slots
+    # With few new tokens there is a single round, and nothing to load ahead.
+    for first in tl.range(0, num_dense, MMA_ROWS, num_stages=1 if FLAT > 0 else 3):
         new = first + i
         if FLAT > 0:
             new_batch = first_batch + new // num_tokens
@@ -154,69 +160,70 @@ def merge(
             new_batch = batch
             new_token = new
         is_new = (new < num_new) & (new_batch < batch_size)
-        there = is_new[:, None] & in_head[None, :]
-        key_row = new_batch.to(tl.int64) * stride_key_row + new_token * stride_key_token
-        value_row = new_batch.to(tl.int64) * stride_value_row + new_token * stride_value_token
-        keys = _dense(key_ptr + head * stride_key_head, 1, key_row, d, there).to(query.dtype)
-        values = _dense(value_ptr + head * stride_value_head, 1, value_row, d, there).to(query.dtype)
-        seen = is_new
+        new_inside = is_new[:, None] & in_head[None, :]
+        key_row = new_batch.to(tl.int64) * stride_kb + new_token * stride_kn
+        value_row = new_batch.to(tl.int64) * stride_vb + new_token * stride_vn
+        keys = _load_rows(key_ptr + head * stride_kh, 1, key_row, d, new_inside).to(query.dtype)  # [16, SIZE]
+        values = _load_rows(value_ptr + head * stride_vh, 1, value_row, d, new_inside).to(query.dtype)
+        visible = is_new
         if new_mask_ptr is not None:
-            seen = seen & (tl.load(new_mask_ptr + new_batch * num_tokens + new_token, mask=is_new, other=0) != 0)
-        seen = seen[None, :] & (batch[:, None] == new_batch[None, :])
+            visible = visible & (tl.load(new_mask_ptr + new_batch * num_tokens + new_token, mask=is_new, other=0) != 0)
+        visible = visible[None, :] & (batch[:, None] == new_batch[None, :])  # [16, 16]
         if protected_key_ptr is not None:
             slot = new - num_new
             is_slot = (slot >= 0) & (new < num_dense)
-            if apart:
+            if own_slots:
                 slot_batch = first_batch + slot // num_slots
                 slot = slot % num_slots
                 is_slot = is_slot & (slot_batch < batch_size)
             else:
                 slot_batch = context
-            slot_there = is_slot[:, None] & in_head[None, :]
+            slot_inside = is_slot[:, None] & in_head[None, :]
             slot_row = (slot_batch * num_heads + head).to(tl.int64) * num_slots + slot
-            keys = tl.where(there, keys, _dense(protected_key_ptr, HEAD_DIM, slot_row, d, slot_there).to(query.dtype))
-            slot_values = _dense(protected_value_ptr, HEAD_DIM, slot_row, d, slot_there).to(query.dtype)
-            values = tl.where(there, values, slot_values)
-            slot_seen = is_slot[None, :] & known[:, None]
-            if apart:
-                slot_seen = slot_seen & (batch[:, None] == slot_batch[None, :])
+            slot_keys = _load_rows(protected_key_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
+            keys = tl.where(new_inside, keys, slot_keys)
+            slot_values = _load_rows(protected_value_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
+            values = tl.where(new_inside, values, slot_values)
+            slot_visible = is_slot[None, :] & in_rows[:, None]
+            if own_slots:
+                slot_visible = slot_visible & (batch[:, None] == slot_batch[None, :])
             if protected_mask_ptr is not None:
-                slot_mask = protected_mask_ptr + batch[:, None] * num_slots + slot[None, :]
-                slot_seen = slot_seen & (tl.load(slot_mask, mask=slot_seen, other=0) != 0)
-            seen = seen | slot_seen
-        highest, total, sums = _joined(query, keys, values, seen, highest, total, sums, PRECISION)
+                mask_ptrs = protected_mask_ptr + batch[:, None] * num_slots + slot[None, :]
+                slot_visible = slot_visible & (tl.load(mask_ptrs, mask=slot_visible, other=0) != 0)
+            visible = visible | slot_visible
+        row_max, total, acc = _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION)
 
     row = batch * num_tokens + token if SHARED else token
     item = (context * num_heads + head) * tl.cdiv(num_rows, QUERIES) + row // QUERIES
-    count = ((item + 1) * blocks - 1) // share - item * blocks // share + 1
-    lane = i // ROWS
-    part = lane[:, None] + tl.arange(0, ROUNDS)[None, :] * lanes
-    is_part = known[:, None] & (part < count[:, None])
-    first_row = place * most_parts * num_rows + row
+    num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
+    copy = i // ROWS
+    part = copy[:, None] + tl.arange(0, ROUNDS)[None, :] * copies
+    is_part = in_rows[:, None] & (part < num_parts[:, None])
+    first_row = context_head * max_parts * num_rows + row
     part_row = first_row[:, None] + part * num_rows
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    part_highest = tl.load(highest_ptr + part_row, mask=is_part, other=LOWEST)
-    part_total = tl.load(total_ptr + part_row, mask=is_part, other=0.0)
-    peak = tl.maximum(highest, _highest_of_lanes(tl.max(part_highest, 1), ROWS))
-    keep = tl.exp2(highest - peak)
-    lane_total = tl.sum(tl.exp2(part_highest - peak[:, None]) * part_total, 1)
-    weighed = tl.zeros((OPERAND, VALUE_PLACES), tl.float32)
+    part_max = tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST)  # [16, ROUNDS]
+    part_total = tl.load(part_total_ptr + part_row, mask=is_part, other=0.0)
+    new_max = tl.maximum(row_max, _max_over_copies(tl.max(part_max, 1), ROWS))
+    rescale = tl.exp2(row_max - new_max)
+    copy_total = tl.sum(tl.exp2(part_max - new_max[:, None]) * part_total, 1)
+    part_acc = tl.zeros((MMA_ROWS, PADDED_VALUE_SIZE), tl.float32)
     for s in tl.static_range(ROUNDS):
-        part = s * lanes + lane
-        is_part = known & (part < count)
+        part = s * copies + copy
+        is_part = in_rows & (part < num_parts)
         part_row = first_row + part * num_rows
-        part_keep = tl.exp2(tl.load(highest_ptr + part_row, mask=is_part, other=LOWEST) - peak)
-        sums_at = partial_ptr + part_row[:, None] * VALUE_SIZE + component[None, :]
-        weighed += part_keep[:, None] * tl.load(sums_at, mask=is_part[:, None] & stored[None, :], other=0.0)
-    mapped = tl.dot(weighed, back, lane_total[:, None] * mean, input_precision=PRECISION)
-    sums = sums * keep[:, None] + _sum_of_lanes(mapped, ROWS)
-    total = total * keep + tl.sum(_sum_of_lanes(lane_total[:, None], ROWS), 1)
+        part_rescale = tl.exp2(tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST) - new_max)
+        acc_ptrs = part_acc_ptr + part_row[:, None] * VALUE_SIZE + component[None, :]
+        part_acc += part_rescale[:, None] * tl.load(acc_ptrs, mask=is_part[:, None] & in_values[None, :], other=0.0)
+    mapped = tl.dot(part_acc, value_map, copy_total[:, None] * mean, input_precision=PRECISION)
+    acc = acc * rescale[:, None] + _sum_over_copies(mapped, ROWS)
+    total = total * rescale + tl.sum(_sum_over_copies(copy_total[:, None], ROWS), 1)
 
-    result = sums / tl.maximum(total, _LEAST_TOTAL)[:, None]
+    output = acc / tl.maximum(total, _MIN_TOTAL)[:, None]
     output_row = ((batch.to(tl.int64) * num_tokens + token) * num_heads + head) * HEAD_DIM
     tl.store(
         output_ptr + output_row[:, None] + d[None, :],
-        result.to(output_ptr.dtype.element_ty),
-        mask=inside & (lane == 0)[:, None],
+        output.to(output_ptr.dtype.element_ty),
+        mask=inside & (copy == 0)[:, None],
     )

@@ -1,7 +1,7 @@
-"""Queries in the space of the stored keys. Imported only where kernels run; docs/kernels.md says why so.
+"""Queries in the space of the stored keys. Imported only where kernels run; docs/kernels.md gives the reasons.
 
-A query is scaled by a power of two, turned back by the first column of a block, and mapped. All of that is products:
-the keys' mean and what fields count too much are columns of one.
+A query is scaled by a power of two, rotated back by the first column of a block, and mapped. These steps are matrix
+products, and so is the bias of its scores: the keys' mean and the bias of their fields are columns of an operand.
 """
 
 from __future__ import annotations
@@ -9,35 +9,40 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from esm_turbo.ops.kernels.operands import places_of
-from esm_turbo.ops.kernels.products import dot, in_fours, oriented, zeros_of
+from esm_turbo.ops.kernels.operands import slab_of
+from esm_turbo.ops.kernels.products import as_lhs, dot, pairs_to_quads, slab_zeros
 
 
 @triton.jit
-def power_below(x):
-    """The largest that is not larger than x, 0 for x below the normal numbers: its exponent alone."""
+def floor_power_of_two(x):
+    """The largest power of two that is at most x: x with its mantissa cleared. 0 for subnormal x."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def scaled_queries(at, known, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
-    """Either half of queries at `at` [rows], divided by a power of two, [rows, HALF], and the powers.
+def load_scaled_queries(query_ptrs, in_rows, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, DTYPE: tl.constexpr):
+    """Both halves of queries divided by a power of two, [ROWS, HALF] each, and these powers, [ROWS].
 
-    Queries of any size fit half precision once divided by their largest component, and by a power of two none of them
-    is rounded.
+    Divided by a power of two near their largest component, queries of any magnitude fit half precision, and the
+    division rounds none of them.
+
+    Args:
+        query_ptrs: pointers to the queries' first components, [ROWS].
+        in_rows: which rows hold a query, [ROWS].
     """
     d = tl.arange(0, HALF)
-    inside = known[:, None] & (d < HEAD_DIM // 2)[None, :]
-    low = tl.load(at[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(at[:, None] + HEAD_DIM // 2 + d[None, :], mask=inside, other=0.0).to(tl.float32)
-    size = power_below(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
+    inside = in_rows[:, None] & (d < HEAD_DIM // 2)[None, :]
+    low = tl.load(query_ptrs[:, None] + d[None, :], mask=inside, other=0.0).to(tl.float32)  # [ROWS, HALF]
+    high = tl.load(query_ptrs[:, None] + HEAD_DIM // 2 + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    size = floor_power_of_two(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1))
     size = tl.where(size > 0, size, 1.0)
     inverse = (1.0 / size)[:, None]
     return (low * inverse).to(DTYPE), (high * inverse).to(DTYPE), size
 
 
 @triton.jit
-def mean_of(mean_ptr, residual_ptr, d, inside):
+def load_mean(mean_ptr, residual_ptr, d, inside):
+    """The keys' mean at components d, plus the context's mean residual where there is one."""
     mean = tl.load(mean_ptr + d, mask=inside, other=0.0)
     if residual_ptr is not None:
         mean += tl.load(residual_ptr + d, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +50,7 @@ def mean_of(mean_ptr, residual_ptr, d, inside):
 
 
 @triton.jit
-def in_two(x, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+def split_in_two(x, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """x [n] as the sum of two numbers of DTYPE, in the first two of PARTS columns, [n, PARTS]."""
     part = tl.arange(0, PARTS)[None, :]
     first = x.to(DTYPE)
@@ -54,49 +59,53 @@ def in_two(x, PARTS: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def maps_of(map_ptr, HALF: tl.constexpr, KEYS: tl.constexpr, KEY_SIZE: tl.constexpr):
-    """Of every key slab, the map of either half of a query, [size, HALF] each."""
+def load_query_maps(map_ptr, HALF: tl.constexpr, KEYS: tl.constexpr, KEY_SIZE: tl.constexpr):
+    """The maps of both halves of a query to every key slab, [size, HALF] each."""
     d = tl.arange(0, HALF)[None, :]
     maps = ()
     start = 0
     for i in tl.static_range(len(KEYS)):
-        here = map_ptr + (start + places_of(KEYS, i))[:, None] * HALF + d
-        maps = maps + (tl.load(here), tl.load(here + KEY_SIZE * HALF))
-        start += KEYS[i][4]
+        slab_ptr = map_ptr + (start + tl.arange(0, slab_of(KEYS, i).size))[:, None] * HALF + d
+        maps = maps + (tl.load(slab_ptr), tl.load(slab_ptr + KEY_SIZE * HALF))
+        start += slab_of(KEYS, i).size
     return maps
 
 
 @triton.jit
-def corrections_of(
-    correction_ptr,
+def load_field_biases(
+    bias_ptr,
     KEYS: tl.constexpr,
     KEY_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Of every key slab, what its fields count too much, in the first two of PARTS rows, [PARTS, size]."""
+    """The biases of the fields of every key slab, in the first two of PARTS rows, [PARTS, size] each.
+
+    The first row is minus the fp16 packing offset (1024), the second minus the field's midpoint.
+    """
     part = tl.arange(0, PARTS)[:, None]
-    corrections = ()
+    biases = ()
     start = 0
     for i in tl.static_range(len(KEYS)):
-        correction = tl.load(correction_ptr + part * KEY_SIZE + (start + places_of(KEYS, i))[None, :]).to(DTYPE)
+        column = start + tl.arange(0, slab_of(KEYS, i).size)
+        bias = tl.load(bias_ptr + part * KEY_SIZE + column[None, :]).to(DTYPE)
         if not ASM or tl.float16 != DTYPE:
-            # The first part is of fields that are masked into half precision.
-            correction = tl.where(part > 0, correction, 0.0)
+            # Only fields that are masked into half precision have an offset.
+            bias = tl.where(part > 0, bias, 0.0)
         if tl.float32 == DTYPE:
-            # Centred by a whole number they lack half of what a field counts by, not the middle of all.
-            correction /= 1 - 2 ** KEYS[i][0]
-        corrections = corrections + (correction,)
-        start += KEYS[i][4]
-    return corrections
+            # Centred fields, less 2^(bits - 1), are half a unit below their midpoint.
+            bias /= 1 - 2 ** slab_of(KEYS, i).bits
+        biases = biases + (bias,)
+        start += slab_of(KEYS, i).size
+    return biases
 
 
 @triton.jit
-def _turned(low, high, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """Either half of queries [rows, HALF], turned back by angles [rows or 1, HALF], in DTYPE.
+def _rotate_back(low, high, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
+    """Both halves of queries [ROWS, HALF] rotated by minus the angles [ROWS or 1, HALF], in DTYPE.
 
-    In half precision two numbers are turned at once, which rounds products as well as sums.
+    In half precision one instruction works on two numbers, and products are rounded as well as sums.
     """
     if ASM and tl.float16 == DTYPE:
         return tl.inline_asm_elementwise(
@@ -115,7 +124,7 @@ def _turned(low, high, cos, sin, DTYPE: tl.constexpr, ASM: tl.constexpr):
 
 
 @triton.jit
-def mapped_queries(
+def map_queries(
     low,
     high,
     block,
@@ -123,7 +132,7 @@ def mapped_queries(
     mean_low,
     mean_high,
     mean_scale,
-    corrections,
+    field_biases,
     angle_ptr,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -133,29 +142,41 @@ def mapped_queries(
     PRECISION: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Scaled queries in the space of the stored keys, each turned back by the first column of its block.
+    """Scaled queries in the space of the stored keys: T^-T R(-b) q, with the first column b of each query's block.
 
-    `block` is one for all, or [rows, 1]. Returns what all scores of a row lack, [rows]: the product with the keys'
-    mean, less what fields count too much; and for every key slab the mapped queries, [rows, size].
+    Args:
+        low: lower half of the scaled queries, [ROWS, HALF].
+        high: upper half.
+        block: one block for all rows, or [ROWS, 1].
+        maps: see `load_query_maps`.
+        mean_low: lower half of the keys' mean, see `split_in_two`.
+        mean_high: upper half.
+        mean_scale: by which the means were divided.
+        field_biases: see `load_field_biases`.
+        angle_ptr: cosines and sines of the blocks' first columns.
+
+    Returns:
+        The bias of each row's scores, [ROWS]: the product with the keys' mean plus that with the fields' biases. Then
+        the mapped queries of every key slab, [ROWS, size] each, as left operands of `dot_fields`.
     """
     rows: tl.constexpr = low.shape[0]
     if ROTATED:
         d = tl.arange(0, HALF)[None, :]
-        in_head = d < HEAD_DIM // 2
-        angles = angle_ptr + block * HEAD_DIM + d
-        cos = tl.load(angles, mask=in_head, other=0.0)
-        sin = tl.load(angles + HEAD_DIM // 2, mask=in_head, other=0.0)
-        low, high = _turned(low, high, cos, sin, DTYPE, ASM)
-    lacking = tl.zeros((rows, mean_low.shape[1]), tl.float32)
-    lacking = dot(low, mean_low, lacking, PRECISION)
-    lacking = dot(high, mean_high, lacking, PRECISION) * mean_scale
+        in_half = d < HEAD_DIM // 2
+        angle_ptrs = angle_ptr + block * HEAD_DIM + d
+        cos = tl.load(angle_ptrs, mask=in_half, other=0.0)  # [ROWS or 1, HALF]
+        sin = tl.load(angle_ptrs + HEAD_DIM // 2, mask=in_half, other=0.0)
+        low, high = _rotate_back(low, high, cos, sin, DTYPE, ASM)
+    bias = tl.zeros((rows, mean_low.shape[1]), tl.float32)
+    bias = dot(low, mean_low, bias, PRECISION)
+    bias = dot(high, mean_high, bias, PRECISION) * mean_scale
     low = low.to(maps[0].dtype)
     high = high.to(maps[0].dtype)
     queries = ()
     for i in tl.static_range(len(KEYS)):
-        mapped = dot(low, tl.trans(maps[2 * i]), zeros_of(KEYS, i, rows), PRECISION)
+        mapped = dot(low, tl.trans(maps[2 * i]), slab_zeros(slab_of(KEYS, i), rows), PRECISION)  # [ROWS, size]
         mapped = dot(high, tl.trans(maps[2 * i + 1]), mapped, PRECISION).to(DTYPE)
-        # Of the rounded queries, so that it cancels.
-        lacking = dot(mapped, tl.trans(corrections[i]), lacking, PRECISION)
-        queries = queries + (oriented(in_fours(mapped)),)
-    return (tl.sum(lacking, 1),) + queries
+        # With the rounded queries, so that the fields' biases cancel exactly.
+        bias = dot(mapped, tl.trans(field_biases[i]), bias, PRECISION)
+        queries = queries + (as_lhs(pairs_to_quads(mapped)),)
+    return (tl.sum(bias, 1),) + queries
