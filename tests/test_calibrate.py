@@ -1,4 +1,4 @@
-"""Calibration: moments and sample against Hugging Face's model, whatever the order and the batches; bad input."""
+"""The calibrator: independent of order, batches and padding, bounded in memory; bad input."""
 
 import copy
 import dataclasses
@@ -13,14 +13,20 @@ from torch import nn
 from transformers import BertConfig, BertModel, EsmModel
 
 from esm_turbo import KVCalibrator, TurboConfig, TurboEsmForMaskedLM
-from esm_turbo.calibrate import _hash_tokens
-from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
-from esm_turbo.model import collectors
-
-CLS, PAD, EOS, MASK = 0, 1, 2, 32
-STATES = ("keys", "values")
-KINDS = ("residues", "specials")
+from tests.helpers.calibration_cases import (
+    assert_same_moments,
+    assert_same_sample,
+    assert_same_sensitivity,
+    batch,
+    fitted,
+    linear_outputs,
+    offset_of,
+    positions_given_to,
+    statistics_of,
+    thirteen_proteins,
+)
+from tests.helpers.models import CLS, EOS, MASK, PAD
 
 
 @pytest.fixture(scope="module")
@@ -29,303 +35,8 @@ def model(tiny_esm):
 
 
 @pytest.fixture(scope="module")
-def proteins(random_proteins):
-    """Token ids of thirteen proteins, `<cls>` and `<eos>` included; the last is the third again."""
-    lengths = [14, 31, 8, 50, 22, 40, 9, 17, 61, 25, 12, 35]
-    ids, mask = random_proteins(lengths, seed=3, eos=True)
-    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-    return [*rows, rows[2]]
-
-
-def batch(rows):
-    """Rows of ids as `input_ids` and `attention_mask`, padded on the right."""
-    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=PAD)
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-    return ids, mask
-
-
-def fitted(model, batches, **options):
-    calibrator = KVCalibrator(model, **options)
-    for rows in batches:
-        calibrator.partial_fit(*batch(rows))
-    return calibrator
-
-
-def statistics_of(model, batches, **options):
-    return fitted(model, batches, **options).finalize(presets=()).statistics
-
-
-def positions_given_to(calibrator, ids, mask=None):
-    """What the encoder was told of positions during a `partial_fit`, [batch, n] and zero under padding."""
-    seen = []
-
-    def record(module, args, kwargs):
-        seen.append(next(a for a in [*args, *kwargs.values()] if torch.is_tensor(a) and not a.is_floating_point()))
-
-    handle = calibrator._encoder.rotary_embeddings.register_forward_pre_hook(record, with_kwargs=True)
-    calibrator.partial_fit(ids, mask)
-    handle.remove()
-    (packed,) = seen
-    positions = torch.zeros_like(ids)
-    positions[torch.ones_like(ids).bool() if mask is None else mask.bool()] = packed[0]
-    return positions.numpy()
-
-
-def offset_of(calibrator, row):
-    positions = positions_given_to(calibrator, row[None])
-    np.testing.assert_array_equal(positions[0], positions[0, 0] + np.arange(len(row)))
-    return int(positions[0, 0])
-
-
-def assert_same_moments(actual, expected, rtol):
-    """Means within rtol of a component's root mean square, second moments within rtol of two components'."""
-    for kind in KINDS:
-        for state in STATES:
-            a, b = getattr(getattr(actual, kind), state), getattr(getattr(expected, kind), state)
-            assert a.count == b.count
-            rms = np.sqrt(np.einsum("lhii->lhi", b.second_moment))
-            bound = rms[..., :, None] * rms[..., None, :]
-            assert (np.abs(a.mean - b.mean) <= rtol * rms).all(), (kind, state)
-            assert (np.abs(a.covariance - b.covariance) <= rtol * bound).all(), (kind, state)
-
-
-def assert_same_sensitivity(actual, expected, rtol):
-    """Every array within rtol of its largest entry; weights are square roots of small sums."""
-    actual, expected = actual.sensitivity, expected.sensitivity
-    assert actual.count == expected.count
-    for name in ("key_mean", "queries", "attention"):
-        assert_close(getattr(actual, name), getattr(expected, name), rtol)
-    for name in ("keys", "values"):
-        for part in ("count", "mean", "covariance"):
-            assert_close(getattr(getattr(actual, name), part), getattr(getattr(expected, name), part), rtol)
-
-
-def assert_close(actual, expected, rtol):
-    np.testing.assert_allclose(actual, expected, rtol=0, atol=rtol * np.abs(expected).max())
-
-
-def assert_same_sample(actual, expected):
-    """The same tokens in the same order; values may differ by one unit in bfloat16's last place."""
-    np.testing.assert_array_equal(actual.is_special, expected.is_special)
-    np.testing.assert_array_equal(actual.positions, expected.positions)
-    assert_close(actual.key_weights, expected.key_weights, 1e-3)
-    assert_close(actual.value_weights, expected.value_weights, 1e-3)
-    for state in ("keys", "values"):
-        np.testing.assert_allclose(getattr(actual, state), getattr(expected, state), rtol=2**-7, atol=1e-4)
-
-
-def linear_outputs(model, ids, mask):
-    """What every query, key and value projection of Hugging Face's model puts out, [3][layers, batch, n, H, D]."""
-    esm = getattr(model, "esm", model)
-    attentions = [layer.attention.self for layer in esm.encoder.layer]
-    outputs = [[], [], []]
-    handles = []
-    for attention in attentions:
-        for state, name in enumerate(("key", "query", "value")):
-            keep = outputs[state].append
-            handles.append(
-                getattr(attention, name).register_forward_hook(
-                    lambda m, args, out, keep=keep: keep(out.double().numpy())
-                )
-            )
-    with torch.no_grad():
-        esm(ids, mask)
-    for handle in handles:
-        handle.remove()
-    heads, head_dim = attentions[0].num_attention_heads, attentions[0].attention_head_size
-    return [np.stack(layers).reshape(len(attentions), *ids.shape, heads, head_dim) for layers in outputs]
-
-
-def rope(x, positions):
-    """Rotary embedding (Su et al. 2021) of x [layers, batch, n, H, D] at positions [batch, n]."""
-    half = x.shape[-1] // 2
-    angles = positions[..., None] * 10000.0 ** (-np.arange(half) / half)
-    cos, sin = (f(angles)[None, :, :, None, :] for f in (np.cos, np.sin))
-    first, second = x[..., :half], x[..., half:]
-    return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-
-
-def direct_tokens(model, ids, mask, positions):
-    """Keys and values, [layers, H, tokens, D], and which of the tokens are special."""
-    keys, _, values = linear_outputs(model, ids, mask)
-    keep = mask.numpy().astype(bool)
-    states = (rope(keys, positions), values)
-    special = np.isin(ids.numpy(), (CLS, EOS))[keep]
-    return [x[:, keep].transpose(0, 2, 1, 3) for x in states], special
-
-
-def assert_moments_are(moments, tokens, rtol):
-    count = tokens.shape[2]
-    mean = tokens.mean(axis=2)
-    centred = tokens - mean[:, :, None]
-    covariance = np.einsum("lhti,lhtj->lhij", centred, centred) / count
-    rms = np.sqrt(np.square(tokens).mean(axis=2))
-    assert moments.count == count
-    assert (np.abs(moments.mean - mean) <= rtol * rms).all()
-    assert (np.abs(moments.covariance - covariance) <= rtol * rms[..., :, None] * rms[..., None, :]).all()
-
-
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("head_dim", [16, 24])
-@pytest.mark.parametrize("max_positions", [1, 300, 1024])
-def test_moments_are_those_of_hugging_faces_projections(tiny_esm, proteins, head_dim, implementation, max_positions):
-    model = tiny_esm(head_dim=head_dim, heads=3, layers=2, attn_implementation=implementation)
-    ids, mask = batch(proteins)
-    calibrator = KVCalibrator(model, max_positions=max_positions, sample_size=10_000)
-    positions = positions_given_to(calibrator, ids, mask)
-    statistics = calibrator.finalize(presets=()).statistics
-    states, special = direct_tokens(model, ids, mask, positions)
-    # Angles near 1,000 rad are known to 6e-5 in float32.
-    for state, tokens in zip(STATES, states, strict=True):
-        assert_moments_are(getattr(statistics.residues, state), tokens[:, :, ~special], rtol=3e-4)
-        assert_moments_are(getattr(statistics.specials, state), tokens[:, :, special], rtol=3e-4)
-    # A sample that is large enough is all tokens, in an order of its own.
-    sample = statistics.sample
-    assert sample.is_special.sum() == special.sum() == 2 * len(proteins)
-    for mine, direct in zip((sample.keys, sample.values), states, strict=True):
-        assert mine.shape == direct.shape
-        np.testing.assert_allclose(
-            np.sort(mine, axis=2), np.sort(direct, axis=2), rtol=2**-8, atol=1e-3 * np.abs(direct).max()
-        )
-    for layer, module in enumerate(model.esm.encoder.layer):
-        weight = module.attention.output.dense.weight.detach().double().numpy()
-        for head in range(3):
-            columns = weight[:, head * head_dim : (head + 1) * head_dim]
-            np.testing.assert_allclose(statistics.output_gram[layer, head], columns.T @ columns, rtol=1e-5, atol=1e-6)
-
-
-def direct_sensitivity(model, ids, mask, positions, drawn):
-    """`Sensitivity` by its definition, one pair of tokens after another; the weights of all tokens of the batch.
-
-    In every row only the residues in `drawn` are queries; each represents an equal share of all residues.
-    """
-    raw = linear_outputs(model, ids, mask)
-    keys, queries = rope(raw[0], positions), rope(raw[1], positions) * raw[1].shape[-1] ** -0.5
-    values = raw[2]
-    layers, batch_size, width, heads, head_dim = keys.shape
-    output = [layer.attention.output.dense.weight.detach().double().numpy() for layer in model.esm.encoder.layer]
-    weights = np.zeros((2, layers, heads, batch_size, width))
-    found = {
-        "count": 0,
-        "queries": np.zeros((layers, heads, head_dim, head_dim)),
-        "attention": np.zeros((layers, heads)),
-    }
-    relative = rope(keys, -(positions // KEY_BLOCK) * KEY_BLOCK)
-    residue = mask.numpy().astype(bool) & ~np.isin(ids.numpy(), (CLS, EOS))
-    for layer, head, row in np.ndindex(layers, heads, batch_size):
-        n = int(mask[row].sum())
-        q, k, v = (x[layer, row, :n, head] for x in (queries, keys, values))
-        w = output[layer][:, head * head_dim : (head + 1) * head_dim]
-        scores = np.exp(q @ k.T)
-        attention = scores / scores.sum(axis=1, keepdims=True)
-        for j in np.flatnonzero(residue[row]):
-            block = np.full((1, 1), -(positions[row, j] // KEY_BLOCK) * KEY_BLOCK)
-            share = residue[row].sum() / len(drawn[row])
-            for i in drawn[row]:
-                if i == j:
-                    continue
-                squared = share * attention[i, j] ** 2
-                gain = squared * np.square(w @ (v[j] - attention[i] @ v)).sum()
-                turned = rope(q[i][None, None, None, None], block).ravel()
-                found["queries"][layer, head] += gain * np.outer(turned, turned)
-                found["attention"][layer, head] += squared
-                weights[:, layer, head, row, j] += gain, squared
-    count = int(residue.sum())
-    weights = np.sqrt(weights)
-    for name, x, weight in (("keys", relative, weights[0]), ("values", values, weights[1])):
-        x, weight = x.transpose(0, 3, 1, 2, 4)[:, :, residue], weight[:, :, residue]
-        total = weight.sum(axis=2)
-        share = (weight / total[..., None])[..., None]
-        mean = (share * x).sum(axis=2)
-        centred = x - mean[:, :, None]
-        found[name] = (total, mean, np.swapaxes(share * centred, 2, 3) @ centred)
-    found["key_mean"] = relative.transpose(0, 3, 1, 2, 4)[:, :, residue].mean(axis=2)
-    found |= {"count": count, "queries": found["queries"] / count, "attention": found["attention"] / count}
-    return found, weights[:, :, :, mask.numpy().astype(bool)]
-
-
-def drawn_queries(ids, mask):
-    """Indices of the residues drawn as queries, per row."""
-    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
-    residues = [~torch.isin(row, torch.tensor([CLS, EOS])) for row in rows]
-    return [collectors._draw_queries(x, _hash_tokens(row)).numpy() for x, row in zip(residues, rows, strict=True)]
-
-
-@pytest.mark.parametrize("stride", [1, collectors._RESIDUES_PER_QUERY])
-def test_sensitivities_are_what_they_say(tiny_esm, random_proteins, monkeypatch, stride):
-    monkeypatch.setattr(collectors, "_RESIDUES_PER_QUERY", stride)
-    model = tiny_esm(head_dim=16, heads=2, layers=2)
-    # The longest crosses a block's end wherever it begins.
-    ids, mask = random_proteins([70, 21, 9], seed=11, eos=True)
-    calibrator = KVCalibrator(model, sample_size=1000)
-    positions = positions_given_to(calibrator, ids, mask)
-    statistics = calibrator.finalize(presets=()).statistics
-    drawn = drawn_queries(ids, mask)
-    assert [len(chosen) for chosen in drawn] == [-(-n // stride) for n in (68, 19, 7)]
-    expected, weights = direct_sensitivity(model, ids, mask, positions, drawn)
-    mine = statistics.sensitivity
-    assert mine.count == expected["count"] == 94
-    for name in ("key_mean", "queries", "attention"):
-        assert_close(getattr(mine, name), expected[name], 1e-3)
-    for name in ("keys", "values"):
-        for part, direct in zip(("count", "mean", "covariance"), expected[name], strict=True):
-            assert_close(getattr(getattr(mine, name), part), direct, 1e-3)
-    # The sample is all tokens in an order of its own.
-    sample = statistics.sample
-    np.testing.assert_array_equal(np.sort(sample.positions), np.sort(positions[mask.numpy().astype(bool)]))
-    for sampled, direct in ((sample.key_weights, weights[0]), (sample.value_weights, weights[1])):
-        assert_close(np.sort(sampled, axis=2), np.sort(direct, axis=2), 1e-3)
-    np.testing.assert_allclose(statistics.inv_freq, 10000.0 ** (-np.arange(8) / 8), rtol=1e-6)
-
-
-def test_heads_one_at_a_time_give_the_same(model, proteins, monkeypatch):
-    together = statistics_of(model, [proteins])
-    monkeypatch.setattr(collectors, "_MAX_PAIRS", 1)
-    apart = statistics_of(model, [proteins])
-    assert_same_sensitivity(apart, together, rtol=1e-6)
-    assert_same_sample(apart.sample, together.sample)
-
-
-def test_queries_are_spread_evenly_and_depend_on_the_sequence_alone():
-    residues = torch.ones(107, dtype=torch.bool)
-    residues[[0, 40, 41, 106]] = False
-    # 103 residues in 13 stretches of 7 or 8.
-    stretches = np.split(np.flatnonzero(residues), np.arange(1, 13) * 103 // 13)
-    drawn = {seed: collectors._draw_queries(residues, seed) for seed in (0, 1, 2**64 - 1)}
-    for seed, chosen in drawn.items():
-        assert torch.equal(collectors._draw_queries(residues, seed), chosen)
-        for index, stretch in zip(chosen.tolist(), stretches, strict=True):
-            assert index in stretch
-    assert len({tuple(chosen.tolist()) for chosen in drawn.values()}) == 3
-
-
-def test_every_residue_is_equally_likely_to_be_a_query():
-    residues = torch.ones(3 * collectors._RESIDUES_PER_QUERY, dtype=torch.bool)
-    counts = sum(np.bincount(collectors._draw_queries(residues, seed), minlength=len(residues)) for seed in range(2000))
-    assert chisquare(counts).pvalue > 1e-3
-
-
-def test_proteins_without_residues_change_no_sensitivity(model, proteins):
-    empty = torch.tensor([CLS, EOS])
-    alone = statistics_of(model, [proteins[:3]])
-    among = statistics_of(model, [[proteins[0], empty, *proteins[1:3]], [empty]])
-    assert among.specials.keys.count == alone.specials.keys.count + 4
-    assert_same_sensitivity(among, alone, rtol=1e-5)
-
-
-def test_sampled_keys_stand_where_the_sample_says(tiny_esm, random_proteins):
-    """Rotated back by its position, a key of the first layer depends on its token alone."""
-    model = tiny_esm(head_dim=16, heads=2, layers=1)
-    ids, mask = random_proteins([80, 50], seed=2, eos=True)
-    assert set(ids[1].tolist()) - {PAD} <= set(ids[0].tolist())
-    sample = KVCalibrator(model).partial_fit(ids, mask).finalize(presets=()).statistics.sample
-    back = rope(sample.keys.transpose(0, 2, 1, 3)[:, None], -sample.positions[None])[0, 0]
-    raw, _, values = (x[0, 0] for x in linear_outputs(model, ids[:1], mask[:1]))
-    for key, value in zip(back, sample.values[0].transpose(1, 0, 2), strict=True):
-        # The first protein has every letter that the second has.
-        token = np.square(values - value).sum(axis=(1, 2)).argmin()
-        np.testing.assert_allclose(values[token], value, rtol=2**-7, atol=1e-2)
-        np.testing.assert_allclose(key, raw[token], rtol=0, atol=0.01 * np.abs(raw).max())
+def proteins():
+    return thirteen_proteins()
 
 
 def test_without_offsets_positions_are_hugging_faces(model, proteins):
@@ -474,10 +185,10 @@ def test_keys_cover_positions_that_no_protein_has(tiny_esm):
     shifted = KVCalibrator(model, sample_size=10_000).partial_fit(rows).finalize(presets=()).statistics.sample
     fixed = KVCalibrator(model, sample_size=10_000, max_positions=1).partial_fit(rows).finalize(presets=())
     pair = [3, 7]
-    turned = np.arctan2(*shifted.keys[0, 0][:, pair[::-1]].T)
+    rotated = np.arctan2(*shifted.keys[0, 0][:, pair[::-1]].T)
     still = np.arctan2(*fixed.statistics.sample.keys[0, 0][:, pair[::-1]].T)
     # Both samples have one order, that of priorities: the difference is the offset / 1000.
-    angle = np.mod(turned - still, 2 * np.pi)
+    angle = np.mod(rotated - still, 2 * np.pi)
     angle = np.where(angle > 5, angle - 2 * np.pi, angle)
     assert angle.min() > -0.02
     assert angle.max() == pytest.approx(1.01, abs=0.03)
