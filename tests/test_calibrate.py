@@ -327,7 +327,7 @@ def test_finalize_fits_the_presets_asked_for(model, proteins):
     assert one.nbytes == sum(t.numel() * t.element_size() for t in one.codec(custom).state.values())
 
 
-def test_provenance_says_where_it_comes_from(model, proteins):
+def test_provenance(model, proteins):
     calibration = fitted(model, [proteins], sample_size=77).finalize((), {"fasta": "x.fasta", "model": "mine"})
     record = calibration.provenance
     assert record["sequences"] == len(proteins)
@@ -338,7 +338,7 @@ def test_provenance_says_where_it_comes_from(model, proteins):
     assert calibration.geometry == Geometry(2, 2, 16)
 
 
-def test_model_is_left_as_it_was(tiny_esm, proteins):
+def test_model_is_not_changed(tiny_esm, proteins):
     model = tiny_esm(head_dim=16, heads=2, layers=2)
     model.train()
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}

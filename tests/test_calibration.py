@@ -100,7 +100,7 @@ def assert_same_statistics(one, other):
     np.testing.assert_array_equal(one.output_gram, other.output_gram)
 
 
-def test_what_is_saved_is_loaded_bit_for_bit(calibration, file, model):
+def test_saved_calibrations_load_bit_for_bit(calibration, file, model):
     loaded = Calibration.load(file, model=model)
     assert_same_statistics(loaded.statistics, calibration.statistics)
     np.testing.assert_array_equal(loaded.fingerprint, calibration.fingerprint)
@@ -152,7 +152,7 @@ def test_a_folder_stands_for_the_file_in_it(calibration, tmp_path):
     assert_same_statistics(Calibration.load(str(tmp_path / "new")).statistics, calibration.statistics)
 
 
-def test_presets_that_have_lost_their_name_still_load(calibration, file):
+def test_states_of_renamed_presets_still_load(calibration, file):
     def rename(tensors, metadata):
         metadata["presets"] = {"of old": metadata["presets"].pop("paper")}
         for name in [name for name in tensors if name.startswith("codec.paper.")]:

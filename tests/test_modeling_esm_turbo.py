@@ -147,7 +147,7 @@ def test_inputs_in_every_form(tiny_model: MakeModel) -> None:
     assert_same_output(ours(ids, mask, labels=labels, use_cache=True), hf(ids, mask, labels=labels))
 
 
-def test_training_works_as_ever(tiny_model: MakeModel) -> None:
+def test_gradients_equal_hugging_faces(tiny_model: MakeModel) -> None:
     hf, ours = make_esm().train(), tiny_model().train()
     ids, mask = random_ids([14, 9], masks=2)
     labels = torch.where(ids == MASK, 7, -100)
@@ -178,7 +178,7 @@ def test_use_cache_is_false_unless_asked_for(tiny_model: MakeModel) -> None:
 
 
 @torch.no_grad()
-def test_hidden_states_only_where_asked_for(tiny_model: MakeModel) -> None:
+def test_hidden_states_only_on_request(tiny_model: MakeModel) -> None:
     model = tiny_model(layers=3)
     ids, mask = random_ids([9, 5])
     output = model(ids, mask, use_cache=True)
@@ -249,7 +249,7 @@ def test_from_esm_shares_the_weights(tiny_model: MakeModel) -> None:
 
 
 @torch.no_grad()
-def test_from_esm_leaves_the_original_as_it_is() -> None:
+def test_from_esm_does_not_change_the_original() -> None:
     hf = make_esm(attn_implementation="eager").train()
     ids, mask = random_ids([9, 5], masks=1)
     types = {name: type(module) for name, module in hf.named_modules()}
@@ -267,7 +267,7 @@ def test_from_esm_leaves_the_original_as_it_is() -> None:
     assert torch.equal(hf(ids, mask).logits, before)
 
 
-def test_the_library_is_left_as_it_is(tiny_model: MakeModel) -> None:
+def test_transformers_is_not_patched(tiny_model: MakeModel) -> None:
     """Nothing of `transformers` is replaced: neither names, nor methods, nor registered attention functions."""
     functions = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
     tiny_model(preset=DEFAULT_PRESET)
@@ -293,7 +293,7 @@ def test_another_model_of_the_process_is_unaffected() -> None:
     assert torch.equal(hf(ids, mask).logits, before)
 
 
-def test_from_esm_of_what_is_not_esm2() -> None:
+def test_from_esm_refuses_other_architectures() -> None:
     with torch.device("meta"):
         learned = EsmForMaskedLM._from_config(make_config(position_embedding_type="absolute"))
     with pytest.raises(ValueError, match="ESM-2"):
@@ -345,7 +345,7 @@ def test_a_deep_copy(tiny_model: MakeModel) -> None:
 
 
 @torch.no_grad()
-def test_changed_weights_do_not_pass_for_the_old_ones(tiny_model: MakeModel) -> None:
+def test_a_cache_is_refused_after_the_weights_change(tiny_model: MakeModel) -> None:
     model = tiny_model()
     ids, mask = random_ids([9, 5])
     cache = model(ids, mask, use_cache=True).past_key_values
@@ -365,7 +365,7 @@ def cache(plain: TurboEsmForMaskedLM) -> TurboKVCache:
         return plain(*random_ids([9, 5]), use_cache=True).past_key_values
 
 
-def test_an_error_in_the_middle_leaves_the_cache_as_it_was(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
+def test_an_error_during_an_append_leaves_the_cache_unchanged(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
     """What is appended comes in at the end, for all layers at once."""
     handle = plain.esm.encoder.layer[1].register_forward_hook(lambda *_: 1 / 0)
     try:

@@ -1,4 +1,4 @@
-"""Checks of the inputs of a forward with a cache, and what follows from them: masks, token counts and positions."""
+"""Checks of the inputs of a forward with a cache, and the masks, counts and positions derived from them."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def test_ties():
     assert decoded.tolist() == [-6.5, -4.5, -0.5, 5.5, -7.5, 0.5, 6.5, -0.5]
 
 
-def test_values_beyond_the_levels_and_numbers_that_are_none():
+def test_values_outside_the_levels_and_non_finite_values():
     codec = handmade("keys_and_values")
     x = torch.tensor([1e30, -1e30, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 100.0]).view(1, 1, 1, 8)
     packed = codec.quantize(0, x, x)
@@ -233,7 +233,7 @@ def test_values_beyond_the_levels_and_numbers_that_are_none():
 
 
 @ablations
-def test_nan_crashes_nothing_and_stays_with_its_token(statistics, codec_of, config):
+def test_nan_affects_only_its_token(statistics, codec_of, config):
     stats = statistics[16]
     codec = codec_of(config, 16)
     keys, values = keys_and_values(stats, 0)
@@ -272,7 +272,7 @@ def test_bits_per_element_of_the_papers_variants(statistics):
 
 @all_head_dims
 @ablations
-def test_codes_are_those_of_the_slow_twin_bit_for_bit(statistics, codec_of, config, head_dim):
+def test_codes_equal_the_reference_bit_for_bit(statistics, codec_of, config, head_dim):
     stats = statistics[head_dim]
     codec = codec_of(config, head_dim)
     layer = 1
@@ -338,7 +338,7 @@ def test_tokens_are_encoded_one_by_one(statistics, codec_of, config):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 @ablations
-def test_inputs_of_any_dtype_are_taken_as_they_are(statistics, codec_of, config, dtype):
+def test_codes_do_not_depend_on_the_dtype_of_the_input(statistics, codec_of, config, dtype):
     stats = statistics[16]
     codec = codec_of(config, 16)
     keys, values = (x.to(dtype) for x in keys_and_values(stats, 0))

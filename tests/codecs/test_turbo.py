@@ -51,8 +51,8 @@ def fields_slowly(widths, size):
         for length in (16, 8, 4, 2, 1):
             if len(runs) // length % 2 == 1:
                 taken = [run for run in runs[:length] for _ in range(size)]
-                places = [(run * size + i % size, widths[run] % bits) for i, run in enumerate(taken)]
-                found.append((bits, places))
+                fields = [(run * size + i % size, widths[run] % bits) for i, run in enumerate(taken)]
+                found.append((bits, fields))
                 runs = runs[length:]
         assert not runs
     return found
@@ -61,13 +61,13 @@ def fields_slowly(widths, size):
 def read_slowly(widths, size, slabs_of_token, kind):
     """Components of one token and head, in steps, from its bytes by name; a slab that is missing was dropped."""
     components = [0.0] * (len(widths) * size)
-    for index, (bits, places) in enumerate(fields_slowly(widths, size)):
+    for index, (bits, fields) in enumerate(fields_slowly(widths, size)):
         stored = slabs_of_token.get(f"{kind}_{index}")
         if stored is None:
             continue
-        assert 8 * len(stored) == bits * len(places)
+        assert 8 * len(stored) == bits * len(fields)
         string = [byte >> i & 1 for byte in stored for i in range(8)]
-        for number, (component, lowest) in enumerate(places):
+        for number, (component, lowest) in enumerate(fields):
             field = sum(string[bits * number + i] << i for i in range(bits))
             components[component] += (field - (2**bits - 1) / 2) * 2**lowest
     return components
@@ -155,7 +155,7 @@ def test_golden_components():
         assert_reads_slowly(codec, 0, packed, kind, read(0, packed))
 
 
-def test_golden_components_without_the_planes():
+def test_golden_components_without_the_one_bit_slabs():
     """Runs of widths 7, 3 and 1 lose their lowest bit: -63 to 63 by twos, -3 to 3 by twos, and nothing."""
     codec, packed = golden()
     assert codec.refinements(0) == ["key_3", "key_4"]
@@ -184,8 +184,8 @@ def test_slabs_hold_every_bit_of_every_code_once(widths, size):
     ]
     assert expanded == fields_slowly(widths, size)
     bits = [0] * (len(widths) * size)
-    for field_bits, places in expanded:
-        for component, shift in places:
+    for field_bits, fields in expanded:
+        for component, shift in fields:
             field = 2**field_bits - 1 << shift
             assert not bits[component] & field
             bits[component] |= field
@@ -250,7 +250,7 @@ def test_any_widths_read_as_the_format_says(widths, seed):
         max_size=8,
     ),
 )
-def test_what_is_left_without_the_planes_is_a_code_of_one_bit_less(width, numbers):
+def test_dropping_the_one_bit_slabs_leaves_a_code_of_one_bit_less(width, numbers):
     """Of an odd width: the levels of the next smaller width, twice as far apart, the same rule at ties."""
     fine, coarse = literal_codec([width, 0], [8, 0]), literal_codec([width - width % 2, 0], [8, 0])
     x = torch.zeros(1, 1, 1, 16)
@@ -265,7 +265,7 @@ def test_what_is_left_without_the_planes_is_a_code_of_one_bit_less(width, number
     assert ((read - fine.dequantize_keys(0, packed)).abs()[..., :8] == 0.5 * (width % 2)).all()
 
 
-def test_planes_that_are_all_there_is_are_no_refinements():
+def test_one_bit_slabs_alone_are_not_refinements():
     codec = literal_codec([1, 1], [3, 1])
     assert codec.refinements(0) == ["value_1"]
     assert literal_codec([1, 0], [1, 1]).refinements(0) == []
@@ -347,16 +347,16 @@ def test_reads_what_the_format_says(statistics, codec_of, bits, head_dim):
 
 
 def possible_widths(num_runs, size, kind):
-    """Widths that do not rise and are not all zero; in heads of 64 components and more, of whole words and few places.
+    """Non-increasing widths, not all zero; in heads of 64 or more, of whole words and with few operand columns.
 
     A place is a component of a slab, or what a GPU adds to make 16 of them.
     """
     ways = []
     for widths in falling_widths(num_runs):
         found = fields_slowly(widths, size) if num_runs * size >= 64 else []
-        whole = all(bits * len(places) % 32 == 0 for bits, places in found)
-        places = sum(max(16, len(places)) for _, places in found)
-        if any(widths) and whole and places <= _MAX_OPERAND_COLUMNS[kind] * num_runs * size:
+        whole = all(bits * len(fields) % 32 == 0 for bits, fields in found)
+        columns = sum(max(16, len(fields)) for _, fields in found)
+        if any(widths) and whole and columns <= _MAX_OPERAND_COLUMNS[kind] * num_runs * size:
             ways.append(widths)
     return np.array(ways)
 
@@ -388,7 +388,7 @@ def costs_of(statistics):
 
 @pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
 @all_bits
-def test_shares_bits_out_as_no_other_way_is_better(statistics, codec_of, bits, head_dim):
+def test_no_other_bit_allocation_is_better(statistics, codec_of, bits, head_dim):
     """Against plain enumeration, layer by layer: two layers may have two profiles."""
     codec = codec_of(bits, head_dim)
     size = RUN_SIZES[head_dim]
@@ -546,7 +546,7 @@ def test_columns_count_from_zero_by_default(statistics, codec_of):
 
 @all_bits
 @pytest.mark.parametrize("head_dim", [16, 64])
-def test_residual_is_the_mean_of_what_was_left(statistics, codec_of, bits, head_dim):
+def test_row_residual_is_the_mean_quantisation_residual(statistics, codec_of, bits, head_dim):
     codec = codec_of(bits, head_dim)
     keys, values, columns = some_tokens(statistics[head_dim], 0, tokens=12)
     mapped = codec.transform(0, keys + 0.7, values - 0.3, columns)
@@ -574,7 +574,7 @@ def test_residual_is_the_mean_of_what_was_left(statistics, codec_of, bits, head_
 
 
 @all_bits
-def test_does_not_see_outlier_channels(statistics, bits):
+def test_is_invariant_to_outlier_channels(statistics, bits):
     """Key channels scaled by a and query channels by 1 / a, pair by pair: the same function, the same bytes."""
     stats = statistics[16]
     scale = np.ones(16)
@@ -604,7 +604,7 @@ def test_does_not_see_outlier_channels(statistics, bits):
 
 
 @all_bits
-def test_nan_crashes_nothing(statistics, codec_of, bits):
+def test_nan_affects_only_its_token(statistics, codec_of, bits):
     codec = codec_of(bits, 24)
     keys, values, columns = some_tokens(statistics[24], 0)
     expected = codec.quantize(0, *codec.transform(0, keys, values, columns))
@@ -639,7 +639,7 @@ def test_constant_and_zero_heads(bits):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_components_that_are_only_rounding_do_not_spoil_the_steps(head_dim):
+def test_components_of_pure_rounding_do_not_distort_the_steps(head_dim):
     """Values of a first layer have no more dimensions than there are residues; bfloat16 puts a little into all."""
     rng = np.random.default_rng(0)
     basis = rng.standard_normal((LAYERS, HEADS, 20, head_dim))

@@ -37,7 +37,7 @@ def statistics_of(model, batches, **options):
 
 
 def positions_given_to(calibrator, ids, mask=None):
-    """What the encoder was told of positions during a `partial_fit`, [batch, n] and zero under padding."""
+    """Positions passed to the encoder by `partial_fit`, [batch, n], zero under padding."""
     seen = []
 
     def record(module, args, kwargs):
@@ -96,7 +96,7 @@ def assert_same_sample(actual, expected):
 
 
 def linear_outputs(model, ids, mask):
-    """What every query, key and value projection of Hugging Face's model puts out, [3][layers, batch, n, H, D]."""
+    """Outputs of the key, query and value projections of Hugging Face's model, [3][layers, batch, n, H, D]."""
     esm = getattr(model, "esm", model)
     attentions = [layer.attention.self for layer in esm.encoder.layer]
     outputs = [[], [], []]

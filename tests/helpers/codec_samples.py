@@ -1,4 +1,4 @@
-"""Keys, values and statistics that tests of codecs share."""
+"""Keys, values and statistics for the tests of codecs."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ INV_FREQ = {d: 10000.0 ** (-np.arange(d // 2) / (d // 2)) for d in (8, 12, 16, 2
 
 
 def correlated(rng, tokens, head_dim, decay=0.12):
-    """Vectors [LAYERS, HEADS, tokens, head_dim]: variances that fall along random directions, a mean other than 0."""
+    """Vectors [LAYERS, HEADS, tokens, head_dim] with variances falling along random directions and a non-zero mean."""
     stack = (LAYERS, HEADS)
     mixing = np.linalg.qr(rng.standard_normal((*stack, head_dim, head_dim)))[0] * np.exp(-decay * np.arange(head_dim))
     mean = 0.5 * rng.standard_normal((*stack, 1, head_dim))
@@ -33,9 +33,9 @@ def as_bfloat16(x):
 
 
 def statistics_of(keys, values, is_special=None, queries=None, positions=None, bfloat16=True):
-    """Statistics whose sample is all there is: keys and values [layers, heads, tokens, head_dim].
+    """Statistics whose sample is all tokens: keys, values and queries [layers, heads, tokens, head_dim].
 
-    All tokens weigh the same, and so do all errors of a head's output; queries are of the keys' shape.
+    All tokens have the same weight, and so have all errors of a head's output.
     """
     if bfloat16:
         keys, values = as_bfloat16(keys), as_bfloat16(values)
@@ -111,7 +111,7 @@ def certain(codec, layer, keys, values):
 
 
 def mapped_query(codec, layer, query, block=0):
-    """The query against stored keys of one block, and what it adds to every score (a number or [B, H, n, 1])."""
+    """The query mapped for the stored keys of one block, and its score offset (a number or [B, H, n, 1])."""
     mapped, offset = codec.map_query(layer, query, block, 1)
     return mapped[:, :, 0], 0 if offset is None else offset[:, :, 0]
 

@@ -1,7 +1,7 @@
 """ESM-2 with frozen contexts, computed from the tensors of a checkpoint alone.
 
-Nothing of esm_turbo or transformers is used: plain functions of PyTorch, one protein at a time, in float64, written
-from the definitions in Lin et al. 2023 and in docs/math.md. The tests hold the package's extension against it.
+An independent reference for the package's extensions: plain PyTorch functions without esm_turbo or transformers, one
+protein at a time, in float64, following the definitions in Lin et al. 2023 and docs/math.md.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MASK = 32
 
 @dataclass(frozen=True)
 class FrozenRun:
-    """What one run computes.
+    """Results of one run.
 
     Attributes:
-        hidden_states: the input of every layer and the output of the last after its norm, [n, hidden] each.
-        logits: [n, vocabulary].
+        hidden_states: inputs of all layers, then the output of the last after its norm, [n, hidden] each.
+        logits: logits of the language-model head, [n, vocabulary].
         kv: keys after RoPE and values of every layer, [heads, n, head_dim] each.
     """
 
@@ -34,14 +34,14 @@ class FrozenRun:
 
 
 class FrozenEsm2:
-    """The model of a folder with `config.json` and `model.safetensors`."""
+    """Model read from a folder with `config.json` and `model.safetensors`."""
 
     def __init__(self, folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
         self.num_layers: int = config["num_hidden_layers"]
         self.heads: int = config["num_attention_heads"]
         self.eps: float = config["layer_norm_eps"]
-        # Older checkpoints call the parameters of a layer norm gamma and beta.
+        # Older checkpoints name the parameters of a layer norm gamma and beta.
         newer = {"gamma": "weight", "beta": "bias"}
         self.weights: dict[str, Tensor] = {}
         for name, tensor in load_file(folder / "model.safetensors").items():
@@ -57,13 +57,13 @@ class FrozenEsm2:
         total_masks: int,
         past: list[tuple[Tensor, Tensor]] | None = None,
     ) -> FrozenRun:
-        """Runs tokens that see each other and the frozen keys and values of a past.
+        """Run tokens that see each other and the frozen keys and values of a past.
 
         Args:
-            ids: of the tokens.
-            positions: of the tokens.
-            total_tokens: what token dropout counts: all tokens that are seen, past and new.
-            total_masks: masks among them.
+            ids: ids of the new tokens.
+            positions: positions of the new tokens.
+            total_tokens: number of visible tokens, past and new, for token dropout.
+            total_masks: number of masks among them.
             past: visible keys (after RoPE) and values of every layer, [heads, columns, head_dim] each.
         """
         token_ids = torch.tensor(ids)
@@ -94,7 +94,7 @@ class FrozenEsm2:
         return FrozenRun(hidden_states, logits, kv)
 
     def context(self, ids: list[int], total_tokens: int | None = None, total_masks: int | None = None) -> FrozenRun:
-        """Runs a context by itself, at positions 0, 1, 2, ..."""
+        """Run a context on its own, at positions 0, 1, 2, ..."""
         return self.run(
             ids,
             list(range(len(ids))),
@@ -111,7 +111,7 @@ class FrozenEsm2:
         positions: list[int] | None = None,
         hidden: tuple[int, ...] = (),
     ) -> FrozenRun:
-        """Runs new tokens that see a frozen context but for its columns `hidden`."""
+        """Run new tokens that see a frozen context except for its columns `hidden`."""
         seen = [column for column in range(len(context_ids)) if column not in hidden]
         ids = [context_ids[column] for column in seen] + new_ids
         return self.run(
@@ -134,7 +134,7 @@ class FrozenEsm2:
         return x.view(len(x), self.heads, -1).transpose(0, 1)
 
     def _rotate(self, layer: int, x: Tensor, positions: list[int]) -> Tensor:
-        """Turns component pairs (i, i + head_dim / 2) by position times frequency i."""
+        """Rotate component pairs (i, i + head_dim / 2) by position times frequency i."""
         frequencies = self.weights[f"esm.encoder.layer.{layer}.attention.self.rotary_embeddings.inv_freq"]
         angles = torch.tensor(positions, dtype=torch.float64)[:, None] * frequencies
         first, second = x.chunk(2, dim=-1)

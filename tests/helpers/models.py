@@ -22,7 +22,7 @@ CACHE_CONFIGS = {
 
 
 def make_config(*, head_dim: int = 16, heads: int = 4, layers: int = 2, **config: object) -> EsmConfig:
-    """An ESM-2 configuration, as published but for its sizes."""
+    """A published ESM-2 configuration with other sizes."""
     options: dict[str, object] = {
         "vocab_size": 33,
         "mask_token_id": MASK,
@@ -45,7 +45,7 @@ def make_config(*, head_dim: int = 16, heads: int = 4, layers: int = 2, **config
 
 
 def make_esm(*, seed: int = 0, attn_implementation: str = "sdpa", **config: object) -> EsmForMaskedLM:
-    """Hugging Face's model with weights large enough that attention is far from uniform, all of them random."""
+    """Hugging Face's model with random weights, large enough for attention to be far from uniform."""
     with torch.device("meta"):
         model = EsmForMaskedLM._from_config(make_config(**config), attn_implementation=attn_implementation)
     rotary = type(model.esm.rotary_embeddings)(model.config)
@@ -72,7 +72,7 @@ def make_calibration(model: EsmForMaskedLM, residues: int = 512) -> Calibration:
     """A calibration on random residues."""
     calibrator = KVCalibrator(model, sample_size=256)
     calibrator.partial_fit(random_ids([residues // 4] * 4, seed=7)[0])
-    # Each test fits the presets that it uses.
+    # Each test fits only the presets it uses.
     return calibrator.finalize(presets=[])
 
 
@@ -82,11 +82,11 @@ def random_ids(
     """Random proteins as `input_ids` and `attention_mask` [batch, longest], padded on the right.
 
     Args:
-        lengths: of each row, special tokens included.
-        seed: of the residues.
-        masks: how many residues of each row are `<mask>`.
-        cls: begin with `<cls>`.
-        eos: end with `<eos>`.
+        lengths: tokens per row, including special tokens.
+        seed: seed of the residues.
+        masks: number of residues per row that are `<mask>`.
+        cls: whether rows begin with `<cls>`.
+        eos: whether rows end with `<eos>`.
     """
     generator = torch.Generator().manual_seed(seed)
     shape = (len(lengths), max(lengths))

@@ -184,7 +184,7 @@ def test_layer_norms_of_older_checkpoints(tmp_path: Path) -> None:
 
 
 def test_a_weight_that_is_missing(tmp_path: Path) -> None:
-    """One of the encoder is an error, one of a head is reported: the silence above is not deafness."""
+    """A missing weight of the encoder is an error, one of a head is reported by transformers."""
     published_checkpoint("esm2_t6_8M_UR50D", tmp_path)
     state = load_file(tmp_path / "model.safetensors")
     weight = state.pop("esm.contact_head.regression.weight")
@@ -210,7 +210,7 @@ def test_a_checkpoint_without_frequencies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-def test_what_hugging_face_saves_is_read(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoints_saved_by_hugging_face(tmp_path: Path, dtype: torch.dtype) -> None:
     """Its newer versions write the frequencies under a key of their own making."""
     hf = make_esm()
     hf.esm.rotary_embeddings.inv_freq *= 1.01
@@ -284,7 +284,7 @@ def test_weights_that_are_not_finite(tiny_model: MakeModel, tmp_path: Path, valu
     ],
     ids=["ESM-1b", "ESM-1", "BERT", "nothing"],
 )
-def test_what_is_not_esm2_is_refused(tmp_path: Path, config: dict[str, object], message: str) -> None:
+def test_other_architectures_are_refused(tmp_path: Path, config: dict[str, object], message: str) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     for cls in (TurboEsmForMaskedLM, TurboEsmModel):
         with pytest.raises(ValueError, match=message):

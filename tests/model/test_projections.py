@@ -27,7 +27,7 @@ def extension(model):
 
 
 @pytest.mark.parametrize("preset", ["exact", "turbo3"])
-def test_the_same_comes_out_and_the_parameters_stay(tiny_model, preset):
+def test_fused_projections_change_neither_outputs_nor_parameters(tiny_model, preset):
     model = tiny_model(preset=preset)
     before, expected = values_of(model), extension(model)
     with fused_projections(model) as fused:
@@ -41,7 +41,7 @@ def test_the_same_comes_out_and_the_parameters_stay(tiny_model, preset):
 
 
 @torch.no_grad()
-def test_what_is_written_into_a_parameter_is_what_is_multiplied_with(tiny_model):
+def test_writes_into_a_parameter_are_seen(tiny_model):
     model = tiny_model()
     with fused_projections(model) as fused:
         attention = attentions(model)[0]
@@ -55,7 +55,7 @@ def test_what_is_written_into_a_parameter_is_what_is_multiplied_with(tiny_model)
     assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_they_are_laid_side_by_side_once(tiny_model):
+def test_parameters_move_once(tiny_model):
     model = tiny_model()
     before = values_of(model)
     with fused_projections(model) as first:
@@ -118,7 +118,7 @@ def test_adapters_on_plain_linear_layers_are_left_alone(tiny_model, how):
         assert (extension(model) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_nothing_stays_joined_after_an_error(tiny_model):
+def test_projections_are_separate_again_after_an_error(tiny_model):
     model = tiny_model()
     with pytest.raises(KeyError), fused_projections(model):
         raise KeyError

@@ -19,6 +19,6 @@ def test_norm_and_direction(seed: int, exponent: float, dim: int) -> None:
     torch.testing.assert_close(direction * norm.float(), x, rtol=2**-8, atol=0)
 
 
-def test_division_by_next_to_nothing():
+def test_division_by_tiny_numbers():
     divisor = torch.tensor([0.0, 1e-40, 2.0, -1.0])
     assert torch.equal(divide(torch.ones(4), divisor), torch.tensor([0.0, 0.0, 0.5, 0.0]))

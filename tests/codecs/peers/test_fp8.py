@@ -20,14 +20,14 @@ def test_fp8_is_hugging_faces_with_another_scale():
     assert relative_mse(x, values) == pytest.approx(0.0007, abs=0.0001)
 
 
-def test_fp8_cuts_off_what_is_too_large():
+def test_fp8_clips_large_numbers():
     codec = make_codec("fp8", 16)
     most = 448 * float(codec.state["key_scale"])
     keys, _ = decoded(codec, torch.tensor([1e6, -1e30]).repeat(8)[None, None, None].expand(1, 2, 1, 16))
     torch.testing.assert_close(keys[0, 0, 0, :2], torch.tensor([most, -most]))
 
 
-def test_fp8_of_nothing():
+def test_fp8_scale_of_zeros():
     """A sample of zeros has no largest number."""
     codec = make_codec("fp8", 16, channel_std=torch.zeros(16))
     assert float(codec.state["value_scale"]) == 1.0

@@ -10,7 +10,7 @@ from esm_turbo.config import TurboConfig
 from tests.helpers.peer_codecs import HEAD_DIMS, decoded, make_codec, normal, relative_mse
 
 
-def test_optional_presets_name_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_optional_presets_name_the_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     class Missing:
         def __init__(self, *args: object) -> None:
             raise ImportError("not here")

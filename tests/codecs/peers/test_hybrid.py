@@ -34,7 +34,7 @@ def make_distortion(bits: int) -> float:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_hybrid_serves_the_channels_that_vary_most(head_dim: int) -> None:
+def test_hybrid_gives_more_bits_to_channels_of_higher_variance(head_dim: int) -> None:
     std = torch.ones(head_dim)
     first = head_dim // 16 * 8
     loud = torch.randperm(head_dim, generator=torch.Generator().manual_seed(0))[:first]

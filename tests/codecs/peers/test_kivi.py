@@ -18,8 +18,8 @@ MakeModel = Callable[..., TurboEsmForMaskedLM]
 RandomProteins = Callable[..., tuple[Tensor, Tensor]]
 
 
-def test_kivi_keys_go_by_channel():
-    """An outlier channel costs the others nothing; one scale a token would."""
+def test_kivi_keys_are_scaled_per_channel():
+    """An outlier channel does not affect the others, as it would with one scale per token."""
     x = normal(1, 2, 100, 64)
     loud = x * torch.where(torch.arange(64) == 5, 1000.0, 1.0)
     quiet = torch.arange(64) != 5
@@ -66,7 +66,7 @@ def test_kivi_rows_do_not_depend_on_their_padding(tiny_model: MakeModel, random_
         assert float((keys[0] - keys[1]).abs().mean()) < 1e-3 * float(keys[1].abs().mean())
 
 
-def test_kivi_groups_leave_protected_tokens_out(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
+def test_kivi_groups_exclude_protected_tokens(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
     config = replace(PRESETS["kivi4"], protect_special_tokens=True)
     codec = codec_without_calibration(config, Geometry(1, 1, 16))
     x = normal(1, 1, 40, 16)
@@ -88,20 +88,20 @@ def test_kivi_refuses_to_append(tiny_model: MakeModel, random_proteins: RandomPr
     assert (cache.nbytes, cache.lengths.tolist()) == before
 
 
-def test_kivi_refuses_what_a_byte_cannot_count():
+def test_kivi_refuses_more_groups_than_a_byte_can_index():
     codec = make_codec("kivi2", 16, heads=1)
     x = torch.zeros(1, 1, 8193, 16)
     with pytest.raises(ValueError, match="at most 8192 tokens, got 8193"):
         codec.transform(0, x, x)
 
 
-def test_kivi_caches_of_different_lengths_join(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
+def test_kivi_caches_of_different_lengths_concatenate(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
     model = tiny_model(preset="kivi4")
     ids, mask = random_proteins([70, 20])
     with torch.no_grad():
         caches = [model(ids[row : row + 1, : int(mask[row].sum())], use_cache=True).past_key_values for row in (0, 1)]
-        joined = TurboKVCache.cat(caches)
+        combined = TurboKVCache.cat(caches)
         new = ids[:, 3:8]
         expected = torch.cat([model(new[row : row + 1], past_key_values=caches[row]).logits for row in (0, 1)])
-        output = model(new, past_key_values=joined).logits
+        output = model(new, past_key_values=combined).logits
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)

@@ -105,7 +105,7 @@ def test_bytes_counted_by_hand(preset: str, head_dim: int) -> None:
 
 
 def test_cache_counts_all_that_is_stored(tiny_model: MakeModel, random_proteins: RandomProteins) -> None:
-    """Four heads of 16, two layers: codes, norms, group bytes and rows, and one byte a token for its id."""
+    """Four heads of 16, two layers: codes, norms, group bytes and rows, and one byte per token for its id."""
     ids, _ = random_proteins([64])
     expected = {"turboquant3": 64 * (6 + 2) * 2, "kivi2": 64 * ((4 + 1) + (4 + 4)) + 2 * 16 * 4}
     for preset, head_bytes in expected.items():
@@ -158,7 +158,7 @@ def test_extreme_inputs_stay_finite(preset: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["large", "tiny"])
 @pytest.mark.parametrize("preset", sorted(set(APPENDABLE) - {"fp8"}))
-def test_scale_does_not_matter_where_a_token_has_its_own(preset: str, kind: str) -> None:
+def test_codecs_with_scales_per_token_are_scale_invariant(preset: str, kind: str) -> None:
     """1e9 and 1e-30 lose no more than 1 does; fp8's scale is the layer's."""
     x = normal(1, 2, 40, 64)
     codec = make_codec(preset, 64)
@@ -189,7 +189,7 @@ def test_head_sizes_that_do_not_fill_bytes(preset: str) -> None:
     ("codec", "bits"),
     [("turboquant", 7), ("turboquant_prod", 1), ("hybrid", 2), ("hybrid", 5), ("polarquant", 1), ("spectral", 2)],
 )
-def test_bits_that_a_codec_does_not_have(codec: str, bits: int) -> None:
+def test_unsupported_bits_are_refused(codec: str, bits: int) -> None:
     with pytest.raises(ValueError, match=rf"`bits` of codec '{codec}' must be one of \[.*\], got {bits}"):
         make_codec(TurboConfig(codec=codec, bits=bits), 64)
 
