@@ -845,46 +845,6 @@ def test_counts_are_kept_when_a_store_is_forgotten(compressed, tmp_path):
     assert store_info(tmp_path)["usage"]["host"] == 1
 
 
-# --- the command line
-
-
-def test_the_commands(tiny_folder, tmp_path, capsys, monkeypatch):
-    fasta, folder = tmp_path / "some.fasta", tmp_path / "store"
-    fasta.write_text(">a\nMKTAYIAK\n>b\nGSGS\n>c\nMK-T\n>d\nmktayiak\n")
-    command = ["store", str(fasta), str(folder), "--model", str(tiny_folder), "--preset", "exact"]
-    assert cli.run(command) == 1
-    captured = capsys.readouterr()
-    assert "record 'c': position 3 is '-'" in captured.err
-    assert captured.out.startswith(f"2 contexts computed; {folder} holds 2, ")
-    assert cli.run([*command, "--json", "-"]) == 1
-    result = json.loads(capsys.readouterr().out)
-    assert (result["computed"], result["contexts"]) == (0, 2)
-    assert result["failed"][0]["record"] == "c"
-    turbo = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
-    with ContextStore(folder) as store:
-        store.get_or_prefill(turbo, ["MKTAYIAK", "GSGS", "MMM"])
-    assert cli.run(["info", str(folder)]) == 0
-    shown = capsys.readouterr().out
-    for text in ("store of contexts", "tiny", "66.7 %", "exact"):
-        assert text in shown
-    assert cli.run(["info", str(folder), "--json", "-"]) == 0
-    info = json.loads(capsys.readouterr().out)
-    assert info["contexts"] == 3 and info["usage"]["hit_rates"]["disk"] == pytest.approx(2 / 3)
-    assert "memory" not in info
-    # Of another model: nothing is written.
-    before = entries(folder)
-    assert cli.run(["store", str(fasta), str(folder), "--preset", "exact"]) == 2
-    assert "holds contexts of" in capsys.readouterr().err
-    assert entries(folder) == before
-    monkeypatch.setattr(
-        artifacts, "save_file", lambda *a, **k: (_ for _ in ()).throw(OSError(errno.ENOSPC, "No space left on device"))
-    )
-    fasta.write_text(">e\nMKTAYIAKK\n")
-    assert cli.run(command) == 1
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.endswith("cannot be written (No space left on device)")
-
-
 # --- a device
 
 

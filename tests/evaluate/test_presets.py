@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.cli.app import run
 from esm_turbo.codecs import CODECS
 from esm_turbo.codecs.peers.hugging_face import QuantoCodec
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS
+from esm_turbo.config import OPTIONAL_PRESETS, PRESETS
 from esm_turbo.evaluate import Evaluation
 from esm_turbo.evaluate.presets import resolve_presets
 
@@ -109,28 +106,3 @@ def test_all_without_a_calibration_is_refused(
     bare = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
     with pytest.raises(ValueError, match="needs a calibration of this model"):
         bare.evaluate([SEQUENCE], "all", **OFF)
-
-
-def test_the_command_line_takes_all(tmp_path: Path, capsys: pytest.CaptureFixture[str], without_packages: None) -> None:
-    fasta = tmp_path / "some.fasta"
-    fasta.write_text(f">a\n{SEQUENCE}\n")
-    options = ["--preset", "all", "--extend-ks", "2", "--refresh-ws", "0", "--outlier-scales", "60",
-               "--outlier-proteins", "1", "--outlier-calibration-proteins", "2", "--device", "cpu"]  # fmt: skip
-    assert run(["evaluate", str(fasta), *options, "--json", str(tmp_path / "figures.json")]) == 0
-    printed = capsys.readouterr().out
-    figures = json.loads((tmp_path / "figures.json").read_text())
-    assert [preset["name"] for preset in figures["presets"]] == list(PRESETS)
-    assert (figures["outliers"]["proteins"], figures["outliers"]["calibration_proteins"]) == (1, 2)
-    for name in COMPARISON_PRESETS:
-        # Leave-one-out, extension; outliers and memory have the name alone.
-        assert printed.count(f"{name} - frozen") == 2
-    assert f"hqq2: {NOT_INSTALLED}" in printed
-
-
-def test_the_command_line_names_what_is_neither_a_preset_nor_all(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fasta = tmp_path / "some.fasta"
-    fasta.write_text(f">a\n{SEQUENCE}\n")
-    assert run(["evaluate", str(fasta), "--preset", "all", "everything"]) == 2
-    assert "got 'everything'" in capsys.readouterr().err

@@ -1,63 +1,27 @@
-"""`esm-turbo generate`, and `esm-turbo embed --window`: output, and errors for invalid input."""
+"""`esm-turbo generate`: output, and errors for invalid input."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
-import transformers.utils.logging as transformers_logging
 
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.cli import app as cli
-from esm_turbo.tasks.embedding.files import read_embedding, sequence_hash
-from tests.helpers.models import make_esm
+from esm_turbo import TurboEsm
 
 RECORDS = {"a": "MKTAYIAKQRQISFVKSHFSRQ", "b": "MKT", "c": "GSGSWKDLAEXPLLKRRVWTCACDEF"}
 
 
-@dataclass
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def error(self) -> str:
-        [line] = self.err.splitlines()
-        assert line.startswith("esm-turbo: error: ")
-        return line.removeprefix("esm-turbo: error: ")
-
-
 @pytest.fixture
-def esm(capsys: pytest.CaptureFixture[str], tiny_folder: Path) -> Callable[..., Result]:
-    """Runs a command in this process, on a small model of random weights."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+def esm(esm: Callable[..., Any], tiny_folder: Path) -> Callable[..., Any]:
+    """Runs a command on a small model of random weights."""
 
-    def run(*arguments: object) -> Result:
-        options = ["--model", tiny_folder, "--preset", "exact"] if len(arguments) > 1 else []
-        code = cli.run([str(argument) for argument in (*arguments, *options)])
-        return Result(code, *capsys.readouterr())
+    def run(*arguments: object) -> Any:
+        return esm(*arguments, "--model", tiny_folder, "--preset", "exact") if len(arguments) > 1 else esm(*arguments)
 
-    yield run
-    transformers_logging.set_verbosity(verbosity)
-    if bars:
-        transformers_logging.enable_progress_bar()
-
-
-@pytest.fixture(scope="module")
-def tiny_folder(turbo: TurboEsm, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    TurboEsm(TurboEsmForMaskedLM.from_esm(make_esm(), preset="exact"), turbo.tokenizer).save_pretrained(folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def tiny(tiny_folder: Path) -> TurboEsm:
-    return TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
+    return run
 
 
 @pytest.fixture
@@ -77,7 +41,7 @@ def read(text: str) -> dict[str, tuple[dict[str, str], str]]:
     return entries
 
 
-def test_append(esm: Callable[..., Result], fasta: Path, tiny: TurboEsm) -> None:
+def test_residues_are_appended(esm: Callable[..., Any], fasta: Path, tiny: TurboEsm) -> None:
     result = esm("generate", fasta, "--max-new-tokens", 4, "--num-return-sequences", 2, "--seed", 3)
     assert (result.code, result.err) == (0, "")
     entries = read(result.out)
@@ -86,7 +50,7 @@ def test_append(esm: Callable[..., Result], fasta: Path, tiny: TurboEsm) -> None
         given = RECORDS[name[0]]
         assert sequence.startswith(given)
         assert facts["positions"] == f"{len(given) + 1}-{len(given) + 4}"
-        # The header's seed makes the same again.
+        # The seed in the header reproduces the sequence.
         again = tiny.generate(given, max_new_tokens=4, seed=[int(facts["seed"])])
         assert again.sequences == [sequence]
         assert float(facts["mean_log_prob"]) == pytest.approx(sum(again.log_probs[0]) / 4, abs=2e-4)
@@ -94,7 +58,7 @@ def test_append(esm: Callable[..., Result], fasta: Path, tiny: TurboEsm) -> None
     assert esm("generate", fasta, "--max-new-tokens", 4, "--num-return-sequences", 2, "--seed", 4).out != result.out
 
 
-def test_replace_and_constrain(esm: Callable[..., Result], fasta: Path) -> None:
+def test_residues_are_replaced_within_constraints(esm: Callable[..., Any], fasta: Path) -> None:
     result = esm(
         "generate", fasta, "--positions", "1-2,3", "--allowed", "1=M", "2-3=AG", "--banned", "A", "--sweeps", 2,
         "--order", "confidence", "--json", "-",
@@ -109,7 +73,7 @@ def test_replace_and_constrain(esm: Callable[..., Result], fasta: Path) -> None:
         assert len(one["log_probs"]) == 3
 
 
-def test_out(esm: Callable[..., Result], fasta: Path, tmp_path: Path) -> None:
+def test_sequences_are_written_to_a_file(esm: Callable[..., Any], fasta: Path, tmp_path: Path) -> None:
     out = tmp_path / "new" / "out.fasta"
     result = esm("generate", fasta, "--max-new-tokens", 2, "--out", out)
     assert (result.code, result.out) == (0, f"3 sequences written to {out}\n")
@@ -117,10 +81,10 @@ def test_out(esm: Callable[..., Result], fasta: Path, tmp_path: Path) -> None:
     assert [path.name for path in out.parent.iterdir()] == ["out.fasta"]
 
 
-def test_bad_records_are_listed_and_the_others_done(esm: Callable[..., Result], fasta: Path) -> None:
+def test_bad_records_are_reported_and_the_others_used(esm: Callable[..., Any], fasta: Path) -> None:
     with fasta.open("a") as file:
         file.write(">d\nMK-T\n")
-    # b has three residues, and so no fifth one.
+    # b has three residues, thus no fifth one.
     result = esm("generate", fasta, "--positions", "2,5", "--json", "-")
     assert result.code == 1
     found = json.loads(result.out)
@@ -150,8 +114,8 @@ def test_bad_records_are_listed_and_the_others_done(esm: Callable[..., Result], 
         (["--max-new-tokens", 1, "--seed", -1], "`seed` must be an integer of at least 0"),
     ],
 )
-def test_wrong_arguments(
-    esm: Callable[..., Result], fasta: Path, tmp_path: Path, arguments: list[object], message: str
+def test_wrong_arguments_are_refused(
+    esm: Callable[..., Any], fasta: Path, tmp_path: Path, arguments: list[object], message: str
 ) -> None:
     result = esm("generate", fasta, "--out", tmp_path / "out.fasta", *arguments)
     assert result.code == 2
@@ -159,7 +123,7 @@ def test_wrong_arguments(
     assert [path.name for path in tmp_path.iterdir()] == ["in.fasta"]
 
 
-def test_nothing_usable(esm: Callable[..., Result], tmp_path: Path) -> None:
+def test_a_file_without_a_usable_record_is_refused(esm: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "bad.fasta"
     path.write_text(">a\nMK-T\n")
     result = esm("generate", path, "--max-new-tokens", 2)
@@ -171,20 +135,3 @@ def test_nothing_usable(esm: Callable[..., Result], tmp_path: Path) -> None:
     assert "nothing could be generated from any record" in result.err
     assert not (tmp_path / "out.fasta").exists()
     assert "no such file" in esm("generate", tmp_path / "absent", "--max-new-tokens", 2).err.lower()
-
-
-def test_embed_in_windows(esm: Callable[..., Result], tmp_path: Path, tiny: TurboEsm) -> None:
-    fasta, out = tmp_path / "in.fasta", tmp_path / "out"
-    sequences = {"long": "MKTAYIAKQRQISFVKSHFSRQ" * 5, "short": "MKTAYIAK"}
-    fasta.write_text("".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items()))
-    options = ["--window", 40, "--overlap", 8, "--memory", 20, "--format", "safetensors"]
-    assert esm("embed", fasta, out, *options).code == 0
-    expected = tiny.embed(list(sequences.values()), window=40, overlap=8, memory=20)
-    for sequence, embedding in zip(sequences.values(), expected, strict=True):
-        _, tensors = read_embedding(out / f"{sequence_hash(sequence)}.safetensors")
-        torch.testing.assert_close(tensors, embedding.tensors(), rtol=1e-4, atol=1e-5)
-    # It goes on with the same windows only.
-    assert "2 of 2 proteins embedded" in esm("embed", fasta, out, *options).out
-    assert "holds embeddings made with" in esm("embed", fasta, out, *options[2:], "--window", 41).error
-    assert "`overlap` must be smaller" in esm("embed", fasta, out, "--window", 4, "--overlap", 4).error
-    assert "no contacts" in esm("embed", fasta, tmp_path / "x", "--include", "contacts", "--window", 4).error

@@ -1,0 +1,83 @@
+"""`esm-turbo calibrate`: calibrations made, refused, and interrupted."""
+
+import gzip
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from esm_turbo import Calibration, TurboEsm
+from esm_turbo.proteins.fasta import sha256_file
+from tests.helpers.command_inputs import GOOD, SEQUENCES
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_calibrate(esm, fasta, tmp_path, tiny_folder):
+    out, summary = tmp_path / "new" / "c.safetensors", tmp_path / "summary.json"
+    result = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--toks_per_batch", "50", "--json", summary)
+    assert result.code == 0
+    assert not result.err
+    assert "alpha_beta" in result.out
+    assert "1-100" in result.out
+    assert str(out) in result.out.replace("\n", "")
+    record = Calibration.load(out).provenance
+    assert record["model"] == "tiny"
+    assert record["classes"] == {"alpha_beta": {"sequences": 3, "residues": sum(map(len, SEQUENCES.values()))}}
+    assert record["fasta"] == {"name": "good.fasta", "sha256": sha256_file(fasta)}
+    assert json.loads(summary.read_text())["provenance"] == record
+    turbo = TurboEsm.from_pretrained(tiny_folder, calibration=out)
+    assert turbo.prefill("MKTAY").bits_per_element < 16
+
+
+def test_calibrate_accepts_gzip_lower_case_stops_and_windows_line_ends(esm, tmp_path, tiny_folder):
+    path = tmp_path / "odd.fasta.gz"
+    path.write_bytes(gzip.compress(GOOD.lower().replace("\n", "*\r\n").replace("beta*", "beta").encode()))
+    result = esm("calibrate", path, "--model", tiny_folder, "--out", tmp_path / "c", "--json", "-")
+    assert result.code == 0, result.err
+    assert json.loads(result.out)["provenance"]["residues"] == sum(map(len, SEQUENCES.values()))
+
+
+def test_calibrate_replaces_a_calibration_of_another_model(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
+    folder = shutil.copytree(tiny_folder, tmp_path / "tuned")
+    shutil.copy(tiny_calibration(seed=1), folder / "calibration.safetensors")
+    out = folder / "calibration.safetensors"
+    assert "the weights are not this model's" in esm("evaluate", fasta, "--model", folder).error
+    assert esm("calibrate", fasta, "--model", folder, "--out", out).code == 0
+    assert TurboEsm.from_pretrained(folder).prefill("MKTAY").batch_size == 1
+
+
+def test_calibrate_refuses_too_few_residues(esm, tmp_path, tiny_folder):
+    path = tmp_path / "few.fasta"
+    path.write_text(">a\nMKT\n")
+    result = esm("calibrate", path, "--model", tiny_folder, "--out", tmp_path / "c")
+    assert result.code == 2
+    assert "fewer than a head has components (16)" in result.error
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_interrupted_calibration_leaves_the_old_file_or_none(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
+    """Killed over an old file, killed without one, and interrupted by Ctrl-C."""
+    outs = [tmp_path / name / "c.safetensors" for name in ("old", "new", "interrupted")]
+    outs[0].parent.mkdir()
+    shutil.copy(tiny_calibration(seed=0), outs[0])
+    before = outs[0].read_bytes()
+    jobs = [
+        {"signal": number, "arguments": ["calibrate", str(fasta), "--model", str(tiny_folder), "--out", str(out)]}
+        for number, out in zip((signal.SIGKILL, signal.SIGKILL, signal.SIGINT), outs, strict=True)
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    command = [sys.executable, "-m", "tests.helpers.interrupted_commands", tmp_path / "jobs.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=ROOT)
+    assert done.stdout.split() == [str(-signal.SIGKILL), str(-signal.SIGKILL), "130"]
+    assert done.stderr == "esm-turbo: interrupted\n"
+    assert outs[0].read_bytes() == before
+    assert not outs[1].exists()
+    assert list(outs[2].parent.iterdir()) == []
+    # The half-written files are not in the way.
+    for out in outs[:2]:
+        assert len(list(out.parent.glob(".*.tmp"))) == 1
+        assert esm("calibrate", fasta, "--model", tiny_folder, "--out", out).code == 0
+        assert Calibration.load(out).provenance["model"] == "tiny"

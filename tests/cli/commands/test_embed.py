@@ -1,0 +1,233 @@
+"""`esm-turbo embed`: files in every format, bad records, and runs that join or fail."""
+
+import json
+import sys
+
+import h5py
+import pytest
+import torch
+
+from esm_turbo import TurboEsm, TurboKVCache
+from esm_turbo.tasks.embedding.files import read_embedding, sequence_hash
+from tests.helpers.command_inputs import ONE_RECORD, SEQUENCES, WHOLE_FILE, files, index_of
+
+
+def assert_same(tensor, expected):
+    torch.testing.assert_close(torch.as_tensor(tensor), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_embed_pt(esm, fasta, tmp_path, tiny_folder, tiny):
+    out = tmp_path / "out"
+    result = esm(
+        "embed", fasta, out, "--model", tiny_folder, "--repr_layers", "-1", "0",
+        "--include", "mean", "per_tok", "bos", "contacts", "--toks_per_batch", "64",
+    )  # fmt: skip
+    assert (result.code, result.err) == (0, "")
+    assert "3 of 3 proteins embedded" in result.out
+    index = index_of(out)
+    expected = tiny.embed(list(SEQUENCES.values()), (2, 0), ("mean", "per_tok", "bos", "contacts"))
+    for (name, sequence), embedding in zip(SEQUENCES.items(), expected, strict=True):
+        assert index[name] == [str(len(sequence)), f"{sequence_hash(sequence)}.pt", ""]
+        saved = torch.load(out / index[name][1], weights_only=True)
+        assert list(saved) == [
+            "label", "representations", "mean_representations", "bos_representations", "contacts",
+        ]  # fmt: skip
+        assert saved["label"] == name
+        for layer in (0, 2):
+            assert_same(saved["representations"][layer], embedding.representations[layer])
+            assert_same(saved["mean_representations"][layer], embedding.mean_representations[layer])
+            assert_same(saved["bos_representations"][layer], embedding.bos_representations[layer])
+        assert_same(saved["contacts"], embedding.contacts)
+    # Nothing but these files: identifiers are no paths, and no temporary file is left.
+    assert len(files(tmp_path)) == 1 + 3 + 2
+
+
+def test_embed_safetensors_and_caches(esm, fasta, tmp_path, tiny_folder, tiny, tiny_calibration):
+    out = tmp_path / "out"
+    result = esm(
+        "embed", fasta, out, "--model", tiny_folder, "--format", "safetensors", "--include", "mean", "cache",
+        "--calibration", tiny_calibration(seed=0), "--preset", "paper",
+    )  # fmt: skip
+    assert (result.code, result.err) == (0, "")
+    turbo = TurboEsm.from_pretrained(tiny_folder, calibration=tiny_calibration(seed=0), preset="paper")
+    for name, (_, embedding_file, cache_file) in index_of(out).items():
+        metadata, tensors = read_embedding(out / embedding_file)
+        assert metadata == {"label": name, "residues": len(SEQUENCES[name])}
+        assert list(tensors) == ["mean_representations.2"]
+        assert_same(tensors["mean_representations.2"], tiny.embed(SEQUENCES[name])[0].mean_representations[2])
+        cache = TurboKVCache.load(out / cache_file, model=turbo.model)
+        assert cache.config.name == "paper"
+        assert cache.nbytes == turbo.prefill(SEQUENCES[name]).nbytes
+
+
+def test_embed_h5_in_the_layout_of_biotrainer(esm, fasta, tmp_path, tiny_folder, tiny):
+    out = tmp_path / "new" / "embeddings.h5"
+    with fasta.open("a") as file:
+        file.write(f">again\n{SEQUENCES['c']}\n")
+    arguments = ["embed", fasta, out, "--model", tiny_folder, "--format", "h5"]
+    assert esm(*arguments, "--include", "per_tok").code == 0
+    with h5py.File(out) as file:
+        assert len(file) == 3
+        by_id = {data.attrs["original_id"]: torch.tensor(data[:]) for data in file.values()}
+        assert list(file[sequence_hash(SEQUENCES["c"])].attrs["other_ids"]) == ["again"]
+    for name, sequence in SEQUENCES.items():
+        assert_same(by_id[name], tiny.embed(sequence)[0].representations[2])
+    # Several things of a protein form a group; they go into a file of their own.
+    several = ["--include", "mean", "per_tok", "--repr_layers", "0", "2"]
+    assert "holds embeddings made with" in esm(*arguments, *several).error
+    out = arguments[2] = out.with_name("several.h5")
+    assert esm(*arguments, *several).code == 0
+    with h5py.File(out) as file:
+        group = file[sequence_hash(SEQUENCES["b"])]
+        assert group.attrs["original_id"] == "b"
+        assert group["mean_representations/0"].shape == (64,)
+        assert group["representations/2"].shape == (len(SEQUENCES["b"]), 64)
+    assert sorted(p.name for p in out.parent.iterdir()) == ["embeddings.h5", "several.h5"]
+
+
+def test_a_missing_h5py_is_reported(esm, fasta, tmp_path, tiny_folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    result = esm("embed", fasta, tmp_path / "e.h5", "--model", tiny_folder, "--format", "h5")
+    assert result.code == 2
+    assert "pip install 'esm-turbo[h5]'" in result.error
+    assert not (tmp_path / "e.h5").exists()
+
+
+@pytest.mark.parametrize("unknown", ["X", "x"])
+def test_unknown_letters_are_replaced_on_request(esm, tmp_path, tiny_folder, unknown):
+    path = tmp_path / "j.fasta"
+    path.write_text(">d\nMKTAJ-LLVVAAKKRRSSTT\n")
+    arguments = ["embed", path, tmp_path / "out", "--model", tiny_folder, "--include", "per_tok"]
+    assert esm(*arguments).code == 2
+    assert esm(*arguments, "--unknown", unknown).code == 0
+    [file] = (tmp_path / "out").glob("*.pt")
+    assert file.stem == sequence_hash("MKTAXXLLVVAAKKRRSSTT")
+    assert esm(*arguments, "--unknown", "B").code == 2
+
+
+@pytest.mark.parametrize("case", ONE_RECORD)
+def test_good_records_are_embedded_and_bad_ones_reported(esm, tmp_path, tiny_folder, case):
+    text, message = ONE_RECORD[case]
+    path, out = tmp_path / "some.fasta", tmp_path / "out"
+    path.write_text(text)
+    result = esm("embed", path, out, "--model", tiny_folder, "--include", "mean", "--json", "-")
+    assert result.code == 1
+    assert message in result.error
+    assert set(index_of(out)) == set(SEQUENCES)
+    summary = json.loads(result.out)
+    assert summary["written"] == 3
+    assert len(summary["failed"]) == 1
+
+
+@pytest.mark.parametrize("case", WHOLE_FILE)
+def test_embed_refuses_a_file_that_is_not_fasta(esm, tmp_path, case):
+    text, message = WHOLE_FILE[case]
+    path = tmp_path / "bad.fasta"
+    path.write_text(text)
+    result = esm("embed", path, tmp_path / "out")
+    assert result.code == 2
+    assert message in result.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_truncation_and_long_proteins_warn_once(esm, tmp_path, tiny_folder):
+    path = tmp_path / "long.fasta"
+    path.write_text(">a\n" + "MKTAYIAKQR" * 103 + "\n>b\n" + "GSGSWKDLAE" * 104 + "\n>c\nMKT\n")
+    arguments = ["embed", path, "--model", tiny_folder, "--include", "per_tok"]
+    result = esm(*arguments[:2], tmp_path / "whole", *arguments[2:])
+    assert result.code == 0
+    [line] = result.err.splitlines()
+    assert line.startswith("esm-turbo: warning: 2 proteins of up to 1040 residues")
+    result = esm(*arguments[:2], tmp_path / "cut", *arguments[2:], "--truncation_seq_length", "50", "--json", "-")
+    assert result.code == 0
+    assert result.err == "esm-turbo: warning: 2 proteins truncated to 50 residues\n"
+    assert json.loads(result.out)["truncated"] == ["a", "b"]
+    lengths = {
+        name: len(torch.load(tmp_path / "cut" / file, weights_only=True)["representations"][2])
+        for name, (_, file, _) in index_of(tmp_path / "cut").items()
+    }
+    assert lengths == {"a": 50, "b": 50, "c": 3}
+
+
+def test_a_second_file_is_added_with_the_same_settings_only(esm, fasta, tmp_path, tiny_folder):
+    more = tmp_path / "more.fasta"
+    more.write_text(">d\nMMMMKKKK\n>c\nACDEFGHIKL\n")
+    out = tmp_path / "out"
+    assert esm("embed", fasta, out, "--model", tiny_folder, "--include", "mean").code == 0
+    assert esm("embed", more, out, "--model", tiny_folder, "--include", "mean").code == 0
+    index = index_of(out)
+    assert set(index) == {*SEQUENCES, "d"}
+    assert index["c"][1] == f"{sequence_hash('ACDEFGHIKL')}.pt"
+    before = files(out)
+    for change in (
+        ["--include", "per_tok"],
+        ["--include", "mean", "--repr_layers", "0"],
+        ["--include", "mean", "--dtype", "bfloat16"],
+        ["--include", "mean", "--format", "safetensors"],
+        ["--include", "mean", "--truncation_seq_length", "9"],
+    ):
+        result = esm("embed", more, out, "--model", tiny_folder, *change)
+        assert result.code == 2
+        assert "holds embeddings made with" in result.error
+        assert files(out) == before
+    result = esm("embed", more, out, "--include", "mean")
+    assert "made with model tiny, not esm2-mini" in result.error
+
+
+def test_a_non_finite_embedding_is_a_failed_record(esm, fasta, tmp_path, tiny_folder, monkeypatch):
+    from esm_turbo.tasks.embedding.embed import ProteinEmbedding
+
+    monkeypatch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != len(SEQUENCES["b"]))
+    result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "per_tok")
+    assert result.code == 1
+    assert "record 'b': its embedding is not finite" in result.error
+    assert set(index_of(tmp_path / "out")) == {"sp|P1/../x", "c"}
+    assert "2 of 3 proteins" in result.out
+
+
+@pytest.mark.parametrize("file_format", ["pt", "h5"])
+def test_files_written_before_a_failure_are_complete(esm, fasta, tmp_path, tiny_folder, monkeypatch, file_format):
+    from esm_turbo.tasks.embedding import embed as embedding
+
+    original, calls = embedding._embed_batch, []
+
+    def fail_later(*arguments):
+        calls.append(1)
+        if len(calls) == 3:
+            raise ValueError("out of luck")
+        return original(*arguments)
+
+    monkeypatch.setattr(embedding, "_embed_batch", fail_later)
+    out = tmp_path / "out"
+    result = esm(
+        "embed", fasta, out, "--model", tiny_folder, "--include", "mean", "--toks_per_batch", "1",
+        "--format", file_format,
+    )  # fmt: skip
+    assert result.code == 1
+    assert result.error == "out of luck"
+    if file_format == "h5":
+        # The file comes when it is whole; until then there is what it will be made of.
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".out.parts", "good.fasta"]
+        index = index_of(tmp_path / ".out.parts")
+        assert all(read_embedding(tmp_path / ".out.parts" / file) for _, file, _ in index.values())
+    else:
+        index = index_of(out)
+        assert all(torch.load(out / file, weights_only=True) for _, file, _ in index.values())
+    assert set(index) == {"sp|P1/../x", "b"}
+
+
+def test_embed_in_windows(esm, write, tmp_path, tiny_folder, tiny):
+    sequences = {"long": "MKTAYIAKQRQISFVKSHFSRQ" * 5, "short": "MKTAYIAK"}
+    fasta = write("in.fasta", "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items()))
+    out, model = tmp_path / "out", ["--model", tiny_folder, "--preset", "exact"]
+    options = ["--window", 40, "--overlap", 8, "--memory", 20, "--format", "safetensors", *model]
+    assert esm("embed", fasta, out, *options).code == 0
+    expected = tiny.embed(list(sequences.values()), window=40, overlap=8, memory=20)
+    for sequence, embedding in zip(sequences.values(), expected, strict=True):
+        _, tensors = read_embedding(out / f"{sequence_hash(sequence)}.safetensors")
+        torch.testing.assert_close(tensors, embedding.tensors(), rtol=1e-4, atol=1e-5)
+    # It continues with the same windows only.
+    assert "2 of 2 proteins embedded" in esm("embed", fasta, out, *options).out
+    assert "holds embeddings made with" in esm("embed", fasta, out, *options[2:], "--window", 41).error
+    assert "`overlap` must be smaller" in esm("embed", fasta, out, "--window", 4, "--overlap", 4, *model).error
+    assert "no contacts" in esm("embed", fasta, tmp_path / "x", "--include", "contacts", "--window", 4, *model).error

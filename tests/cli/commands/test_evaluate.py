@@ -1,0 +1,53 @@
+"""`esm-turbo evaluate`: named presets, all presets, and figures as JSON."""
+
+import json
+
+import pytest
+
+from esm_turbo.codecs.peers.hugging_face import QuantoCodec
+from esm_turbo.config import COMPARISON_PRESETS, PRESETS
+
+
+@pytest.fixture
+def without_packages(monkeypatch):
+    """As if neither quanto nor HQQ were installed."""
+
+    def missing(*_):
+        raise ValueError("codec 'quanto' needs optional packages") from ImportError("optimum.quanto")
+
+    monkeypatch.setattr(QuantoCodec, "_new_layer", missing)
+
+
+def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
+    arguments = ["evaluate", fasta, "--model", tiny_folder, "--calibration", tiny_calibration(seed=0),
+                 "--preset", "exact", "paper", "--max-proteins", "2", "--extend-ks", "4", "--refresh_ws", "0", "2",
+                 "--outlier-scales"]  # fmt: skip
+    result = esm(*arguments, "--json", tmp_path / "figures.json")
+    assert (result.code, result.err) == (0, "")
+    assert "paper" in result.out
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [preset["name"] for preset in figures["presets"]] == ["exact", "paper"]
+    assert figures["provenance"]["proteins"] == 2
+    assert figures["outliers"] is None
+    again = esm(*arguments, "--json", "-")
+    assert json.loads(again.out) == figures
+
+
+def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration, without_packages):
+    fasta = write("some.fasta", ">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
+    options = ["--preset", "all", "--extend-ks", "2", "--refresh-ws", "0", "--outlier-scales", "60",
+               "--outlier-proteins", "1", "--outlier-calibration-proteins", "2"]  # fmt: skip
+    model = ["--model", tiny_folder, "--calibration", tiny_calibration(seed=0)]
+    result = esm("evaluate", fasta, *options, *model, "--json", tmp_path / "figures.json")
+    assert result.code == 0
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert [preset["name"] for preset in figures["presets"]] == list(PRESETS)
+    assert (figures["outliers"]["proteins"], figures["outliers"]["calibration_proteins"]) == (1, 2)
+    for name in COMPARISON_PRESETS:
+        # Leave-one-out and extension; outliers and memory show the name alone.
+        assert result.out.count(f"{name} - frozen") == 2
+    assert "hqq2: not installed: pip install 'esm-turbo[compare]'" in result.out
+
+
+def test_an_unknown_preset_is_refused(esm, fasta):
+    assert "got 'everything'" in esm("evaluate", fasta, "--preset", "all", "everything").error

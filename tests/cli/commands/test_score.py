@@ -1,0 +1,175 @@
+"""`esm-turbo score`: scores, rankings, bad records, and wrong options."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+from esm_turbo.assets import evaluation_proteins
+from esm_turbo.files.csv_files import read_csv
+from esm_turbo.proteins.fasta import normalize_sequence, read_fasta_strict
+from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError, check_memory
+from esm_turbo.tasks.scoring.records import read_candidates
+
+TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
+OTHER = "GSWKDLAEPLLKRRVWTC"
+
+
+@pytest.fixture
+def targets(write):
+    return write("targets.fasta", f">one\n{TARGET}\n>two\n{OTHER}\n")
+
+
+@pytest.fixture
+def candidates(write):
+    return write("candidates.fasta", ">a\nACDEF\n>b\nWTC\n>c\nGGGSG\n")
+
+
+def test_scores_of_a_file_equal_those_in_python(esm_shared, turbo, targets, candidates, tmp_path):
+    out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
+    code, printed, err = esm_shared("score", targets, candidates, "--out", out, "--json", found)
+    assert (code, err) == (0, "")
+    assert "one, 33 residues" in printed and "pseudo-perplexity, turbo" in printed
+    expected = turbo.score(TARGET, ["ACDEF", "WTC", "GGGSG"])
+    [first, second] = json.loads(found.read_text())["results"]
+    assert (first["target"], second["residues"]) == ("one", len(OTHER))
+    assert first["arms"]["turbo"] == expected.to_dict()
+    assert [one["id"] for one in first["candidates"]] == ["a", "b", "c"]
+    rows = list(csv.DictReader(out.open()))
+    assert [row["target"] for row in rows] == ["one"] * 3 + ["two"] * 3
+    assert [row["candidate"] for row in rows[:3]] == ["abc"[i] for i in expected.ranking()]
+    assert [int(row["rank"]) for row in rows[:3]] == [1, 2, 3]
+    best = expected.scores[expected.ranking()[0]]
+    assert float(rows[0]["pseudo_perplexity"]) == best.pseudo_perplexity
+    assert float(rows[0]["pseudo_log_likelihood"]) == best.pseudo_log_likelihood
+
+
+def test_arms_are_compared_with_full(esm_shared, targets, candidates, tmp_path):
+    found = tmp_path / "scores.json"
+    code, printed, _ = esm_shared(
+        "score", targets, candidates, "--arm", "turbo", "frozen", "full", "--top-k", 2, "--json", found
+    )
+    assert code == 0
+    assert "agreement with full" in printed and "mean" in printed and "top 2 shared" in printed
+    [first, _] = json.loads(found.read_text())["results"]
+    assert set(first["agreement"]) == {"turbo", "frozen"}
+    assert first["agreement"]["frozen"]["count"] == 3
+    assert 0 < first["agreement"]["frozen"]["mean_difference"] < 0.2
+
+
+def test_a_csv_candidate_may_name_its_target(esm_shared, targets, write, tmp_path):
+    table = write("candidates.csv", "id,Sequence,target,note\na,ACDEF,one,x\n,wtc,two,\nb,GGGSG,,\n")
+    found = tmp_path / "scores.json"
+    code, _, err = esm_shared("score", targets, table, "--json", found)
+    assert (code, err) == (0, "")
+    first, second = json.loads(found.read_text())["results"]
+    assert [one["id"] for one in first["candidates"]] == ["a", "b"]
+    assert second["candidates"] == [{"id": "#2", "sequence": "WTC"}, {"id": "b", "sequence": "GGGSG"}]
+
+
+def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write, tmp_path):
+    targets = write("targets.fasta", f">one\n{TARGET}\n>bad\nMK1T\n")
+    table = write("candidates.csv", "id,sequence,target\na,ACDEF,\nb,,\nc,AC-D,\nd,WTC,three\n")
+    found = tmp_path / "scores.json"
+    code, _, err = esm_shared("score", targets, table, "--json", found)
+    assert code == 1
+    lines = err.splitlines()
+    assert lines == [
+        f"esm-turbo: error: {targets}, record 'bad': position 3 is '1', not one of the 25 residue codes (A to Z without"
+        " J); correct it, or replace it with X (--unknown X, in Python unknown='X')",
+        f"esm-turbo: error: {table}, record 'b (line 3)': holds no residues; give a sequence or remove the record",
+        f"esm-turbo: error: {table}, record 'c (line 4)': position 3 is '-', not one of the 25 residue codes (A to Z"
+        " without J); correct it, or replace it with X (--unknown X, in Python unknown='X')",
+        f"esm-turbo: error: {table}, record 'd (line 5)': there is no usable target 'three'; correct it, or leave it"
+        " empty",
+    ]
+    result = json.loads(found.read_text())
+    assert [one["record"] for one in result["failed"]] == ["bad", "b (line 3)", "c (line 4)", "d (line 5)"]
+    [only] = result["results"]
+    assert only["arms"]["turbo"] == turbo.score(TARGET, "ACDEF").to_dict()
+
+
+def test_a_target_that_does_not_fit_into_memory_is_reported(esm_shared, targets, candidates, monkeypatch, tmp_path):
+    def check(model, tokens, *, stored):
+        if tokens > len(TARGET):
+            raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9.0 GiB of memory")
+        check_memory(model, tokens, stored=stored)
+
+    monkeypatch.setattr("esm_turbo.tasks.common.arms.check_memory", check)
+    code, printed, err = esm_shared("score", targets, candidates)
+    assert code == 1
+    # <cls>, 33 residues, three masks and <eos>.
+    assert err == f"esm-turbo: error: {targets}, record 'one': 38 tokens at once need about 9.0 GiB of memory\n"
+    assert "two, 18 residues" in printed and "one, 33 residues" not in printed
+
+
+def test_memory_is_checked_on_the_device(esm_shared, targets, candidates, monkeypatch):
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
+    code, printed, err = esm_shared("score", targets, candidates)
+    assert (code, printed) == (1, "")
+    assert [line.split(": ")[2].rpartition("record ")[2] for line in err.splitlines()] == ["'one'", "'two'"]
+    assert err.count("0 MiB are free on cpu") == 2
+
+
+@pytest.mark.parametrize(
+    ("which", "text", "message"),
+    [
+        ("targets", "", "is empty"),
+        ("targets", ">a\nM1\n", "no usable record"),
+        ("candidates", "", "is empty"),
+        ("candidates", ">a\n\n>b\nA-\n", "no usable record"),
+        ("csv", "id,peptide\na,ACD\n", "lacks the column 'sequence'; there are 'id', 'peptide'"),
+        ("csv", "sequence\n", "holds no candidates; give at least one below the column names"),
+        ("csv", "", "is empty; its first line must name the columns"),
+    ],
+)
+def test_unusable_files_are_refused(esm_shared, targets, candidates, write, tmp_path, which, text, message):
+    path = write("bad.csv" if which == "csv" else "bad.fasta", text)
+    first, second = (path, candidates) if which == "targets" else (targets, path)
+    out = tmp_path / "scores.csv"
+    code, printed, err = esm_shared("score", first, second, "--out", out)
+    assert (code, printed) == (2, "")
+    assert err.splitlines()[-1].startswith(f"esm-turbo: error: {path}")
+    assert message in err.splitlines()[-1]
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--arm", "fast"], "--arm"),
+        (["--arm"], "--arm must name at least one arm"),
+        (["--place", "alone"], "--place"),
+        (["--refresh", "-1"], "--refresh must be at least 0, got -1"),
+        (["--top", "-1"], "--top must be at least 0, got -1"),
+        (["--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--toks-per-batch", "0"], "--toks-per-batch must be at least 1, got 0"),
+        (["--out", "."], "is a folder; name a file"),
+    ],
+)
+def test_wrong_options_are_refused(esm_shared, targets, candidates, options, message):
+    code, printed, err = esm_shared("score", targets, candidates, *options)
+    assert (code, printed) == (2, "")
+    assert len(err.splitlines()) == 1 and message in err
+
+
+def test_json_on_standard_output(esm_shared, targets, candidates):
+    code, printed, _ = esm_shared("score", targets, candidates, "--json", "-", "--place", "empty", "--refresh", 0)
+    first = json.loads(printed)["results"][0]["arms"]["turbo"]
+    assert (code, first["place"], first["refresh"]) == (0, "empty", 0)
+
+
+def test_the_shipped_targets_and_peptides_can_be_read():
+
+    folder = evaluation_proteins().parent
+    targets = read_fasta_strict(folder / "peptide_target_6pv9.fasta")
+    good, bad = read_candidates(folder / "peptide_targets_dev.csv", targets)
+    assert (len(good), bad) == (92, [])
+    receptors = [
+        row["Receptor Sequence"] for row in read_csv(folder / "peptide_targets_dev.csv", ["Receptor Sequence"])
+    ]
+    assert [normalize_sequence(one, name="receptor") for one in receptors] == receptors
+    assert targets[0].sequence in receptors

@@ -1,0 +1,86 @@
+"""The terminal: results for readers and for machines, messages, warnings, and progress."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+import logging
+import warnings
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from esm_turbo.cli import console
+from esm_turbo.cli.console import one_line, progress_bar, quiet, say, show, width, working
+from esm_turbo.files.text_tables import text_table
+from esm_turbo.proteins.limits import LongProteinWarning
+
+RESULT = {"a": [1, None], "b": "µ"}
+
+
+def test_a_message_is_one_line_on_standard_error(capsys: pytest.CaptureFixture[str]) -> None:
+    say("first\n  second")
+    assert capsys.readouterr() == ("", "esm-turbo: first second\n")
+    assert one_line(ValueError("a\tb\n")) == "a b"
+
+
+def test_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "result.json"
+    show("text", text_table("title", ["x"], [["1"]]), to_json=str(out), result=RESULT)
+    printed = capsys.readouterr().out
+    assert printed.startswith("text\n") and "title" in printed
+    assert json.loads(out.read_text(encoding="utf-8")) == RESULT
+
+
+def test_json_on_standard_output_is_printed_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    show("text", to_json="-", result=RESULT)
+    assert json.loads(capsys.readouterr().out) == RESULT
+
+
+def test_width_of_a_pipe_and_of_a_given_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert width() == 120
+    monkeypatch.setenv("COLUMNS", "77")
+    assert width() == 77
+
+
+def test_only_warnings_of_this_package_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    with quiet(debug=False):
+        warnings.warn("of a library", FutureWarning, stacklevel=1)
+        warnings.warn("long\nproteins", LongProteinWarning, stacklevel=1)
+        logging.getLogger("esm_turbo.store").warning("slow disk")
+        logging.getLogger("esm_turbo.store").info("calibrated")
+    assert capsys.readouterr().err.splitlines() == [
+        "esm-turbo: warning: long proteins",
+        "esm-turbo: warning: slow disk",
+        "esm-turbo: calibrated",
+    ]
+    assert not logging.getLogger("esm_turbo").handlers
+
+
+def test_debugging_shows_all_warnings() -> None:
+    with pytest.warns(FutureWarning, match="of a library"), quiet(debug=True):
+        warnings.warn("of a library", FutureWarning, stacklevel=1)
+
+
+def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("residues") as progress, working("loading"):
+        progress("embed", 1, 2)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, clock = io.StringIO(), itertools.count()
+    terminal = Console(file=shown, force_terminal=True, width=100, get_time=lambda: float(next(clock)))
+    monkeypatch.setattr(console, "Console", lambda **_: terminal)
+    with progress_bar("residues") as progress:
+        progress("calibrate", 0, 10)
+        progress("calibrate", 4, 10)
+        progress("calibrate", 10, 10)
+        progress("embed", 5, 20)
+    text = shown.getvalue()
+    assert "calibrate" in text and "10/10" in text
+    assert "embed" in text and "5/20" in text.replace(" ", "")
+    assert "residues/s" in text

@@ -1,0 +1,262 @@
+"""Inputs that commands check before their job: files, models, calibrations, and places to write."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.command_inputs import (
+    ONE_RECORD,
+    WHOLE_FILE,
+    altered,
+    files,
+    not_safetensors,
+    other_kind,
+    other_version,
+    truncated,
+)
+
+
+@pytest.mark.parametrize("case", [*WHOLE_FILE, *ONE_RECORD])
+@pytest.mark.parametrize("command", ["calibrate", "evaluate"])
+def test_a_file_with_a_bad_record_is_refused(esm, tmp_path, command, case):
+    text, message = (WHOLE_FILE | ONE_RECORD)[case]
+    path = tmp_path / "bad.fasta"
+    path.write_text(text)
+    out = tmp_path / "old.safetensors"
+    out.write_text("what was there before")
+    before = files(tmp_path)
+    where = ["--out", out] if command == "calibrate" else ["--json", out]
+    result = esm(command, path, *where)
+    assert result.code == 2
+    assert message in result.error
+    assert str(path) in result.error
+    assert not result.out
+    assert files(tmp_path) == before
+
+
+def test_a_file_without_a_good_record_is_refused(esm, tmp_path):
+    path = tmp_path / "bad.fasta"
+    path.write_text(">a\nMKJ\n>b\n\n")
+    result = esm("embed", path, tmp_path / "out")
+    assert result.code == 2
+    lines = result.err.splitlines()
+    assert "record 'a': position 3" in lines[0]
+    assert "record 'b'" in lines[1]
+    assert "no usable record" in lines[2]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["below a file", "a folder"])
+@pytest.mark.parametrize("command", ["calibrate", "embed", "json"])
+def test_an_output_that_cannot_be_written_is_refused(esm, fasta, tmp_path, tiny_folder, command, place):
+    target = fasta / "below" if place == "below a file" else tmp_path / "folder"
+    if place == "a folder":
+        (target / "index.tsv").mkdir(parents=True)
+    arguments = {
+        "calibrate": ["calibrate", fasta, "--model", tiny_folder, "--out", target],
+        "embed": ["embed", fasta, target, "--model", tiny_folder],
+        "json": ["info", tiny_folder, "--json", target],
+    }[command]
+    before = files(tmp_path)
+    result = esm(*arguments)
+    assert result.code == 2
+    assert str(target) in result.error
+    assert ("not a folder" if place == "below a file" else "is a folder") in result.error
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["calibrate", "IN", "--out", "IN"],
+        ["embed", "IN", "embeddings", "--json", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--out", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--json", "LINK"],
+        ["store", "IN", "contexts", "--json", "IN"],
+        ["evaluate", "IN", "--json", "IN"],
+        ["score", "IN", "IN", "--out", "IN"],
+        ["variants", "IN", "--out", "LINK"],
+        ["info", "IN", "--json", "IN"],
+        ["generate", "IN", "--max-new-tokens", "1", "--out", "new", "--json", "new"],
+    ],
+    ids=" ".join,
+)
+def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    path = fasta
+    before = path.read_bytes()
+    (tmp_path / "link").symlink_to(path)
+    result = esm(*({"IN": path, "LINK": "link"}.get(word, word) for word in command))
+    assert (result.code, result.out) == (2, "")
+    assert "is an input of this command" in result.error or "is named for two outputs" in result.error
+    assert path.read_bytes() == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
+
+
+def test_a_device_may_be_named_for_two_outputs(esm, fasta, tmp_path, tiny_folder):
+    options = ["--max-new-tokens", "1", "--model", tiny_folder, "--preset", "exact"]
+    assert esm("generate", fasta, *options, "--out", os.devnull, "--json", os.devnull).code == 0
+
+
+def config_of(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def bert(folder):
+    config_of(folder, model_type="bert", architectures=["BertForMaskedLM"])
+
+
+def esm1b(folder):
+    config_of(folder, position_embedding_type="absolute")
+
+
+def esmfold(folder):
+    config_of(folder, is_folding_model=True)
+
+
+def no_weights(folder):
+    (folder / "model.safetensors").unlink()
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def broken_config(folder):
+    (folder / "config.json").write_text("{")
+
+
+def truncated_weights(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:2000])
+
+
+def other_weights(folder):
+    save_file({"bert.encoder.weight": torch.zeros(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def nan_weights(folder):
+    weights = load_file(folder / "model.safetensors")
+    name = "esm.encoder.layer.1.attention.self.key.weight"
+    weights[name][3, 4] = float("nan")
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (bert, "not ESM-2 but model type 'bert'"),
+        (esm1b, "not ESM-2 but an ESM model with absolute positions"),
+        (esmfold, "folding"),
+        (no_weights, "not a complete checkpoint"),
+        (no_config, "not a complete checkpoint"),
+        (broken_config, "not a complete checkpoint"),
+        (truncated_weights, "the weights are damaged"),
+        (other_weights, "weights of the encoder, such as esm.embeddings.word_embeddings.weight"),
+        (nan_weights, "esm.encoder.layer.1.attention.self.key.weight holds NaN or infinity"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_an_unusable_model_is_refused(esm, fasta, tmp_path, tiny_folder, damage, message):
+    folder = shutil.copytree(tiny_folder, tmp_path / "damaged")
+    damage(folder)
+    result = esm("calibrate", fasta, "--model", folder, "--out", tmp_path / "c")
+    assert result.code == 2
+    assert message in result.error
+    assert not (tmp_path / "c").exists()
+    result = esm("embed", fasta, tmp_path / "out", "--model", folder)
+    assert result.code == 2
+    assert message in result.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["calibrate", "embed", "evaluate", "info"])
+def test_a_hub_model_without_a_network_fails_quickly(esm, fasta, tmp_path, command):
+    model = "facebook/esm2_t6_8M_UR50D"
+    arguments = {
+        "calibrate": [fasta, "--model", model, "--out", tmp_path / "c"],
+        "embed": [fasta, tmp_path / "out", "--model", model],
+        "evaluate": [fasta, "--model", model],
+        "info": [model],
+    }[command]
+    start = time.monotonic()
+    result = esm(command, *arguments)
+    assert result.code == 2
+    assert f"cannot load '{model}'" in result.error
+    assert "give a local folder" in result.error
+    # The hub's client alone would try for more than twenty seconds.
+    assert time.monotonic() - start < 15
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["good.fasta"]
+
+
+def test_an_unknown_device_is_refused(esm, fasta, tmp_path):
+    result = esm("calibrate", fasta, "--out", tmp_path / "c", "--device", "warp")
+    assert result.code == 2
+    assert "device 'warp' cannot be used here" in result.error
+
+
+def test_a_missing_calibration_is_reported(esm, fasta, tmp_path, tiny_folder):
+    for arguments in (
+        ["embed", fasta, tmp_path / "out", "--include", "cache"],
+        ["evaluate", fasta, "--preset", "paper"],
+    ):
+        result = esm(*arguments, "--model", tiny_folder)
+        assert result.code == 2
+        assert "esm-turbo calibrate" in result.error
+    result = esm("evaluate", fasta, "--model", tiny_folder, "--calibration", tmp_path / "absent.safetensors")
+    assert result.code == 2
+    assert "absent.safetensors" in result.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, "damaged"),
+        (altered, "does not match its checksum"),
+        (other_version, "format version 99"),
+        (other_kind, "not an esm_turbo calibration"),
+        (not_safetensors, "not a safetensors file"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_damaged_calibration_is_refused(esm, fasta, tmp_path, tiny_folder, tiny_calibration, damage, message):
+    path = Path(shutil.copy(tiny_calibration(seed=0), tmp_path / "c.safetensors"))
+    damage(path)
+    before = files(tmp_path)
+    for arguments in (
+        ["embed", fasta, tmp_path / "out", "--include", "cache"],
+        ["evaluate", fasta, "--preset", "paper"],
+    ):
+        result = esm(*arguments, "--model", tiny_folder, "--calibration", path)
+        assert result.code == 2
+        assert message in result.error
+        assert "c.safetensors" in result.error
+    result = esm("info", path)
+    assert result.code == 2
+    assert "c.safetensors" in result.error
+    assert files(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [({"seed": 1}, "the weights are not this model's"), ({"layers": 3}, "3 layers x 4 heads x 16")],
+    ids=["another model", "another geometry"],
+)
+def test_a_calibration_of_another_model_is_refused(
+    esm, fasta, tmp_path, tiny_folder, tiny_calibration, config, message
+):
+    result = esm(
+        "embed", fasta, tmp_path / "out", "--include", "cache", "--model", tiny_folder,
+        "--calibration", tiny_calibration(**config),
+    )  # fmt: skip
+    assert result.code == 2
+    assert message in result.error
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,126 @@
+"""The options of every command: names, defaults, and help."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from esm_turbo.cli.app import app
+
+MODEL = {"--model": None, "--device": None, "--dtype": None}
+CALIBRATED = MODEL | {"--calibration": None}
+CACHES = CALIBRATED | {"--preset": "turbo3"}
+FILES = {"--unknown": None, "--json": None}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "demo": {"--device": None, "--json": None},
+    "calibrate": FILES | MODEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
+    "embed": FILES
+    | CACHES
+    | {
+        "--repr-layers": (-1,),
+        "--include": ("mean", "per_tok"),
+        "--toks-per-batch": 4096,
+        "--truncation-seq-length": None,
+        "--window": None,
+        "--overlap": None,
+        "--memory": None,
+        "--format": "pt",
+    },
+    "generate": FILES
+    | CACHES
+    | {
+        "--max-new-tokens": None,
+        "--positions": None,
+        "--order": None,
+        "--per-step": 1,
+        "--sweeps": 1,
+        "--num-return-sequences": 1,
+        "--temperature": 1.0,
+        "--top-k": None,
+        "--top-p": 1.0,
+        "--allowed": (),
+        "--banned": "",
+        "--seed": 0,
+        "--refresh": None,
+        "--refresh-every": None,
+        "--toks-per-batch": 4096,
+        "--out": None,
+    },
+    "store": FILES | CACHES | {"--toks-per-batch": 4096},
+    "evaluate": FILES
+    | CALIBRATED
+    | {
+        "--preset": ("exact", "turbo3"),
+        "--max-proteins": None,
+        "--extend-ks": (1, 8, 32),
+        "--refresh-ws": (0, 8, 32),
+        "--outlier-scales": (1, 10, 60, 200),
+        "--outlier-proteins": 8,
+        "--outlier-calibration-proteins": 60,
+        "--backend": "auto",
+    },
+    "score": FILES
+    | CACHES
+    | {
+        "--arm": ("turbo",),
+        "--refresh": 8,
+        "--place": "masked",
+        "--top": 10,
+        "--top-k": 10,
+        "--toks-per-batch": None,
+        "--out": None,
+        "--backend": "auto",
+    },
+    "variants": FILES
+    | CACHES
+    | {
+        "--method": "masked",
+        "--arm": ("turbo",),
+        "--refresh": 8,
+        "--first-position": 1,
+        "--measured": None,
+        "--top": 10,
+        "--toks-per-batch": None,
+        "--out": None,
+        "--backend": "auto",
+    },
+    "info": {"--calibration": None, "--length": 1024, "--batch": 1, "--json": None},
+}
+
+
+def texts_of(help_page: str) -> dict[str, str]:
+    """Types and texts of options by name."""
+    rows = [line.strip("│* ") for line in help_page.splitlines()]
+    return dict(row.split(maxsplit=1) for row in rows if row.startswith("--"))
+
+
+def test_every_command_is_listed() -> None:
+    assert {name for name in app if not name.startswith("-")} == set(OPTIONS)
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_names_and_defaults(command: str) -> None:
+    arguments = [one for one in app[command].assemble_argument_collection() if one.name.startswith("--")]
+    found = {one.name: ... if one.required else one.field_info.default for one in arguments}
+    assert found == OPTIONS[command]
+
+
+@pytest.mark.parametrize("command", OPTIONS)
+def test_help_shows_every_option_with_a_text(command: str, esm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    result = esm(command, "--help")
+    assert result.code == 0
+    texts = texts_of(result.out)
+    assert set(texts) >= set(OPTIONS[command])
+    for name in OPTIONS[command]:
+        # A type, such as STR, then a sentence.
+        assert len(texts[name].split()) > 3, name
+        assert texts[name].split("[")[0].strip().endswith("."), name
+
+
+def test_shared_options_have_one_text(esm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    helps = [texts_of(esm(command, "--help").out) for command in OPTIONS]
+    for name in ("--model", "--device", "--dtype", "--unknown", "--json", "--backend"):
+        assert len({" ".join(texts[name].split()) for texts in helps if name in texts}) == 1, name

@@ -1,0 +1,40 @@
+"""Tables of text: alignment, titles, and captions."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from esm_turbo.files.text_tables import text_table
+
+ROWS = [["a", "1"], ["bcd", "234"]]
+
+
+def lines_of(table: object, width: int = 80) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width).print(table)
+    return out.getvalue().splitlines()
+
+
+def test_the_first_column_is_left_and_the_others_right() -> None:
+    lines = lines_of(text_table("title", ["name", "count"], ROWS, caption="note"))
+    assert lines[0].strip() == "title"
+    assert "│ a    │     1 │" in lines
+    assert "│ bcd  │   234 │" in lines
+    assert lines[-1].strip() == "note"
+
+
+def test_other_columns_may_be_left() -> None:
+    assert "│ a    │ 1     │" in lines_of(text_table("", ["name", "count"], ROWS, left=(0, 1)))
+
+
+def test_rows_may_be_added_later() -> None:
+    table = text_table("", ["name", "count"])
+    table.add_row("e", "5")
+    assert "│ e    │     5 │" in lines_of(table)
+
+
+def test_long_cells_are_folded_not_cut() -> None:
+    lines = lines_of(text_table("", ["sequence"], [["MKTAYIAKQR" * 5]]), width=24)
+    assert "".join(line.strip("│ ") for line in lines[3:-1]) == "MKTAYIAKQR" * 5

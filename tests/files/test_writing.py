@@ -1,0 +1,192 @@
+"""Atomic writes, one writer per folder, and errors that name the file."""
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+from safetensors import SafetensorError
+
+from esm_turbo.files import writing
+from esm_turbo.files.paths import check_writable
+from esm_turbo.files.writing import (
+    LOCK_FILE,
+    FolderBusyError,
+    file_errors,
+    is_temporary,
+    only_writer,
+    remove_temporaries,
+    replacing,
+)
+
+
+def test_replacing_serves_any_writer(tmp_path):
+    path = tmp_path / "new" / "table.csv"
+    with replacing(path) as temporary:
+        temporary.write_text("a,b")
+        assert not path.exists()
+        assert temporary.parent == path.parent
+    assert path.read_text() == "a,b"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError("disk full"), KeyboardInterrupt()])
+@pytest.mark.parametrize("existing", [True, False])
+def test_a_failed_write_leaves_the_old_file_or_none(tmp_path, error, existing):
+    path = tmp_path / "x"
+    if existing:
+        path.write_text("old")
+    with pytest.raises(type(error)), replacing(path) as temporary:
+        temporary.write_text("half")
+        raise error
+    assert [p.name for p in tmp_path.iterdir()] == (["x"] if existing else [])
+    assert not existing or path.read_text() == "old"
+
+
+def test_a_failed_rename_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "x"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError("no")
+
+    monkeypatch.setattr(writing.os, "replace", fail)
+    with pytest.raises(OSError, match="no"), replacing(path) as temporary:
+        temporary.write_text("new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_is_complete_before_it_has_its_name(tmp_path, monkeypatch):
+    seen = []
+
+    def replace(source, target):
+        # In the same folder: elsewhere, a rename could become a copy.
+        seen.append((os.path.dirname(source), source.read_text()))
+        os.rename(source, target)
+
+    monkeypatch.setattr(writing.os, "replace", replace)
+    with replacing(tmp_path / "x") as temporary:
+        temporary.write_text("complete")
+    assert seen == [(str(tmp_path), "complete")]
+
+
+def test_a_folder_is_not_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError), replacing(tmp_path / "folder"):
+        pass
+    assert [p.name for p in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_permissions_are_those_of_a_new_file(tmp_path, umask):
+    previous = os.umask(umask)
+    try:
+        with replacing(tmp_path / "x"):
+            pass
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o666 & ~umask
+
+
+def test_a_pipe_is_written_to_and_kept(tmp_path):
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    check_writable(path)
+    # Open at both ends, so that neither blocks.
+    handle = os.open(path, os.O_RDWR)
+    try:
+        with replacing(path) as temporary:
+            assert temporary.parent != tmp_path
+            temporary.write_bytes(b"result")
+        assert os.read(handle, 100) == b"result"
+    finally:
+        os.close(handle)
+    assert stat.S_ISFIFO(path.stat().st_mode)
+    assert not temporary.exists()
+
+
+def test_a_link_is_kept_and_its_target_replaced(tmp_path):
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    link, target = tmp_path / "link", folder / "x"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as temporary:
+        assert temporary.parent == folder
+        temporary.write_text("new")
+    assert link.is_symlink()
+    assert target.read_text() == "new"
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["elsewhere", "link", "x"]
+
+
+# A process that holds the lock until its input ends.
+HOLDER = """
+import sys
+from esm_turbo.files.writing import only_writer
+with only_writer(sys.argv[1]):
+    print("locked", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_process_is_refused_until_the_first_ends_or_dies(tmp_path):
+    folder = tmp_path / "out"
+    command = [sys.executable, "-c", HOLDER, folder]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "locked\n"
+        with pytest.raises(FolderBusyError, match=f"{folder}: another process is writing into it; let it finish"):
+            only_writer(folder).__enter__()
+        with pytest.raises(FolderBusyError, match=r"\(waited 0.05 s\)"):
+            only_writer(folder, timeout=0.05).__enter__()
+        holder.kill()
+    assert (folder / LOCK_FILE).exists()
+    with only_writer(folder):
+        (folder / "x").write_text("kept")
+    assert [p.name for p in folder.iterdir()] == ["x"]
+
+
+def test_an_empty_folder_and_the_lock_are_removed_unless_kept(tmp_path):
+    with only_writer(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b" / LOCK_FILE).exists()
+    assert not (tmp_path / "a" / "b").exists()
+    with only_writer(tmp_path / "c", keep=True):
+        pass
+    assert (tmp_path / "c" / LOCK_FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), "out: cannot be written (No space left on device)", 28),
+        (OSError("odd"), "out: cannot be written (odd)", None),
+        (SafetensorError("I/O error"), "out: cannot be written (I/O error)", None),
+    ],
+)
+def test_errors_name_the_file(error, message, number):
+    with pytest.raises(OSError) as caught, file_errors("out"):
+        raise error
+    assert str(caught.value) == message
+    assert caught.value.errno == number
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_pass():
+    with pytest.raises(KeyError), file_errors("out"):
+        raise KeyError("x")
+
+
+def test_temporaries_of_killed_processes_are_removed(tmp_path):
+    with replacing(tmp_path / "table.csv") as temporary:
+        name = temporary.name
+    kept = ["table.csv", "notes.tmp", ".lock", ".x.short.tmp"]
+    for other in (name, ".other.csv.abcdefgh.tmp", ".tmpAbC123", *kept):
+        (tmp_path / other).write_text("")
+    assert is_temporary(name) and not any(map(is_temporary, kept))
+    remove_temporaries(tmp_path, ".table.csv.")
+    assert not (tmp_path / name).exists() and (tmp_path / ".other.csv.abcdefgh.tmp").exists()
+    remove_temporaries(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)

@@ -1,0 +1,42 @@
+"""Lengths of proteins: the warning for long ones, and ranges."""
+
+import warnings
+
+import pytest
+
+from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning, length_bin, range_of, warn_if_long
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(1, "1-100"), (100, "1-100"), (101, "101-200"), (350, "201-350"), (700, "351-700"), (1022, "701-1022")],
+)
+def test_ranges_of_lengths(length, expected):
+    assert length_bin(length) == expected
+    assert length_bin(TRAINED_RESIDUES + 1) == "over 1022"
+
+
+@pytest.mark.parametrize(("number", "expected"), [(1, "1-3"), (3, "1-3"), (4, "4-9"), (9, "4-9"), (10, "over 9")])
+def test_ranges_of_other_bounds(number, expected):
+    assert range_of(number, (3, 9)) == expected
+
+
+def test_long_proteins_warn_once():
+    def task():
+        warn_if_long([10, 1023, 2000])
+
+    with pytest.warns(LongProteinWarning) as caught:
+        task()
+    [warning] = caught
+    assert str(warning.message) == "2 proteins of up to 2000 residues: ESM-2 was trained on at most 1022"
+    # The place that called the task.
+    assert warning.filename == __file__
+    with pytest.warns(LongProteinWarning, match="^1 protein of up to 1023 residues"):
+        warn_if_long(iter([1023]))
+
+
+def test_proteins_as_long_as_those_of_training_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warn_if_long([1, TRAINED_RESIDUES])
+        warn_if_long([])
