@@ -14,7 +14,7 @@ from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import torch_ops
-from esm_turbo.ops.triton_launch import Tuning, empty_by_token, fence, interpreted, overlaps, per_codec
+from esm_turbo.ops.triton_launch import Tuning, empty_by_token, fence, interpreted, operator, overlaps, per_codec
 from esm_turbo.ops.triton_layer import gelu, rotate
 from esm_turbo.ops.triton_layout import (
     KernelLayout,
@@ -100,7 +100,7 @@ def extend_attention(
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
     tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
-    output: Tensor = torch.ops.esm_turbo.attend_packed(
+    output = attend_packed(
         query,
         keys,
         values,
@@ -122,7 +122,7 @@ def extend_attention(
     return output
 
 
-@torch.library.custom_op("esm_turbo::attend_packed", mutates_args=())
+@operator("attend_packed")
 def attend_packed(
     query: Tensor,
     keys: Tensor,
@@ -315,9 +315,11 @@ def attend_packed(
     return output
 
 
-@attend_packed.register_fake
-def _(query: Tensor, *_: Any) -> Tensor:
+def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
     return empty_by_token(query)
+
+
+torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
 
 
 def _specs(numbers: Sequence[int]) -> tuple[SlabSpec, ...]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
-from esm_turbo.ops.triton_launch import Tuning, fence, overlaps, per_codec
+from esm_turbo.ops.triton_launch import Tuning, fence, operator, overlaps, per_codec
 from esm_turbo.ops.triton_layout import block_angles, next_power_of_two
 
 # The maps of a head are held in a multiprocessor's shared memory.
@@ -104,7 +104,7 @@ def encode(
     layout = encode_layout(codec, layer_idx, keys.device)
     angles = block_angles(codec, layer_idx, tokens if columns is None else columns, keys.device)
     residual = summarize and isinstance(codec, TurboCodec)
-    codes, residuals, special = torch.ops.esm_turbo.encode_packed(
+    codes, residuals, special = encode_packed(
         keys,
         values,
         order,
@@ -129,7 +129,7 @@ def encode(
     return packed, unquantised, rows
 
 
-@torch.library.custom_op("esm_turbo::encode_packed", mutates_args=("counters",))
+@operator("encode_packed", mutates_args=("counters",))
 def encode_packed(
     keys: Tensor,
     values: Tensor,
@@ -246,8 +246,7 @@ def encode_packed(
     return codes, residuals, special
 
 
-@encode_packed.register_fake
-def _(
+def _encode_packed_fake(
     keys: Tensor,
     values: Tensor,
     order: Tensor | None,
@@ -261,6 +260,9 @@ def _(
     flags: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _outputs(keys, protected, sizes[0], flags[2])
+
+
+torch.library.register_fake("esm_turbo::encode_packed", _encode_packed_fake)
 
 
 def _outputs(

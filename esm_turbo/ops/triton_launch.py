@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from esm_turbo.codecs import KVCodec
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
@@ -57,6 +58,28 @@ def fence(device: torch.device) -> None:
     """Completes all writes so far before any later kernel begins: launches one kernel that does not overlap."""
     if overlaps(device):
         torch.zeros(1, device=device)
+
+
+def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+    """Registers a launcher as the operator `esm_turbo::name`, and lets eager inference call the launcher directly.
+
+    The dispatch of an operator costs the host several times what the launch does. Tracing, dispatch modes and recorded
+    gradients need the operator itself.
+    """
+
+    def register(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
+        registered = torch.library.custom_op(f"esm_turbo::{name}", mutates_args=mutates_args)(launcher)
+
+        @functools.wraps(launcher)
+        def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
+                result: _R = registered(*args, **kwargs)
+                return result
+            return launcher(*args, **kwargs)
+
+        return call
+
+    return register
 
 
 def empty_by_token(x: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.triton_launch import empty_by_token, overlaps
+from esm_turbo.ops.triton_launch import empty_by_token, operator, overlaps
 from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["gelu", "rotate"]
@@ -17,17 +17,15 @@ _HEADS = 8
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Scaled queries and keys after RoPE, see `torch_ops.rotate`; one launch."""
-    rotated: tuple[Tensor, Tensor] = torch.ops.esm_turbo.rotate(query, keys, cos, sin, scale)
-    return rotated
+    return _rotate(query, keys, cos, sin, scale)
 
 
 def gelu(x: Tensor) -> Tensor:
     """The model's activation, see `torch_ops.gelu`; one launch."""
-    activated: Tensor = torch.ops.esm_turbo.gelu(x)
-    return activated
+    return _gelu(x)
 
 
-@torch.library.custom_op("esm_turbo::rotate", mutates_args=())
+@operator("rotate")
 def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from esm_turbo.ops.kernels import layer as kernels
 
@@ -65,12 +63,14 @@ def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float)
     return new_query, new_keys
 
 
-@_rotate.register_fake
-def _(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _rotate_fake(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return empty_by_token(query), empty_by_token(keys)
 
 
-@torch.library.custom_op("esm_turbo::gelu", mutates_args=())
+torch.library.register_fake("esm_turbo::rotate", _rotate_fake)
+
+
+@operator("gelu")
 def _gelu(x: Tensor) -> Tensor:
     from esm_turbo.ops.kernels import layer as kernels
 
@@ -80,6 +80,8 @@ def _gelu(x: Tensor) -> Tensor:
     return activated
 
 
-@_gelu.register_fake
-def _(x: Tensor) -> Tensor:
+def _gelu_fake(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
+
+
+torch.library.register_fake("esm_turbo::gelu", _gelu_fake)

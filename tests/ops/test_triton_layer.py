@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from esm_turbo.ops import torch_ops, triton_layer
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
@@ -69,3 +70,22 @@ def test_opcheck(device: str) -> None:
     ):
         checks = torch.library.opcheck(operation, arguments)
         assert set(checks.values()) == {"SUCCESS"}
+
+
+@on_devices()
+def test_eager_inference_launches_without_the_dispatcher(device: str) -> None:
+    x = torch.linspace(-3, 3, 40, device=device)
+
+    def events() -> set[str]:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            triton_layer.gelu(x)
+        return {event.name for event in profile.events()}
+
+    assert "esm_turbo::gelu" in events()
+    with torch.no_grad():
+        direct = events()
+        assert "aten::empty_like" in direct
+        assert "esm_turbo::gelu" not in direct
+        # What watches operators still sees it.
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert isinstance(triton_layer.gelu(x), FakeTensor)
