@@ -76,7 +76,7 @@ class TurboEsmSelfAttention(QKVProjections, EsmSelfAttention):
         kv_session: KVSession | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As of `EsmSelfAttention`; with a session, the outputs [batch, n, hidden_size] are the session's."""
+        """Attend as `EsmSelfAttention` does; with a session, its outputs [batch, n, hidden_size] are returned."""
         if kv_session is None:
             plain: tuple[Tensor, Tensor | None] = super().forward(
                 hidden_states,
@@ -203,7 +203,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
 
         Args:
             model: Hugging Face's model.
-            **turbo: as of `set_turbo`.
+            **turbo: as in `set_turbo`.
         """
         converted = share_weights(model, cls, add_pooling_layer=model.pooler is not None)
         converted.set_turbo(**turbo)
@@ -305,15 +305,15 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPoolingAndCrossAttentions | tuple[Any, ...]:
-        """As of `EsmModel`, and with a cache.
+        """Run the model as `EsmModel` does, and optionally write or extend a cache.
 
         Args:
-            input_ids: [batch, n].
-            attention_mask: without a past [batch, n], padded on the right where a cache is written; with a past of P
+            input_ids: token ids, int64 or int32 [batch, n].
+            attention_mask: without a past [batch, n], padded on the right if a cache is written; with a past of P
                 columns (`past_key_values.get_seq_length()`) [batch, n] or [batch, P + n], where a zero in the past
                 hides that token from that row.
-            position_ids: [batch, n]; by default each row's next ones.
-            inputs_embeds: instead of `input_ids`, without a cache only.
+            position_ids: [batch, n] or [1, n]; by default each row's next positions.
+            inputs_embeds: replaces `input_ids`; only without a cache.
             past_key_values: the context. A context of a single row is shared by all rows of the batch.
             use_cache: write a cache (False by default, whatever the configuration says). Without a past it holds the
                 input; with one the new tokens are appended to the past.
@@ -325,14 +325,14 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             row_lengths: tokens per row (the sums of `attention_mask`), where the host knows them. Without gradients, a
                 past or `position_ids`, a float16 or bfloat16 model on CUDA then runs packed rows with fused kernels
                 (model/packed_encoder.py); in all other cases it has no effect.
-            return_dict: as of `EsmModel`.
-            **kwargs: as of `EsmModel`.
+            return_dict: as in `EsmModel`.
+            **kwargs: as in `EsmModel`.
 
         Returns:
-            Hugging Face's output, its `past_key_values` set where a cache was written.
+            Hugging Face's output, with `past_key_values` set if a cache was written.
 
         Raises:
-            ValueError: the inputs contradict each other or the cache, or gradients are on where a cache is used.
+            ValueError: the inputs contradict each other or the cache, or a cache is used while gradients are recorded.
         """
         past = past_key_values
         if past is not None and not isinstance(past, TurboKVCache):
@@ -412,7 +412,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         row_lengths: Sequence[int] | None,
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """A forward without a past: Hugging Face's, or the packed encoder's where it can stand in."""
+        """Run a forward without a past, by the packed encoder where it supports it, else by Hugging Face's."""
         if row_lengths is not None:
             rows, width = (input_ids if inputs_embeds is None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
             if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
@@ -469,12 +469,12 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         if kwargs.get("output_attentions"):
-            raise ValueError("`output_attentions` is not available at an extension: the scores are never held at once")
+            raise ValueError("`output_attentions` is not available for an extension: its scores are never materialised")
         if cache.codec is None or cache.codec is not self._known_codec(cache.config):
             self.claim_cache(cache)
         batch_size, n = input_ids.shape
         if cache.batch_size not in (1, batch_size):
-            raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 is shared")
+            raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared")
         if appends and cache.batch_size != batch_size:
             raise ValueError(
                 f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
@@ -538,7 +538,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         return embeddings * mask[..., None].to(embeddings.dtype)
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """As of `EsmModel`, with any attention implementation."""
+        """Predict contacts as `EsmModel` does, under any attention implementation."""
         session = _AttentionWeights(attention_mask)
         super().forward(tokens, attention_mask, return_dict=True, kv_session=session)
         attentions = torch.stack(session.weights, dim=1)
@@ -566,7 +566,7 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
 
         Args:
             model: Hugging Face's model.
-            **turbo: as of `TurboEsmModel.set_turbo`.
+            **turbo: as in `TurboEsmModel.set_turbo`.
         """
         converted = share_weights(model, cls)
         converted.set_turbo(**turbo)
@@ -602,7 +602,7 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> TurboMaskedLMOutput | tuple[Any, ...]:
-        """As of `EsmForMaskedLM`, and with a cache: see `TurboEsmModel.forward`."""
+        """Run the model as `EsmForMaskedLM` does, and optionally with a cache: see `TurboEsmModel.forward`."""
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         output = super().forward(

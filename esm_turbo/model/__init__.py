@@ -1,1 +1,1 @@
-"""Parts of the patched model: sessions, calibration collectors, and captured CUDA graphs."""
+"""Parts of the model: inputs, checkpoints, projections, sessions, calibration collectors, CUDA graphs, packed rows."""

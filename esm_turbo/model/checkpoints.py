@@ -49,8 +49,8 @@ class CheckpointMixin:
             calibration: a `Calibration` or its path; by default the one in the folder, if there is one; False for none.
             preset: a preset's name or options: how new caches are stored.
             backend: implementation of the packed attention, see `Backend`.
-            *args: as of `PreTrainedModel.from_pretrained`.
-            **kwargs: as of `PreTrainedModel.from_pretrained`.
+            *args: as in `PreTrainedModel.from_pretrained`.
+            **kwargs: as in `PreTrainedModel.from_pretrained`.
 
         Raises:
             ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is another model's,
@@ -67,8 +67,8 @@ class CheckpointMixin:
             )
         except pickle.UnpicklingError as error:
             raise ValueError(
-                f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or holds more than tensors and is not"
-                f" run; if you trust where it is from, convert it: {_CONVERT}"
+                f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or contains code, which is not"
+                f" executed; if you trust its source, convert it: {_CONVERT}"
             ) from error
         except torch.OutOfMemoryError:
             raise
