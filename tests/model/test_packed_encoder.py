@@ -112,6 +112,10 @@ def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> No
         assert not is_plain(encoder, allowed)
         handle.remove()
         assert is_plain(encoder, allowed)
+    # The library leaves its own hooks behind once hidden states were asked for.
+    model.esm(random_ids([5])[0], output_hidden_states=True)
+    assert any(layer._forward_hooks for layer in encoder.layer)
+    assert is_plain(encoder, allowed)
     dense.forward = dense.forward
     assert not is_plain(encoder, allowed)
     del dense.forward
