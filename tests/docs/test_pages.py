@@ -22,6 +22,14 @@ NOT_RUN = {
         ("esm-turbo calibrate", CHECKPOINT),
     ],
     "docs/accuracy.md": [("esm-turbo evaluate", "takes minutes")],
+    "docs/coming_from.md": [
+        ("esm-extract esm2_t33_650M_UR50D", "a command of fair-esm"),
+        ("python predict.py", "a script of facebookresearch/esm"),
+        ("esm-turbo variants", "names files that you have"),
+        ("compute_pseudo_perplexity(model, tokenizer,", "functions of PepMLM's script"),
+        ("turbo =", "needs a checkpoint from the hub"),
+        ("biotrainer train", "a command of biotrainer"),
+    ],
     "docs/kernels.md": [
         ("TRITON_INTERPRET=1 python", "the first command is `make test-interpreter`, the second needs an NVIDIA GPU")
     ],
