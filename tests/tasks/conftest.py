@@ -1,13 +1,15 @@
-"""Fixtures of several tasks: the small model of random weights at full precision, and an independent one beside it."""
+"""Models that the tests of several tasks share, each with an independent implementation to compare with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import pytest
+import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.assets import EMBEDDED_MODEL
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import make_esm
 
@@ -30,3 +32,21 @@ def tiny_frozen(tiny_model: Callable[..., TurboEsmForMaskedLM], tmp_path_factory
     folder = tmp_path_factory.mktemp("tiny")
     tiny_model().save_pretrained(folder)
     return FrozenEsm2(folder)
+
+
+@pytest.fixture(scope="session")
+def slow() -> TurboEsm:
+    """The embedded model on the reference backend."""
+    return TurboEsm.from_pretrained(device="cpu", backend="reference")
+
+
+@pytest.fixture(scope="session")
+def mini_hf() -> EsmForMaskedLM:
+    """Hugging Face's model with the embedded weights."""
+    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def mini_frozen() -> FrozenEsm2:
+    """An independent implementation with the embedded weights, in float64, whose contexts are frozen."""
+    return FrozenEsm2(EMBEDDED_MODEL)

@@ -1,4 +1,4 @@
-"""Scores of candidates: every arm against a computation of its own, and what is refused."""
+"""Scores of candidates: every arm against an independent computation, and invalid arguments."""
 
 from __future__ import annotations
 
@@ -12,29 +12,18 @@ from hypothesis import strategies as st
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm
-from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common import arms, memory
+from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
-from tests.helpers.frozen_esm2 import MASK, FrozenEsm2
+from tests.helpers.frozen_esm2 import FrozenEsm2
+from tests.helpers.models import CLS, EOS, MASK
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQ"
 CANDIDATES = ["GSWKDLA", "WTCAC", "PLLKRRA", "DEFGH", "Y"]
-CLS, EOS = 0, 2
-# Float32 against float64, or batched otherwise: differences of log-probabilities of a few nats.
+# Float32 against float64, or other batches; log-probabilities of a few nats.
 TOLERANCE = 2e-5
-
-
-@pytest.fixture(scope="module")
-def frozen() -> FrozenEsm2:
-    return FrozenEsm2(EMBEDDED_MODEL)
-
-
-@pytest.fixture(scope="module")
-def slow() -> TurboEsm:
-    """The embedded model with the slow backend."""
-    return TurboEsm.from_pretrained(device="cpu", backend="reference")
 
 
 def log_probabilities(scores: Scores) -> torch.Tensor:
@@ -48,36 +37,32 @@ def assert_close(ours: Scores, expected: list[float]) -> None:
 
 def independent(
     turbo: TurboEsm,
-    frozen: FrozenEsm2,
+    mini_frozen: FrozenEsm2,
     place: str,
     refresh: int,
     target: str = TARGET,
     candidates: list[str] = CANDIDATES,
 ) -> list[float]:
     """The frozen arm from the tensors of the checkpoint, one masked copy at a time."""
-    found = []
+    expected = []
     target_ids = [CLS, *turbo.codes.encode(target, "target")]
     for candidate in candidates:
         ids = turbo.codes.encode(candidate, "candidate")
         after = [*[MASK] * len(ids), EOS] if place == "masked" else []
-        context = frozen.context([*target_ids, *after])
+        context = mini_frozen.context([*target_ids, *after])
         # <cls> never runs again.
         kept = max(1, len(target_ids) - refresh)
         hidden = tuple(range(kept, len(target_ids) + len(after)))
         for index, residue in enumerate(ids):
             new = [*target_ids[kept:], *ids[:index], MASK, *ids[index + 1 :], EOS]
             positions = list(range(kept, kept + len(new)))
-            run = frozen.extend([*target_ids, *after], context, new, positions=positions, hidden=hidden)
+            run = mini_frozen.extend([*target_ids, *after], context, new, positions=positions, hidden=hidden)
             logits = run.logits[len(target_ids) - kept + index]
-            found.append(float(logits.log_softmax(0)[residue]))
-    return found
+            expected.append(float(logits.log_softmax(0)[residue]))
+    return expected
 
 
-# --- the arms
-
-
-def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm) -> None:
-    plain = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm, mini_hf: EsmForMaskedLM) -> None:
     expected = []
     for candidate in CANDIDATES:
         ids = turbo.tokenizer(TARGET + candidate, return_tensors="pt").input_ids
@@ -86,7 +71,7 @@ def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm) -> None:
             at = 1 + len(TARGET) + index
             masked[0, at] = MASK
             with torch.no_grad():
-                logits = plain(masked).logits[0, at].double()
+                logits = mini_hf(masked).logits[0, at].double()
             expected.append(float(logits.log_softmax(0)[ids[0, at]]))
     ours = turbo.score(TARGET, CANDIDATES, arm="full")
     assert_close(ours, expected)
@@ -95,19 +80,23 @@ def test_full_is_a_plain_loop_over_hugging_face(turbo: TurboEsm) -> None:
 
 @pytest.mark.parametrize("refresh", [0, 3, 8, len(TARGET), 10_000])
 @pytest.mark.parametrize("place", ["masked", "empty"])
-def test_frozen_is_the_independent_computation(turbo: TurboEsm, frozen: FrozenEsm2, place: str, refresh: int) -> None:
+def test_frozen_is_the_independent_computation(
+    turbo: TurboEsm, mini_frozen: FrozenEsm2, place: str, refresh: int
+) -> None:
     candidates = CANDIDATES[:2]
     ours = turbo.score(TARGET, candidates, arm="frozen", place=place, refresh=refresh)
-    assert_close(ours, independent(turbo, frozen, place, refresh, candidates=candidates))
+    assert_close(ours, independent(turbo, mini_frozen, place, refresh, candidates=candidates))
     assert (ours.arm, ours.preset, ours.place) == ("frozen", "exact", place)
     assert ours.refresh == min(refresh, len(TARGET))
 
 
-def test_the_independent_computation_can_fail(turbo: TurboEsm, frozen: FrozenEsm2) -> None:
+def test_the_independent_computation_can_fail(turbo: TurboEsm, mini_frozen: FrozenEsm2) -> None:
     candidates = CANDIDATES[:1]
     ours = log_probabilities(turbo.score(TARGET, candidates, arm="frozen", refresh=3))
     for place, refresh in (("empty", 3), ("masked", 2), ("masked", 4)):
-        other = torch.tensor(independent(turbo, frozen, place, refresh, candidates=candidates), dtype=torch.float64)
+        other = torch.tensor(
+            independent(turbo, mini_frozen, place, refresh, candidates=candidates), dtype=torch.float64
+        )
         assert (ours - other).abs().max() > 20 * TOLERANCE
 
 
@@ -135,7 +124,7 @@ def test_turbo_alone_is_extend(turbo: TurboEsm, refresh: int) -> None:
 
 
 def test_a_whole_refresh_of_an_uncompressed_context_is_the_full_arm(turbo: TurboEsm) -> None:
-    # All but <cls> runs anew, and <cls> is frozen: close to the full arm, yet not the same.
+    # Everything but <cls> runs again, so it is close to the full arm but not equal.
     full = log_probabilities(turbo.score(TARGET, CANDIDATES, arm="full"))
     errors = []
     for refresh in (0, 8, len(TARGET)):
@@ -143,9 +132,6 @@ def test_a_whole_refresh_of_an_uncompressed_context_is_the_full_arm(turbo: Turbo
         errors.append(float((ours - full).abs().mean()))
     assert errors[2] < errors[1] < errors[0]
     assert 0 < errors[2] < 0.02
-
-
-# --- given caches
 
 
 @pytest.mark.parametrize("refresh", [0, 5])
@@ -156,48 +142,29 @@ def test_a_given_cache_is_the_target_alone(turbo: TurboEsm, refresh: int) -> Non
     assert cache.lengths.tolist() == [1 + len(TARGET)]
 
 
-def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, frozen: FrozenEsm2) -> None:
+def test_a_cache_with_a_gap_keeps_its_positions(turbo: TurboEsm, mini_frozen: FrozenEsm2) -> None:
     exact = TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
     ids = [CLS, *turbo.codes.encode(TARGET, "target")]
     positions = [*range(20), *range(50, 50 + len(ids) - 20)]
     with torch.no_grad():
         output = exact.model(torch.tensor([ids]), position_ids=torch.tensor([positions]), use_cache=True)
     ours = exact.score(output.past_key_values, "WTCAC", refresh=4)
-    context = frozen.run(ids, positions, total_tokens=len(ids), total_masks=0)
+    context = mini_frozen.run(ids, positions, total_tokens=len(ids), total_masks=0)
     expected = []
     residues = turbo.codes.encode("WTCAC", "candidate")
     kept = len(ids) - 4
     for index, residue in enumerate(residues):
         new = [*ids[kept:], *residues[:index], MASK, *residues[index + 1 :], EOS]
-        places = list(range(positions[kept], positions[kept] + len(new)))
-        run = frozen.extend(ids, context, new, positions=places, hidden=tuple(range(kept, len(ids))))
+        refreshed = list(range(positions[kept], positions[kept] + len(new)))
+        run = mini_frozen.extend(ids, context, new, positions=refreshed, hidden=tuple(range(kept, len(ids))))
         expected.append(float(run.logits[4 + index].log_softmax(0)[residue]))
     assert_close(ours, expected)
     assert ours.arm == "frozen"
 
 
-def test_caches_that_are_refused(turbo: TurboEsm) -> None:
-    cache = turbo.prefill(TARGET)
-    with pytest.raises(ValueError, match="is for arm 'turbo', not 'full'"):
-        turbo.score(cache, CANDIDATES, arm="full")
-    with pytest.raises(ValueError, match="`place` must be 'empty'"):
-        turbo.score(cache, CANDIDATES, place="masked")
-    with pytest.raises(ValueError, match="one row, this one has 2"):
-        turbo.score(turbo.prefill([TARGET, TARGET]), CANDIDATES)
-    whole = turbo.tokenizer(TARGET, return_tensors="pt").input_ids
-    with torch.no_grad(), pytest.raises(ValueError, match="holds an <eos>"):
-        turbo.score(turbo.model(whole, use_cache=True).past_key_values, CANDIDATES)
-    cache.crop(1)
-    with pytest.raises(ValueError, match="holds no residues"):
-        turbo.score(cache, CANDIDATES)
-
-
-# --- invariants
-
-
 @settings(max_examples=12, deadline=None)
 @given(
-    candidates=st.lists(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=1, max_size=6), min_size=1, max_size=4),
+    candidates=st.lists(st.text(STANDARD_RESIDUES, min_size=1, max_size=6), min_size=1, max_size=4),
     toks_per_batch=st.integers(1, 400),
     arm=st.sampled_from(["full", "frozen", "turbo"]),
 )
@@ -214,7 +181,7 @@ def test_a_score_does_not_depend_on_the_batch(
         assert max(one.log_probabilities) <= 0
 
 
-def test_figures_of_a_score() -> None:
+def test_statistics_of_a_score() -> None:
     one = CandidateScore("AC", (math.log(0.5), math.log(0.125)))
     assert one.pseudo_log_likelihood == pytest.approx(math.log(0.0625), rel=1e-12)
     assert one.pseudo_perplexity == pytest.approx(4, rel=1e-12)
@@ -235,7 +202,7 @@ def test_figures_of_a_score() -> None:
     assert first["log_probabilities"] == [math.log(0.5), math.log(0.125)]
 
 
-def test_lower_case_and_a_stop_are_read_as_elsewhere(turbo: TurboEsm) -> None:
+def test_lower_case_and_a_trailing_stop_are_accepted(turbo: TurboEsm) -> None:
     ours = turbo.score(TARGET.lower() + "*", ["wtcac*"])
     assert ours == turbo.score(TARGET, ["WTCAC"])
     assert ours.scores[0].candidate == "WTCAC"
@@ -249,30 +216,10 @@ def test_progress_counts_every_residue_once(turbo: TurboEsm) -> None:
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
 
 
-def test_one_context_serves_all_candidates_of_a_length(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    from esm_turbo.tasks.scoring import targets
-
-    lengths: list[int] = []
-
-    def counted(model: TurboEsm, ids: list[int], arm: str):
-        lengths.append(len(ids))
-        return arms.prefill_ids(model, ids, arm)
-
-    monkeypatch.setattr(targets, "prefill_ids", counted)
-    turbo.score(TARGET, CANDIDATES)
-    assert lengths == [len(TARGET) + 2 + n for n in (1, 5, 7)]
-    lengths.clear()
-    turbo.score(TARGET, CANDIDATES, place="empty")
-    assert lengths == [len(TARGET) + 1]
-
-
 def test_half_precision_scores_are_finite_and_near(turbo: TurboEsm) -> None:
     half = TurboEsm.from_pretrained(device="cpu", dtype=torch.bfloat16)
     ours = log_probabilities(half.score(TARGET, CANDIDATES))
     assert (ours - log_probabilities(turbo.score(TARGET, CANDIDATES))).abs().mean() < 0.05
-
-
-# --- bad input
 
 
 @pytest.mark.parametrize(
@@ -286,7 +233,7 @@ def test_half_precision_scores_are_finite_and_near(turbo: TurboEsm) -> None:
         (TARGET, ["AC<mask>D"], "candidate 1: holds a <mask>"),
     ],
 )
-def test_bad_sequences(turbo: TurboEsm, target: str, candidates: list[str], message: str) -> None:
+def test_invalid_sequences(turbo: TurboEsm, target: str, candidates: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         turbo.score(target, candidates)
 
@@ -301,7 +248,7 @@ def test_bad_sequences(turbo: TurboEsm, target: str, candidates: list[str], mess
         ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
     ],
 )
-def test_bad_options(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
+def test_invalid_options(turbo: TurboEsm, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         turbo.score(TARGET, CANDIDATES, **options)
 
@@ -314,9 +261,7 @@ def test_a_preset_without_its_calibration_is_refused(turbo: TurboEsm) -> None:
 
 
 @pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
-def test_a_target_that_does_not_fit_says_how_much_it_needs(
-    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str
-) -> None:
+def test_a_lack_of_memory_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: str) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2**20)
     with pytest.raises(NotEnoughMemoryError, match=r"\d+ tokens at once need about \d+ MiB .* 1 MiB are free on cpu"):
         turbo.score(TARGET * 4, "ACD", arm=arm)
@@ -330,6 +275,14 @@ def test_a_long_target_warns_once(turbo: TurboEsm) -> None:
     assert caught[0].filename == __file__
 
 
-def test_a_perplexity_beyond_all_numbers_is_infinite() -> None:
+def test_a_perplexity_that_overflows_is_infinite() -> None:
     score = CandidateScore("A", (-800.0,))
     assert score.is_finite() and score.pseudo_perplexity == float("inf")
+
+
+def test_caches_that_do_not_suit_the_options(turbo: TurboEsm) -> None:
+    cache = turbo.prefill(TARGET)
+    with pytest.raises(ValueError, match="is for arm 'turbo', not 'full'"):
+        turbo.score(cache, CANDIDATES, arm="full")
+    with pytest.raises(ValueError, match="`place` must be 'empty', got 'masked'"):
+        turbo.score(cache, CANDIDATES, place="masked")

@@ -1,0 +1,126 @@
+"""Candidates and targets of files: reading them, arms side by side, failures, and the table that is written."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+
+import pytest
+
+from esm_turbo import TurboEsm
+from esm_turbo.files.csv_files import CsvError
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.scoring import records
+from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, score_records
+from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+
+TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVK"), ProteinRecord("two", "GSWKDLAEPL")]
+CANDIDATES = [Candidate("a", "ACDEF"), Candidate("b", "WTC"), Candidate("c", "GGGSG", "two")]
+
+
+def test_candidates_of_a_fasta_file(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.fasta"
+    path.write_text(">a\nacdef\n>b\nW-C\n")
+    good, bad = read_candidates(path, TARGETS)
+    assert good == [Candidate("a", "ACDEF")]
+    assert [one.record for one in bad] == ["b"]
+    assert read_candidates(path, TARGETS, unknown="X")[0][1] == Candidate("b", "WXC")
+
+
+def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text("id,Sequence,target\na,ACDEF,one\n,wtc,\nb,,\nc,AC-D,\nd,WTC,three\n")
+    good, bad = read_candidates(path, TARGETS)
+    assert good == [Candidate("a", "ACDEF", "one"), Candidate("#2", "WTC")]
+    assert [one.record for one in bad] == ["b (line 4)", "c (line 5)", "d (line 6)"]
+    assert bad[1].reason.startswith("position 3 is '-'")
+    assert bad[2].reason == "there is no usable target 'three'; correct it, or leave it empty"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("sequence\n", "holds no candidates"), ("id\na\n", "lacks the column 'sequence'"), ("", "is empty")],
+)
+def test_files_without_candidates(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text(text)
+    with pytest.raises(CsvError, match=message):
+        read_candidates(path, TARGETS)
+
+
+def test_every_candidate_on_its_targets_in_every_arm(turbo: TurboEsm) -> None:
+    calls: list[tuple[str, int, int]] = []
+    run = score_records(
+        turbo, TARGETS, CANDIDATES, ["turbo", "full"], top_k=1, progress=lambda *call: calls.append(call)
+    )
+    assert run.failed == []
+    one, two = run.results
+    assert [c.id for c in one.candidates] == ["a", "b"]
+    assert [c.id for c in two.candidates] == ["a", "b", "c"]
+    assert one.scores["turbo"] == turbo.score(TARGETS[0].sequence, ["ACDEF", "WTC"])
+    assert two.scores["full"] == turbo.score(TARGETS[1].sequence, ["ACDEF", "WTC", "GGGSG"], arm="full")
+    # The others are compared with the full arm.
+    assert (two.reference, set(two.agreement)) == ("full", {"turbo"})
+    assert two.agreement["turbo"] == two.scores["turbo"].agreement(two.scores["full"], 1)
+    assert two.ranking() == two.scores["full"].ranking()
+    total = 2 * (8 + 13)
+    assert calls[-1] == ("score", total, total)
+    assert {(stage, whole) for stage, _, whole in calls} == {("score", total)}
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+
+
+def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) -> None:
+    [result] = score_records(turbo, TARGETS[:1], CANDIDATES[:2], ["frozen", "turbo"]).results
+    assert (result.reference, set(result.agreement)) == ("frozen", {"turbo"})
+
+
+def test_a_target_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(turbo: TurboEsm, target: str, *arguments: object, **options: object) -> Scores:
+        if target == TARGETS[0].sequence:
+            raise NotEnoughMemoryError("too large")
+        return original(turbo, target, *arguments, **options)
+
+    original = records.score
+    monkeypatch.setattr(records, "score", small)
+    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"])
+    assert [(one.record, one.reason) for one in run.failed] == [("one", "too large")]
+    assert [result.target.id for result in run.results] == ["two"]
+
+
+def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(turbo: TurboEsm, target: str, candidates: list[str], arm: str, **options: object) -> Scores:
+        """NaN for the candidate WTC in one arm, and for everything on the second target."""
+        wrong = {"WTC"} if arm == "turbo" else set()
+        if target == TARGETS[1].sequence:
+            wrong = set(candidates)
+        made = (CandidateScore(c, (math.nan if c in wrong else -1.0,) * len(c)) for c in candidates)
+        return Scores(tuple(made), arm, None, None, 0)
+
+    monkeypatch.setattr(records, "score", broken)
+    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
+    assert [one.record for one in run.failed] == ["b on one", "a on two", "b on two", "c on two"]
+    assert {one.reason for one in run.failed} == {"its score is not finite; try --dtype float32"}
+    [result] = run.results
+    assert [c.id for c in result.candidates] == ["a"]
+    assert [one.candidate for one in result.scores["frozen"].scores] == ["ACDEF"]
+
+
+def test_the_table_has_a_row_per_candidate_and_arm(turbo: TurboEsm, tmp_path: Path) -> None:
+    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
+    run.write(tmp_path / "scores.csv")
+    with (tmp_path / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == COLUMNS
+    assert [(row["target"], row["arm"]) for row in rows] == [
+        (target, arm) for target, n in (("one", 2), ("two", 3)) for _ in range(n) for arm in ("turbo", "frozen")
+    ]
+    for result in run.results:
+        own = [row for row in rows if row["target"] == result.target.id]
+        for arm, scores in result.scores.items():
+            ranked = sorted((row for row in own if row["arm"] == arm), key=lambda row: int(row["rank"]))
+            assert [row["candidate"] for row in ranked] == [result.candidates[i].id for i in scores.ranking()]
+            best = scores.scores[scores.ranking()[0]]
+            assert float(ranked[0]["pseudo_perplexity"]) == best.pseudo_perplexity
+            assert float(ranked[0]["pseudo_log_likelihood"]) == best.pseudo_log_likelihood

@@ -1,0 +1,54 @@
+"""Notation of variants."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
+from esm_turbo.tasks.variants.substitutions import Substitution, all_substitutions, parse_variant
+
+WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
+
+
+def test_a_variant_of_several_substitutions() -> None:
+    assert parse_variant(" h24c:E26k ", "HPE", 24) == [Substitution("H", 0, "C"), Substitution("E", 2, "K")]
+
+
+@given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
+def test_all_substitutions_can_be_parsed(wild_type: str, first_position: int) -> None:
+    names = all_substitutions(wild_type, first_position)
+    assert len(set(names)) == len(names) == sum(20 - (residue in STANDARD_RESIDUES) for residue in wild_type)
+    parsed = [parse_variant(name, wild_type, first_position)[0] for name in names]
+    assert [one.index for one in parsed] == sorted(one.index for one in parsed)
+    for one in parsed:
+        assert wild_type[one.index] == one.wild_type != one.mutant
+        assert one.mutant in STANDARD_RESIDUES
+
+
+def test_the_order_of_all_substitutions() -> None:
+    assert all_substitutions("MX", 7)[::18] == ["M7A", "M7Y", "X8V"]
+    assert all_substitutions("XB")[:2] == ["X1A", "X1C"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("", "'' is not a variant: write the residue, its position and the mutant, such as H24C"),
+        ("M1", "'M1' is not a variant"),
+        ("1A", "'1A' is not a variant"),
+        ("M1A,K2R", "'M1A,K2R' is not a variant"),
+        ("M1A:", "'M1A:' is not a variant"),
+        ("M1del", "'M1del' is not a variant"),
+        ("M0A", "'M0A': position 0 lies outside the protein, 1 to 28"),
+        ("G29A", "'G29A': position 29 lies outside the protein, 1 to 28"),
+        ("K1A", "'K1A': residue 1 is M; is 1 the position of the first residue?"),
+        ("M1J", "'M1J': position 1 is 'J', not one of the 25 residue codes"),
+        ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
+    ],
+)
+def test_invalid_variants(variant: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_variant(variant, WILD_TYPE)
+    assert str(caught.value).startswith(message)
