@@ -1,8 +1,8 @@
-"""Runs a job again and again, each time killed (SIGKILL) at a later write: `python killed_runs.py MODEL JOBS`.
+"""Runs jobs, each killed (SIGKILL) at one of its writes: `python killed_runs.py MODEL JOBS`.
 
-The libraries are loaded once; every run is a fork. JOBS is JSON: a list of `{"job", "out", "kill_at", "when", ...}`,
-where `kill_at` counts renames of finished files and appends to an index, and `when` says at which end of that write
-the process dies: `before`, `after`, or `half`, when a part of it stands in the file. One line a run tells how it ended.
+The libraries are loaded once, and every run is a fork. JOBS is a JSON list of `{"job", "out", "kill_at", "when", ...}`.
+`kill_at` counts renames of finished files and appends to an index. `when` is the moment of that write at which the
+process dies: `before`, `after`, or `half`, with part of it in the file. Each run's exit code is printed on a line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from esm_turbo.tasks.embedding.records import embed_records
 
 
 class DyingWrites:
-    """Replaces what publishes a write, and ends the process at one of them."""
+    """Replaces the functions that complete a write, and kills the process at one of them."""
 
     def __init__(self, kill_at: int, when: str) -> None:
         self.kill_at = kill_at

@@ -1,4 +1,4 @@
-"""Embeddings against a plain loop over Hugging Face's model, one protein at a time and without padding."""
+"""Embeddings, against a plain loop over Hugging Face's model: one protein at a time, without padding."""
 
 import warnings
 
@@ -19,13 +19,13 @@ SEQUENCES = [
     "ACDEFGHIKLMNPQRSTVWYBZUO" * 3,
 ]
 LENGTHS = [33, 1, 11, 16, 72]
-# Hidden states are of order one; batching and padding change the order of float32 sums.
+# Hidden states are of order one; batches and padding change the order of float32 sums.
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
 @pytest.fixture(scope="module")
 def expected(turbo):
-    """Per sequence the hidden states of all layers [13, 2 + L, hidden] and the contacts [L, L]."""
+    """Per sequence, hidden states of all layers, [13, 2 + L, hidden], and contacts, [L, L]."""
     model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
     results = []
     for sequence in SEQUENCES:
@@ -35,12 +35,6 @@ def expected(turbo):
             contacts = model.predict_contacts(ids, torch.ones_like(ids))
         results.append((torch.stack(states)[:, 0], contacts[0]))
     return results
-
-
-@pytest.fixture(scope="module")
-def tiny(turbo, tiny_model):
-    """A small model of random weights under the preset `exact`."""
-    return TurboEsm(tiny_model(), turbo.tokenizer)
 
 
 @pytest.mark.parametrize("toks_per_batch", [1, 60, 4096])
@@ -58,7 +52,7 @@ def test_everything_equals_a_plain_loop(turbo, expected, toks_per_batch):
 
 
 def test_the_last_layer_alone(turbo, expected):
-    # It takes another way than several layers do.
+    # A code path of its own, without the states of other layers.
     for embedding, (states, _) in zip(turbo.embed(SEQUENCES), expected, strict=True):
         torch.testing.assert_close(embedding.representations[12], states[-1, 1:-1], **TOLERANCE)
 
@@ -69,7 +63,7 @@ def test_layers_are_numbered_from_zero(turbo):
     assert embedding.mean_representations[0].shape == (256,)
 
 
-def test_only_what_was_asked_for(turbo):
+def test_only_requested_results_are_computed(turbo):
     [embedding] = embed(turbo, ["MKTAY"], include="mean")
     assert embedding.representations is embedding.bos_representations is embedding.contacts is embedding.cache is None
     assert list(embedding.tensors()) == ["mean_representations.12"]
@@ -78,20 +72,20 @@ def test_only_what_was_asked_for(turbo):
     assert embedding.contacts.shape == (5, 5)
 
 
-def test_a_single_sequence_may_stand_alone(turbo):
+def test_one_sequence_needs_no_list(turbo):
     [embedding] = turbo.embed("MKT<mask>Y", include=["per_tok"])
     assert embedding.representations[12].shape == (5, 256)
 
 
-def test_parts_own_their_memory(turbo):
-    # A view would keep the whole batch alive, and torch.save would write it.
+def test_results_own_their_memory(turbo):
+    # A view would keep the whole batch alive, and torch.save would write all of it.
     for embedding in embed(turbo, SEQUENCES, (0, 12), ("mean", "per_tok", "bos", "contacts")):
         for tensor in embedding.tensors().values():
             assert tensor.dtype == torch.float32
             assert tensor.untyped_storage().nbytes() == 4 * tensor.numel()
 
 
-def test_half_precision_comes_out_as_float32(turbo, tiny_model):
+def test_results_of_half_precision_are_float32(turbo, tiny_model):
     half = TurboEsm(tiny_model().bfloat16(), turbo.tokenizer)
     whole = TurboEsm(tiny_model(), turbo.tokenizer)
     for a, b in zip(half.embed(SEQUENCES), whole.embed(SEQUENCES), strict=True):
@@ -101,7 +95,7 @@ def test_half_precision_comes_out_as_float32(turbo, tiny_model):
 
 
 def test_the_cache_is_that_of_prefill(turbo):
-    # Batches of one compute exactly what prefill of one does, so not even a code may differ.
+    # Batches of one compute exactly what a prefill of one does, so every code must agree.
     embeddings = embed(turbo, SEQUENCES, toks_per_batch=1, return_cache=True)
     for sequence, embedding in zip(SEQUENCES, embeddings, strict=True):
         expected = turbo.prefill(sequence)
@@ -119,7 +113,7 @@ def test_caches_of_one_batch_are_separate(tiny):
     for sequence, embedding, length in zip(SEQUENCES, embeddings, LENGTHS, strict=True):
         cache = embedding.cache
         assert cache.lengths.tolist() == [length + 1]
-        # No column of the batch's longest protein is left.
+        # Trimmed to the protein's own columns.
         assert cache.columns == length + 1
         expected = tiny.prefill(sequence)
         for mine, theirs in zip(cache.layers, expected.layers, strict=True):
@@ -136,7 +130,7 @@ def test_a_cache_can_be_extended(turbo):
     torch.testing.assert_close(output.logits, expected.logits, rtol=0, atol=0)
 
 
-def test_batches_come_one_by_one_with_the_longest_first(tiny):
+def test_batches_are_computed_on_demand_longest_first(tiny):
     calls = []
     hook = tiny.model.esm.register_forward_pre_hook(lambda module, args: calls.append(args[0].shape))
     request = EmbeddingRequest.of(tiny, [-1], ["mean"])
@@ -175,7 +169,7 @@ def test_one_warning_for_all_long_proteins(turbo, tiny):
         ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
     ],
 )
-def test_wrong_options(turbo, options, message):
+def test_invalid_options(turbo, options, message):
     with pytest.raises(ValueError, match=message):
         turbo.embed("MKTAY", **options)
 
@@ -190,7 +184,7 @@ def test_wrong_options(turbo, options, message):
         (["MK*T"], "sequence 1: position 3 is a stop"),
     ],
 )
-def test_bad_sequences_before_any_forward(tiny, sequences, message):
+def test_invalid_sequences_fail_before_any_forward(tiny, sequences, message):
     calls = []
     hook = tiny.model.esm.register_forward_pre_hook(lambda *_: calls.append(1))
     try:
@@ -210,7 +204,7 @@ def test_caches_need_a_calibration(turbo, tiny_model):
     assert uncalibrated.embed("MKTAY")[0].is_finite()
 
 
-def test_not_a_number_is_noticed():
+def test_values_that_are_not_finite_are_noticed():
     good = ProteinEmbedding(mean_representations={3: torch.zeros(4)}, contacts=torch.zeros(2, 2))
     assert good.is_finite()
     assert not ProteinEmbedding(mean_representations={3: torch.tensor([1.0, float("nan")])}).is_finite()
@@ -220,7 +214,7 @@ def test_not_a_number_is_noticed():
 @pytest.mark.gpu
 @pytest.mark.parametrize("toks_per_batch", [40, 4096])
 def test_a_device_computes_ahead(turbo, toks_per_batch):
-    # The next batch is under way while one is collected: nothing may be mixed up.
+    # The next batch runs while one is collected; their results must not mix.
     on_device = TurboEsm.from_pretrained(device="cuda")
     sequences = [*SEQUENCES, *("ACDEFGHIKLMNPQRSTVWY"[i:] + "MKT" * i for i in range(12))]
     include = ("mean", "per_tok", "bos", "contacts", "cache")

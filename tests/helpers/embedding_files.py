@@ -1,0 +1,118 @@
+"""Embeddings on disk: proteins to embed, digests of what is written, damage, and a full disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from esm_turbo.files import artifacts
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
+from esm_turbo.tasks.embedding import files as embedding_files
+from esm_turbo.tasks.embedding import h5 as embedding_h5
+from esm_turbo.tasks.embedding.files import INDEX_FILE
+
+# Two or three proteins per batch, some of equal length, two of the same sequence.
+LENGTHS = (5, 12, 12, 17, 18, 19, 26, 33, 34)
+TOKS_PER_BATCH = 75
+
+
+def proteins(lengths: Sequence[int] = LENGTHS, seed: int = 0) -> list[ProteinRecord]:
+    """Random proteins, and a twin of the fifth."""
+    generator = random.Random(seed)
+    records = [
+        ProteinRecord(f"protein/{index}", "".join(generator.choices(STANDARD_RESIDUES, k=length)))
+        for index, length in enumerate(lengths)
+    ]
+    return [*records, ProteinRecord("twin", records[4].sequence)]
+
+
+def content(path: Path) -> str:
+    """Digest of a file; for safetensors, of its content, since the order in its header is random."""
+    if path.suffix != ".safetensors":
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    with safe_open(path, framework="numpy") as file:
+        digest.update(json.dumps(file.metadata(), sort_keys=True).encode())
+        for name in sorted(file.keys()):
+            tensor = file.get_tensor(name)
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}".encode() + tensor.tobytes())
+    return digest.hexdigest()
+
+
+def files(folder: Path) -> dict[str, str]:
+    """Digests of all files of a folder by name."""
+    return {str(p.relative_to(folder)): content(p) for p in sorted(Path(folder).rglob("*")) if p.is_file()}
+
+
+def h5_content(path: Path) -> dict[str, Any]:
+    """Content of an HDF5 file: arrays as bytes and attributes, by name."""
+    content = {}
+
+    def visit(name: str, node: Any) -> None:
+        content[name] = (
+            node[()].tobytes() if isinstance(node, h5py.Dataset) else None,
+            {key: np.asarray(value).tolist() for key, value in node.attrs.items()},
+        )
+
+    with h5py.File(path) as file:
+        content["settings"] = json.loads(file.attrs["settings"])
+        file.visititems(visit)
+    return content
+
+
+def ids_of(folder: Path) -> list[str]:
+    """Identifiers of an index, in its order."""
+    return [line.split("\t")[0] for line in (Path(folder) / INDEX_FILE).read_text().splitlines()[1:]]
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Make the disk full after a number of files: half of the next one is written."""
+    writes: list[Path] = []
+    original = embedding_files.replacing
+
+    @contextlib.contextmanager
+    def replacing(path: Path) -> Iterator[Path]:
+        with original(path) as temporary:
+            writes.append(path)
+            if len(writes) > after:
+                temporary.write_bytes(b"half")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
+            yield temporary
+
+    monkeypatch.setattr(embedding_files, "replacing", replacing)
+    monkeypatch.setattr(artifacts, "replacing", replacing)
+    monkeypatch.setattr(embedding_h5, "replacing", replacing)
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 7)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _other(path: Path) -> None:
+    path.write_text("not what it was\n")
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {"flip": _flip, "cut": _cut, "empty": _empty, "other": _other}
+"""Ways to damage a file."""

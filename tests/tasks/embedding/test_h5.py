@@ -1,0 +1,115 @@
+"""Embeddings in an HDF5 file: its entries, damage, and files of other kinds."""
+
+import json
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.embedding.files import sequence_hash
+from esm_turbo.tasks.embedding.h5 import check_h5, parts_folder
+from esm_turbo.tasks.embedding.records import UnfinishedError
+from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, proteins
+
+
+def test_one_result_is_a_data_set_and_several_are_a_group(run, tiny, tmp_path):
+    records = [ProteinRecord("a/b", "MKTAY"), ProteinRecord("twin", "MKTAY"), ProteinRecord("c", "GS")]
+    run(tmp_path / "one.h5", records, "h5", ["mean"])
+    run(tmp_path / "two.h5", records, "h5", ["mean", "per_tok"])
+    [expected, _, _] = tiny.embed([record.sequence for record in records])
+    name = sequence_hash("MKTAY")
+    with h5py.File(tmp_path / "one.h5") as one, h5py.File(tmp_path / "two.h5") as two:
+        assert set(one) == set(two) == {name, sequence_hash("GS")}
+        for entry in (one[name], two[name]):
+            assert (entry.attrs["original_id"], list(entry.attrs["other_ids"])) == ("a/b", ["twin"])
+        assert "other_ids" not in one[sequence_hash("GS")].attrs
+        assert json.loads(one.attrs["settings"])["include"] == ["mean"]
+        mean, per_tok = expected.mean_representations[2], expected.representations[2]
+        for found, tensor in (
+            (one[name], mean),
+            (two[name]["mean_representations/2"], mean),
+            (two[name]["representations/2"], per_tok),
+        ):
+            assert found.dtype == np.float32
+            torch.testing.assert_close(torch.from_numpy(found[()]), tensor, rtol=1e-5, atol=1e-5)
+    assert not parts_folder(tmp_path / "one.h5").exists()
+
+
+def test_an_entry_shared_by_many_proteins(run, tmp_path):
+    # More than the 64 KiB that attributes of old HDF5 files can hold.
+    records = [ProteinRecord(f"a_rather_long_identifier_{index}", "MKTAY") for index in range(6000)]
+    run(tmp_path / "e.h5", records, "h5", ["mean"])
+    with h5py.File(tmp_path / "e.h5") as file:
+        [entry] = file.values()
+        assert list(entry.attrs["other_ids"]) == [record.id for record in records[1:]]
+
+
+@pytest.mark.parametrize("damage", ["cut", "empty"])
+def test_a_damaged_file_is_computed_again(run, tmp_path, computed, damage):
+    out = tmp_path / "e.h5"
+    run(out, None, "h5")
+    expected = h5_content(out)
+    DAMAGE[damage](out)
+    computed.clear()
+    result = run(out, None, "h5")
+    assert result.damaged == [str(out)]
+    assert len(computed) == 4
+    assert h5_content(out) == expected
+
+
+def test_a_damaged_entry_is_computed_again(run, tmp_path, computed):
+    out = tmp_path / "e.h5"
+    run(out, None, "h5", toks_per_batch=1)
+    expected = h5_content(out)
+    name = sequence_hash(proteins()[7].sequence)
+    with h5py.File(out, "a") as file:
+        file[name]["representations/2"][3, 4] += 1
+    computed.clear()
+    result = run(out, None, "h5", toks_per_batch=1)
+    assert result.damaged == [f"{out}, entry {name}"]
+    assert computed == [[proteins()[7].sequence]]
+    assert h5_content(out) == expected
+
+
+def test_other_settings_are_refused_for_an_unfinished_file(run, tmp_path, monkeypatch):
+    out = tmp_path / "e.h5"
+    with monkeypatch.context() as patch:
+        full_disk(patch, 4)
+        with pytest.raises(UnfinishedError):
+            run(out, file_format="h5")
+    assert not out.exists()
+    with pytest.raises(ValueError, match=r"\.e\.h5\.parts: holds embeddings made with"):
+        run(out, file_format="h5", layers=(0,))
+    assert run(out, file_format="h5").reused > 0
+    assert list(tmp_path.iterdir()) == [out]
+
+
+def test_a_file_of_another_kind_is_not_overwritten(run, tmp_path):
+    fasta = tmp_path / "proteins.fasta"
+    fasta.write_text(">a\nMKTAY\n")
+    with pytest.raises(ValueError, match="exists and is not an HDF5 file"):
+        run(fasta, file_format="h5")
+    assert fasta.read_text() == ">a\nMKTAY\n"
+    foreign = tmp_path / "other.h5"
+    with h5py.File(foreign, "w") as file:
+        file["x"] = [1, 2]
+    before = files(tmp_path)
+    with pytest.raises(ValueError, match="holds no embeddings of esm-turbo"):
+        run(foreign, file_format="h5")
+    assert files(tmp_path) == before
+
+
+def test_a_new_or_empty_file_can_be_written(tmp_path):
+    path = tmp_path / "e.h5"
+    check_h5(path)
+    assert not path.exists()
+    path.touch()
+    check_h5(path)
+
+
+def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
+    with pytest.raises(ImportError, match=r"format h5 needs h5py: pip install 'esm-turbo\[h5\]'"):
+        check_h5(tmp_path / "e.h5")

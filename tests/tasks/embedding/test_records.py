@@ -1,0 +1,360 @@
+"""Embedding records: runs that are killed and resumed, full disks, concurrent writers, and records that fail."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from esm_turbo.cli import app as cli
+from esm_turbo.files import artifacts
+from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.embedding import embed as embedding
+from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
+from esm_turbo.tasks.embedding.files import INDEX_FILE, SETTINGS_FILE, sequence_hash
+from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records, embedding_writer
+from tests.helpers.embedding_files import (
+    LENGTHS,
+    TOKS_PER_BATCH,
+    files,
+    full_disk,
+    h5_content,
+    ids_of,
+    proteins,
+)
+
+DRIVER = Path(__file__).parents[2] / "helpers" / "killed_runs.py"
+
+
+def killed_runs(model, jobs, tmp_path):
+    """Run the driver, which kills a run at each job's write, and return the exit codes."""
+    path = tmp_path / "jobs.json"
+    path.write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, DRIVER, model, path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(line) for line in done.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file_format", "include", "writes"),
+    [
+        # Settings, nine files (and nine caches), the index after each of four batches, the sorted index.
+        ("pt", ["mean", "per_tok"], 1 + 9 + 4 + 1),
+        ("safetensors", ["per_tok", "contacts", "cache"], 1 + 9 + 9 + 4 + 1),
+        # The index of the parts is not sorted; the file itself.
+        ("h5", ["mean", "bos"], 1 + 9 + 4 + 1),
+    ],
+)
+def test_a_run_killed_at_any_write_is_resumed(run, tiny_folder, tmp_path, computed, file_format, include, writes):
+    whole = tmp_path / "whole"
+    assert run(whole, None, file_format, include, (0, 2)).reused == 0
+    batches = list(computed)
+    assert len(batches) == 4
+    whens = ("before", "half", "after")
+    # Every write is interrupted at one of three points; the last two, of indices and the HDF5 file, at all of them.
+    ends = [(number, whens[number % 3]) for number in range(1, writes - 1)]
+    ends += [(number, when) for number in (writes - 1, writes) for when in whens]
+    jobs = [
+        {
+            "job": "embed", "out": str(tmp_path / f"{number}-{when}"), "kill_at": number, "when": when,
+            "records": [(record.id, record.sequence) for record in proteins()],
+            "format": file_format, "include": include, "layers": [0, 2], "toks_per_batch": TOKS_PER_BATCH,
+        }
+        for number, when in ends
+    ]  # fmt: skip
+    # There are no more writes than these: a run to be killed at the next one ends by itself.
+    last = jobs[-1] | {"kill_at": writes + 1, "out": str(tmp_path / "last")}
+    codes = killed_runs(tiny_folder, [*jobs, last], tmp_path)
+    assert codes == [-signal.SIGKILL] * len(jobs) + [0]
+    resumed = 0
+    for job in jobs:
+        out = Path(job["out"])
+        computed.clear()
+        result = run(out, None, file_format, include, (0, 2))
+        # The missing batches, each as in the first run.
+        assert computed == batches[len(batches) - len(computed) :]
+        assert result.reused == 10 - sum(len(batch) for batch in computed) - any(
+            proteins()[-1].sequence in batch for batch in computed
+        )
+        assert result.failed == []
+        resumed += result.reused
+        if file_format == "h5":
+            assert h5_content(out) == h5_content(whole)
+            assert not list(tmp_path.glob(f".{out.name}.*"))
+        else:
+            assert files(out) == files(whole)
+    assert resumed > 0
+
+
+@pytest.mark.slow
+def test_a_killed_command_is_resumed(tiny_folder, tmp_path, capsys):
+    fasta, out = tmp_path / "many.fasta", tmp_path / "out"
+    records = proteins([40 + index % 50 for index in range(300)])
+    fasta.write_text("".join(f">{record.id}\n{record.sequence}\n" for record in records))
+    command = ["embed", str(fasta), str(out), "--model", str(tiny_folder), "--include", "mean", "per_tok"]
+    command += ["--toks_per_batch", "128"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "esm_turbo.cli.app", *command],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    until = time.monotonic() + 120
+    while not ((out / INDEX_FILE).exists() and len(ids_of(out)) > 10):
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    before = ids_of(out)
+    assert 10 < len(before) < len(records)
+    # The system has released the dead process's lock.
+    assert (out / LOCK_FILE).exists()
+    assert cli.run(command) == 0
+    assert " of them earlier)" in capsys.readouterr().out
+    assert cli.run([*command[:2], str(tmp_path / "whole"), *command[3:]]) == 0
+    assert files(out) == files(tmp_path / "whole")
+    assert ids_of(out) == [record.id for record in records]
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5"])
+def test_a_second_run_computes_and_changes_nothing(run, tmp_path, computed, file_format):
+    out = tmp_path / "out"
+    run(out, file_format=file_format)
+    before, when = files(tmp_path), {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()}
+    computed.clear()
+    assert run(out, file_format=file_format).reused == 10
+    assert computed == []
+    assert files(tmp_path) == before
+    assert {p: p.stat().st_mtime_ns for p in tmp_path.rglob("*") if p.is_file()} == when
+
+
+@pytest.mark.parametrize("file_format", ["pt", "h5"])
+def test_only_new_sequences_are_computed(run, tmp_path, computed, file_format):
+    out = tmp_path / "out"
+    run(out, proteins(), file_format)
+    computed.clear()
+    renamed = ProteinRecord("another name", proteins()[0].sequence)
+    fresh = ProteinRecord("fresh", "MKTAYIAK")
+    moved = ProteinRecord("protein/1", "GSGSWKDLAE")
+    result = run(out, [*proteins()[3:], renamed, fresh, moved], file_format)
+    assert sorted(sequence for batch in computed for sequence in batch) == ["GSGSWKDLAE", "MKTAYIAK"]
+    assert result.reused == 8
+    if file_format == "pt":
+        names = dict(line.split("\t")[::2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
+        assert set(names) == {f"protein/{i}" for i in range(9)} | {"twin", "another name", "fresh"}
+        assert names["protein/1"] == f"{sequence_hash('GSGSWKDLAE')}.pt"
+        assert names["another name"] == names["protein/0"]
+    else:
+        with h5py.File(out) as file:
+            owners = {name: [e.attrs["original_id"], *e.attrs.get("other_ids", [])] for name, e in file.items()}
+        assert owners[sequence_hash(proteins()[0].sequence)] == ["protein/0", "another name"]
+        assert owners[sequence_hash(proteins()[4].sequence)] == ["protein/4", "twin"]
+        assert owners[sequence_hash("GSGSWKDLAE")] == ["protein/1"]
+        # No entry is left without an identifier.
+        assert sequence_hash(proteins()[1].sequence) not in owners
+        assert len(owners) == 10
+
+
+def test_only_the_missing_part_of_a_batch_is_computed(run, tmp_path, computed):
+    out = tmp_path / "out"
+    run(out)
+    expected = {path.name: torch.load(path, weights_only=True) for path in out.glob("*.pt")}
+    for index in (0, 8):
+        (out / f"{sequence_hash(proteins()[index].sequence)}.pt").unlink()
+    computed.clear()
+    assert run(out).damaged == []
+    assert computed == [[proteins()[8].sequence], [proteins()[0].sequence]]
+    assert {path.name for path in out.glob("*.pt")} == expected.keys()
+    for name, old in expected.items():
+        new = torch.load(out / name, weights_only=True)
+        # Another batch changes the order of float32 sums.
+        torch.testing.assert_close(new["representations"][2], old["representations"][2], rtol=1e-5, atol=1e-5)
+
+
+def test_identifiers_that_the_index_cannot_hold(run, tmp_path):
+    for wrong in ("a\tb", "a\nb", "a\rb"):
+        with pytest.raises(ValueError, match="has a tab or a line break"):
+            run(tmp_path / "out", [ProteinRecord(wrong, "MKT")])
+    with pytest.raises(ValueError, match="identifier 'a' names two sequences"):
+        run(tmp_path / "out", [ProteinRecord("a", "MKT"), ProteinRecord("a", "MKTA")])
+    assert not (tmp_path / "out").exists()
+
+
+def test_identifiers_may_hold_any_other_character(run, tmp_path, computed):
+    records = [ProteinRecord("a\ufffdb \u2028 \x85", "MKT"), ProteinRecord("../x", "MKTA")]
+    run(tmp_path / "out", records)
+    computed.clear()
+    result = run(tmp_path / "out", records)
+    assert (result.reused, result.damaged, computed) == (2, [], [])
+
+
+# Writes of six more proteins: their files, then the sorted index (for HDF5, the settings first and the file last).
+@pytest.mark.parametrize(
+    ("file_format", "after"),
+    [("pt", 0), ("pt", 3), ("pt", 6), ("safetensors", 0), ("safetensors", 5), ("h5", 0), ("h5", 1), ("h5", 7)],
+)
+def test_a_full_disk_does_no_harm(run, tmp_path, monkeypatch, file_format, after):
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    run(whole, file_format=file_format, records=proteins()[:3])
+    run(whole, file_format=file_format)
+    run(out, file_format=file_format, records=proteins()[:3])
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        full_disk(patch, after)
+        with pytest.raises(UnfinishedError, match=r"No space left on device.*free some space") as caught:
+            run(out, file_format=file_format)
+    assert "\n" not in str(caught.value)
+    after_it = files(tmp_path)
+    changed = {name for name in before if after_it.get(name) != before[name]}
+    # Only the index has more rows, and no temporary files are left.
+    assert changed <= {f"out/{INDEX_FILE}"}
+    assert not [name for name in after_it if name.endswith(".tmp")]
+    assert not list(tmp_path.rglob(LOCK_FILE))
+    run(out, file_format=file_format)
+    if file_format == "h5":
+        assert h5_content(out) == h5_content(whole)
+    else:
+        assert files(out) == files(whole)
+
+
+def test_the_command_reports_a_full_disk_in_one_line(tiny_folder, tmp_path, monkeypatch, capsys):
+    fasta = tmp_path / "some.fasta"
+    fasta.write_text("".join(f">{record.id}\n{record.sequence}\n" for record in proteins()))
+
+    def no_room(tensors, path, metadata):
+        Path(path).write_bytes(b"half")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(artifacts, "save_file", no_room)
+    command = ["embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "mean", "--format", "safetensors"]
+    assert cli.run([str(part) for part in command]) == 1
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("esm-turbo: error: ")
+    assert "No space left on device" in line and "0 of 10 proteins are done" in line
+    assert sorted(files(tmp_path / "out")) == [SETTINGS_FILE]
+
+
+@pytest.mark.parametrize("file_format", ["pt", "h5"])
+def test_two_writers_are_refused(run, tmp_path, file_format):
+    out = tmp_path / "out"
+    settings = {"include": ["mean"]}
+    with (
+        embedding_writer(out, file_format, settings),
+        pytest.raises(FolderBusyError, match="another process is writing into it"),
+    ):
+        run(out, file_format=file_format)
+    # Neither leaves anything behind.
+    assert list(tmp_path.iterdir()) == []
+    assert run(out, file_format=file_format).reused == 0
+
+
+def test_the_command_refuses_a_folder_in_use(tiny_folder, tmp_path, capsys):
+    fasta, out = tmp_path / "some.fasta", tmp_path / "out"
+    fasta.write_text(">a\nMKTAY\n")
+    holder = subprocess.Popen(
+        [
+            sys.executable, "-c",
+            "import sys; from esm_turbo.files.writing import only_writer\n"
+            "with only_writer(sys.argv[1]): print('held', flush=True); sys.stdin.read()",
+            out,
+        ],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert holder.stdout.readline() == "held\n"
+    command = ["embed", str(fasta), str(out), "--model", str(tiny_folder), "--include", "mean"]
+    assert cli.run(command) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"esm-turbo: error: {out}: another process is writing into it; let it finish, or give another folder"
+    )
+    assert sorted(files(out)) == [LOCK_FILE]
+    # The lock ends with its process, however that ends.
+    holder.kill()
+    holder.wait()
+    assert cli.run(command) == 0
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5"])
+def test_other_settings_are_refused(run, tiny, turbo, tmp_path, file_format):
+    out = tmp_path / "out"
+    run(out, proteins(), file_format)
+    before = files(tmp_path)
+    for change in ({"include": ["mean"]}, {"layers": [0]}, {"truncation_seq_length": 7}):
+        with pytest.raises(ValueError, match=r"holds embeddings made with .*give another path"):
+            run(out, proteins(), **({"file_format": file_format} | change))
+    request = EmbeddingRequest.of(turbo, (-1,), ("mean", "per_tok"))
+    with pytest.raises(ValueError, match="made with model tiny, not esm2-mini"):
+        embed_records(turbo, proteins(), out, request, file_format=file_format)
+    assert files(tmp_path) == before
+
+
+def test_a_protein_too_large_for_memory_is_a_failed_record(run, tiny, tmp_path, monkeypatch):
+    original = embedding._hidden_states
+    shapes = []
+
+    def small_memory(turbo, input_ids, *rest):
+        shapes.append(tuple(input_ids.shape))
+        if input_ids.numel() > 36:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(turbo, input_ids, *rest)
+
+    monkeypatch.setattr(embedding, "_hidden_states", small_memory)
+    out = tmp_path / "out"
+    records = [*proteins(), ProteinRecord("giant", "A" * 50)]
+    result = run(out, records, toks_per_batch=100)
+    assert [(one.record, one.reason) for one in result.failed] == [
+        (
+            "giant",
+            "its 50 residues need more memory than cpu has; cut it, request less, or use a device with more memory",
+        )
+    ]
+    assert sorted(ids_of(out)) == sorted(record.id for record in proteins())
+    # Halved until it fits, and no further.
+    assert (2, 36) in shapes and (1, 36) in shapes
+    with pytest.raises(MemoryError, match="sequence 11: its 50 residues"):
+        tiny.embed([record.sequence for record in records])
+
+
+def test_embeddings_that_are_not_finite_are_not_written(run, tmp_path, monkeypatch, computed):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != 18)
+        result = run(out)
+        assert [one.record for one in result.failed] == ["protein/4", "twin"]
+        assert result.reused == 0
+    assert set(ids_of(out)) == {f"protein/{i}" for i in range(9) if i != 4}
+    computed.clear()
+    result = run(out)
+    assert (result.reused, result.failed) == (8, [])
+    assert computed == [[proteins()[4].sequence]]
+
+
+def test_progress(run, tmp_path):
+    calls = []
+    run(tmp_path / "out", progress=lambda *call: calls.append(call))
+    total = sum(LENGTHS)
+    assert calls[0] == ("embed", 0, total)
+    assert calls[-1] == ("embed", total, total)
+    assert [stage for stage, _, _ in calls].count("embed") == 5
+    shutil.rmtree(tmp_path / "out" / "nothing", ignore_errors=True)
+    (tmp_path / "out" / f"{sequence_hash(proteins()[8].sequence)}.pt").unlink()
+    calls.clear()
+    run(tmp_path / "out", progress=lambda *call: calls.append(call))
+    assert ("check", 9, 9) in calls
+    # Existing embeddings do not count towards the rate.
+    assert calls[-1] == ("embed", LENGTHS[8], LENGTHS[8])
