@@ -43,7 +43,7 @@ def test_divergence_is_of_the_reference_from_the_other() -> None:
     assert abs(forward - backward) > 0.1
 
 
-def test_relative_rms_sees_the_scale_that_a_cosine_hides() -> None:
+def test_relative_rms_is_sensitive_to_scale() -> None:
     reference = random_outputs(2)
     accuracy = TokenErrors.compare(reference, Outputs(1.1 * reference.hidden, reference.logits)).accuracy()
     assert accuracy.cosine_min == pytest.approx(1.0, abs=1e-12)
@@ -59,7 +59,7 @@ def test_equal_outputs_have_no_error() -> None:
     assert accuracy.tokens == 12
 
 
-def test_quantiles_look_at_the_bad_end() -> None:
+def test_quantiles_are_those_of_the_worst_tokens() -> None:
     grid = np.arange(101) / 100
     accuracy = TokenErrors(grid, grid, np.r_[np.zeros(25), np.ones(76)], grid, np.ones(101)).accuracy()
     expected = Accuracy(101, 0.5, 0.01, 0.0, 0.5, 0.99, 76 / 101, 0.5**0.5)
@@ -87,7 +87,7 @@ def test_outputs_join_and_split_with_their_layers() -> None:
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("where", ["hidden", "logits"])
-def test_what_is_not_finite_is_refused(where: str, value: float) -> None:
+def test_non_finite_outputs_are_refused(where: str, value: float) -> None:
     good, bad = random_outputs(5), random_outputs(6)
     getattr(bad, where)[3, 1] = value
     with pytest.raises(ValueError, match="the output holds NaN or infinity"):
@@ -96,7 +96,7 @@ def test_what_is_not_finite_is_refused(where: str, value: float) -> None:
         TokenErrors.compare(bad, good)
 
 
-def test_figures_of_nothing_are_refused() -> None:
+def test_no_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="no tokens"):
         TokenErrors.compare(random_outputs(0)[:0], random_outputs(1)[:0]).accuracy()
 

@@ -19,7 +19,7 @@ Tiny = Callable[..., TurboEsmForMaskedLM]
 
 
 class Recorder(KVSession):
-    """Keeps queries, keys and values of every layer, [heads, n, head_dim] each."""
+    """Records queries, keys and values of every layer, [heads, n, head_dim] each."""
 
     def __init__(self) -> None:
         self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -36,19 +36,19 @@ def run(model: TurboEsmForMaskedLM, ids: Tensor) -> tuple[Tensor, list[tuple[Ten
 
 @pytest.mark.parametrize("scale", [10, 60, 200, 0.1])
 @pytest.mark.parametrize("head_dim", [16, 24])
-def test_the_function_stays(
+def test_the_model_computes_the_same_function(
     tiny_model: Tiny, random_proteins: Callable[..., tuple[Tensor, Tensor]], head_dim: int, scale: float
 ) -> None:
     model = tiny_model(head_dim=head_dim)
     ids = random_proteins([40], eos=True)[0]
     before, _ = run(model, ids)
     after, _ = run(with_outliers(model, scale), ids)
-    # float32: the scaled weights are rounded once more, which two layers carry to about 1e-6.
+    # float32: the scaled weights are rounded once more, which adds about 1e-6 over two layers.
     assert (after - before).norm() / before.norm() < 1e-5
     assert not torch.equal(after, before)
 
 
-def test_what_is_stored_grows_by_the_scale(
+def test_stored_channels_grow_by_the_scale(
     tiny_model: Tiny, random_proteins: Callable[..., tuple[Tensor, Tensor]]
 ) -> None:
     model, scale = tiny_model(), 60.0
@@ -78,13 +78,13 @@ def test_one_rotary_pair_per_head_for_keys_and_for_values(head_dim: int) -> None
     assert (first < head_dim // 2).all()
 
 
-def test_the_choice_is_reproducible_and_follows_the_seed() -> None:
+def test_channels_depend_on_the_seed_only() -> None:
     geometry = Geometry(LAYERS, HEADS, HEAD_DIM)
     assert np.array_equal(outlier_channels(geometry, 3), outlier_channels(geometry, 3))
     assert not np.array_equal(outlier_channels(geometry, 3), outlier_channels(geometry, 4))
 
 
-def test_the_original_is_untouched_and_its_calibration_not_taken_along(tiny_model: Tiny) -> None:
+def test_the_original_is_not_modified_and_its_calibration_not_copied(tiny_model: Tiny) -> None:
     model = tiny_model(preset="paper")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     planted = with_outliers(model, 60)
@@ -104,6 +104,6 @@ def test_scale_one_is_a_plain_copy(tiny_model: Tiny) -> None:
 
 
 @pytest.mark.parametrize("scale", [0, -10, float("nan"), float("inf")])
-def test_a_scale_that_is_no_positive_number_is_refused(tiny_model: Tiny, scale: float) -> None:
+def test_a_scale_that_is_not_positive_is_refused(tiny_model: Tiny, scale: float) -> None:
     with pytest.raises(ValueError, match="`scale` must be a positive number"):
         with_outliers(tiny_model(), scale)

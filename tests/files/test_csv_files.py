@@ -18,7 +18,7 @@ def test_columns_are_found_by_name_in_any_case(tmp_path):
     ]
 
 
-def test_rows_know_their_lines(tmp_path):
+def test_rows_have_line_numbers(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text('id,sequence\n\na,MKT\n"b\nc",AC\n,\nd,\n')
     assert [(row["id"], row.line) for row in read_csv(path, ["id", "sequence"])] == [("a", 3), ("b\nc", 4), ("d", 7)]
@@ -32,14 +32,14 @@ def test_windows_files_and_gzip(tmp_path, write):
 
 
 @given(st.lists(st.lists(st.text("abc,\"'é\n;", min_size=1, max_size=5), min_size=2, max_size=2), max_size=5))
-def test_what_is_written_is_read(tmp_path_factory, rows):
+def test_written_tables_are_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "x.csv"
     write_csv(path, ["one", "two"], rows)
     expected = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
     assert [[row["one"], row["two"]] for row in read_csv(path, ["one", "two"])] == expected
 
 
-def test_nothing_is_left_of_a_write_that_fails(tmp_path):
+def test_a_failed_write_leaves_nothing(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("old")
 
@@ -64,10 +64,10 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path):
         (b'sequence\n"AC\n', "is not CSV (unexpected end of data)"),
         (gzip.compress(b"sequence\nAC\n" * 99)[:-9], "the gzip file is truncated or damaged"),
     ],
-    # Named, because gzip's bytes hold the time: two test processes would not agree on what the test is called.
+    # Named, because the bytes of gzip contain the time: two test processes would give the test different names.
     ids=["empty", "blank", "no-column", "fasta", "not-utf-8", "open-quote", "gzip"],
 )
-def test_files_that_are_refused(tmp_path, content, message):
+def test_bad_files_are_refused(tmp_path, content, message):
     path = tmp_path / "x.csv"
     path.write_bytes(content)
     with pytest.raises(CsvError) as caught:
@@ -75,7 +75,7 @@ def test_files_that_are_refused(tmp_path, content, message):
     assert str(caught.value).startswith(f"{path}: {message}")
 
 
-def test_what_is_no_file(tmp_path):
+def test_missing_files_and_folders_are_refused(tmp_path):
     for path in (tmp_path / "missing.csv", tmp_path):
         with pytest.raises(CsvError, match="cannot be read"):
             read_csv(path, ["sequence"])

@@ -37,7 +37,7 @@ def test_shape_and_norms(tiny_esm, head_dim):
 def test_projections_are_fixed(tiny_esm):
     one, other = (model_fingerprint(tiny_esm(head_dim=8, heads=2, layers=2).esm) for _ in range(2))
     np.testing.assert_array_equal(one, other)
-    # Random signs on both sides: about a unit normal variable, whatever the matrix.
+    # Random signs on both sides: about a unit normal variable for any matrix.
     spread = np.concatenate([model_fingerprint(tiny_esm(layers=6, seed=s).esm)[..., 1:].ravel() for s in range(3)])
     assert 0.7 < spread.std() < 1.4
     assert abs(spread.mean()) < 0.25
@@ -54,7 +54,7 @@ def test_casts_are_the_same_model(model, dtype):
 
 
 def test_embedded_model_in_half_precision_is_itself(turbo):
-    # The shared model is not touched: a fingerprint is made of weights alone.
+    # The shared model is not modified: a fingerprint depends on weights alone.
     expected = model_fingerprint(turbo.model.esm)
     for dtype in (torch.bfloat16, torch.float16):
         assert same_model(model_fingerprint(copy.deepcopy(turbo.model.esm).to(dtype)), expected)
@@ -104,7 +104,7 @@ def test_rounding_within_the_tolerance_is_the_same_model(model):
     assert same_model(before, model_fingerprint(model))
 
 
-def test_change_in_place_is_seen(model):
+def test_an_in_place_change_is_detected(model):
     before = model_fingerprint(model)
     assert model_fingerprint(model) is before
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_change_in_place_is_seen(model):
     assert not same_model(before, model_fingerprint(model))
 
 
-def test_loading_other_weights_is_seen(tiny_esm, model):
+def test_loading_other_weights_is_detected(tiny_esm, model):
     before = model_fingerprint(model)
     model.load_state_dict(tiny_esm(layers=3, seed=9).esm.state_dict())
     assert not same_model(before, model_fingerprint(model))
@@ -124,7 +124,7 @@ def test_other_shapes_are_another_model(model):
     assert not same_model(fingerprint, fingerprint[..., :-1])
 
 
-def test_nothing_equals_nan(model):
+def test_nan_equals_nothing(model):
     fingerprint = model_fingerprint(model).copy()
     fingerprint[1, 2, 3] = np.nan
     assert not same_model(fingerprint, model_fingerprint(model))

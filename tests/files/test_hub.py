@@ -1,4 +1,4 @@
-"""Where a model is looked for, with a hub that answers in every way it can."""
+"""Where a model is found, with every answer of the hub."""
 
 from types import SimpleNamespace
 
@@ -12,18 +12,18 @@ MODEL = "facebook/esm2_t6_8M_UR50D"
 
 
 class NetworkDown(Exception):
-    """Stands for the HTTP client's own exceptions."""
+    """An exception of the HTTP client."""
 
 
 def http_error(cls):
     error = cls.__new__(cls)
-    Exception.__init__(error, "the hub says no")
+    Exception.__init__(error, "refused")
     return error
 
 
 @pytest.fixture
 def hub(monkeypatch):
-    """`hub(answer, copied)` sets what the hub answers, an error or None, and whether there is a local copy."""
+    """`hub(answer, copied)` sets the answer of the hub, an error or None, and whether there is a local copy."""
 
     def set_up(answer, copied):
         def model_info(name, timeout):
@@ -40,13 +40,13 @@ def hub(monkeypatch):
     return set_up
 
 
-def test_a_folder_asks_nobody(hub, tmp_path):
+def test_a_folder_needs_no_hub(hub, tmp_path):
     hub(AssertionError("asked"), False)
     assert local_files_only(str(tmp_path)) is False
 
 
 @pytest.mark.parametrize("copied", [True, False])
-def test_a_hub_that_answers(hub, copied):
+def test_a_reachable_hub_is_used(hub, copied):
     hub(None, copied)
     assert local_files_only(MODEL) is False
 
@@ -60,7 +60,7 @@ def test_a_hub_that_answers(hub, copied):
     ],
     ids=["no network", "offline", "no such model"],
 )
-def test_a_hub_that_does_not(hub, answer, message):
+def test_an_unreachable_hub_falls_back_to_the_local_cache(hub, answer, message):
     hub(answer, copied=True)
     assert local_files_only(MODEL) is True
     hub(answer, copied=False)
@@ -72,13 +72,13 @@ def test_a_hub_that_does_not(hub, answer, message):
     assert isinstance(caught.value, ValueError)
 
 
-def test_any_other_answer_is_left_to_loading(hub):
-    # A mirror need not have this part of the interface.
+def test_other_answers_are_left_to_loading(hub):
+    # A mirror may lack this part of the interface.
     hub(http_error(HfHubHTTPError), copied=False)
     assert local_files_only(MODEL) is False
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "no such folder", "./here", "x" * 200])
-def test_what_is_neither_folder_nor_name(name):
+def test_invalid_names_are_refused(name):
     with pytest.raises(ModelNotFoundError, match="no such folder, and it is not a valid hub id"):
         local_files_only(name)

@@ -12,7 +12,7 @@ lengths = st.lists(st.integers(1, 60), max_size=30)
 
 
 @given(lengths=lengths, toks=st.integers(1, 200), data=st.data())
-def test_each_that_is_missing_once_and_within_the_budget(lengths, toks, data):
+def test_missing_sequences_are_batched_once_within_the_budget(lengths, toks, data):
     done = data.draw(st.sets(st.integers(0, 29)))
     batches = remaining_batches(lengths, toks, done)
     assert sorted(index for batch in batches for index in batch) == [i for i in range(len(lengths)) if i not in done]

@@ -28,7 +28,7 @@ from esm_turbo.proteins.fasta import (
 
 @pytest.fixture
 def write(tmp_path):
-    """Writes bytes or text to a new file and returns its path."""
+    """Write bytes or text to a new file and return its path."""
 
     def _write(content, name="proteins.fasta"):
         path = tmp_path / name
@@ -91,7 +91,7 @@ def test_normalize_sequence_names_record_and_position(sequence, position, charac
 
 @pytest.mark.parametrize(("sequence", "position"), [("MK*T", 3), ("*MK", 1), ("MKT**", 4), ("MK*T*", 3)])
 @pytest.mark.parametrize("unknown", [None, "X"])
-def test_a_stop_inside_is_never_accepted(sequence, position, unknown):
+def test_an_internal_stop_is_never_accepted(sequence, position, unknown):
     with pytest.raises(ValueError, match=rf"^p: position {position} is a stop '\*' inside"):
         normalize_sequence(sequence, name="p", unknown=unknown)
 
@@ -167,8 +167,8 @@ PLAIN = b">a first\nMKTAYIA\nKQR\n>b\nGGG\n"
     ],
     ids=["plain", "crlf", "cr", "no-newline", "bom", "blank-start", "lower", "stop", "gzip", "gzip-members"],
 )
-def test_forms_of_the_same_file_read_alike(write, content):
-    # The names of the file say nothing: gzip is recognised by its content.
+def test_variants_of_a_file_give_the_same_records(write, content):
+    # Gzip is recognised by the content, not by the name.
     for name in ("x.fasta", "x.fasta.gz"):
         good, bad = read_fasta(write(content, name))
         assert [(record.id, record.sequence) for record in good] == [("a", "MKTAYIAKQR"), ("b", "GGG")]
@@ -207,7 +207,7 @@ def test_records_are_immutable():
 MIXED = ">a\nMKT\n>b\nMJT\n>a\nGGG\n>c\n>d\nM*T\n>\nMKT\n>e\nM-T\n>f\nLAG\n"
 
 
-def test_bad_records_are_set_apart(write):
+def test_bad_records_are_separated(write):
     good, bad = read_fasta(write(MIXED))
     assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("f", "LAG")]
     assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6", "e"]
@@ -224,7 +224,7 @@ def test_bad_records_are_set_apart(write):
         assert "; " in problem.reason
 
 
-def test_unknown_maps_letters_and_nothing_else(write):
+def test_unknown_replaces_letters_and_nothing_else(write):
     good, bad = read_fasta(write(MIXED), unknown="x")
     assert [(record.id, record.sequence) for record in good] == [
         ("a", "MKT"),
@@ -235,7 +235,7 @@ def test_unknown_maps_letters_and_nothing_else(write):
     assert [problem.record for problem in bad] == ["a", "c", "d", "#6"]
 
 
-def test_a_bad_record_still_owns_its_identifier(write):
+def test_a_bad_record_keeps_its_identifier(write):
     good, bad = read_fasta(write(">a\nM1T\n>a\nMKT\n"))
     assert good == []
     assert [problem.reason.partition(";")[0] for problem in bad][1] == ("record 2 repeats the identifier of record 1")
@@ -262,7 +262,7 @@ def test_strict_reading_names_the_first_problem_and_counts_the_others(write):
     assert caught.value.path == str(path)
 
 
-def test_strict_reading_counts_in_words(write):
+def test_strict_reading_uses_the_singular_for_one(write):
     with pytest.raises(FastaError, match=r"unknown='X'\)$"):
         read_fasta_strict(write(">a\nMJT\n"))
     with pytest.raises(FastaError, match=r"\(and 1 more bad record\)$"):
@@ -380,7 +380,7 @@ def test_any_bytes_give_records_or_a_fasta_error(tmp_path_factory, content):
     st.sampled_from(["\n", "\r\n"]),
     st.booleans(),
 )
-def test_written_records_come_back(tmp_path_factory, records, width, newline, compress):
+def test_written_records_are_read_back(tmp_path_factory, records, width, newline, compress):
     lines = []
     for name, sequence in records:
         lines.append(f">{name} any words")

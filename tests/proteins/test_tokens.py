@@ -31,13 +31,13 @@ def test_the_vocabulary(codes: TokenCodes) -> None:
 
 
 @given(parts=st.lists(st.sampled_from([*RESIDUES, "<mask>"]), min_size=1, max_size=30))
-def test_ids_are_the_tokenizers(tokenizer: EsmTokenizer, codes: TokenCodes, parts: list[str]) -> None:
+def test_ids_equal_those_of_the_tokenizer(tokenizer: EsmTokenizer, codes: TokenCodes, parts: list[str]) -> None:
     sequence = "".join(parts)
     assert [codes.cls, *codes.encode(sequence, "it"), codes.eos] == tokenizer(sequence)["input_ids"]
 
 
 @pytest.mark.parametrize("text", ["MKT", "mkt", " M K\tT\n", "MKT*", "m<mask>t".replace("<mask>", "k")])
-def test_what_is_accepted(codes: TokenCodes, text: str) -> None:
+def test_accepted_spellings(codes: TokenCodes, text: str) -> None:
     assert codes.encode(text, "it") == [20, 15, 11]
 
 
@@ -50,20 +50,20 @@ def test_masks(codes: TokenCodes, text: str) -> None:
     ("text", "position"),
     [("MKJT", 3), ("M<mask>-T", 3), ("<mask><mask>1", 3), ("MK.", 3), ("<mask", 1), ("M<cls>", 2), ("M*K", 2)],
 )
-def test_what_is_refused(codes: TokenCodes, text: str, position: int) -> None:
-    """The tokenizer takes all of these. Positions count from 1, a mask as one residue."""
+def test_bad_symbols_are_refused_at_their_position(codes: TokenCodes, text: str, position: int) -> None:
+    """The tokenizer accepts all of these. Positions count from 1; a mask counts as one residue."""
     with pytest.raises(ValueError, match=rf"^sequence 7: .*position {position}\b"):
         codes.encode(text, "sequence 7")
 
 
 @pytest.mark.parametrize("text", ["", "  \n", "*"])
-def test_nothing(codes: TokenCodes, text: str) -> None:
+def test_empty_sequences_are_refused(codes: TokenCodes, text: str) -> None:
     with pytest.raises(ValueError, match="sequence 7"):
         codes.encode(text, "sequence 7")
 
 
 @pytest.mark.parametrize("sequence", [None, 1.5, b"MKT", ["M"]])
-def test_what_is_no_string(codes: TokenCodes, sequence: Any) -> None:
+def test_a_sequence_must_be_a_string(codes: TokenCodes, sequence: Any) -> None:
     with pytest.raises(TypeError, match="sequence 7: a sequence must be a string"):
         codes.encode(sequence, "sequence 7")
 

@@ -38,7 +38,7 @@ def test_embed_pt(esm, fasta, tmp_path, tiny_folder, tiny):
             assert_same(saved["mean_representations"][layer], embedding.mean_representations[layer])
             assert_same(saved["bos_representations"][layer], embedding.bos_representations[layer])
         assert_same(saved["contacts"], embedding.contacts)
-    # Nothing but these files: identifiers are no paths, and no temporary file is left.
+    # No other files: identifiers are not used as paths, and no temporary file is left.
     assert len(files(tmp_path)) == 1 + 3 + 2
 
 
@@ -72,7 +72,7 @@ def test_embed_h5_in_the_layout_of_biotrainer(esm, fasta, tmp_path, tiny_folder,
         assert list(file[sequence_hash(SEQUENCES["c"])].attrs["other_ids"]) == ["again"]
     for name, sequence in SEQUENCES.items():
         assert_same(by_id[name], tiny.embed(sequence)[0].representations[2])
-    # Several things of a protein form a group; they go into a file of their own.
+    # Several outputs per protein form a group, in a file of their own.
     several = ["--include", "mean", "per_tok", "--repr_layers", "0", "2"]
     assert "holds embeddings made with" in esm(*arguments, *several).error
     out = arguments[2] = out.with_name("several.h5")
@@ -206,7 +206,7 @@ def test_files_written_before_a_failure_are_complete(esm, fasta, tmp_path, tiny_
     assert result.code == 1
     assert result.error == "out of luck"
     if file_format == "h5":
-        # The file comes when it is whole; until then there is what it will be made of.
+        # The file appears when it is complete; until then there are its parts.
         assert sorted(p.name for p in tmp_path.iterdir()) == [".out.parts", "good.fasta"]
         index = index_of(tmp_path / ".out.parts")
         assert all(read_embedding(tmp_path / ".out.parts" / file) for _, file, _ in index.values())

@@ -16,7 +16,7 @@ RECORDS = {"a": "MKTAYIAKQRQISFVKSHFSRQ", "b": "MKT", "c": "GSGSWKDLAEXPLLKRRVWT
 
 @pytest.fixture
 def esm(esm: Callable[..., Any], tiny_folder: Path) -> Callable[..., Any]:
-    """Runs a command on a small model of random weights."""
+    """Run a command on a small model of random weights."""
 
     def run(*arguments: object) -> Any:
         return esm(*arguments, "--model", tiny_folder, "--preset", "exact") if len(arguments) > 1 else esm(*arguments)
@@ -32,7 +32,7 @@ def fasta(tmp_path: Path) -> Path:
 
 
 def read(text: str) -> dict[str, tuple[dict[str, str], str]]:
-    """Entries by identifier: what their headers say, and their sequences."""
+    """Facts of the header and sequence of each entry, by identifier."""
     entries = {}
     for entry in text.strip().removeprefix(">").split("\n>"):
         header, sequence = entry.split("\n")

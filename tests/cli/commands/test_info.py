@@ -26,7 +26,7 @@ def test_info_of_a_model(esm, tiny_folder, tiny_calibration, tiny):
     for preset, size in found["cache"]["presets"].items():
         if not preset.startswith("fp"):
             turbo.model.set_turbo(calibration=turbo.calibration, preset=preset)
-            # Without a calibration of its own the same was foretold.
+            # The prediction without a calibration was the same.
             assert size["bytes"] == turbo.prefill("MKTAYIAKQR").nbytes == sizes[preset]["bytes"] / 3
     assert "geometry" in esm("info", tiny_folder).out
 

@@ -1,0 +1,79 @@
+"""Provenance of figures: the commit, and names of processors and devices."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from esm_turbo.evaluate import environment
+from esm_turbo.evaluate.environment import device_name, processor_name, source_revision
+
+
+def git(folder: Path, *arguments: str) -> str:
+    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository with one commit, laid out like this one."""
+    for name in ("esm_turbo", "benchmarks/results", "calibration_data"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "file").write_text("committed")
+    (tmp_path / "pyproject.toml").write_text("")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-q", "-m", "first")
+    return tmp_path
+
+
+def test_a_clean_checkout(checkout: Path) -> None:
+    revision = source_revision(checkout)
+    assert revision is not None
+    assert (revision.commit, revision.dirty) == (git(checkout, "rev-parse", "HEAD"), False)
+
+
+@pytest.mark.parametrize("name", ["esm_turbo/file", "benchmarks/new.py", "pyproject.toml"])
+def test_changed_and_new_sources_are_dirty(checkout: Path, name: str) -> None:
+    (checkout / name).write_text("changed")
+    revision = source_revision(checkout)
+    assert revision is not None and revision.dirty
+
+
+@pytest.mark.parametrize("name", ["benchmarks/results/new.jsonl", "README.md"])
+def test_results_and_prose_are_no_sources(checkout: Path, name: str) -> None:
+    (checkout / name).write_text("new")
+    revision = source_revision(checkout)
+    assert revision is not None and not revision.dirty
+
+
+def test_an_installed_package_and_a_missing_git_have_no_revision(
+    tmp_path: Path, checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "installed").mkdir()
+    assert source_revision(tmp_path / "installed") is None
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert source_revision(checkout) is None
+
+
+def test_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "processor_name", lambda: "Processor X")
+    assert device_name("cpu") == "Processor X"
+    assert device_name(torch.device("mps")) == "mps of Processor X"
+
+
+def test_the_processor_is_that_of_the_system_or_of_the_platform(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "processor\t: 0\nmodel name\t: Xeon: fast \nmodel name\t: other\n"
+    monkeypatch.setattr(Path, "read_text", lambda *_, **__: text)
+    assert processor_name() == "Xeon: fast"
+
+    def absent(*_: object, **__: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(Path, "read_text", absent)
+    monkeypatch.setattr("platform.processor", lambda: "")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert processor_name() == "arm64"
