@@ -22,6 +22,17 @@ PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
 SINGLE_THREADED := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# Two processors that this one can stand in for: x86-64 without wide vectors, and x86-64 with AVX2 and two BLAS threads.
+# Each library has a switch of its own, and ignores the names that mean nothing to it; on arm64 that is all of them.
+WITHOUT_AVX := ATEN_CPU_CAPABILITY=default OPENBLAS_CORETYPE=Nehalem ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE \
+	NPY_DISABLE_CPU_FEATURES="X86_V3 X86_V4 AVX2 FMA3 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR" \
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+WITH_AVX2 := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=AVX2 \
+	NPY_DISABLE_CPU_FEATURES="X86_V4 AVX512F AVX512CD AVX512_SKX AVX512_CLX AVX512_CNL AVX512_ICL AVX512_SPR" \
+	OMP_NUM_THREADS=2 MKL_NUM_THREADS=2
+# Compiling kernels for a GPU is slow and computes nothing here.
+PORTABLE := --ignore=tests/ops/test_triton_compile.py
+
 # What depends on the version of transformers: loading, the patched model, the cache.
 OLDEST_TESTS := tests/test_modeling_esm_turbo.py tests/test_kv_cache.py tests/test_kv_cache_refinements.py \
 	tests/test_kv_cache_dropping.py tests/test_context_model.py tests/test_turbo_esm.py \
@@ -30,7 +41,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest test-interpreter test-docs test-gpu test-mps lint format types docs notebooks results clean
+.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps lint format types docs notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +51,10 @@ demo: $(VENV)/.installed  ## install, then the whole job on shipped proteins and
 
 test: $(VENV)/.installed-dev  ## install, then the whole test suite
 	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) $(PYTEST_ARGS)
+
+test-portable: $(VENV)/.installed-dev  ## the test suite twice, as on two other processors; not part of .ci/run
+	$(WITHOUT_AVX) $(VENV)/bin/python $(PYTEST) $(PORTABLE) $(PYTEST_ARGS)
+	$(WITH_AVX2) $(VENV)/bin/python $(PYTEST) $(PORTABLE) $(PYTEST_ARGS)
 
 test-oldest: $(VENV_OLDEST)/.installed  ## loading, model and cache with the oldest supported dependencies
 	$(SINGLE_THREADED) $(VENV_OLDEST)/bin/python $(PYTEST) $(OLDEST_TESTS) $(PYTEST_ARGS)
