@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torch import Tensor
 
 from esm_turbo.codecs.base import rotate
 from tests.helpers.peer_codecs import make_codec, normal
@@ -16,10 +19,18 @@ def test_spectral_bytes_are_the_published_ones():
     assert sum(packed[name].nbytes for name in packed if name.startswith("key")) == 2 * 26
 
 
+def keys_of_distinct_pairs(tokens: int, head_dim: int) -> Tensor:
+    """Keys [1, 2, tokens, head_dim] of pairs of components whose energies are a tenth apart, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    ranks, angles = torch.rand(2, 1, 2, tokens, head_dim // 2, generator=generator)
+    lengths, angles = 1.05 ** ranks.argsort(-1), 2 * math.pi * angles
+    return torch.cat([lengths * angles.cos(), lengths * angles.sin()], dim=-1)
+
+
 @pytest.mark.parametrize(("head_dim", "kept"), [(16, 4), (24, 4), (32, 4), (64, 8), (128, 12)])
 def test_spectral_keeps_the_pairs_of_most_energy(head_dim: int, kept: int) -> None:
     codec = make_codec("spectral", head_dim)
-    x = normal(1, 2, 50, head_dim)
+    x = keys_of_distinct_pairs(50, head_dim)
     packed = codec.encode(0, x, x)
     energy = x.unflatten(-1, (2, -1)).square().sum(-2)
     kept_energy = codec.decode(0, packed)[0].unflatten(-1, (2, -1)).square().sum(-2)
@@ -35,7 +46,7 @@ def test_spectral_keeps_the_pairs_of_most_energy(head_dim: int, kept: int) -> No
 
 def test_spectral_pairs_do_not_depend_on_the_position():
     codec = make_codec("spectral", 32)
-    x = normal(1, 2, 20, 32)
+    x = keys_of_distinct_pairs(20, 32)
     rotated = rotate(x, torch.arange(20)[:, None] * 10_000.0 ** -(torch.arange(16) / 16))
     pairs = [codec.encode(0, keys, x)["key_pairs"].sort(-1).values for keys in (x, rotated)]
     assert torch.equal(*pairs)
