@@ -1,4 +1,4 @@
-"""The launchers of the Triton kernels under one name; see `esm_turbo.ops`. triton itself is imported when one runs."""
+"""The launchers of the Triton kernels. triton itself is imported when a kernel runs."""
 
 from esm_turbo.ops.triton_attention import extend_attention
 from esm_turbo.ops.triton_encode import encode

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.config import Backend
-from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode
+from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer
 
 # Looked up, not imported: only a kernel that runs may cost the import of triton.
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -129,8 +129,8 @@ class TritonBackend(KVBackend):
     name = Backend.TRITON
     module = "triton_kernels"
     extend_attention = staticmethod(triton_attention.extend_attention)
-    rotate = staticmethod(triton_attention.rotate)
-    gelu = staticmethod(triton_attention.gelu)
+    rotate = staticmethod(triton_layer.rotate)
+    gelu = staticmethod(triton_layer.gelu)
 
     def obstacle(self, device: torch.device) -> str | None:
         if not _TRITON_IS_INSTALLED:

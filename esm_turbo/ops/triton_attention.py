@@ -14,8 +14,16 @@ from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import torch_ops
-from esm_turbo.ops.triton_launch import Tuning, empty_by_token, fence, interpreted, operator, overlaps, per_codec
-from esm_turbo.ops.triton_layer import gelu, rotate
+from esm_turbo.ops.triton_launch import (
+    Tuning,
+    empty_by_token,
+    fence,
+    interpreted,
+    operator,
+    overlaps,
+    per_codec,
+    strides,
+)
 from esm_turbo.ops.triton_layout import (
     KernelLayout,
     SlabSpec,
@@ -25,8 +33,6 @@ from esm_turbo.ops.triton_layout import (
     triton_layout,
     value_view,
 )
-
-__all__ = ["extend_attention", "gelu", "rotate"]
 
 # Registers of each of a multiprocessor's four partitions, which do not share them; a thread has at most 255.
 _PARTITION_REGISTERS = 16384
@@ -227,9 +233,7 @@ def attend_packed(
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
-        stride_qb=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_qn=query.stride(2),
+        **strides(q=query),
         stride_mb=columns,
         num_columns=columns,
         num_tokens=n,
@@ -282,15 +286,7 @@ def attend_packed(
         value_mean_ptr=value_mean,
         value_residual_ptr=value_residual,
         output_ptr=output,
-        stride_qb=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_qn=query.stride(2),
-        stride_kb=keys.stride(0),
-        stride_kh=keys.stride(1),
-        stride_kn=keys.stride(2),
-        stride_vb=values.stride(0),
-        stride_vh=values.stride(1),
-        stride_vn=values.stride(2),
+        **strides(q=query, k=keys, v=values),
         batch_size=batch_size,
         num_tokens=n,
         num_rows=rows,

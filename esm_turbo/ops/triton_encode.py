@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
-from esm_turbo.ops.triton_launch import Tuning, fence, operator, overlaps, per_codec
+from esm_turbo.ops.triton_launch import Tuning, fence, operator, overlaps, per_codec, strides
 from esm_turbo.ops.triton_layout import block_angles, next_power_of_two
 
 # The maps of a head are held in a multiprocessor's shared memory.
@@ -69,26 +70,11 @@ def encode(
     summarize: bool = True,
     counters: Tensor | None = None,
 ) -> tuple[Packed, Packed, Packed]:
-    """Encodes one layer's keys and values: `transform`, `quantize` and `summarize` of a codec in one launch.
+    """Encodes one layer's keys and values in one launch, see `torch_ops.encode`.
 
-    Shapes: B batch, H heads, L tokens, D `head_dim`, P slots.
-
-    Args:
-        codec: one that `can_run`.
-        layer_idx: which layer.
-        keys: after RoPE, [B, H, L, D], any floating dtype.
-        values: of the same tokens.
-        order: index of the token stored at each offset, int64 [B, L]; None for the order given.
-        start: the column of each row's first token, int64 [B]; None for 0.
-        columns: upper bound of all tokens' columns, exclusive; needed with `start`.
-        counts: number of ordered tokens that are kept per row, int64 [B]; None for all.
-        protected: ordered tokens that are also stored unquantised; distinct and kept, int64 [B, P], -1 for none.
-        summarize: whether to compute what is stored once per row.
-        counters: a row of `new_counters` that no other launch uses at the same time; None to make one.
-
-    Returns:
-        Packed tensors, uint8 [B, H, L, bytes], views of one allocation; the protected tokens' keys and values, bfloat16
-        [B, H, P, D], or nothing without `protected`; what is stored once per row, bfloat16 [B, H, 1, D], or nothing.
+    The codec must be one that `can_run`. With `start`, `columns` is needed, and greater than any token's column.
+    `counters` is a row of `new_counters` that no other launch uses at the same time; None makes one. Packed tensors are
+    uint8 [B, H, L, bytes], views of one allocation.
 
     Raises:
         ValueError: the codec has no kernel, more than 64 tokens of a row are protected, or `columns` is missing.
@@ -214,12 +200,7 @@ def encode_packed(
         special_ptr=special,
         partial_ptr=partial,
         counter_ptr=codes if counters is None else counters,
-        stride_kb=keys.stride(0),
-        stride_kh=keys.stride(1),
-        stride_kn=keys.stride(2),
-        stride_vb=values.stride(0),
-        stride_vh=values.stride(1),
-        stride_vn=values.stride(2),
+        **strides(k=keys, v=values),
         num_tokens=tokens,
         num_blocks=1 if angles is None else angles.shape[0],
         padded_tokens=_padded(batch_size * heads * tokens),
@@ -253,12 +234,9 @@ def _encode_packed_fake(
     start: Tensor | None,
     counts: Tensor | None,
     protected: Tensor | None,
-    layout: list[Tensor],
-    angles: Tensor | None,
-    counters: Tensor | None,
-    sizes: list[int],
-    flags: list[bool],
+    *others: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    sizes, flags = others[-2:]
     return _outputs(keys, protected, sizes[0], flags[2])
 
 

@@ -88,6 +88,11 @@ def empty_by_token(x: Tensor) -> Tensor:
     return torch.empty(batch_size, n, heads, head_dim, dtype=x.dtype, device=x.device).transpose(1, 2)
 
 
+def strides(**tensors: Tensor) -> dict[str, int]:
+    """Arguments of a kernel for tensors x [B, H, n, D]: `stride_xb`, `stride_xh` and `stride_xn`, in elements."""
+    return {f"stride_{name}{axis}": x.stride(dim) for name, x in tensors.items() for dim, axis in enumerate("bhn")}
+
+
 def per_codec(function: Callable[Concatenate[KVCodec, _P], _R]) -> Callable[Concatenate[KVCodec, _P], _R]:
     """Caches a function of a codec and other, hashable arguments for as long as the codec lives."""
     cached: WeakKeyDictionary[KVCodec, dict[Any, _R]] = WeakKeyDictionary()

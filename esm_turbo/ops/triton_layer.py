@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.triton_launch import empty_by_token, operator, overlaps
+from esm_turbo.ops.triton_launch import empty_by_token, operator, overlaps, strides
 from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["gelu", "rotate"]
@@ -44,12 +44,7 @@ def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float)
         new_query_ptr=new_query,
         new_key_ptr=new_keys,
         scale=scale,
-        stride_qb=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_qn=query.stride(2),
-        stride_kb=keys.stride(0),
-        stride_kh=keys.stride(1),
-        stride_kn=keys.stride(2),
+        **strides(q=query, k=keys),
         stride_cb=cos.stride(0),
         stride_cn=cos.stride(1),
         num_heads=heads,

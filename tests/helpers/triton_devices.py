@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -27,6 +29,25 @@ def on_devices(names: str = "", *, cpu: Iterable[object] = ((),), gpu: Iterable[
             label = "-".join([device, *map(str, values)])
             params.append(pytest.param(device, *values, marks=marker, id=label))
     return pytest.mark.parametrize(argnames, params)
+
+
+class RecordedCalls(TorchDispatchMode):
+    """Records the arguments of every call of a custom operation of the package.
+
+    Attributes:
+        calls: the arguments.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = f"esm_turbo::{name}"
+        self.calls: list[tuple[object, ...]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name == self.name:
+            assert not kwargs
+            self.calls.append(args)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture(autouse=True)

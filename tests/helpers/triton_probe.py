@@ -21,7 +21,7 @@ from esm_turbo.ops.triton_layout import SlabSpec
 
 
 @triton.jit
-def _show_keys(
+def _show_operand(
     slab_ptr,
     table_ptr,
     out_ptr,
@@ -30,37 +30,23 @@ def _show_keys(
     ROWS: tl.constexpr,
     MASK_LOADS: tl.constexpr,
     SLABS: tl.constexpr,
+    KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
+    """Writes the operand of keys, or of values, in the order of tokens, [T, size]. Grid: (1,)."""
     size: tl.constexpr = slab_of(SLABS, 0).size
-    opaque_one = tl.minimum(num_tokens, 1)
-    elements = load_key_slab(slab_ptr, 0, 0, num_tokens, opaque_one, T, MASK_LOADS, slab_of(SLABS, 0))
+    index = tl.arange(0, size)
     table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
-    operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), DTYPE, ASM)  # [size, T]
-    token = tl.arange(0, T)
-    tl.store(out_ptr + token[None, :] * size + tl.arange(0, size)[:, None], operand.to(tl.float32))
-
-
-@triton.jit
-def _show_values(
-    slab_ptr,
-    table_ptr,
-    out_ptr,
-    num_tokens,
-    T: tl.constexpr,
-    ROWS: tl.constexpr,
-    MASK_LOADS: tl.constexpr,
-    SLABS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    size: tl.constexpr = slab_of(SLABS, 0).size
-    words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, MASK_LOADS, slab_of(SLABS, 0))
-    table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
-    operand = value_operand(words, table_ptr, table, T, slab_of(SLABS, 0), DTYPE, ASM)  # [T, size]
-    token = token_at(tl.arange(0, T))
-    tl.store(out_ptr + token[:, None] * size + tl.arange(0, size)[None, :], operand.to(tl.float32))
+    if KEYS:
+        opaque_one = tl.minimum(num_tokens, 1)
+        elements = load_key_slab(slab_ptr, 0, 0, num_tokens, opaque_one, T, MASK_LOADS, slab_of(SLABS, 0))
+        operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), DTYPE, ASM)  # [size, T]
+        tl.store(out_ptr + tl.arange(0, T)[None, :] * size + index[:, None], operand.to(tl.float32))
+    else:
+        words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, MASK_LOADS, slab_of(SLABS, 0))
+        operand = value_operand(words, table_ptr, table, T, slab_of(SLABS, 0), DTYPE, ASM)  # [T, size]
+        tl.store(out_ptr + token_at(tl.arange(0, T))[:, None] * size + index[None, :], operand.to(tl.float32))
 
 
 @triton.jit
@@ -93,9 +79,8 @@ def operand(
         rows: of the operand that it is multiplied with, 8 or 16.
         assembly: whether it is made with inline assembly; None for where there is a GPU.
     """
-    show = _show_keys if kind == "key" else _show_values
     out = torch.full((64, spec.size), float("nan"), device=words.device)
-    show[(1,)](
+    _show_operand[(1,)](
         slab_ptr=words,
         table_ptr=out if table is None else table,
         out_ptr=out,
@@ -104,6 +89,7 @@ def operand(
         ROWS=rows,
         MASK_LOADS=len(words) < 64,
         SLABS=(spec,),
+        KEYS=kind == "key",
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
         ASM=words.is_cuda if assembly is None else assembly,
         num_warps=1,

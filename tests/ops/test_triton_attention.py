@@ -15,7 +15,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from esm_turbo import TurboConfig
 from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
@@ -25,7 +24,7 @@ from esm_turbo.ops import torch_ops, triton_attention
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, hiding_everything_from, make_case
 from tests.helpers.models import random_ids
-from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401 - the fixture
+from tests.helpers.triton_devices import DTYPES, RecordedCalls, on_devices, right_triton  # noqa: F401 - the fixture
 
 PRESETS = ("turbo4", "turbo3", "turbo2", "turbo1", "paper")
 HEAD_DIMS = (16, 24, 32, 64, 128)
@@ -508,25 +507,11 @@ def test_codecs_without_kernels_run_in_pytorch() -> None:
     assert torch.equal(triton_attention.extend_attention(*arguments, codec, LAYER), expected)
 
 
-class _Recorded(TorchDispatchMode):
-    """Records the arguments of every call of the custom op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[object, ...]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func._schema.name == "esm_turbo::attend_packed":
-            assert not kwargs
-            self.calls.append(args)
-        return func(*args, **(kwargs or {}))
-
-
 @on_devices("preset", cpu=["turbo1"], gpu=["turbo3", "paper"])
 def test_opcheck(device: str, preset: str) -> None:
     codec = codec_of(preset, 16)
     case = make_case(codec, columns=17, slots=1, masked=True, device=device)
-    with _Recorded() as recorded:
+    with RecordedCalls("attend_packed") as recorded:
         attend(case, codec)
     [arguments] = recorded.calls
     checks = torch.library.opcheck(torch.ops.esm_turbo.attend_packed.default, arguments)
@@ -598,7 +583,7 @@ def test_auto_takes_the_kernels_on_a_gpu(device: str, tiny_model: object) -> Non
     model = tiny_model(preset="turbo3").to(device)
     ids, _ = random_ids([21])
     cache = model(ids.to(device), use_cache=True).past_key_values
-    with _Recorded() as recorded:
+    with RecordedCalls("attend_packed") as recorded:
         model(ids[:, :3].to(device), past_key_values=cache)
     assert len(recorded.calls) == model.config.num_hidden_layers
 

@@ -186,8 +186,8 @@ def test_encoding(compiler: Compiler, preset: str, head_dim: int, dtype: torch.d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None:
     case = rotary_case(dtype)
-    triton_attention.rotate(*case, 0.5)
-    triton_attention.gelu(case[0])
+    triton_layer.rotate(*case, 0.5)
+    triton_layer.gelu(case[0])
     assert compiler.compiled.keys() == {"rotate", "gelu"}
 
 
@@ -199,7 +199,7 @@ def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     codec = codec_of("turbo3", 64)
     triton_encode.encode(codec, LAYER, *torch.randn(2, 2, 2, 70, 64))
-    triton_attention.rotate(*rotary_case(torch.bfloat16), 0.5)
+    triton_layer.rotate(*rotary_case(torch.bfloat16), 0.5)
     triton_attention.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
     found = {
         name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]

@@ -19,7 +19,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from esm_turbo import TurboConfig, TurboKVCache
 from esm_turbo.codecs import ExactCodec, KVCodec, LutCodec, Packed, TurboCodec
@@ -31,7 +30,7 @@ from esm_turbo.ops.backends import KVBackend, ReferenceBackend, TorchBackend, Tr
 from tests.helpers.attention_cases import LAYER, _statistics, codec_of
 from tests.helpers.codec_samples import fitted
 from tests.helpers.models import random_ids
-from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401 - the fixture
+from tests.helpers.triton_devices import DTYPES, RecordedCalls, on_devices, right_triton  # noqa: F401 - the fixture
 
 PRESETS = ("turbo4", "turbo3", "turbo2", "turbo1", "paper")
 HEAD_DIMS = (16, 24, 32, 64, 128)
@@ -555,22 +554,19 @@ def test_strides_of_any_kind(device: str, preset: str) -> None:
             assert_equal(other, one)
 
 
-# ---------------------------------------------------------------- through a cache
-
-
 def new_cache(codec: KVCodec, device: str) -> TurboKVCache:
     geometry = codec.geometry
     return TurboKVCache(codec.config, geometry, np.zeros((geometry.num_layers, 4, 5), np.float32), codec, device)
 
 
 def cache_codec(preset: str, head_dim: int) -> KVCodec:
-    """A codec whose cache protects special tokens, with the maps of one that does not."""
+    """A preset's codec, except that its cache protects special tokens."""
     codec = codec_of(preset, head_dim)
     return type(codec)(replace(codec.config, protect_special_tokens=True), codec.geometry, codec.state)
 
 
 def add(cache: TurboKVCache, ids: Tensor, keep: Tensor, backend: KVBackend, seed: int) -> None:
-    """Appends tokens of random keys and values, all layers other ones."""
+    """Appends tokens with random keys and values, different ones in each layer."""
     append = cache.plan_append(ids.to(cache.device), keep.to(cache.device), None, [CLS, EOS])
     for layer_idx in range(cache.geometry.num_layers):
         tokens = random_tokens(cache.codec, batch=len(ids), length=ids.shape[1], seed=seed + layer_idx)
@@ -579,7 +575,7 @@ def add(cache: TurboKVCache, ids: Tensor, keep: Tensor, backend: KVBackend, seed
 
 
 @on_devices(cpu=["turbo3", "paper"], gpu=PRESETS, names="preset")
-def test_a_cache_written_by_either(device: str, preset: str) -> None:
+def test_a_cache_written_by_each_backend(device: str, preset: str) -> None:
     """A prefill of two rows of unequal lengths, then tokens that some rows do not keep."""
     codec = cache_codec(preset, 16)
     ids = torch.full((2, 68), RESIDUE)
@@ -610,13 +606,13 @@ def test_a_cache_written_by_either(device: str, preset: str) -> None:
             torch.testing.assert_close(one.protected[name] * used, x * used, rtol=BFLOAT16, atol=1e-5)
         assert one.rows.keys() == other.rows.keys()
         for name, x in other.rows.items():
-            # One code on the other side of a boundary moves a mean by a forty-first of a step.
+            # One code on the other side of a boundary moves a mean over 41 tokens by a 41st of a step.
             atol = 1e-5 if not differing.any() else 0.1
             torch.testing.assert_close(one.rows[name], x, rtol=BFLOAT16, atol=atol)
 
 
 def no_kernel(*args: object, **kwargs: object) -> tuple[Packed, Packed, Packed]:
-    raise AssertionError("the kernel was asked for")
+    raise AssertionError("the kernel was called")
 
 
 def test_only_the_triton_backend_encodes_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -625,21 +621,21 @@ def test_only_the_triton_backend_encodes_by_the_kernel(monkeypatch: pytest.Monke
     for backend in (TorchBackend(), ReferenceBackend()):
         add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), backend, 0)
     assert cache.columns == 10
-    with pytest.raises(AssertionError, match="asked for"):
+    with pytest.raises(AssertionError, match="the kernel was called"):
         add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), TritonBackend(), 0)
 
 
 WITHOUT_KERNEL: dict[str, Callable[[], KVCodec]] = {
     "another codec": lambda: ExactCodec(TurboConfig.from_preset("exact"), Geometry(2, 2, 16), {}),
     "fields of three bits": lambda: lut_codec(16, lut_config(3, "none")),
-    "signs of keys alone": lambda: lut_codec(16, lut_config(3, "keys")),
+    "signs of keys only": lambda: lut_codec(16, lut_config(3, "keys")),
     "a head of 136": lambda: codec_of("paper", 136),
 }
 
 
 @pytest.mark.parametrize("codec", WITHOUT_KERNEL.values(), ids=WITHOUT_KERNEL)
-def test_what_there_is_no_kernel_for(codec: Callable[[], KVCodec], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused, and a cache is written in PyTorch though asked otherwise."""
+def test_layers_without_a_kernel(codec: Callable[[], KVCodec], monkeypatch: pytest.MonkeyPatch) -> None:
+    """`encode` refuses them, and a cache is written by PyTorch whatever the backend."""
     made = codec()
     assert not triton_encode.can_run(made, LAYER)
     tokens = random_tokens(made, length=3)
@@ -665,7 +661,7 @@ def test_more_protected_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch
     add(cache, ids, keep, TritonBackend(), 0)
     assert cache.protected_columns.shape == (1, 65)
     ids[0, 64] = RESIDUE
-    with pytest.raises(AssertionError, match="asked for"):
+    with pytest.raises(AssertionError, match="the kernel was called"):
         add(new_cache(codec, "cpu"), ids, keep, TritonBackend(), 0)
 
 
@@ -688,7 +684,7 @@ def test_column_order_gives_every_lane_neighbours(size: int, parts: int) -> None
     parts = min(parts, size // 8)
     order = torch.tensor(triton_encode.column_order(size, parts))
     assert order.sort().values.tolist() == list(range(size))
-    # Columns 8 i + 2 q and 8 i + 2 q + 1 are lane q's.
+    # Lane q holds columns 8 i + 2 q and 8 i + 2 q + 1.
     lanes = order.view(parts, -1, 4, 2).transpose(1, 2).flatten(2)
     assert (lanes.diff(dim=2) == 1).all()
 
@@ -708,27 +704,13 @@ def test_no_split_is_empty(tiles: int, programs: int, wanted: int) -> None:
     assert -(-tiles // splits) <= -(-tiles // min(tiles, max(1, -(-wanted // programs))))
 
 
-class _Recorded(TorchDispatchMode):
-    """Records the arguments of every call of the custom op."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[object, ...]] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        if func._schema.name == "esm_turbo::encode_packed":
-            assert not kwargs
-            self.calls.append(args)
-        return func(*args, **(kwargs or {}))
-
-
 @on_devices("preset", cpu=["turbo1", "paper"], gpu=["turbo3", "paper"])
 def test_opcheck(device: str, preset: str) -> None:
     codec = codec_of(preset, 16)
     # Slabs without padding between them, whose contents would differ between runs.
     tokens = replace(random_tokens(codec, length=64), protected=torch.tensor([[0, -1]]))
     counters = triton_encode.new_counters(1, 1, 2, torch.device(device))[0]
-    with _Recorded() as recorded:
+    with RecordedCalls("encode_packed") as recorded:
         encode(tokens, codec, device, counters=counters)
     [arguments] = recorded.calls
     checks = torch.library.opcheck(torch.ops.esm_turbo.encode_packed.default, arguments)
@@ -771,6 +753,6 @@ def test_compiles_as_one_graph(device: str, preset: str) -> None:
 def test_models_on_a_gpu_use_the_kernel(device: str, tiny_model: object) -> None:
     model = tiny_model(preset="turbo3").to(device)
     ids, mask = (x.to(device) for x in random_ids([21, 9]))
-    with _Recorded() as recorded:
+    with RecordedCalls("encode_packed") as recorded:
         model(ids, mask, use_cache=True)
     assert len(recorded.calls) == model.config.num_hidden_layers
