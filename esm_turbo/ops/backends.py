@@ -1,17 +1,16 @@
-"""The backends: what encodes keys and values, attends to packed contexts, rotates and activates."""
+"""The backends: implementations of encoding, attention to packed contexts, rotation and activation."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.codecs import KVCodec, Packed
 from esm_turbo.config import Backend
 from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer
 
@@ -21,24 +20,32 @@ _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 _OLDEST_CAPABILITY = 8
 
 
-class KVBackend(ABC):
+class KVBackend:
     """One implementation of everything that is computed on keys and values besides the model's own attention.
 
     Attributes:
         name: as `resolve_backend` takes it.
         module: name of the module that attends, for records of what was measured.
+        encode: see `torch_ops.encode`.
+        extend_attention: see `torch_ops.extend_attention`.
+        rotate: see `torch_ops.rotate`.
+        gelu: see `torch_ops.gelu`.
     """
 
     name: ClassVar[Backend]
     module: ClassVar[str]
+    encode: ClassVar[Callable[..., tuple[Packed, Packed, Packed]]]
+    extend_attention: ClassVar[Callable[..., Tensor]]
+    rotate: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
+    gelu: ClassVar[Callable[..., Tensor]]
 
     def can_run(self, device: torch.device) -> bool:
         """Whether this backend runs on a device."""
         return self.obstacle(device) is None
 
-    @abstractmethod
     def obstacle(self, device: torch.device) -> str | None:
         """Why this backend cannot run on a device; None where it can."""
+        return None
 
     def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:
         """Scratch for `encode`, one row per layer; None where it needs none."""
@@ -53,47 +60,6 @@ class KVBackend(ABC):
         """
         return None
 
-    @staticmethod
-    @abstractmethod
-    def encode(
-        codec: KVCodec,
-        layer_idx: int,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        order: Tensor | None = None,
-        start: Tensor | None = None,
-        columns: int | None = None,
-        counts: Tensor | None = None,
-        protected: Tensor | None = None,
-        summarize: bool = True,
-        counters: Tensor | None = None,
-    ) -> tuple[Packed, Packed, Packed]:
-        """Encodes one layer's keys and values, see `torch_ops.encode`."""
-
-    @staticmethod
-    @abstractmethod
-    def extend_attention(
-        query: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        mask: Tensor | None,
-        context: PackedContext,
-        codec: KVCodec,
-        layer_idx: int,
-    ) -> Tensor:
-        """Attention of new tokens to a packed context and to each other, see `torch_ops.extend_attention`."""
-
-    @staticmethod
-    @abstractmethod
-    def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
-
-    @staticmethod
-    @abstractmethod
-    def gelu(x: Tensor) -> Tensor:
-        """The model's activation, see `torch_ops.gelu`."""
-
 
 class TorchBackend(KVBackend):
     """PyTorch, on any device."""
@@ -104,9 +70,6 @@ class TorchBackend(KVBackend):
     extend_attention = staticmethod(torch_ops.extend_attention)
     rotate = staticmethod(torch_ops.rotate)
     gelu = staticmethod(torch_ops.gelu)
-
-    def obstacle(self, device: torch.device) -> str | None:
-        return None
 
 
 class ReferenceBackend(KVBackend):
@@ -128,6 +91,7 @@ class TritonBackend(KVBackend):
 
     name = Backend.TRITON
     module = "triton_kernels"
+    encode = staticmethod(triton_encode.encode)
     extend_attention = staticmethod(triton_attention.extend_attention)
     rotate = staticmethod(triton_layer.rotate)
     gelu = staticmethod(triton_layer.gelu)
@@ -150,38 +114,6 @@ class TritonBackend(KVBackend):
 
     def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
         triton_attention.refresh_protected(codec, layers)
-
-    @staticmethod
-    def encode(
-        codec: KVCodec,
-        layer_idx: int,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        order: Tensor | None = None,
-        start: Tensor | None = None,
-        columns: int | None = None,
-        counts: Tensor | None = None,
-        protected: Tensor | None = None,
-        summarize: bool = True,
-        counters: Tensor | None = None,
-    ) -> tuple[Packed, Packed, Packed]:
-        """Encodes one layer's keys and values by the kernel, or in PyTorch where there is none for the layer."""
-        slots = 0 if protected is None else protected.shape[1]
-        encode = triton_encode.encode if triton_encode.can_run(codec, layer_idx, slots) else torch_ops.encode
-        return encode(
-            codec,
-            layer_idx,
-            keys,
-            values,
-            order=order,
-            start=start,
-            columns=columns,
-            counts=counts,
-            protected=protected,
-            summarize=summarize,
-            counters=counters,
-        )
 
 
 _BACKENDS: dict[Backend, KVBackend] = {

@@ -12,6 +12,7 @@ from torch import Tensor
 from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
+from esm_turbo.ops import torch_ops
 from esm_turbo.ops.triton_launch import Tuning, fence, operator, overlaps, per_codec, strides
 from esm_turbo.ops.triton_layout import block_angles, next_power_of_two
 
@@ -70,20 +71,29 @@ def encode(
     summarize: bool = True,
     counters: Tensor | None = None,
 ) -> tuple[Packed, Packed, Packed]:
-    """Encodes one layer's keys and values in one launch, see `torch_ops.encode`.
+    """Encodes one layer's keys and values in one launch, see `torch_ops.encode`, which serves layers without a kernel.
 
-    The codec must be one that `can_run`. With `start`, `columns` is needed, and greater than any token's column.
+    With `start`, `columns` is needed, and greater than any token's column.
     `counters` is a row of `new_counters` that no other launch uses at the same time; None makes one. Packed tensors are
     uint8 [B, H, L, bytes], views of one allocation.
 
     Raises:
-        ValueError: the codec has no kernel, more than 64 tokens of a row are protected, or `columns` is missing.
+        ValueError: `columns` is missing.
     """
     batch_size, heads, tokens, _ = keys.shape
     slots = 0 if protected is None else protected.shape[1]
     if not can_run(codec, layer_idx, slots):
-        raise ValueError(
-            f"there is no kernel for layer {layer_idx} of the codec {codec.config.name!r} with {slots} protected tokens"
+        return torch_ops.encode(
+            codec,
+            layer_idx,
+            keys,
+            values,
+            order=order,
+            start=start,
+            columns=columns,
+            counts=counts,
+            protected=protected,
+            summarize=summarize,
         )
     if start is not None and columns is None:
         raise ValueError("`columns` must be given where there is a `start`")
