@@ -31,6 +31,8 @@ Packing and unpacking move fields inside machine words, two codes, then four, th
 integer operations on every device. Words are reinterpreted bytes, so that only little-endian hosts are supported.
 """
 
+from __future__ import annotations
+
 from math import gcd
 
 import torch
