@@ -80,7 +80,7 @@ def test_one_sequence(exact: TurboEsm) -> None:
 
 
 def test_totals_of_each_sequence(exact: TurboEsm) -> None:
-    """A number for all, or one each; the context's own counts are what is counted without them."""
+    """Totals are one number or one per sequence; by default they are the context's own counts."""
 
     def keys(**totals: object) -> torch.Tensor:
         return exact.prefill(["MKTAY", "GA<mask>VL"], **totals).layers[3].packed["keys"]

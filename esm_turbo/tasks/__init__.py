@@ -1,4 +1,4 @@
 """Applications of a cached context.
 
-Each folder is one task and stands on `ContextModel` and `tasks.common` alone. No task imports another.
+Each folder is one task. It builds on `ContextModel` and `tasks.common`, and imports no other task.
 """

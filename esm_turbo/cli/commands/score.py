@@ -10,7 +10,7 @@ from esm_turbo.cli.options import Arms, AutoBatchTokens, BackendOption, CacheOpt
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
 from esm_turbo.config import DEFAULT_REFRESH, Backend
-from esm_turbo.tasks.common.options import Place
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Place
 
 
 def score(
@@ -22,7 +22,7 @@ def score(
     refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
     top: int = 10,
-    top_k: int = 10,
+    top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
     out: Path | None = None,

@@ -24,10 +24,10 @@ def parse_rows(
     Args:
         path: the file, for the error.
         rows: its rows.
-        noun: what the rows are, in the plural.
-        name: names a row in an error.
-        parse: makes a record of a row and its number, counted from 1; a ValueError makes the row a bad one. A reason
-            that begins with the row's name loses it.
+        noun: plural noun for the rows in the error.
+        name: returns a row's name for the report.
+        parse: makes a record from the number of a row, counted from 1, and the row. Its ValueError becomes the reason
+            of a bad record, without the row's name if it begins with that.
 
     Returns:
         The good records and the bad ones, in the order of the file.

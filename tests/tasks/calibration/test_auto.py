@@ -1,4 +1,4 @@
-"""`calibration="auto"`: made once, found again, and made anew where the file cannot be used."""
+"""`calibration="auto"`: calibrates once, reads the file later, and calibrates again if it is unusable."""
 
 import logging
 import shutil
@@ -13,7 +13,7 @@ from esm_turbo.tasks.calibration.auto import auto_calibration as automatic
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """The cache folder, and few shipped proteins."""
+    """The cache folder, with few shipped proteins."""
     fasta = tmp_path / "few.fasta"
     fasta.write_text(">a class=x\n" + "MKTAYIAKQRQISFVKSHFS" * 6 + "\n>b\n" + "GSGSWKDLAEPLLKRRVWTC" * 5 + "\n")
     monkeypatch.setattr(auto_calibration, "calibration_proteins", lambda: fasta)
@@ -24,7 +24,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """How often a calibration was made."""
+    """Arguments of every calibration that runs."""
     made = []
     original = auto_calibration.calibrate_records
 
@@ -49,7 +49,7 @@ def same(a: Calibration, b: Calibration) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_made_once_and_found_again(folder, runs, make):
+def test_calibrated_once_and_read_later(folder, runs, make):
     first = automatic(make())
     [path] = folder.iterdir()
     assert path.suffix == ".safetensors"
@@ -61,7 +61,7 @@ def test_made_once_and_found_again(folder, runs, make):
     assert [p.name for p in folder.iterdir()] == [path.name]
 
 
-def test_each_model_has_its_own(folder, runs, make):
+def test_each_model_has_its_own_file(folder, runs, make):
     one, two, other_shape = automatic(make(0)), automatic(make(1)), automatic(make(0, layers=3))
     assert len(runs) == len(list(folder.iterdir())) == 3
     assert not same(one, two)
@@ -70,7 +70,7 @@ def test_each_model_has_its_own(folder, runs, make):
     assert len(runs) == 3
 
 
-def test_another_dtype_finds_it_too(folder, runs, make):
+def test_another_dtype_reads_the_same_file(folder, runs, make):
     first = automatic(make())
     half = make()
     half.model.bfloat16()
@@ -79,7 +79,7 @@ def test_another_dtype_finds_it_too(folder, runs, make):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "altered", "empty", "other format"])
-def test_a_damaged_file_is_made_anew(folder, runs, make, damage, caplog):
+def test_a_damaged_file_is_replaced(folder, runs, make, damage, caplog):
     first = automatic(make())
     [path] = folder.iterdir()
     data = bytearray(path.read_bytes())
@@ -127,7 +127,7 @@ def test_from_pretrained(folder, runs, make, tmp_path):
     assert len(runs) == 1
 
 
-def test_the_folder_is_the_users(monkeypatch, tmp_path):
+def test_the_folder_is_in_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert auto_calibration.calibration_folder().parts[-2:] == ("esm_turbo", "calibrations")

@@ -1,4 +1,4 @@
-"""Calibration from records: what is counted and recorded, and what has no influence."""
+"""Calibration from records: counts, provenance, and independence of order and batches."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_provenance(tiny, tmp_path):
     }
     assert record["fasta"] == {"name": "proteins.fasta", "sha256": sha256_file(fasta)}
     assert record["versions"]["torch"] == torch.__version__
-    # A file that is passed on must not tell where it was made.
+    # A shared file must not reveal local paths.
     assert str(tmp_path) not in json.dumps(record)
 
 
@@ -50,7 +50,7 @@ def test_the_name_of_a_model_is_not_its_path(turbo):
     assert turbo.name == "esm2-mini"
 
 
-def test_order_and_batches_have_no_influence(tiny):
+def test_the_result_does_not_depend_on_order_or_batches(tiny):
     one = calibrate_records(tiny, RECORDS, toks_per_batch=1)
     other = calibrate_records(tiny, RECORDS[::-1], toks_per_batch=100_000)
     for kind in ("keys", "values"):
@@ -59,7 +59,7 @@ def test_order_and_batches_have_no_influence(tiny):
         np.testing.assert_allclose(a.mean, b.mean, atol=1e-5)
         np.testing.assert_allclose(a.covariance, b.covariance, atol=1e-5)
     np.testing.assert_array_equal(one.statistics.sample.is_special, other.statistics.sample.is_special)
-    # Rounded to bfloat16, where a last bit may fall either way.
+    # Values are rounded to bfloat16, so the last bit may differ.
     np.testing.assert_allclose(one.statistics.sample.keys, other.statistics.sample.keys, rtol=2**-7, atol=1e-5)
 
 
@@ -78,7 +78,7 @@ def test_first_records():
         first_records(RECORDS, 79)
 
 
-def test_max_residues_is_what_is_recorded(tiny):
+def test_max_residues_limits_the_recorded_counts(tiny):
     calibration = calibrate_records(tiny, RECORDS, max_residues=250)
     assert (calibration.provenance["sequences"], calibration.provenance["residues"]) == (2, 240)
 

@@ -1,4 +1,4 @@
-"""The estimate of a forward's memory, against what PyTorch allocates; and what systems say is free."""
+"""Memory estimates against PyTorch's allocations, and the free memory that systems report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.helpers.models import random_ids
 
 
 @pytest.mark.parametrize("arm", ["plain", "frozen", "turbo"])
-def test_the_estimate_is_what_a_forward_takes(turbo: TurboEsm, arm: str) -> None:
+def test_the_estimate_matches_a_forward(turbo: TurboEsm, arm: str) -> None:
     ids, _ = random_ids([600])
     esm = turbo.model.esm
     needed = forward_bytes(esm.config, 600, 4)
@@ -29,14 +29,14 @@ def test_the_estimate_is_what_a_forward_takes(turbo: TurboEsm, arm: str) -> None
     assert 0.75 * peak < needed < 1.5 * peak
 
 
-def test_eager_attention_holds_its_scores(turbo: TurboEsm) -> None:
+def test_eager_attention_materialises_its_scores(turbo: TurboEsm) -> None:
     config = turbo.model.esm.config
     more = forward_bytes(config, 1000, 2, eager=True) - forward_bytes(config, 1000, 2)
     assert more == 2 * 2 * config.num_attention_heads * 1000**2
     assert forward_bytes(config, 1000, 4) == 2 * forward_bytes(config, 1000, 2)
 
 
-def test_a_message_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 3 * 2**30)
     check_memory(turbo.model.esm, 1000, stored=True)
     with pytest.raises(NotEnoughMemoryError) as caught:
@@ -60,7 +60,7 @@ def test_free_memory_of_this_machine() -> None:
     assert free is None or 2**20 < free < 2**50
 
 
-def test_what_the_kernel_says(tmp_path) -> None:
+def test_free_memory_from_the_kernel(tmp_path) -> None:
     path = tmp_path / "meminfo"
     path.write_text("MemTotal:       100 kB\nMemAvailable:    64 kB\n")
     assert memory._meminfo(path) == 64 * 1024
@@ -70,7 +70,7 @@ def test_what_the_kernel_says(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(("limit", "left"), [("1000", 1000 - 700 + 250), ("max", None)])
-def test_what_a_control_group_leaves(tmp_path, limit: str, left: int | None) -> None:
+def test_free_memory_of_a_control_group(tmp_path, limit: str, left: int | None) -> None:
     (tmp_path / "memory.max").write_text(f"{limit}\n")
     (tmp_path / "memory.current").write_text("700\n")
     (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 250\nactive_file 150\n")

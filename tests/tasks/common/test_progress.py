@@ -1,4 +1,4 @@
-"""Progress callbacks: what a stage reports, and that no callback is needed."""
+"""Progress callbacks: reports of stages and of parts of a run."""
 
 from __future__ import annotations
 

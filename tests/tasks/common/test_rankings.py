@@ -1,4 +1,4 @@
-"""Agreement of rankings, against values computed by hand and against SciPy."""
+"""Agreement of rankings, against values by hand and SciPy."""
 
 import math
 
@@ -18,19 +18,19 @@ def test_by_hand():
     assert found.to_dict()["top_k_overlap"] == 0.5
 
 
-def test_no_more_than_there_are():
+def test_top_k_is_at_most_the_number_of_items():
     found = rank_agreement([1.0, 2.0], [3.0, 1.0], top_k=10)
     assert (found.top_k, found.top_k_overlap) == (2, 1.0)
     assert found.spearman == pytest.approx(-1)
 
 
-def test_of_equal_ones_the_first_are_the_best():
+def test_ties_go_to_the_first():
     assert rank_agreement([1, 1, 1], [1, 1, 0], top_k=2).top_k_overlap == 1.0
     assert rank_agreement([1, 1, 1], [0, 1, 1], top_k=2).top_k_overlap == 0.5
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [([1.0], [2.0]), ([1, 1], [1, 2]), ([1, 2], [3, 3])])
-def test_a_correlation_that_is_not_defined(ours, theirs):
+def test_an_undefined_correlation(ours, theirs):
     assert spearman(ours, theirs) is None
     assert rank_agreement(ours, theirs).spearman is None
 
@@ -61,6 +61,6 @@ def test_invariants(pairs):
         ([1.0], [1.0], 0, "`top_k` must be at least 1, got 0"),
     ],
 )
-def test_bad_input(ours, theirs, top_k, message):
+def test_invalid_arguments(ours, theirs, top_k, message):
     with pytest.raises(ValueError, match=message):
         rank_agreement(ours, theirs, top_k)
