@@ -21,14 +21,14 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import calls, decode_attention, peers
+from benchmarks.cuda import calls, compile_ahead, decode_attention, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
 from benchmarks.cuda import validation as cuda_validation
-from benchmarks.harness import cuda_compile
 from benchmarks.harness.measure import Case, Target
 from benchmarks.harness.models import Architecture
+from benchmarks.harness.names import PAPER_KERNEL
 from benchmarks.speed import calibration, context_store, embedding, extension, imports, prefill, scoring, short_contexts
 from esm_turbo.tasks.embedding.windows import Windows
 
@@ -170,7 +170,7 @@ _ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
     (64, 1024, 1): {"SDPA bf16 / turbo4": 2.2, "SDPA bf16 / turbo2": 3.0},
     (1, 1024, 1): {"SDPA bf16 / turbo3": 1 / 0.65},
     (64, 4096, 16): {"SDPA bf16 / turbo4": 2.5},
-    (1, 4096, 1): {f"{decode_attention.PAPER_KERNEL} / {preset}": 10.0 for preset in ("paper", "turbo3")},
+    (1, 4096, 1): {f"{PAPER_KERNEL} / {preset}": 10.0 for preset in ("paper", "turbo3")},
 }
 _ENCODE_TARGETS = [
     target
@@ -184,7 +184,7 @@ _ENCODE_TARGETS = [
 GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
         "attention over packed contexts beside SDPA's backends and the paper's kernel structure",
-        partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=cuda_compile.embedded),
+        partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=compile_ahead.embedded),
         most_repeats=20,
     ),
     "calls_cuda": Benchmark(

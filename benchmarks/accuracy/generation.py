@@ -14,9 +14,8 @@ import numpy as np
 import torch
 from scipy.special import log_softmax
 from torch import Tensor
-from transformers import EsmForMaskedLM
 
-from benchmarks.harness.embedded import embedded, evaluation_set, rounded
+from benchmarks.harness.embedded import embedded, evaluation_set, plain_model, rounded
 from benchmarks.harness.measure import Case, Check, Figures, worst
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
@@ -201,7 +200,7 @@ def _turbo(preset: str) -> TurboEsm:
 @torch.no_grad()
 def _check() -> Check:
     """What serves as the full run here is a run of Hugging Face's model at every step."""
-    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+    model = plain_model()
     turbo = _turbo("exact")
     codes, ids = turbo.codes, _proteins(1)[0]
     begin = len(ids) * 3 // 5

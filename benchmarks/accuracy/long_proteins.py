@@ -6,9 +6,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 
@@ -17,7 +14,7 @@ import torch
 from transformers import EsmForMaskedLM
 
 from benchmarks.harness.embedded import embedded, evaluation_set, rounded
-from benchmarks.harness.measure import Case, Check, Figures, Target, peak_resident
+from benchmarks.harness.measure import Case, Check, Figures, Target, in_process, peak_resident
 from benchmarks.harness.models import random_tokens
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
@@ -25,6 +22,7 @@ from esm_turbo.evaluate.contexts import to_float64
 from esm_turbo.evaluate.metrics import Outputs, TokenErrors
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows, iter_windows
 
+_MODULE = "benchmarks.accuracy.long_proteins"
 _SET = "long_human"
 _PLACES = 8
 _CHECKED_RESIDUES = 200
@@ -55,7 +53,7 @@ def process_cases(cut: Windows, residues: Sequence[int]) -> Iterator[Case]:
     fewest, most = min(residues), max(residues)
 
     def measure(repeats: int) -> Figures:
-        found = {n: _in_process(n, cut) for n in residues}
+        found = {n: in_process(_MODULE, n, cut.window, cut.overlap, cut.memory) for n in residues}
         peaks = {str(n): one["peak"] - one["output"] for n, one in found.items()}
         return {
             "bytes": {str(n): one for n, one in found.items()},
@@ -174,15 +172,6 @@ def _check() -> Check:
     error = float((found[1 + half : 1 + 2 * half] - windows[1][last][1:]).abs().max())
     what = "the second of two windows against Hugging Face's model given the first one's states, largest difference"
     return Check(what, error, _TOLERANCE)
-
-
-def _in_process(residues: int, cut: Windows) -> Figures:
-    sizes = [str(n) for n in (residues, cut.window, cut.overlap, cut.memory)]
-    command = [sys.executable, "-m", "benchmarks.accuracy.long_proteins", *sizes]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures: Figures = json.loads(output.splitlines()[-1])
-    return figures
 
 
 def main() -> None:

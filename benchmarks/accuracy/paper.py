@@ -15,7 +15,7 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.info import cache_sizes
 from esm_turbo.config import PRESETS, PRODUCT_PRESETS, Geometry
 from esm_turbo.evaluate.contexts import prefill
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
 
 TESTED_PRESETS = ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
 MEMORY_TOKENS = 1024
@@ -93,7 +93,7 @@ def _sizes_are_those_of_caches() -> Check:
     """What `cache_sizes` says of the embedded model against a cache of it."""
     turbo = embedded()
     sizes = cache_sizes(turbo.model.esm.codec(PRESETS["paper"]).geometry, None, 130, 1)["presets"]
-    residues = "ACDEFGHIKLMNPQRSTVWY" * 7
+    residues = STANDARD_RESIDUES * 7
     ids = torch.tensor([[turbo.codes.cls, *turbo.codes.encode(residues, "it")[:129]]])
     with torch.no_grad():
         _, caches = prefill(turbo.model, list(PRODUCT_PRESETS.values()), ids, torch.ones_like(ids))

@@ -15,16 +15,15 @@ from typing import Any
 
 from benchmarks.harness.embedded import embedded, rounded
 from benchmarks.harness.measure import Case, Check, Figures, worst
-from benchmarks.speed.scoring import REFRESHES, plain_scores
+from benchmarks.harness.names import screening_arms
+from benchmarks.speed.scoring import plain_scores
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.files.csv_files import read_csv
 from esm_turbo.tasks.scoring.score import Scores
 
 FILE = "peptide_targets_dev.csv"
 SHUFFLED, SWAPPED, TOP_K, SEED = 10, 9, 5, 0
-PRESETS = ("turbo3", "turbo2", "turbo1")
 
 _GROUPS = 23
 _TOLERANCE = 1e-4
@@ -71,20 +70,6 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
         yield _case(f"group {number + 1} of {groups}", chosen[number::groups], max_proteins)
 
 
-def arms() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name the preset and the options of `score` of everything that is compared with `full`."""
-    compared: dict[str, tuple[str, dict[str, Any]]] = {}
-    for place in ("masked", "empty"):
-        for refresh in REFRESHES:
-            options = {"arm": "frozen", "place": place, "refresh": refresh}
-            compared[f"frozen, {place}, {refresh}"] = (DEFAULT_PRESET, options)
-    for preset in PRESETS:
-        for refresh in REFRESHES if preset == DEFAULT_PRESET else (DEFAULT_REFRESH,):
-            options = {"arm": "turbo", "place": "masked", "refresh": refresh}
-            compared[f"{preset}, masked, {refresh}"] = (preset, options)
-    return compared
-
-
 def _case(name: str, group: Sequence[Screen], max_targets: int | None) -> Case:
     def measure(repeats: int) -> Figures:
         return {"targets_scored": [rounded(_measure(screen)) for screen in group]}
@@ -109,7 +94,7 @@ def _measure(screen: Screen) -> Figures:
     turbo = embedded()
     full = turbo.score(screen.target, screen.candidates, arm="full")
     found = {"full": _places(full)}
-    for name, (preset, options) in arms().items():
+    for name, (preset, options) in screening_arms().items():
         scores = with_preset(turbo, preset, partial(turbo.score, screen.target, screen.candidates, **options))
         agreement = scores.agreement(full, TOP_K)
         found[name] = _places(scores) | {

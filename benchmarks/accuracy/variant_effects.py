@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy.screening import PRESETS, with_preset
+from benchmarks.accuracy.screening import with_preset
 from benchmarks.harness.embedded import embedded, evaluation_set, exactness, rounded
 from benchmarks.harness.measure import Case, Figures
-from benchmarks.speed.scoring import REFRESHES
+from benchmarks.harness.names import variant_arms
 from esm_turbo.assets import EMBEDDED_MODEL, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.variants.records import read_variants
@@ -40,27 +38,11 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
     yield Case("leak", EMBEDDED_MODEL.name, {"dtype": "float32"}, lambda: exactness(domains[0]), leak)
 
 
-def arms() -> dict[str, tuple[str, dict[str, Any]]]:
-    """By name the preset and the options of `score_variants` of every way to score."""
-    compared: dict[str, tuple[str, dict[str, Any]]] = {
-        "full, masked": (DEFAULT_PRESET, {"arm": "full"}),
-        "full, wild_type": (DEFAULT_PRESET, {"arm": "full", "method": "wild_type"}),
-        "frozen, wild_type": (DEFAULT_PRESET, {"arm": "frozen", "method": "wild_type"}),
-    }
-    for refresh in REFRESHES:
-        compared[f"frozen, masked, {refresh}"] = (DEFAULT_PRESET, {"arm": "frozen", "refresh": refresh})
-    for preset in PRESETS:
-        compared[f"{preset}, wild_type"] = (preset, {"arm": "turbo", "method": "wild_type"})
-        for refresh in REFRESHES if preset == DEFAULT_PRESET else (DEFAULT_REFRESH,):
-            compared[f"{preset}, masked, {refresh}"] = (preset, {"arm": "turbo", "refresh": refresh})
-    return compared
-
-
 def _fitness(record: ProteinRecord) -> Figures:
     measured, _ = read_variants(evaluation_proteins().with_name(MEASURED), record, first_position=FIRST_POSITION)
     names, fitness = [one.variant for one in measured], [one.measured or 0.0 for one in measured]
     turbo, found, full = embedded(), {}, None
-    for name, (preset, options) in arms().items():
+    for name, (preset, options) in variant_arms().items():
         call = partial(turbo.score_variants, record.sequence, names, first_position=FIRST_POSITION, **options)
         scores = with_preset(turbo, preset, call).values
         full = scores if full is None else full
@@ -78,14 +60,14 @@ def _leak(domains: Sequence[ProteinRecord]) -> Figures:
     mask. `wild_type_gain` is that, mean over all positions, in nats; `divergence` that of all 20 residues.
     """
     turbo = embedded()
-    logs: dict[str, list[np.ndarray]] = {name: [] for name in arms()}
+    logs: dict[str, list[np.ndarray]] = {name: [] for name in variant_arms()}
     places: list[np.ndarray] = []
     for record in domains:
         sequence = record.sequence
         names = [f"{a}{i}{m}" for i, a in enumerate(sequence, 1) if a in STANDARD_RESIDUES for m in STANDARD_RESIDUES]
         kept = [a for a in sequence if a in STANDARD_RESIDUES]
         places.append(np.array([STANDARD_RESIDUES.index(a) for a in kept]))
-        for name, (preset, options) in arms().items():
+        for name, (preset, options) in variant_arms().items():
             values = with_preset(turbo, preset, partial(turbo.score_variants, sequence, names, **options)).values
             # Scores are relative to the wild type: normalised over the 20 they are log-probabilities again.
             scores = np.array(values).reshape(len(kept), len(STANDARD_RESIDUES))

@@ -14,9 +14,8 @@ from transformers import EsmForMaskedLM
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import shipped_proteins
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, largest_difference, ratio, spread
-from benchmarks.harness.models import Architecture, random_tokens
-from benchmarks.speed.embedding import masked_lm, turbo_of
-from esm_turbo import KVCalibrator, TurboEsm
+from benchmarks.harness.models import Architecture, masked_lm, random_calibration, turbo_of
+from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.evaluate.environment import device_name
 from esm_turbo.proteins.fasta import token_batches
@@ -41,9 +40,7 @@ def call_cases(
     if not cuda_timing.available():
         return
     model = masked_lm(architecture, "cuda")
-    calibrator = KVCalibrator(model.esm, sample_size=256)
-    calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1).cuda())
-    turbo = turbo_of(model, calibrator.finalize([DEFAULT_PRESET]), DEFAULT_PRESET)
+    turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
     # The two share their weights.
     turbo.model.to(torch.bfloat16)
     shape = {

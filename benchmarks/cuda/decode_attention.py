@@ -18,19 +18,16 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread, worst
+from benchmarks.harness.names import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, SDPA_FLOAT32
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.calibration import CALIBRATION_FILE
 from esm_turbo.codecs import KVCodec, PackedContext
-from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
+from esm_turbo.config import Geometry, TurboConfig
 
 Shape = tuple[int, int, int]
 """Rows of a batch, tokens of their contexts, and new tokens of each."""
 
-COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
-SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
-PAPER_KERNEL = "one program a head, table in memory"
-EMPTY = "two empty launches"
 HEADS, HEAD_DIM = 20, 64
 _LAYER = 6
 _SLOTS = 2

@@ -18,6 +18,7 @@ import torch
 
 from benchmarks.cuda.decode_attention import Shape, embedded_codec, name_of, new_tokens, random_context
 from benchmarks.harness import records
+from benchmarks.harness.names import COUNTERS
 
 KERNEL = "attend_context"
 CASES: tuple[tuple[str, Shape], ...] = (
@@ -25,28 +26,6 @@ CASES: tuple[tuple[str, Shape], ...] = (
     ("turbo2", (64, 4096, 1)),
     ("turbo4", (64, 4096, 16)),
 )
-_PART = ".avg.pct_of_peak_sustained_elapsed"
-_STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COUNTERS = {
-    "microseconds": "gpu__time_duration.sum",
-    "programs": "launch__grid_size",
-    "registers": "launch__registers_per_thread",
-    "warp instructions": "smsp__inst_executed.sum",
-    "warps of a scheduler": "smsp__warps_active.avg.per_cycle_active",
-    "memory, GB/s": "dram__bytes_read.sum.per_second",
-    "memory, %": f"gpu__dram_throughput{_PART}",
-    "second-level cache, %": f"lts__throughput{_PART}",
-    "first-level cache's data, %": f"l1tex__data_pipe_lsu_wavefronts{_PART}",
-    "of this for shared memory, %": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
-    "instructions issued, %": f"sm__issue_active{_PART}",
-    "integer and logic, %": f"sm__pipe_alu_cycles_active{_PART}",
-    "tensor cores, %": f"sm__pipe_tensor_cycles_active{_PART}",
-    "cycles of an instruction": "smsp__average_warps_active_per_inst_executed.ratio",
-    "of these waiting for memory": _STALLED.format("long_scoreboard"),
-    "of these waiting for results": _STALLED.format("wait"),
-    "of these waiting for shared memory": _STALLED.format("short_scoreboard"),
-}
-"""What is kept, and ncu's names."""
 
 
 def figures_of(report: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.cuda import compile_ahead
 from benchmarks.cuda.steps import extend
-from benchmarks.harness import cuda_compile, cuda_timing, gpu_models
+from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, worst
 from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
@@ -47,15 +48,12 @@ def extension_cases(
         yield Case(
             name=f"batch {rows} x {context_tokens}, {preset}",
             model=architecture.name,
-            shape={
-                "batch_size": rows,
-                "context_tokens": context_tokens,
-                "new_tokens": list(new_tokens),
-                **architecture.described(),
-                "dtype": "bfloat16",
-                "device": "cuda",
-                "preset": preset,
-            },
+            shape=architecture.on_device(
+                batch_size=rows,
+                context_tokens=context_tokens,
+                new_tokens=list(new_tokens),
+                preset=preset,
+            ),
             check=partial(_check, model),
             measure=partial(_extra, model, rows, context_tokens, new_tokens),
             targets=[Target(("part_of_cache", str(n)), at_most=at_most) for n in new_tokens],
@@ -72,13 +70,9 @@ def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) 
     yield Case(
         name=f"{tokens} tokens",
         model=architecture.name,
-        shape={
-            "batch_size": 1,
-            "tokens": tokens,
-            **architecture.described(),
-            "dtype": "bfloat16",
-            "device": "cuda",
-        },
+        shape=architecture.on_device(
+            tokens=tokens,
+        ),
         check=partial(_check, next(iter(models.values()))),
         measure=lambda repeats: _sizes(architecture, models, tokens),
     )
@@ -100,22 +94,19 @@ def resident_cases(
     """
     if not cuda_timing.available():
         return
-    cuda_compile.close()
+    compile_ahead.close()
     [model] = gpu_models.presets_of(architecture, [preset]).values()
     yield Case(
         name=f"contexts of {tokens} tokens, {preset}",
         model=architecture.name,
-        shape={
-            "tokens": tokens,
-            "batch_size": at_once,
-            "spare_bytes": spare,
-            "seconds_at_most": seconds,
-            **architecture.described(),
-            "dtype": "bfloat16",
-            "device": "cuda",
-            "device_bytes": torch.cuda.get_device_properties(0).total_memory,
-            "preset": preset,
-        },
+        shape=architecture.on_device(
+            tokens=tokens,
+            batch_size=at_once,
+            spare_bytes=spare,
+            seconds_at_most=seconds,
+            device_bytes=torch.cuda.get_device_properties(0).total_memory,
+            preset=preset,
+        ),
         check=partial(_check, model),
         measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
         targets=[Target(("contexts",), at_least=at_least)],

@@ -30,11 +30,8 @@ from benchmarks.cuda.decode_attention import (
 )
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import Case, Check, Figures, ratio, spread, worst
+from benchmarks.harness.names import AITHER, HQQ, PACKAGES, PEER_PRESETS, PEER_SDPA, QUANTO
 
-AITHER, QUANTO, HQQ = "aither-kvcache, 4 bits", "transformers on optimum-quanto, 4 bits", "transformers on HQQ, 4 bits"
-OURS = ("turbo4", "turbo3")
-SDPA = "SDPA bf16, FlashAttention"
-PACKAGES = {AITHER: "aither-kvcache", QUANTO: "optimum-quanto", HQQ: "hqq"}
 # A page of its cache; what it takes by itself.
 _PAGE = 16
 # From so many pages on it splits contexts.
@@ -75,8 +72,10 @@ def _measure(shape: Shape, failed: dict[str, str], repeats: int) -> Figures:
     query, new_keys, new_values = new = new_tokens(shape)
     size = (shape[0], HEADS, shape[1], HEAD_DIM)
     dense = [torch.randn(size, device=cuda_timing.DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-    built: dict[str, _Built] = {SDPA: (partial(sdpa, SDPBackend.FLASH_ATTENTION, query, *dense), 2 * dense[0].nbytes)}
-    built |= {preset: _ours(preset, new, shape) for preset in OURS}
+    built: dict[str, _Built] = {
+        PEER_SDPA: (partial(sdpa, SDPBackend.FLASH_ATTENTION, query, *dense), 2 * dense[0].nbytes)
+    }
+    built |= {preset: _ours(preset, new, shape) for preset in PEER_PRESETS}
     failed = dict(failed)
     for name, build in _BUILDERS.items():
         if name in failed:
@@ -93,8 +92,8 @@ def _measure(shape: Shape, failed: dict[str, str], repeats: int) -> Figures:
     seconds |= spread({f"{name}, eager": row for name, row in eager.items()})
     pairs = [
         (f"{peer}, {kind}", f"{preset}, {kind}")
-        for peer in (SDPA, *PACKAGES)
-        for preset in OURS
+        for peer in (PEER_SDPA, *PACKAGES)
+        for preset in PEER_PRESETS
         for kind in ("captured", "eager")
     ]
     return {

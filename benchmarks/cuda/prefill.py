@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from transformers import EsmModel
 
+from benchmarks.cuda import compile_ahead
 from benchmarks.cuda.steps import forward
-from benchmarks.harness import cuda_compile, cuda_timing, gpu_models
+from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, worst
 from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel
 from esm_turbo.kv_cache import Append
-from esm_turbo.model.sessions import KVSession, Prefill
+from esm_turbo.model.sessions import Prefill
 
 PLAIN = "forward"
 # Of bfloat16 states of size one.
@@ -35,19 +36,15 @@ def prefill_cases(
         return
     models = gpu_models.presets_of(architecture, presets)
     plain, _ = gpu_models.calibrated(architecture)
-    cuda_compile.model([model.codec(model.turbo_config) for model in models.values()], [(1, n, 0) for n in tokens])
+    compile_ahead.model([model.codec(model.turbo_config) for model in models.values()], [(1, n, 0) for n in tokens])
     for n in tokens:
         ids = gpu_models.tokens(1, n - 2, eos=True, seed=3)
         yield Case(
             name=f"{n} tokens",
             model=architecture.name,
-            shape={
-                "batch_size": 1,
-                "tokens": n,
-                **architecture.described(),
-                "dtype": "bfloat16",
-                "device": "cuda",
-            },
+            shape=architecture.on_device(
+                tokens=n,
+            ),
             check=partial(_check, plain, models, ids),
             measure=partial(_measure, plain, models, ids),
             targets=targets.get(n, ()),
@@ -82,7 +79,7 @@ def _measure(plain: EsmModel, models: dict[str, TurboEsmModel], ids: Tensor, rep
 
 def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
     """What encodes all layers' keys and values of these tokens; they and the plan are made before."""
-    record = _Record()
+    record = gpu_models.Recorder()
     with torch.no_grad():
         EsmModel.forward(model, ids, kv_session=record)
     cache = model.new_cache()
@@ -91,7 +88,7 @@ def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
     def encode() -> Append:
         append.layers.clear()
         append.counters = None
-        for layer_idx, (keys, values) in enumerate(record.layers):
+        for layer_idx, (_, keys, values) in enumerate(record.layers):
             cache.stage(append, layer_idx, keys, values, model.kv_backend)
         return append
 
@@ -113,16 +110,6 @@ def _planned(model: TurboEsmModel, ids: Tensor) -> Callable[[], Tensor]:
         return output
 
     return prefill
-
-
-class _Record(KVSession):
-    """Keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor]] = []
-
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.layers.append((keys, values))
 
 
 def _prefill(model: TurboEsmModel, ids: Tensor) -> Any:

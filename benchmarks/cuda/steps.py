@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.harness import cuda_compile, cuda_timing, gpu_models
+from benchmarks.cuda import compile_ahead
+from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, spread, worst
 from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
@@ -40,7 +41,7 @@ def step_cases(
         return
     models = gpu_models.presets_of(architecture, presets)
     codecs = [model.codec(model.turbo_config) for model in models.values()]
-    cuda_compile.model(codecs, [(1, context_tokens, n) for n in (0, *new_tokens)])
+    compile_ahead.model(codecs, [(1, context_tokens, n) for n in (0, *new_tokens)])
     context = gpu_models.tokens(1, context_tokens - 1, seed=3)
     caches = {preset: _cached(model, context) for preset, model in models.items()}
     for n in new_tokens:
@@ -48,14 +49,10 @@ def step_cases(
         yield Case(
             name=f"{n} on {context_tokens}",
             model=architecture.name,
-            shape={
-                "batch_size": 1,
-                "context_tokens": context_tokens,
-                "new_tokens": n,
-                **architecture.described(),
-                "dtype": "bfloat16",
-                "device": "cuda",
-            },
+            shape=architecture.on_device(
+                context_tokens=context_tokens,
+                new_tokens=n,
+            ),
             check=partial(_check, models, caches, new),
             measure=partial(_measure, gpu_models.calibrated(architecture)[0], models, caches, context, new),
             targets=[

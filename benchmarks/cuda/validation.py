@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import EsmForMaskedLM, EsmModel
 
-from benchmarks.harness import cuda_compile, cuda_timing, gpu_models
+from benchmarks.cuda import compile_ahead
+from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, worst
-from benchmarks.harness.models import Architecture
+from benchmarks.harness.models import Architecture, with_head
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.codecs import KVCodec, PackedContext
-from esm_turbo.model.sessions import Extension, KVSession
+from esm_turbo.model.sessions import Extension
 from esm_turbo.ops.backends import TorchBackend, TritonBackend
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -39,7 +38,7 @@ def similarity_cases(architecture: Architecture, tokens: Sequence[int], preset: 
             yield Case(
                 name=f"{n} tokens, {name}",
                 model=architecture.name,
-                shape=_shape(architecture, name) | {"tokens": n, "preset": preset},
+                shape=architecture.on_device(dtype=name, tokens=n, preset=preset),
                 check=lambda: Check("nothing is timed: the figures are differences", 0.0, 0.0),
                 measure=lambda repeats, models=models, ids=ids: _similarity(*models, ids),  # type: ignore[misc]
             )
@@ -52,7 +51,7 @@ def kernel_cases(
     if not cuda_timing.available():
         return
     codecs = [model.codec(model.turbo_config) for model in gpu_models.presets_of(architecture, presets).values()]
-    cuda_compile.model(codecs, [(1, context_tokens, n) for n in (0, *new_tokens)], list(_DTYPES.values()))
+    compile_ahead.model(codecs, [(1, context_tokens, n) for n in (0, *new_tokens)], list(_DTYPES.values()))
     for n in new_tokens:
         ids, layers = _recorded(architecture, context_tokens + n)
         for name, dtype in _DTYPES.items():
@@ -71,8 +70,9 @@ def kernel_cases(
                 yield Case(
                     name=f"{preset}, {n} on {context_tokens}, {name}",
                     model=architecture.name,
-                    shape=_shape(architecture, name)
-                    | {"context_tokens": context_tokens, "new_tokens": n, "preset": preset},
+                    shape=architecture.on_device(
+                        dtype=name, context_tokens=context_tokens, new_tokens=n, preset=preset
+                    ),
                     check=check,
                     measure=lambda repeats, found=found: found,  # type: ignore[misc]
                     targets=[Target(("ratios", "error / SDPA's error"), at_most=2.0)],
@@ -92,7 +92,7 @@ def decode_cases(architecture: Architecture, context_tokens: Sequence[int], pres
         yield Case(
             name=f"1 on {n}",
             model=architecture.name,
-            shape=_shape(architecture, "bfloat16") | {"context_tokens": n, "new_tokens": 1},
+            shape=architecture.on_device(context_tokens=n, new_tokens=1),
             check=partial(_check_decode, caches, layers),
             measure=partial(_measure_decode, caches, layers),
         )
@@ -104,11 +104,7 @@ def _with_heads(
     model, calibration = gpu_models.calibrated(architecture)
     if dtype != torch.bfloat16:
         model = copy.deepcopy(model).to(dtype)
-    with torch.device(cuda_timing.DEVICE):
-        whole = EsmForMaskedLM(replace(architecture, num_layers=1).config()).to(dtype).eval()
-    whole.config = model.config
-    whole.esm = model
-    whole.tie_weights()
+    whole = with_head(model)
     return whole, TurboEsmForMaskedLM.from_esm(whole, calibration=calibration, preset=preset)
 
 
@@ -191,20 +187,10 @@ class _Dense:
         return weights @ all_values.double()
 
 
-class _Record(KVSession):
-    """Keeps the queries, keys and values of every layer."""
-
-    def __init__(self) -> None:
-        self.layers: Layers = []
-
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.layers.append((query, keys, values))
-
-
 @torch.no_grad()
 def _recorded(architecture: Architecture, tokens: int) -> tuple[Tensor, Layers]:
     [model] = gpu_models.presets_of(architecture, ["exact"]).values()
-    ids, record = gpu_models.tokens(1, tokens - 1, seed=5), _Record()
+    ids, record = gpu_models.tokens(1, tokens - 1, seed=5), gpu_models.Recorder()
     EsmModel.forward(model, ids, kv_session=record)
     return ids, record.layers
 
@@ -263,15 +249,6 @@ def _measure_decode(caches: dict[str, TurboKVCache], layers: Layers, repeats: in
             if all(name in median for name in names):
                 ratios[" / ".join(names)] = median[names[0]] / median[names[1]]
     return figures | {"ratios": ratios}
-
-
-def _shape(architecture: Architecture, dtype: str) -> dict[str, Any]:
-    return {
-        "batch_size": 1,
-        **architecture.described(),
-        "dtype": dtype,
-        "device": "cuda",
-    }
 
 
 def _cosine(ours: Tensor, theirs: Tensor) -> tuple[float, float]:

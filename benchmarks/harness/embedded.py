@@ -35,6 +35,12 @@ def embedded() -> TurboEsm:
     return TurboEsm.from_pretrained(device="cpu")
 
 
+@functools.cache
+def plain_model() -> EsmForMaskedLM:
+    """Hugging Face's model with the weights of the embedded one, float32 on the CPU; one per process, read-only."""
+    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
+
+
 def with_calibration(calibration: Any) -> TurboEsm:
     """A copy of the embedded model with another calibration."""
     turbo = TurboEsm.from_pretrained(calibration=False, device="cpu")
@@ -93,7 +99,7 @@ def exactness(protein: ProteinRecord) -> Check:
     """Leave-one-out at full precision against Hugging Face's own model, on one protein: they agree to rounding."""
     turbo = embedded()
     ids = torch.tensor([[turbo.codes.cls, *turbo.codes.encode(protein.sequence, protein.id), turbo.codes.eos]])
-    expected = _plain_model()(ids, output_hidden_states=True)
+    expected = plain_model()(ids, output_hidden_states=True)
     _, caches = prefill(turbo.model, [FROZEN], ids, torch.ones_like(ids))
     found = extend_each_token(turbo.model, caches[FROZEN], ids[0])
     pairs = ((found.hidden, expected.hidden_states[-1]), (found.logits, expected.logits))
@@ -126,8 +132,3 @@ def about(evaluation: Evaluation) -> Figures:
         "backend": provenance.backend,
         "calibration": {name: calibration.get(name) for name in ("sequences", "residues", "fasta")},
     }
-
-
-@functools.cache
-def _plain_model() -> EsmForMaskedLM:
-    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()

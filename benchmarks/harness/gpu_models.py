@@ -11,17 +11,16 @@ from torch import Tensor
 from transformers import EsmModel
 
 from benchmarks.harness import cuda_timing
-from benchmarks.harness.models import Architecture, random_model, random_tokens
-from esm_turbo import Calibration, KVCalibrator, TurboEsmModel
+from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens
+from esm_turbo import Calibration, TurboEsmModel
+from esm_turbo.model.sessions import KVSession
 
 
 @functools.lru_cache(maxsize=1)
 def calibrated(architecture: Architecture) -> tuple[EsmModel, Calibration]:
     """Weights in bfloat16 on the device, and a calibration of the model in float32."""
     model = random_model(architecture, device=cuda_timing.DEVICE)
-    calibrator = KVCalibrator(model, sample_size=256)
-    calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1))
-    calibration = calibrator.finalize([])
+    calibration = random_calibration(model, [])
     turbo = TurboEsmModel.from_esm(model, calibration=calibration)
     # Rotary frequencies stay in float32 in our class; the weights are shared.
     turbo.to(torch.bfloat16)
@@ -40,3 +39,13 @@ def presets_of(architecture: Architecture, presets: Sequence[str], backend: str 
         preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, backend=backend)
         for preset in presets
     }
+
+
+class Recorder(KVSession):
+    """Keeps the queries, keys and values of every layer of a forward pass."""
+
+    def __init__(self) -> None:
+        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+        self.layers.append((query, keys, values))

@@ -5,7 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -164,6 +167,15 @@ def peak_allocation(call: Callable[[], object]) -> int:
         held += size
         peak = max(peak, held)
     return peak
+
+
+def in_process(module: str, *arguments: object) -> Figures:
+    """Run a module in a fresh process with as many threads as this one; its last line of output is JSON."""
+    command = [sys.executable, "-m", module, *map(str, arguments)]
+    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    figures: Figures = json.loads(output.splitlines()[-1])
+    return figures
 
 
 def peak_resident() -> int:

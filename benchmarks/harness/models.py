@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig, EsmModel
+from transformers import EsmConfig, EsmForMaskedLM, EsmModel, EsmTokenizer
 
-from esm_turbo import Calibration, KVCalibrator, TurboEsmModel
+from esm_turbo import Calibration, KVCalibrator, TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import PRODUCT_PRESETS
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 
 _CLS, _FIRST_RESIDUE, _LAST_RESIDUE, _EOS = 0, 4, 23, 2
 
@@ -32,6 +36,10 @@ class Architecture:
     num_heads: int = 20
     head_dim: int = 64
     intermediate_size: int = 5120
+
+    def on_device(self, **sizes: Any) -> dict[str, Any]:
+        """Shape of a row of this model on a CUDA device; bfloat16 and a batch of one unless `sizes` say otherwise."""
+        return {"batch_size": 1, **self.described(), "dtype": "bfloat16", "device": "cuda", **sizes}
 
     def described(self) -> dict[str, int]:
         """What records say of it."""
@@ -79,11 +87,49 @@ def random_tokens(rows: int, residues: int, *, cls: bool = True, eos: bool = Fal
     return torch.cat([before, ids, after], dim=1)
 
 
-def random_calibration(model: EsmModel) -> Calibration:
-    """Fitted to a few random proteins: as dear to read as a real one."""
+def random_sequences(lengths: Sequence[int], seed: int = 0) -> list[str]:
+    """Random proteins of standard residues."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = (torch.randint(len(STANDARD_RESIDUES), (n,), generator=generator) for n in lengths)
+    return ["".join(STANDARD_RESIDUES[int(i)] for i in pick) for pick in picks]
+
+
+def masked_lm(architecture: Architecture, device: str = "cpu") -> EsmForMaskedLM:
+    """A model of random weights with its language-model head, float32."""
+    return with_head(random_model(architecture, device=device))
+
+
+def with_head(encoder: EsmModel) -> EsmForMaskedLM:
+    """An encoder with a language-model head of random weights, on its device and in its dtype."""
+    config = copy.deepcopy(encoder.config)
+    # A single layer, which the encoder then replaces.
+    config.num_hidden_layers = 1
+    with encoder.device:
+        model = EsmForMaskedLM(config).to(encoder.dtype).eval()
+    model.config, model.esm = encoder.config, encoder
+    model.tie_weights()
+    return model
+
+
+def turbo_of(model: EsmForMaskedLM, calibration: Calibration | None = None, preset: str = "exact") -> TurboEsm:
+    """A `TurboEsm` with the same weights."""
+    tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
+    return TurboEsm(TurboEsmForMaskedLM.from_esm(model, calibration=calibration, preset=preset), tokenizer)
+
+
+def random_turbo(architecture: Architecture, preset: str, device: str = "cpu") -> TurboEsm:
+    """A model of random weights with a calibration on random proteins, for one preset."""
+    model = masked_lm(architecture, device)
+    turbo = turbo_of(model, random_calibration(model.esm, [preset]), preset)
+    turbo.model.to(device)
+    return turbo
+
+
+def random_calibration(model: EsmModel, presets: Iterable[str] = PRODUCT_PRESETS) -> Calibration:
+    """A calibration on a few random proteins; its caches take as long to read as those of a real one."""
     calibrator = KVCalibrator(model, sample_size=256)
     calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1))
-    return calibrator.finalize()
+    return calibrator.finalize(presets)
 
 
 def with_presets(model: EsmModel, calibration: Calibration, **turbo: Any) -> dict[str, TurboEsmModel]:

@@ -11,7 +11,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from benchmarks.harness import stored
-from benchmarks.report.tables_accuracy import COMPRESSED, by_bits, planted
+from benchmarks.harness.names import COMPRESSED
+from benchmarks.report.tables_accuracy import by_bits, planted
 
 _TURBO = [name for name in COMPRESSED if name.startswith("turbo")]
 _FAMILIES: Mapping[str, Sequence[str]] = {

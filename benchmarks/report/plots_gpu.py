@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from matplotlib.figure import Figure
 
-from benchmarks.cuda.decode_attention import COMPRESSED, PAPER_KERNEL, SDPA, SDPA_FLOAT32
 from benchmarks.harness import stored
+from benchmarks.harness.names import COMPRESSED, PAPER_KERNEL, SDPA, SDPA_FLOAT32
 from benchmarks.report.tables_gpu import FILE
 
 _QUERIES = 1

@@ -8,9 +8,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from benchmarks.harness.names import REFRESHES
 from benchmarks.report import tables_scoring
 from benchmarks.report.tables_scoring import speed_record, variant_record
-from benchmarks.speed.scoring import REFRESHES
 
 _SCREENING = {
     "frozen, masks as placeholder": ("frozen", "frozen, masked"),

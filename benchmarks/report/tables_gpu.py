@@ -7,14 +7,22 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks.cuda.decode_attention import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, SDPA_FLOAT32
-from benchmarks.cuda.kernel_profile import COUNTERS
-from benchmarks.cuda.peers import OURS, PACKAGES
-from benchmarks.cuda.peers import SDPA as PEER_SDPA
 from benchmarks.harness import stored
+from benchmarks.harness.names import (
+    COMPRESSED,
+    COUNTERS,
+    EMPTY,
+    PACKAGES,
+    PAPER_KERNEL,
+    PEER_PRESETS,
+    PEER_SDPA,
+    REFRESHES,
+    SCREENS,
+    SDPA,
+    SDPA_FLOAT32,
+)
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import small, table
-from benchmarks.speed.scoring import REFRESHES, SCREENS
 
 FILE = "gpu"
 NOT_MEASURED = "Not measured yet: `python -m benchmarks.run gpu --save` on a machine with a CUDA device.\n"
@@ -332,12 +340,12 @@ def gpu_peers() -> str:
             rows.append(
                 [
                     f"{shape['batch_size']} x {shape['context_tokens']:,}, {kind}",
-                    *(_us(figures["seconds"], f"{arm}, {kind}") for arm in (PEER_SDPA, *OURS, *PACKAGES)),
+                    *(_us(figures["seconds"], f"{arm}, {kind}") for arm in (PEER_SDPA, *PEER_PRESETS, *PACKAGES)),
                 ]
             )
     versions = records[-1]["figures"]["shape"]["versions"]
     named = [f"{name} ({versions[PACKAGES[name]] or 'missing'})" for name in PACKAGES]
-    head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in OURS), *named]
+    head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in PEER_PRESETS), *named]
     said = "microseconds; one query, 20 heads of 64"
     reasons = "".join(f" {name} did not run: {why}." for name, why in failed.items())
     return table(head, rows) + _source(records, said + "." + reasons if reasons else said)

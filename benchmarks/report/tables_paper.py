@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import gaussian
 from benchmarks.harness import stored
 from benchmarks.harness.stored import Record
+from benchmarks.report import gaussian
 from benchmarks.report.markdown import cosine, source, table
 from esm_turbo.codecs.fitting.statistics import Array
 from esm_turbo.evaluate import PAPER_ABLATION, PAPER_TABLE_7

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from benchmarks.accuracy.screening import arms as screening_arms
-from benchmarks.accuracy.variant_effects import arms as variant_arms
 from benchmarks.harness import stored
+from benchmarks.harness.names import screening_arms, variant_arms
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import source, table
 

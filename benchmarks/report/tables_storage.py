@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from benchmarks.harness import stored
+from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import source, table
-from benchmarks.speed.embedding import DEFAULT, OURS, SAME
 
 _FILES = ("cpu", "gpu")
 
@@ -24,9 +24,9 @@ def embedding_throughput() -> str:
                 f"{record['model']}, {shape['dtype']}",
                 _device(record),
                 str(shape["proteins"]),
-                *(f"{rates[arm]:,.0f}" for arm in (DEFAULT, SAME, OURS)),
-                f"{1 / figures['ratios'][f'{OURS} / {SAME}']:.2f}x",
-                f"{figures['ratios'][f'{DEFAULT} / {OURS}']:.2f}x",
+                *(f"{rates[arm]:,.0f}" for arm in (FILE_ORDER, SAME_BATCHES, EMBED)),
+                f"{1 / figures['ratios'][f'{EMBED} / {SAME_BATCHES}']:.2f}x",
+                f"{figures['ratios'][f'{FILE_ORDER} / {EMBED}']:.2f}x",
             ]
         )
     head = ["model", "on", "proteins", "residues/s: file order, batches of 8", "same batches as ours", "`turbo.embed`",

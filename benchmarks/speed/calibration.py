@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -15,7 +12,19 @@ import torch
 from torch import Tensor
 from transformers import EsmForMaskedLM, EsmTokenizer
 
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, peak_resident, ratio, spread, worst
+from benchmarks.harness.embedded import plain_model
+from benchmarks.harness.measure import (
+    Case,
+    Check,
+    Figures,
+    Target,
+    in_process,
+    interleave,
+    peak_resident,
+    ratio,
+    spread,
+    worst,
+)
 from benchmarks.harness.models import random_tokens
 from esm_turbo import KVCalibrator
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins
@@ -24,6 +33,7 @@ from esm_turbo.proteins.fasta import read_fasta_strict, token_batches
 from esm_turbo.proteins.tokens import TokenCodes
 
 Batch = tuple[Tensor, Tensor]
+_MODULE = "benchmarks.speed.calibration"
 _TOLERANCE = 1e-4
 _BATCH_OF_RANDOM = 8
 
@@ -35,7 +45,7 @@ def time_cases(proteins: int, toks_per_batch: Sequence[int]) -> Iterator[Case]:
         proteins: how many of the shipped ones, evenly from the file.
         toks_per_batch: padded tokens of a batch; 0 for one protein a batch.
     """
-    model = _embedded_model()
+    model = plain_model()
     for budget in toks_per_batch:
         batches = _shipped_batches(proteins, max(budget, 1))
 
@@ -87,7 +97,7 @@ def memory_cases(proteins: Sequence[int], residues: int) -> Iterator[Case]:
     def check() -> Check:
         missing = 0
         for n in proteins:
-            found[n] = _calibrate_in_process(n, residues)
+            found[n] = in_process(_MODULE, n, residues)
             missing += abs(found[n]["sequences"] - n)
         return Check("proteins that the calibrator has not seen", missing, 0)
 
@@ -104,10 +114,6 @@ def memory_cases(proteins: Sequence[int], residues: int) -> Iterator[Case]:
         measure=measure,
         targets=[Target(("growth", stage), at_most=1.1) for stage in ("partial_fit", "finalize")],
     )
-
-
-def _embedded_model() -> EsmForMaskedLM:
-    return EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval()
 
 
 def _shipped_batches(proteins: int, toks_per_batch: int) -> list[Batch]:
@@ -148,21 +154,13 @@ def _value_moments(model: EsmForMaskedLM, batches: Sequence[Batch]) -> tuple[Arr
     return mean, np.einsum("lhti,lhtj->lhij", centred, centred, optimize=True) / values.shape[2]
 
 
-def _calibrate_in_process(proteins: int, residues: int) -> Figures:
-    command = [sys.executable, "-m", "benchmarks.speed.calibration", str(proteins), str(residues)]
-    environment = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
-    figures: Figures = json.loads(output.splitlines()[-1])
-    return figures
-
-
 def main() -> None:
     """Calibrates and prints the peaks of this process; `memory_cases` runs it."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("proteins", type=int)
     parser.add_argument("residues", type=int)
     options = parser.parse_args()
-    calibrator = KVCalibrator(_embedded_model())
+    calibrator = KVCalibrator(plain_model())
     peaks = {"loaded": peak_resident()}
     for first in range(0, options.proteins, _BATCH_OF_RANDOM):
         rows = min(_BATCH_OF_RANDOM, options.proteins - first)

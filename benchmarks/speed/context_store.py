@@ -14,13 +14,11 @@ import torch
 
 from benchmarks.harness.embedded import embedded, evaluation_set
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
-from benchmarks.harness.models import Architecture
-from benchmarks.speed.embedding import random_turbo
+from benchmarks.harness.models import Architecture, random_sequences, random_turbo
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.config import Geometry
 from esm_turbo.evaluate.environment import device_name
 
-_LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 _EXTENSION = "GSGSWKDLAE"
 # Reading gives back the very bytes.
 _EXACTLY = 0.0
@@ -45,8 +43,7 @@ def random_cases(
 
 
 def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
-    generator = torch.Generator().manual_seed(residues)
-    sequence = "".join(_LETTERS[int(i)] for i in torch.randint(20, (residues,), generator=generator))
+    [sequence] = random_sequences([residues], seed=residues)
     on_device = turbo.model.device.type != "cpu"
     # There until the case is forgotten.
     folder = tempfile.TemporaryDirectory()

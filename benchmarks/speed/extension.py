@@ -11,6 +11,7 @@ from transformers import EsmModel
 
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, peak_allocation, ratio, spread, worst
 from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens, with_presets
+from benchmarks.harness.names import COMPRESSED
 from esm_turbo import TurboEsmModel, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
 
@@ -32,7 +33,7 @@ def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int
             arms[f"extend {preset}"] = [partial(setup.extend, preset, context_tokens)]
         seconds = spread(interleave(arms, repeats))
         ratios = {f"recompute / extend {p}": ratio(seconds, "recompute", f"extend {p}") for p in PRODUCT_PRESETS}
-        for preset in _compressed():
+        for preset in COMPRESSED:
             ratios[f"extend {preset} / extend exact"] = ratio(seconds, f"extend {preset}", "extend exact")
         return {"seconds": seconds, "ratios": ratios}
 
@@ -43,7 +44,7 @@ def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int
         check=setup.check,
         measure=measure,
         targets=[Target(("ratios", f"recompute / extend {preset}"), at_least=10.0) for preset in PRODUCT_PRESETS]
-        + [Target(("ratios", f"extend {preset} / extend exact"), at_most=1.75) for preset in _compressed()],
+        + [Target(("ratios", f"extend {preset} / extend exact"), at_most=1.75) for preset in COMPRESSED],
     )
 
 
@@ -109,10 +110,6 @@ class _Setup:
     def _extend(self, model: TurboEsmModel, preset: str, context_tokens: int) -> Tensor:
         output: Tensor = model(self.new, past_key_values=self.caches[preset, context_tokens]).last_hidden_state
         return output
-
-
-def _compressed() -> list[str]:
-    return [preset for preset in PRODUCT_PRESETS if preset != "exact"]
 
 
 def _shape(architecture: Architecture) -> dict[str, object]:

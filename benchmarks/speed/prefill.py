@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EsmForMaskedLM, EsmModel
+from transformers import EsmModel
 
+from benchmarks.harness.embedded import plain_model
 from benchmarks.harness.measure import Case, Check, Figures, interleave, ratio, spread, worst
 from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens, with_presets
 from esm_turbo import Calibration, TurboEsmModel
@@ -22,7 +23,7 @@ _WHAT = "hidden states of the prefill against the plain forward, largest differe
 
 def embedded_cases(tokens: Sequence[int]) -> Iterator[Case]:
     """The model that ships with the package."""
-    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32).eval().esm
+    model = plain_model().esm
     yield from _cases(EMBEDDED_MODEL.name, model, Calibration.load(EMBEDDED_MODEL), tokens)
 
 

@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from transformers import EsmForMaskedLM
 
-from benchmarks.harness import cuda_compile
+from benchmarks.cuda import compile_ahead
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, spread, worst
-from benchmarks.harness.models import Architecture, random_calibration, random_model
+from benchmarks.harness.models import Architecture, masked_lm, random_calibration
+from benchmarks.harness.names import REFRESHES, SCREENS
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.arms import prefill_ids
 from esm_turbo.tasks.scoring.score import Scores
 from esm_turbo.tasks.variants.score import score_variants
-
-SCREENS = (20, 100, 1000)
-REFRESHES = (0, 2, 4, 8, 16, 32)
 
 # Log-probabilities, nats; kernels on a device sum in another order than PyTorch does.
 _TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bfloat16"): 0.1, ("cuda", "bfloat16"): 0.1}
@@ -199,9 +198,9 @@ def _compile_ahead(turbo: TurboEsm, target_residues: int, candidate_residues: in
     codec, dtype = esm.codec(esm.turbo_config), esm.dtype
     # Tokens beside the residues: of the target <cls>, of a candidate <eos>.
     context = 1 + target_residues
-    cuda_compile.model([codec], [(1, context, 0)], [dtype])
+    compile_ahead.model([codec], [(1, context, 0)], [dtype])
     new = [refresh + candidate_residues + 1 for refresh in refreshes]
-    cuda_compile.model([codec], [(_COMPILED_ROWS, context, n) for n in new], [dtype], shared=True)
+    compile_ahead.model([codec], [(_COMPILED_ROWS, context, n) for n in new], [dtype], shared=True)
 
 
 def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
@@ -244,12 +243,8 @@ def _models(
             TurboEsm.from_pretrained(device=device, dtype=dtype, backend=backend) for backend in ("auto", "reference")
         )
     tokenizer = TurboEsm.from_pretrained(device="cpu").tokenizer
-    encoder = random_model(architecture, device=device)
-    calibration = random_calibration(encoder)
-    with torch.device(device):
-        whole = EsmForMaskedLM(architecture.config()).eval()
-    whole.esm = encoder
-    whole.tie_weights()
+    whole = masked_lm(architecture, device)
+    calibration = random_calibration(whole.esm)
     made = []
     for backend in ("auto", _SLOW_BACKEND[device]):
         model = TurboEsmForMaskedLM.from_esm(whole, calibration=calibration, preset=DEFAULT_PRESET)
@@ -276,7 +271,7 @@ def _prefill(turbo: TurboEsm, ids: Sequence[int], arm: str) -> None:
 
 def _proteins(lengths: Sequence[int], seed: int = 0) -> list[str]:
     rng = np.random.default_rng(seed)
-    return ["".join(rng.choice(list("ACDEFGHIKLMNPQRSTVWY"), length)) for length in lengths]
+    return ["".join(rng.choice(list(STANDARD_RESIDUES), length)) for length in lengths]
 
 
 def _log_probabilities(scores: Scores) -> list[float]:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.harness.measure import Case, Check, Figures, interleave, ratio, spread
+from benchmarks.harness.models import random_sequences
 from esm_turbo import TurboEsm
 
-_LETTERS = "ACDEFGHIKLMNPQRSTVWY"
 _WHAT = "logits by the backend torch against those by the slow backend reference, largest difference"
 _TOLERANCE = 1e-4
 
@@ -24,7 +24,7 @@ def cases(residues: Sequence[int], candidates: int, candidate_residues: int, ref
 
 
 def _case(turbo: TurboEsm, reference: TurboEsm, residues: int, count: int, length: int, refresh: int) -> Case:
-    context, *candidates = _random([residues, *[length] * count])
+    context, *candidates = random_sequences([residues, *[length] * count])
 
     def check() -> Check:
         # Three will do: the slow backend is slow.
@@ -73,8 +73,3 @@ def _full(turbo: TurboEsm, context: str, candidates: Sequence[str]) -> Tensor:
     input_ids, attention_mask = codes.batch(rows)
     logits: Tensor = turbo.model(input_ids, attention_mask).logits
     return logits
-
-
-def _random(lengths: Sequence[int]) -> list[str]:
-    generator = torch.Generator().manual_seed(0)
-    return ["".join(_LETTERS[int(i)] for i in torch.randint(20, (n,), generator=generator)) for n in lengths]

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.cuda import decode_attention, peers
+from benchmarks.cuda import compile_ahead, decode_attention, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
 from benchmarks.cuda import validation as cuda_validation
-from benchmarks.harness import cuda_compile, cuda_timing, gpu_models, records, stored
+from benchmarks.harness import cuda_timing, gpu_models, names, records, stored
 from benchmarks.harness.measure import Case, Check, Target
 from benchmarks.harness.models import Architecture
 from benchmarks.registry import BENCHMARKS, GPU_BENCHMARKS, TIMED
@@ -50,7 +50,7 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_timing, "captured_seconds", timed)
     monkeypatch.setattr(cuda_timing, "synchronized_seconds", timed)
     monkeypatch.setattr(cuda_timing, "copy_speed", lambda repeats: 4e12)
-    monkeypatch.setattr(cuda_compile, "compile_all", lambda jobs: list(jobs))
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda jobs: list(jobs))
     monkeypatch.setattr(triton_kernels, "extend_attention", torch_ops.extend_attention)
     monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(torch_ops.extend_attention))
     nothing = {"synchronize": None, "memory_allocated": 1000, "memory_reserved": 3000, "max_memory_allocated": 1500}
@@ -105,28 +105,28 @@ def test_attention(no_device: None) -> None:
     cases[0] = Case(cases[0].name, "", cases[0].shape, lambda: Check("", 0.0, 0.0), cases[0].measure, cases[0].targets)
     figures = [measured(case) for case in cases]
     for row in figures:
-        assert {"SDPA bf16", "SDPA fp32", *decode_attention.COMPRESSED} <= row["seconds"].keys()
+        assert {"SDPA bf16", "SDPA fp32", *names.COMPRESSED} <= row["seconds"].keys()
         assert row["SDPA bf16 backend"] in row["SDPA bf16 seconds by backend"]
         assert row["GB/s"]["copy"] == pytest.approx(4000)
         rate = row["bytes"]["turbo2"] / row["seconds"]["turbo2"]["p50"] / 1e9
         assert row["GB/s"]["turbo2"] == pytest.approx(rate)
-    assert decode_attention.PAPER_KERNEL in figures[0]["failed"]
+    assert names.PAPER_KERNEL in figures[0]["failed"]
     assert figures[0]["bytes"]["SDPA bf16"] == 2 * 2 * 20 * 70 * 64 * 2
     assert figures[0]["bytes"]["paper"] == figures[0]["bytes"]["SDPA bf16"] // 4
 
 
 def test_what_is_compiled_ahead_runs(no_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    done: list[cuda_compile.Job] = []
+    done: list[compile_ahead.Job] = []
     encoded: list[int] = []
-    monkeypatch.setattr(cuda_compile, "compile_all", done.extend)
+    monkeypatch.setattr(compile_ahead, "compile_all", done.extend)
     monkeypatch.setattr(triton_encode, "encode", lambda codec, layer_idx, keys, *_, **__: encoded.append(keys.shape[2]))
-    cuda_compile.embedded([(3, 70, 1), (1, 70, 1)])
+    compile_ahead.embedded([(3, 70, 1), (1, 70, 1)])
     # Two rows at which the first is checked, and its own three; the second is checked as it is.
-    assert len(done) == 3 * len(decode_attention.COMPRESSED)
+    assert len(done) == 3 * len(names.COMPRESSED)
     models = gpu_models.presets_of(TINY, ["exact", "turbo3", "paper"])
-    cuda_compile.model([model.codec(model.turbo_config) for model in models.values()], [(1, 40, 0), (1, 40, 2)])
+    compile_ahead.model([model.codec(model.turbo_config) for model in models.values()], [(1, 40, 0), (1, 40, 2)])
     for job in done:
-        cuda_compile._compile(job)
+        compile_ahead._compile(job)
     assert encoded and set(encoded) == {40}
     assert {job.shape for job in done} == {(2, 70, 1), (3, 70, 1), (1, 70, 1), (1, 40, 0), (1, 40, 2)}
 
@@ -245,7 +245,7 @@ def test_peers_that_are_missing_are_named(no_device: None) -> None:
     [case] = peers.peer_cases(((1, 64, 1),))
     figures = measured(case)
     assert {"turbo4, captured", "turbo3, eager"} <= figures["seconds"].keys()
-    missing = [name for name in peers.PACKAGES if case.shape["versions"][peers.PACKAGES[name]] is None]
+    missing = [name for name in names.PACKAGES if case.shape["versions"][names.PACKAGES[name]] is None]
     assert set(missing) <= figures["failed"].keys()
 
 

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from benchmarks.accuracy import screening, variant_effects
-from benchmarks.harness import records, stored
+from benchmarks.accuracy import screening
+from benchmarks.harness import names, records, stored
 from benchmarks.harness.measure import Case
 from benchmarks.report import tables_scoring
 from benchmarks.speed import scoring
@@ -51,8 +51,10 @@ def test_a_preset_is_put_back(turbo: TurboEsm) -> None:
 
 
 def test_arms_include_the_defaults() -> None:
-    assert {"frozen, masked, 8", "frozen, empty, 8", "turbo3, masked, 8", "turbo1, masked, 8"} <= set(screening.arms())
-    assert {"full, masked", "full, wild_type", "turbo3, masked, 8"} <= set(variant_effects.arms())
+    assert {"frozen, masked, 8", "frozen, empty, 8", "turbo3, masked, 8", "turbo1, masked, 8"} <= set(
+        names.screening_arms()
+    )
+    assert {"full, masked", "full, wild_type", "turbo3, masked, 8"} <= set(names.variant_arms())
 
 
 def test_a_speed_row_is_checked_and_puts_context_and_candidates_together() -> None:

@@ -13,7 +13,7 @@ from scipy.stats import norm
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
-from benchmarks.accuracy.gaussian import gaussian_lloyd_max
+from benchmarks.report.gaussian import gaussian_lloyd_max
 from esm_turbo.codecs.fitting.lloyd_max import (
     _lloyd,
     _PrefixSums,

@@ -5,8 +5,8 @@ import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from benchmarks.accuracy import gaussian
-from benchmarks.accuracy.gaussian import gaussian_lloyd_max
+from benchmarks.report import gaussian
+from benchmarks.report.gaussian import gaussian_lloyd_max
 
 
 @pytest.mark.parametrize(("bits", "published"), [(0, 1.0), (1, 0.3634), (2, 0.1175), (3, 0.03454), (4, 0.00950)])

@@ -18,8 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.cuda.decode_attention import COMPRESSED, Shape, embedded_codec, new_tokens, random_context
+from benchmarks.cuda.decode_attention import Shape, embedded_codec, new_tokens, random_context
 from benchmarks.harness import cuda_timing
+from benchmarks.harness.names import COMPRESSED
 from esm_turbo.codecs import KVCodec
 from esm_turbo.config import Geometry, TurboConfig
 
