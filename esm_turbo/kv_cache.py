@@ -3,7 +3,10 @@
 A cache holds a batch of contexts of any lengths, padded on the right to a common number of columns. Each layer has
 what the codec packs and, apart from it, the protected tokens; the cache has the lengths, one byte per token for its id
 (masks are counted from it, for token dropout), and positions unless they are 0, 1, 2, ...
-Tensors are replaced, never written into, so that copies may share them.
+
+Appends are written into spare columns, so that they do not copy what is stored. Only the cache that allocated a tensor
+writes into it, and only as long as no other cache shares it; of two caches that share tensors, the first append to
+either copies them. Everything else replaces tensors.
 """
 
 from __future__ import annotations
@@ -27,7 +30,17 @@ from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifa
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
-from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of, layer_tensor, pad
+from esm_turbo.kv.tensors import (
+    LAYER_TENSORS,
+    OWN_TENSORS,
+    Axis,
+    axis_of,
+    dim_of,
+    into_room,
+    layer_tensor,
+    pad,
+    with_room,
+)
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -41,6 +54,8 @@ FORMAT_VERSION = 1
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2
+# Columns are allocated in multiples of this.
+_CAPACITY_STEP = 16
 # More than any row has, and within the range of any integer type.
 _MOST_TOKENS = 2**31 - 1
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
@@ -83,6 +98,8 @@ class TurboKVCache(Cache):
         self.codec = codec
         self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
         self._seq_length: int | None = None
+        # Columns that this cache may write, 0 if it shares its tensors, and columns that it has written.
+        self._capacity = self._written = 0
         # Whether a row may have no tokens, on a device, where counting them would force a sync.
         self._maybe_empty = False
         self._set_tensors(_no_tokens(0, device))
@@ -96,7 +113,7 @@ class TurboKVCache(Cache):
         codec: KVCodec,
         tensors: Mapping[str, Tensor],
     ) -> Self:
-        """A cache of these tensors, named as by `named_tensors`; they are not copied.
+        """A cache of these tensors, named as by `named_tensors`; they are neither copied nor written into.
 
         Raises:
             KeyError: `lengths`, `token_ids` or `protected_columns` is missing.
@@ -113,7 +130,8 @@ class TurboKVCache(Cache):
         )
 
     def __copy__(self) -> Self:
-        """A cache of its own that shares the tensors."""
+        """A cache of its own that shares the tensors. The next append to either copies them."""
+        self._capacity = 0
         shared = type(self).__new__(type(self))
         shared.__dict__.update(self.__dict__)
         shared.layers = [TurboCacheLayer() for _ in self.layers]
@@ -121,7 +139,10 @@ class TurboKVCache(Cache):
         return shared
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors that are stored, with their names in files, such as `lengths` and `layers.3.packed.key_0`."""
+        """All tensors that are stored, with their names in files, such as `lengths` and `layers.3.packed.key_0`.
+
+        They may be views of larger buffers. Appends leave what they hold of each row as it is, unless it was cropped.
+        """
         for name in OWN_TENSORS:
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
@@ -143,6 +164,8 @@ class TurboKVCache(Cache):
 
     def _map_tensors(self, function: Callable[[Tensor, int], Tensor], axis: Axis | None = None) -> None:
         """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
+        if axis in (None, Axis.COLUMN):
+            self._capacity = 0
         self._set_tensors(
             {
                 name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor
@@ -283,34 +306,58 @@ class TurboKVCache(Cache):
         if not self.batch_size:
             self._set_tensors(_no_tokens(len(append.counts), append.counts.device))
         if append.positions is not None and self.positions is None:
-            self.positions = self._default_positions(self.columns)
-        columns = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
-        new = {"token_ids": append.token_ids, "protected_columns": columns.to(torch.int32)}
+            self.positions, self._capacity = self._default_positions(self.columns), 0
+        steps = torch.arange(append.order.shape[1], device=self.device)
+        new = {"token_ids": append.token_ids}
         if append.positions is not None:
             new["positions"] = append.positions
         elif self.positions is not None:
-            steps = torch.arange(append.order.shape[1], device=self.device)
             new["positions"] = (self.next_positions[:, None] + steps).to(torch.int32)
-        stored = dict(self.named_tensors())
+        protected = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
+        new["protected_columns"] = protected.to(torch.int32)
+        stored = {name for name, _ in self.named_tensors()}
         first = not self.layers[0].packed
         for name, tensor in append.layer_tensors():
             # Refinements that have been dropped stay dropped.
             if first or name in stored or axis_of(name) is not Axis.COLUMN:
                 new[name] = tensor
-        grown = {name: self._grown(name, stored.get(name), tensor) for name, tensor in new.items()}
-        self._set_tensors(grown | {"lengths": self.lengths + append.counts})
+        if self.columns:
+            self._make_room(self.columns + len(steps))
+            columns = self.lengths[:, None] + steps
+            new = {
+                name: self._appended(name, old, new[name], columns) for name, old in self.named_tensors() if name in new
+            }
+        else:
+            self._capacity = 0
+        self._set_tensors(new | {"lengths": self.lengths + append.counts})
+        self._written = max(self._written, self.columns)
         self._changed()
 
-    def _grown(self, name: str, old: Tensor | None, new: Tensor) -> Tensor:
-        """A stored tensor with that of an append after it."""
+    def _appended(self, name: str, old: Tensor, new: Tensor, columns: Tensor) -> Tensor:
+        """A stored tensor with that of an append after it, whose tokens go to these columns, [batch, n]."""
         axis, dim = axis_of(name), dim_of(name)
-        if old is None or axis is Axis.ROW or not old.shape[dim]:
+        if axis is Axis.ROW:
             return new
         if axis is Axis.SLOT:
             return torch.cat([old, new], dim=dim)
-        column = self.lengths.to(new.device)[:, None] + torch.arange(new.shape[dim], device=new.device)
-        index = column.view(len(column), *[1] * (dim - 1), -1, *[1] * (new.dim() - dim - 1)).expand_as(new)
-        return torch.cat([old, torch.zeros_like(new)], dim=dim).scatter_(dim, index, new)
+        before, after = self.columns, self.columns + new.shape[dim]
+        appended = into_room(old, dim, after)
+        if before < self._written:
+            # What was cropped from these columns: beyond a row's length files hold zeros there.
+            appended.narrow(dim, before, min(self._written, after) - before).zero_()
+        index = columns.to(new.device).view(len(new), *[1] * (dim - 1), -1, *[1] * (new.dim() - dim - 1))
+        return appended.scatter_(dim, index.expand_as(new), new)
+
+    # What is made here is written into later, in whatever mode.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _make_room(self, columns: int) -> None:
+        """Makes sure that `columns` can be written in place."""
+        if columns > self._capacity:
+            # A quarter more, so that appending token by token copies every token a few times in all.
+            capacity = -(-(columns + columns // 4) // _CAPACITY_STEP) * _CAPACITY_STEP
+            self._map_tensors(lambda tensor, dim: with_room(tensor, dim, capacity), Axis.COLUMN)
+            self._capacity, self._written = capacity, self.columns
 
     def _default_positions(self, columns: int) -> Tensor:
         """0, 1, 2, ... for every row, int32 [batch, columns]."""
@@ -345,9 +392,16 @@ class TurboKVCache(Cache):
         self._map_tensors(choose, Axis.SLOT)
 
     def _trim(self, columns: int) -> None:
-        """Keeps the first columns."""
+        """Keeps the first columns, in place unless more than half of the room would be spare."""
         if columns < self.columns:
-            self._map_tensors(lambda tensor, dim: tensor.narrow(dim, 0, columns).contiguous(), Axis.COLUMN)
+            capacity = self._capacity if 2 * columns >= self._capacity else 0
+
+            def first(tensor: Tensor, dim: int) -> Tensor:
+                part = tensor.narrow(dim, 0, columns)
+                return part if capacity else part.contiguous()
+
+            self._map_tensors(first, Axis.COLUMN)
+            self._capacity = capacity
 
     def crop(self, tokens: int | Tensor) -> None:
         """Shortens every row.
@@ -436,7 +490,7 @@ class TurboKVCache(Cache):
     def reset(self) -> None:
         """Drops all rows."""
         self._set_tensors(_no_tokens(0, self.device))
-        self._maybe_empty = False
+        self._capacity, self._maybe_empty = 0, False
         self._changed()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:

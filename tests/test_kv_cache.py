@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Callable
@@ -275,6 +276,85 @@ def test_a_shallow_copy_goes_its_own_way(model: TurboEsmForMaskedLM) -> None:
     append(model, other, [4, 4], seed=3)
     assert cache.lengths.tolist() == [6, 9]
     assert_caches_equal(cache, prefill(model, [6, 9]))
+
+
+def buffer_of(cache: TurboKVCache, name: str = "token_ids") -> int:
+    return dict(cache.named_tensors())[name].untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def test_appends_are_written_in_place(model: TurboEsmForMaskedLM) -> None:
+    """Token by token a few buffers do, and what is stored is what it is without spare room, to the last bit."""
+    cache = prefill(model, [20, 17])
+    name = next(name for name, _ in cache.named_tensors() if "packed" in name)
+    buffers, at_once = [buffer_of(cache, name)], []
+    for step in range(40):
+        seen = dict(cache.named_tensors())
+        before = {key: tensor[0, ..., :20, :].clone() for key, tensor in seen.items() if "packed" in key}
+        append(model, cache, [1, 1], seed=step)
+        assert all(torch.equal(seen[key][0, ..., :20, :], tensor) for key, tensor in before.items())
+        buffers.append(buffer_of(cache, name))
+        assert cache.columns == cache.get_seq_length() == 21 + step
+        at_once.append(probe(model, cache))
+    changes = [a != b for a, b in itertools.pairwise(buffers)]
+    assert changes[0] and 2 <= sum(changes) <= 4
+    dense = cache.select([0, 1])
+    assert buffer_of(dense, name) != buffer_of(cache, name)
+    assert all(tensor.is_contiguous() for _, tensor in dense.named_tensors())
+    assert_caches_equal(cache, dense)
+    assert torch.equal(probe(model, dense), at_once[-1])
+
+
+def test_padding_is_stored_as_without_room(model: TurboEsmForMaskedLM) -> None:
+    """Files hold the padding of short rows too: columns that were cropped and are written again begin as zeros."""
+    in_place, dense = prefill(model, [20, 17]), prefill(model, [20, 17])
+    for step, (lengths, kept) in enumerate([([8, 9], [10, 26]), ([2, 1], [3, 27]), ([30, 1], [30, 20]), ([1, 3], -1)]):
+        for cache in (in_place, dense):
+            append(model, cache, lengths, seed=step)
+            cache.crop(torch.tensor(kept))
+        dense = dense.select([0, 1])
+        expected = dict(dense.named_tensors())
+        for name, tensor in in_place.named_tensors():
+            assert torch.equal(tensor, expected[name]), name
+
+
+def test_room_that_is_not_needed_is_given_back(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [40])
+    append(model, cache, [10])
+    for kept in (50, 30, 12, 1):
+        cache.crop(kept)
+        for _, tensor in cache.named_tensors():
+            assert tensor.untyped_storage().nbytes() <= max(64, 3 * tensor.nbytes)
+
+
+def test_a_copy_is_written_apart(model: TurboEsmForMaskedLM) -> None:
+    """Whichever is written first: the copy, the copied, or both in turn, after crops too."""
+    for first in (0, 1):
+        cache = prefill(model, [20, 17])
+        append(model, cache, [2, 2])
+        pair = [cache, copy.copy(cache)]
+        assert buffer_of(pair[0]) == buffer_of(pair[1])
+        for turn in (first, 1 - first, first):
+            pair[turn].crop(18)
+            kept = [row_bytes(pair[1 - turn], row) for row in (0, 1)]
+            kept = [{name: tensor.clone() for name, tensor in row.items()} for row in kept]
+            append(model, pair[turn], [3, 4], seed=turn)
+            assert buffer_of(pair[0]) != buffer_of(pair[1])
+            for row, stored in enumerate(kept):
+                assert all(torch.equal(x, stored[name]) for name, x in row_bytes(pair[1 - turn], row).items())
+
+
+def test_appends_in_other_modes(model: TurboEsmForMaskedLM) -> None:
+    """Rows that were written in inference mode are appended to outside of it, and the other way round."""
+    caches = []
+    for modes in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        cache = model.new_cache()
+        for step, mode in enumerate((*modes, *modes)):
+            ids, mask = random_ids([9, 5], seed=step)
+            with mode():
+                model(ids, mask, past_key_values=cache, use_cache=True)
+        caches.append(cache)
+    assert_caches_equal(*caches)
 
 
 def test_writing_layer_by_layer_is_refused(model: TurboEsmForMaskedLM) -> None:
@@ -661,79 +741,90 @@ def check_against(cache: TurboKVCache, rows: list[list[tuple[int, int, float]]])
     assert cache.next_positions.tolist() == [max((p + 1 for _, p, _ in row), default=0) for row in rows]
 
 
-@st.composite
-def operations(draw: st.DrawFn) -> list[tuple[str, object]]:
-    steps = st.one_of(
-        st.tuples(st.just("append"), st.tuples(st.integers(1, 5), st.integers(0, 2**31), st.booleans())),
-        st.tuples(st.just("crop"), st.integers(-6, 12)),
-        st.tuples(st.just("select"), st.lists(st.integers(0, 10), min_size=1, max_size=4)),
-        st.tuples(st.just("repeat"), st.integers(1, 2)),
-        st.tuples(st.just("double"), st.none()),
-        st.tuples(st.just("save"), st.none()),
-    )
-    return draw(st.lists(steps, min_size=1, max_size=8))
+OPERATIONS = st.one_of(
+    st.tuples(st.just("append"), st.tuples(st.integers(1, 5), st.integers(0, 2**31), st.booleans())),
+    st.tuples(st.just("crop"), st.integers(-6, 12)),
+    st.tuples(st.just("drop"), st.integers(0, 5)),
+    st.tuples(st.just("select"), st.lists(st.integers(0, 10), min_size=1, max_size=4)),
+    st.tuples(st.just("repeat"), st.integers(1, 2)),
+    st.tuples(st.just("cat"), st.integers(0, 10)),
+    st.tuples(st.just("copy"), st.sampled_from([copy.copy, copy.deepcopy])),
+    st.tuples(st.just("save"), st.none()),
+)
+Row = list[tuple[int, int, float]]
+"""A row's tokens: id, position, and a mark in its key and value."""
 
 
-@settings(max_examples=150, deadline=None)
+def append_marks(cache: TurboKVCache, rows: list[Row], n: int, seed: int, moved: bool) -> list[Row]:
+    """Appends random tokens of which some are not kept; returns what each row holds then."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 6, (len(rows), n), generator=generator)
+    keep = torch.rand(len(rows), n, generator=generator) < 0.7
+    marks = torch.randint(1, 200, (len(rows), n), generator=generator).float()
+    keys = torch.zeros(1, len(rows), 1, n, 4)
+    keys[0, :, 0, :, 0] = marks
+    values = torch.zeros(1, len(rows), 1, n, 4)
+    values[0, :, 0, :, 3] = -marks
+    positions = torch.randint(0, 60, (len(rows), n), generator=generator) if moved else None
+    grown = []
+    for index, row in enumerate(rows):
+        following = max((p + 1 for _, p, _ in row), default=0)
+        kept = keep[index].nonzero()[:, 0].tolist()
+        at = range(following, following + n) if positions is None else positions[index, kept].tolist()
+        new = [(int(ids[index, i]), p, float(marks[index, i])) for i, p in zip(kept, at, strict=False)]
+        grown.append([*row, *new])
+    write(cache, ids, keep, keys, values, positions)
+    return grown
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     batch=st.integers(1, 3),
-    steps=operations(),
+    steps=st.lists(st.tuples(OPERATIONS, st.integers(0, 10)), min_size=1, max_size=14),
     codec=st.sampled_from([SMALL, PROTECTING]),
     cls=st.sampled_from([TurboKVCache, ElsewhereCache]),
 )
 def test_any_sequence_of_operations(
     tmp_path_factory: pytest.TempPathFactory,
     batch: int,
-    steps: list[tuple[str, object]],
+    steps: list[tuple[tuple[str, Any], int]],
     codec: KVCodec,
     cls: type[TurboKVCache],
 ) -> None:
-    """The cache does what lists of tokens would do. Marks are small integers, exact in bfloat16."""
-    cache = new_cache(codec, cls)
-    rows: list[list[tuple[int, int, float]]] = [[] for _ in range(batch)]
-    for name, argument in [("append", (3, 0, False)), *steps]:
+    """Caches do what lists of tokens would do, and none changes what a copy of it holds.
+
+    Marks are small integers, exact in bfloat16.
+    """
+    caches, held = [new_cache(codec, cls)], [[[] for _ in range(batch)]]
+    for (name, argument), chosen in [(("append", (3, 0, False)), 0), *steps]:
+        at = chosen % len(caches)
+        cache, rows = caches[at], held[at]
         if name == "append":
-            n, seed, moved = argument
-            generator = torch.Generator().manual_seed(seed)
-            ids = torch.randint(0, 6, (len(rows), n), generator=generator)
-            keep = torch.rand(len(rows), n, generator=generator) < 0.7
-            marks = torch.randint(1, 200, (len(rows), n), generator=generator).float()
-            keys = torch.zeros(1, len(rows), 1, n, 4)
-            keys[0, :, 0, :, 0] = marks
-            values = torch.zeros(1, len(rows), 1, n, 4)
-            values[0, :, 0, :, 3] = -marks
-            positions = torch.randint(0, 60, (len(rows), n), generator=generator) if moved else None
-            for index, row in enumerate(rows):
-                following = max((p + 1 for _, p, _ in row), default=0)
-                kept = [i for i in range(n) if keep[index, i]]
-                row += [
-                    (
-                        int(ids[index, i]),
-                        following + order if positions is None else int(positions[index, i]),
-                        float(marks[index, i]),
-                    )
-                    for order, i in enumerate(kept)
-                ]
-            write(cache, ids, keep, keys, values, positions)
+            held[at] = append_marks(cache, rows, *argument)
         elif name == "crop":
             cache.crop(argument)
-            rows = [row[:argument] if argument >= 0 else row[: max(0, len(row) + argument)] for row in rows]
+            held[at] = [row[:argument] if argument >= 0 else row[: max(0, len(row) + argument)] for row in rows]
+        elif name == "drop":
+            cache.drop_front(argument)
+            held[at] = [row[argument:] for row in rows]
         elif name == "select":
-            chosen = [index % len(rows) for index in argument]
-            cache.batch_select_indices(torch.tensor(chosen))
-            rows = [list(rows[index]) for index in chosen]
+            indices = [index % len(rows) for index in argument]
+            cache.batch_select_indices(torch.tensor(indices))
+            held[at] = [rows[index] for index in indices]
         elif name == "repeat":
             cache.batch_repeat_interleave(argument)
-            rows = [list(row) for row in rows for _ in range(argument)]
-        elif name == "double" and len(rows) <= 4:
-            cache = cls.cat([cache, cache.select([0])])
-            rows = [*rows, list(rows[0])]
+            held[at] = [row for row in rows for _ in range(argument)]
         elif name == "save":
             path = tmp_path_factory.mktemp("cache") / "cache.safetensors"
             cache.save(path)
-            cache = cls.load(path)
-            cache.codec = codec
-        check_against(cache, rows)
+            caches[at] = cls.load(path)
+            caches[at].codec = codec
+        elif len(caches) <= 4 and len(rows) <= 8:
+            other = argument % len(caches) if name == "cat" else at
+            caches.append(cls.cat([cache, caches[other]]) if name == "cat" else argument(cache))
+            held.append([*rows, *held[other]] if name == "cat" else rows)
+        for cache, rows in zip(caches, held, strict=True):
+            check_against(cache, rows)
 
 
 @pytest.fixture(scope="module")

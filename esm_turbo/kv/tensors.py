@@ -8,6 +8,7 @@ The cache itself has `lengths` [batch], `token_ids` and `positions` [batch, colu
 from __future__ import annotations
 
 import enum
+import functools
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ OWN_TENSORS = {"lengths": Axis.ROW, "token_ids": Axis.COLUMN, "protected_columns
 LAYER_TENSORS = {"packed": Axis.COLUMN, "protected": Axis.SLOT, "rows": Axis.ROW}
 
 
+@functools.cache
 def layer_tensor(name: str) -> tuple[int, str, str]:
     """The layer, the group (see `LAYER_TENSORS`) and the name in it of a tensor that a layer has.
 
@@ -37,6 +39,7 @@ def layer_tensor(name: str) -> tuple[int, str, str]:
     return int(parts[1]), parts[2], parts[3]
 
 
+@functools.cache
 def axis_of(name: str) -> Axis:
     """What the tensor of a name has one entry for."""
     own = OWN_TENSORS.get(name)
@@ -55,3 +58,15 @@ def pad(tensor: Tensor, dim: int, size: int, value: int = 0) -> Tensor:
     padded = tensor.new_full(shape, value)
     padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
     return padded
+
+
+def with_room(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """A copy of a tensor at the beginning of a buffer of zeros, with room for `size` entries along a dimension."""
+    return pad(tensor, dim, size).narrow(dim, 0, tensor.shape[dim])
+
+
+def into_room(tensor: Tensor, dim: int, size: int) -> Tensor:
+    """The first `size` entries of the buffer of a tensor that `with_room` made."""
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tensor.as_strided(shape, tensor.stride())
