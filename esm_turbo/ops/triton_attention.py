@@ -184,6 +184,7 @@ def attend_packed(
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, contexts, mask, visible, protected_mask)
+    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs)
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
@@ -235,6 +236,7 @@ def attend_packed(
         part_total_ptr=part_total,
         **strides(q=query),
         stride_mb=columns,
+        slab_columns=slab_columns,
         num_columns=columns,
         num_tokens=n,
         num_rows=rows,
@@ -323,6 +325,20 @@ def _specs(numbers: Sequence[int]) -> tuple[SlabSpec, ...]:
     length = len(SlabSpec._fields)
     specs = (SlabSpec._make(numbers[start : start + length]) for start in range(0, len(numbers), length))
     return tuple(spec._replace(table=bool(spec.table)) for spec in specs)
+
+
+def _with_one_stride(key_slabs: list[Tensor], value_slabs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], int]:
+    """Slabs [C, H, L, elements] whose heads all begin the same number of columns after each other, and that number.
+
+    Slabs of a cache that grows in place are views of buffers with more columns. Others are copied unless contiguous.
+    """
+    slabs, heads, columns = [*key_slabs, *value_slabs], key_slabs[0].shape[1], key_slabs[0].shape[2]
+    slab_columns = slabs[0].stride(1) // slabs[0].stride(2)
+    for slab in slabs:
+        size = slab.shape[3]
+        if slab.stride() != (heads * slab_columns * size, slab_columns * size, size, 1):
+            return [x.contiguous() for x in key_slabs], [x.contiguous() for x in value_slabs], columns
+    return key_slabs, value_slabs, slab_columns
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from esm_turbo import TurboConfig
 from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
 from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
+from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import torch_ops, triton_attention
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, hiding_everything_from, make_case
@@ -422,6 +423,49 @@ def test_memory_that_was_used_before(
     monkeypatch.undo()
     assert any(tensor.data_ptr() == output.data_ptr() for tensor in made)
     assert torch.equal(output, clean)
+
+
+@on_devices("preset, columns", cpu=[("turbo3", 70), ("paper", 17)], gpu=itertools.product(PRESETS, (17, 70, 300)))
+def test_contexts_in_buffers_of_more_columns(device: str, preset: str, columns: int) -> None:
+    """As caches are that appends are written into: the same bits, and the buffers are read where they are."""
+    codec = codec_of(preset, 32)
+    case = make_case(codec, columns=columns, lengths=(columns, columns // 2), slots=1, masked=True, device=device)
+    output = attend(case, codec)
+    # What is behind a row is another row's, or undefined.
+    grown = {name: into_room(with_room(x, 2, 3 * columns), 2, 2 * columns) for name, x in case.context.packed.items()}
+    for x in grown.values():
+        x[:, :, columns:] = 255
+    packed = {name: x[:, :, :columns] for name, x in grown.items()}
+    with _Recorded() as recorded:
+        found = attend(replace(case, context=replace(case.context, packed=packed)), codec)
+    assert torch.equal(found, output)
+    [call] = recorded.calls
+    read = {slab.untyped_storage().data_ptr() for slab in (*call[4], *call[5])}
+    assert read == {x.untyped_storage().data_ptr() for x in packed.values()}
+
+
+@pytest.mark.parametrize("heads", [1, 3])
+def test_slabs_of_other_strides_are_copied(heads: int) -> None:
+    """Buffers must be alike, and their columns follow each other."""
+    keys, values = (torch.arange(2 * heads * 20 * 4).view(2, heads, 20, 4) + 1000 * i for i in range(2))
+    alike = [into_room(with_room(x, 2, 24), 2, 20) for x in (keys, values)]
+    others = {
+        "other room": [into_room(with_room(keys, 2, 32), 2, 20), alike[1]],
+        "some heads": [torch.cat([keys, keys], dim=1)[:, :heads], values],
+        "every other column": [torch.cat([keys, keys], dim=2)[:, :, ::2], values],
+        "columns first": [keys.transpose(1, 2).contiguous().transpose(1, 2), values],
+        "rows reversed": [keys.flip(0), values.transpose(0, 1).contiguous().transpose(0, 1)],
+    }
+    for slabs, expected in (([keys, values], 20), (alike, 24)):
+        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:])
+        assert (key is slabs[0], value is slabs[1], columns) == (True, True, expected)
+    for name, slabs in others.items():
+        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:])
+        assert torch.equal(key, slabs[0]) and torch.equal(value, slabs[1])
+        for slab in (key, value):
+            # As the kernel finds the columns of a row and head.
+            rows = [slab.as_strided((20, 4), (4, 1), 4 * columns * index) for index in range(2 * heads)]
+            assert torch.equal(torch.stack(rows), slab.reshape(2 * heads, 20, 4)), name
 
 
 @on_devices(cpu=["turbo3"], gpu=["turbo3", "turbo4", "paper"], names="preset")

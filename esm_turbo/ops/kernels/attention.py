@@ -225,6 +225,7 @@ def attend_context(
     stride_qh,
     stride_qn,
     stride_mb,
+    slab_columns,
     num_columns,
     num_tokens,
     num_rows,
@@ -289,7 +290,7 @@ def attend_context(
     context = item // row_tiles // num_heads
     if OVERLAP:
         # The L2 cache sees later writes, so that nothing stale can be read.
-        first_row = (context * num_heads + head).to(tl.int64) * num_columns
+        first_row = (context * num_heads + head).to(tl.int64) * slab_columns
         first_column = (first_block - item_start) * (TILES_PER_BLOCK * T)
         prefetch(key_slab_ptrs, first_row, first_column, num_columns, T, KEYS, ASM)
         prefetch(value_slab_ptrs, first_row, first_column, num_columns, T, VALUES, ASM)
@@ -302,7 +303,7 @@ def attend_context(
         first_tile = tl.maximum(first_block - first_of_item, 0) * TILES_PER_BLOCK
         end_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * TILES_PER_BLOCK, tl.cdiv(length, T))
         # The slabs first, because their loads take longest.
-        slab_row = context_head * num_columns
+        slab_row = context_head * slab_columns
         first_start = tile_start(first_tile, num_columns, T)
         key_words = load_keys(key_slab_ptrs, slab_row, first_start, num_columns, opaque_one, T, MASK_LOADS, KEYS)
         value_words = load_values(value_slab_ptrs, slab_row, first_start, num_columns, T, MASK_LOADS, VALUES)
