@@ -436,7 +436,7 @@ def test_contexts_in_buffers_of_more_columns(device: str, preset: str, columns: 
     for x in grown.values():
         x[:, :, columns:] = 255
     packed = {name: x[:, :, :columns] for name, x in grown.items()}
-    with _Recorded() as recorded:
+    with RecordedCalls("attend_packed") as recorded:
         found = attend(replace(case, context=replace(case.context, packed=packed)), codec)
     assert torch.equal(found, output)
     [call] = recorded.calls
