@@ -25,7 +25,7 @@ from esm_turbo.codecs import ExactCodec, KVCodec, LutCodec, Packed, TurboCodec
 from esm_turbo.codecs.base import rotate
 from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
-from esm_turbo.ops import triton_encode
+from esm_turbo.ops import torch_ops, triton_encode
 from esm_turbo.ops.backends import KVBackend, ReferenceBackend, TorchBackend, TritonBackend
 from tests.helpers.attention_cases import LAYER, _statistics, codec_of
 from tests.helpers.codec_samples import fitted
@@ -611,12 +611,12 @@ def test_a_cache_written_by_each_backend(device: str, preset: str) -> None:
             torch.testing.assert_close(one.rows[name], x, rtol=BFLOAT16, atol=atol)
 
 
-def no_kernel(*args: object, **kwargs: object) -> tuple[Packed, Packed, Packed]:
+def no_kernel(*args: object, **kwargs: object) -> None:
     raise AssertionError("the kernel was called")
 
 
 def test_only_the_triton_backend_encodes_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_encode, "encode", no_kernel)
+    monkeypatch.setattr(triton_encode, "encode_packed", no_kernel)
     cache = new_cache(cache_codec("turbo3", 16), "cpu")
     for backend in (TorchBackend(), ReferenceBackend()):
         add(cache, torch.full((1, 5), RESIDUE), torch.ones(1, 5).bool(), backend, 0)
@@ -635,13 +635,14 @@ WITHOUT_KERNEL: dict[str, Callable[[], KVCodec]] = {
 
 @pytest.mark.parametrize("codec", WITHOUT_KERNEL.values(), ids=WITHOUT_KERNEL)
 def test_layers_without_a_kernel(codec: Callable[[], KVCodec], monkeypatch: pytest.MonkeyPatch) -> None:
-    """`encode` refuses them, and a cache is written by PyTorch whatever the backend."""
+    """They are encoded by PyTorch, also in a cache."""
     made = codec()
     assert not triton_encode.can_run(made, LAYER)
+    monkeypatch.setattr(triton_encode, "encode_packed", no_kernel)
     tokens = random_tokens(made, length=3)
-    with pytest.raises(ValueError, match=f"no kernel for layer {LAYER} of the codec {made.config.name!r}"):
-        encode(tokens, made, "cpu")
-    monkeypatch.setattr(triton_encode, "encode", no_kernel)
+    expected = torch_ops.encode(made, LAYER, tokens.keys, tokens.values)
+    for ours, theirs in zip(encode(tokens, made, "cpu"), expected, strict=True):
+        assert_equal(ours, theirs)
     caches = [new_cache(made, "cpu") for _ in range(2)]
     for cache, backend in zip(caches, (TritonBackend(), TorchBackend()), strict=True):
         add(cache, torch.full((1, 3), RESIDUE), torch.ones(1, 3).bool(), backend, 0)
@@ -651,10 +652,7 @@ def test_layers_without_a_kernel(codec: Callable[[], KVCodec], monkeypatch: pyte
 
 def test_more_protected_tokens_than_a_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     codec = cache_codec("turbo3", 16)
-    tokens = replace(random_tokens(codec), protected=torch.arange(65)[None])
-    with pytest.raises(ValueError, match="65 protected tokens"):
-        encode(tokens, codec, "cpu")
-    monkeypatch.setattr(triton_encode, "encode", no_kernel)
+    monkeypatch.setattr(triton_encode, "encode_packed", no_kernel)
     cache = new_cache(codec, "cpu")
     ids, keep = torch.full((1, 70), RESIDUE), torch.ones(1, 70).bool()
     ids[0, :65] = CLS
