@@ -1,1 +1,1 @@
-"""Measurements of accuracy, speed and memory; run from the repository's root as `python -m benchmarks.NAME`."""
+"""Measurements of accuracy, speed and memory; run from the repository root, see README.md."""

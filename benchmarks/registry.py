@@ -1,4 +1,4 @@
-"""The benchmarks of speed and memory and the experiments of accuracy by name: their shapes, and what each is for."""
+"""All benchmarks of speed and memory and all experiments on accuracy by name, with their shapes and targets."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Benchmark:
     """A named group of rows about time or memory.
 
     Attributes:
-        summary: what it answers.
-        cases: its rows; a function, so that nothing is built before its turn.
-        most_repeats: of what it times, however many are asked for; None for as many.
+        summary: for --help.
+        cases: its cases; a function, so that nothing is built before its turn.
+        most_repeats: upper limit of the repeats; None for no limit.
     """
 
     summary: str
@@ -58,12 +58,12 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A named group of rows about accuracy or sizes, which other processes do not disturb.
+    """A named group of rows about accuracy or sizes, which may run beside other processes.
 
     Attributes:
-        summary: what it answers.
+        summary: for --help.
         kind: of its records.
-        cases: its rows, given the most proteins of a set to measure on, None for all.
+        cases: its cases, given the maximum number of proteins per set, None for all.
     """
 
     summary: str
@@ -73,26 +73,26 @@ class Experiment:
 
 BENCHMARKS: dict[str, Benchmark] = {
     "extension_16_on_512": Benchmark(
-        "16 new tokens on a context of 512 under every preset, and all 528 without a cache",
+        "16 new tokens on a context of 512 with every preset, and all 528 without a cache",
         partial(extension.speed_cases, ESM2_650M, context_tokens=512, new_tokens=16),
     ),
     "extension_16_on_512_cut": Benchmark(
-        "the same in 4 layers: a quick look, whose weights fit no cache of the processor either",
+        "the same with 4 layers: a quick look, with weights that also exceed the processor's cache",
         partial(extension.speed_cases, ESM2_650M_CUT, context_tokens=512, new_tokens=16),
     ),
     "extension_memory": Benchmark(
-        "extra memory of an extension by the length of its context",
+        "extra memory of an extension by context length",
         partial(extension.memory_cases, ESM2_650M_TWO, context_tokens=(512, 2048, 8192), new_tokens=16),
     ),
     "calibration_cost": Benchmark(
-        "partial_fit beside plain forwards, and memory by the number of proteins",
+        "partial_fit compared with plain forward passes, and memory by number of proteins",
         lambda: chain(
             calibration.time_cases(proteins=24, toks_per_batch=(4096, 1024, 0)),
             calibration.memory_cases(proteins=(100, 1000), residues=100),
         ),
     ),
     "scoring_12_on_500": Benchmark(
-        "candidates a second of 12 residues on a target of 500, anew and cached, embedded model",
+        "candidates of 12 residues per second on a target of 500, recomputed and cached, embedded model",
         partial(
             scoring.candidate_cases,
             None,
@@ -104,7 +104,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
     ),
     "scoring_12_on_500_cut": Benchmark(
-        "the same in the geometry of 650M cut to 4 layers",
+        "the same in the 650M geometry cut to 4 layers",
         partial(
             scoring.candidate_cases,
             ESM2_650M_CUT,
@@ -117,23 +117,23 @@ BENCHMARKS: dict[str, Benchmark] = {
         ),
     ),
     "variant_positions": Benchmark(
-        "masked marginals of all positions of a protein of 263, anew and cached, embedded model",
+        "masked marginals of all positions of a protein of 263, recomputed and cached, embedded model",
         partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
     ),
-    "import_time": Benchmark("importing the package, the entry point, and the command's help", imports.cases),
+    "import_time": Benchmark("importing the package and the entry point, and the help of the command", imports.cases),
     "prefill_overhead": Benchmark(
-        "a forward that writes a cache beside one that does not",
+        "a forward pass that writes a cache, compared with one that does not",
         lambda: chain(
             prefill.embedded_cases(tokens=(165, 512)),
             prefill.random_cases(ESM2_650M_CUT, tokens=(165, 512)),
         ),
     ),
     "long_proteins": Benchmark(
-        "peak memory and speed at 5,000 and at 35,000 residues, window by window",
+        "peak memory and speed at 5,000 and 35,000 residues, in windows",
         partial(long_proteins.process_cases, Windows(511, 64, 511), residues=(5000, 35_000)),
     ),
     "embedding_throughput": Benchmark(
-        "embeddings of shipped proteins beside plain loops over Hugging Face's model",
+        "embeddings of shipped proteins, compared with plain loops over Hugging Face's model",
         lambda: chain(
             embedding.embedded_cases(proteins=24),
             embedding.random_cases(ESM2_650M_CUT, proteins=8),
@@ -147,14 +147,14 @@ BENCHMARKS: dict[str, Benchmark] = {
         partial(short_contexts.cases, (20, 50, 100, 200, 500), candidates=16, candidate_residues=12, refresh=8),
     ),
     "store_read": Benchmark(
-        "a context read from a store beside its prefill",
+        "reading a context from a store, compared with its prefill",
         lambda: chain(
             context_store.embedded_cases((165, 512, 1022), "turbo3"),
             context_store.random_cases(ESM2_650M_CUT, (165, 512), "turbo3"),
         ),
     ),
     "store_compression": Benchmark(
-        "zstandard on the files of a store, bytes and time",
+        "zstandard on the files of a store: bytes and times",
         partial(context_store.compression_cases, ("turbo4", "turbo3", "turbo2", "turbo1", "exact"), (1, 3, 9), 24, 4),
     ),
 }
@@ -164,7 +164,7 @@ _ATTENTION_SHAPES: tuple[decode_attention.Shape, ...] = (
     *((rows, tokens, 1) for rows in (64, 1, 8) for tokens in _CONTEXTS),
     (64, 4096, 16),
 )
-# What is asked of the kernels, by shape.
+# Targets of the kernels, by shape.
 _ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
     (64, 4096, 1): {"SDPA bf16 / turbo4": 2.8, "SDPA bf16 / turbo3": 3.2, "SDPA bf16 / turbo2": 4.0},
     (64, 1024, 1): {"SDPA bf16 / turbo4": 2.2, "SDPA bf16 / turbo2": 3.0},
@@ -183,7 +183,7 @@ _ENCODE_TARGETS = [
 
 GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
-        "attention over packed contexts beside SDPA's backends and the paper's kernel structure",
+        "attention over packed contexts, compared with SDPA and the paper's kernel structure",
         partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=compile_ahead.embedded),
         most_repeats=20,
     ),
@@ -204,7 +204,7 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         most_repeats=15,
     ),
     "extension_cuda": Benchmark(
-        "a whole extension in the geometry of 650M, eager and captured, and all tokens anew",
+        "a whole extension in the 650M geometry, eager and captured, and recomputing all tokens",
         partial(cuda_steps.step_cases, ESM2_650M, 1024, (16, 1), ("exact", "turbo3", "paper"), at_most=2e-3),
         most_repeats=15,
     ),
@@ -219,7 +219,7 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(cuda_memory.size_cases, ESM2_650M, 1024, ("exact", "paper", "turbo4", "turbo3", "turbo2", "turbo1")),
     ),
     "kernel_validation_cuda": Benchmark(
-        "every layer's attention against dense attention in float64",
+        "attention of every layer against dense attention in float64",
         partial(
             cuda_validation.kernel_cases, ESM2_650M, 1024, (1, 16), ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
         ),
@@ -229,12 +229,12 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(cuda_validation.similarity_cases, ESM2_650M, (32, 143, 165), "turbo3"),
     ),
     "decode_path_cuda": Benchmark(
-        "one new token's attention in all layers by the kernels and by PyTorch",
+        "attention of one new token in all layers, by the kernels and by PyTorch",
         partial(cuda_validation.decode_cases, ESM2_650M, (143, 1024), ("paper", "turbo3")),
         most_repeats=10,
     ),
     "resident_contexts_cuda": Benchmark(
-        "contexts of 512 tokens that stay on the device beside the model",
+        "number of contexts of 512 tokens that fit on the device with the model",
         partial(
             cuda_memory.resident_cases,
             ESM2_650M,
@@ -247,32 +247,32 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         ),
     ),
     "extension_3b_cuda": Benchmark(
-        "a whole extension in the geometry of 3B",
+        "a whole extension in the 3B geometry",
         partial(cuda_steps.step_cases, ESM2_3B, 1024, (16, 1), ("exact", "turbo3", "paper")),
         most_repeats=7,
     ),
     "extension_15b_cut_cuda": Benchmark(
-        "a whole extension in the geometry of 15B cut to 8 layers",
+        "a whole extension in the 15B geometry cut to 8 layers",
         partial(cuda_steps.step_cases, ESM2_15B_CUT, 1024, (16, 1), ("exact", "turbo3", "paper")),
         most_repeats=7,
     ),
     "peers_cuda": Benchmark(
-        "other packages' quantised caches on the same shapes",
+        "quantised caches of other packages on the same shapes",
         partial(peers.peer_cases, ((64, 4096, 1), (64, 1024, 1), (1, 1024, 1), (1, 4096, 1))),
         most_repeats=10,
     ),
     "store_read_cuda": Benchmark(
-        "a context read from a store beside its prefill, all layers of 650M",
+        "reading a context from a store, compared with its prefill, all layers of 650M",
         partial(context_store.random_cases, ESM2_650M, (165, 512, 1022), "turbo3", "cuda"),
         most_repeats=9,
     ),
     "embedding_throughput_cuda": Benchmark(
-        "embeddings of shipped proteins beside plain loops over Hugging Face's model, all layers of 650M",
+        "embeddings of shipped proteins, compared with plain loops over Hugging Face's model, all layers of 650M",
         partial(embedding.random_cases, ESM2_650M, 64, "cuda", (torch.float32, torch.bfloat16)),
         most_repeats=9,
     ),
     "scoring_12_on_500_cuda": Benchmark(
-        "candidates a second of 12 residues on a target of 500, anew and cached, all layers of 650M",
+        "candidates of 12 residues per second on a target of 500, recomputed and cached, all layers of 650M",
         partial(
             scoring.candidate_cases,
             ESM2_650M,
@@ -288,29 +288,29 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         most_repeats=2,
     ),
 }
-"""What needs a CUDA device; without one they have no rows. In the order in which they matter."""
+"""Benchmarks that need a CUDA device, the most important first; without a device they have no rows."""
 
 TIMED = BENCHMARKS | GPU_BENCHMARKS
 
-# The longest first, so that processes side by side end together.
+# The longest first, so that parallel processes finish at about the same time.
 EXPERIMENTS: dict[str, Experiment] = {
     "calibration_size": Experiment(
-        "leave-one-out by the number of proteins calibrated on, 10 to 640",
+        "leave-one-out by the size of the calibration set, 10 to 640 proteins",
         "calibration_size",
         lambda limit: calibration_size.cases(max_proteins=limit),
     ),
     "accuracy": Experiment(
-        "accuracy and memory of every preset on CATH domains, long proteins and the paper's six",
+        "accuracy and memory of every preset on CATH domains, long proteins and the paper's six proteins",
         "accuracy",
         lambda limit: accuracy.preset_cases(accuracy.ALL_PRESETS, max_proteins=limit),
     ),
     "accuracy_optional": Experiment(
-        "the same for quanto and HQQ, where the packages of the extra `compare` are installed",
+        "the same for quanto and HQQ, if the packages of the extra `compare` are installed",
         "accuracy",
         lambda limit: accuracy.optional_cases(max_proteins=limit),
     ),
     "ablation": Experiment(
-        "leave-one-out of the paper's method with parts left out or replaced",
+        "leave-one-out of the paper's method with parts removed or replaced",
         "accuracy",
         lambda limit: accuracy.preset_cases(
             {name: config for name, config in accuracy.ABLATION.items() if name != "paper"},
@@ -320,17 +320,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
     "outliers": Experiment(
-        "leave-one-out of every preset with outliers planted, 1 to 200 times",
+        "leave-one-out of every preset with planted outliers, scales 1 to 200",
         "outliers",
         lambda limit: accuracy.outlier_cases(accuracy.ALL_PRESETS, max_proteins=limit),
     ),
     "class_shift": Experiment(
-        "leave-one-out on one class or source of proteins, calibrated on another",
+        "leave-one-out on one class or source of proteins after calibration on another",
         "class_shift",
         lambda limit: class_shift.cases(max_proteins=limit),
     ),
     "windows": Experiment(
-        "long proteins window by window against the full run, by window, overlap, memory and preset",
+        "long proteins in windows against the full run, by window, overlap, memory and preset",
         "windows",
         lambda limit: chain(
             long_proteins.accuracy_cases(
@@ -344,7 +344,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
     "generation": Experiment(
-        "predictions at every step of generation against the full run, by how often is refreshed",
+        "predictions at every step of generation against the full run, by refresh setting",
         "generation",
         lambda limit: generation.cases(
             [generation.Refresh(*pair) for pair in ((0, 1), (8, 8), (32, 8), (4, 1), (8, 1), (16, 1), (32, 1))],
@@ -354,17 +354,17 @@ EXPERIMENTS: dict[str, Experiment] = {
         ),
     ),
     "screening": Experiment(
-        "rankings of peptides on 92 targets by the cached arms against the full one, by residues refreshed",
+        "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",
         "screening",
         lambda limit: screening.cases(max_proteins=limit),
     ),
     "variants": Experiment(
-        "variant effects by all arms against measured fitness, and what a cached protein tells of its residues",
+        "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
     ),
     "refinements": Experiment(
-        "leave-one-out without the last sign planes of the turbo presets",
+        "leave-one-out of the turbo presets without their last sign planes",
         "refinements",
         refinements.cases,
     ),
@@ -374,14 +374,14 @@ EXPERIMENTS: dict[str, Experiment] = {
         paper.protein_cases,
     ),
     "memory": Experiment(
-        "bytes of caches at the published geometries",
+        "bytes of caches in the published geometries",
         "memory",
         lambda limit: paper.memory_cases(),
     ),
     "calibration": Experiment(
-        "spectra, bits of components and levels of the shipped calibration",
+        "spectra, bits per component and levels of the shipped calibration",
         "calibration",
         lambda limit: calibration_export.cases(),
     ),
 }
-"""Each writes records of one kind, which belong in the file of that name in benchmarks/results/."""
+"""Each writes records of one kind, stored in the file of that name in benchmarks/results/."""

@@ -1,16 +1,17 @@
-"""Runs benchmarks and experiments and prints what they find; with --out or --save also adds it to files of JSON lines.
+"""Run benchmarks and experiments and print their figures; with --out or --save, also append them to JSON lines files.
 
     python -m benchmarks.run [NAME ...] [--repeats N] [--threads N] [--out benchmarks/results/cpu.jsonl]
     python -m benchmarks.run results --jobs 16 --save
     python -m benchmarks.run gpu --threads 16 --save
 
-Every row is checked for correct results before anything is measured; one that fails is refused, and the exit code is 1.
+The results of every row are checked before anything is measured. A row that fails is refused, and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import multiprocessing
 import os
 import shlex
@@ -36,20 +37,20 @@ GROUPS: dict[str, Mapping[str, Benchmark | Experiment]] = {
     "gpu": GPU_BENCHMARKS,
     "results": EXPERIMENTS,
 }
-"""Names that stand for several: time on the CPU, time and memory on a CUDA device, and accuracy."""
+"""Groups of benchmarks by name: speed on the CPU, speed and memory on a CUDA device, and accuracy."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How rows are made, and where they go.
+    """Settings of a run.
 
     Attributes:
-        repeats: of everything timed.
+        repeats: of each measurement.
         threads: of PyTorch on the CPU.
-        max_proteins: of every protein set of an experiment; None for all.
-        out: the file that rows are added to, or None.
-        save: add rows to their own files in benchmarks/results/.
-        seconds: after which no case of a timed benchmark is begun; None for no end.
+        max_proteins: maximum number of proteins per set of an experiment; None for all.
+        out: file to append rows to, or None.
+        save: append rows to their files in benchmarks/results/.
+        seconds: after which no further case is started; None for no limit.
     """
 
     repeats: int = REPEATS
@@ -60,16 +61,16 @@ class Settings:
     seconds: float | None = None
 
     def cases(self, name: str) -> Iterable[Case]:
-        """The rows of a benchmark or an experiment."""
+        """The cases of a benchmark or an experiment."""
         return TIMED[name].cases() if name in TIMED else EXPERIMENTS[name].cases(self.max_proteins)
 
     def repeats_of(self, name: str) -> int:
-        """How often what a benchmark times is repeated."""
+        """Repeats of each measurement of a benchmark."""
         most = TIMED[name].most_repeats if name in TIMED else None
         return self.repeats if most is None else min(self.repeats, most)
 
     def command(self, name: str) -> str:
-        """What makes these rows again. Where they are written to is not part of it."""
+        """The command that reproduces these rows, without the output file."""
         words = ["python", "-m", "benchmarks.run", name, "--threads", str(self.threads)]
         if name in TIMED:
             words += ["--repeats", str(self.repeats)]
@@ -78,7 +79,7 @@ class Settings:
         return shlex.join(words)
 
     def file(self, name: str) -> Path | None:
-        """Where the rows of a benchmark or an experiment belong."""
+        """The file for the rows of a benchmark or an experiment."""
         if self.save:
             own = "gpu" if name in GPU_BENCHMARKS else "cpu" if name in BENCHMARKS else EXPERIMENTS[name].kind
             return records.RESULTS / f"{own}.jsonl"
@@ -86,12 +87,12 @@ class Settings:
 
 
 def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
-    """Checks one case, then measures it and writes its rows; None where the check fails.
+    """Check one case, then measure it and write its rows; None if the check fails.
 
     Args:
-        name: in the registry.
-        case: what to measure.
-        settings: how.
+        name: of the benchmark in the registry.
+        case: to measure.
+        settings: of the run.
     """
     check = case.check()
     lines = [f"\n{name} · {case.name} · {case.model}"]
@@ -129,14 +130,14 @@ def run_case(name: str, case: Case, settings: Settings) -> list[Figures] | None:
 
 
 def run_in_turn(names: Sequence[str], settings: Settings) -> int:
-    """Runs cases one after the other; one that fails is reported, and the others go on.
+    """Run cases one after another; a failure is reported, and the others continue.
 
     Args:
         names: of benchmarks and experiments.
-        settings: how.
+        settings: of the run.
 
     Returns:
-        How many cases were refused or failed, or were left out for want of time.
+        The number of cases that were refused, failed, or left out for lack of time.
     """
     begin, bad = time.perf_counter(), 0
     for name in names:
@@ -144,7 +145,7 @@ def run_in_turn(names: Sequence[str], settings: Settings) -> int:
         while True:
             case = None
             if settings.seconds is not None and time.perf_counter() - begin > settings.seconds:
-                print(f"\n{name}: LEFT OUT, or its rest, after {settings.seconds:g} s", file=sys.stderr, flush=True)
+                print(f"\n{name}: STOPPED after {settings.seconds:g} s", file=sys.stderr, flush=True)
                 bad += 1
                 break
             try:
@@ -156,7 +157,7 @@ def run_in_turn(names: Sequence[str], settings: Settings) -> int:
                 bad += 1
                 _report_failure(name, case)
                 if case is None:
-                    # A generator that has failed has no more.
+                    # A generator that has failed yields no more cases.
                     break
             finally:
                 _free_device()
@@ -169,22 +170,22 @@ def _report_failure(name: str, case: Case | None) -> None:
 
 
 def _free_device() -> None:
-    """Gives what a case has left on a device back, so that the next finds all of it."""
+    """Free the device memory that a case has left behind."""
     if torch.cuda.is_initialized():
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def run_side_by_side(names: Sequence[str], settings: Settings, jobs: int) -> int:
-    """Runs the cases of experiments in several processes, one case a process at a time.
+    """Run the cases of experiments in several processes, one case per process at a time.
 
     Args:
         names: of experiments.
-        settings: how; `threads` is that of every process.
-        jobs: processes.
+        settings: of the run; `threads` is per process.
+        jobs: number of processes.
 
     Returns:
-        How many cases were refused or failed.
+        The number of cases that were refused or failed.
     """
     # Forked processes would inherit the locks of PyTorch's threads.
     context = multiprocessing.get_context("spawn")
@@ -198,12 +199,12 @@ def run_side_by_side(names: Sequence[str], settings: Settings, jobs: int) -> int
 
 
 def _run_one(name: str, index: int, settings: Settings) -> bool:
-    """One case by its place; whether it went well."""
-    case = next(case for place, case in enumerate(settings.cases(name)) if place == index)
+    """Run one case by its index; whether it succeeded."""
+    case = next(itertools.islice(settings.cases(name), index, None))
     try:
         return run_case(name, case, settings) is not None
     except Exception:
-        # The others should still end, and be written.
+        # The other cases should still finish and be written.
         _report_failure(name, case)
         return False
 
@@ -234,27 +235,27 @@ def _shown(figures: Figures) -> Iterator[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns the exit code."""
+    """Run the command line and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.run",
         description=__doc__,
         epilog=_listed(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="which; all of speed by default")
-    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="of everything timed")
-    parser.add_argument("--threads", type=int, metavar="N", help="of PyTorch on the CPU; 2, or 1 with --jobs")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes, for experiments only")
-    parser.add_argument("--seconds", type=float, metavar="N", help="after which no timed case is begun")
-    parser.add_argument("--max-proteins", type=int, metavar="N", help="of every protein set, for a quick look")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="benchmark, experiment or group; speed by default")
+    parser.add_argument("--repeats", type=int, default=REPEATS, metavar="N", help="repeats of each measurement")
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of PyTorch on the CPU; 2, or 1 with --jobs")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel processes, for experiments only")
+    parser.add_argument("--seconds", type=float, metavar="N", help="start no further case after N seconds")
+    parser.add_argument("--max-proteins", type=int, metavar="N", help="use only the first N proteins per set")
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--out", type=Path, metavar="FILE", help="JSON lines, added to")
-    where.add_argument("--save", action="store_true", help="add to the files in benchmarks/results/")
+    where.add_argument("--out", type=Path, metavar="FILE", help="JSON lines file to append to")
+    where.add_argument("--save", action="store_true", help="append to the files in benchmarks/results/")
     options = parser.parse_args(arguments)
     names = list(dict.fromkeys(n for name in options.names or ["speed"] for n in GROUPS.get(name, [name])))
     unknown = sorted(set(names) - set(TIMED) - set(EXPERIMENTS))
     if unknown:
-        parser.error(f"no such benchmark: {', '.join(unknown)}; there are {', '.join([*TIMED, *EXPERIMENTS])}")
+        parser.error(f"no such benchmark: {', '.join(unknown)}; choose from {', '.join([*TIMED, *EXPERIMENTS])}")
     threads = options.threads if options.threads is not None else 1 if options.jobs > 1 else 2
     numbers = (options.repeats, threads, options.jobs, 1 if options.max_proteins is None else options.max_proteins)
     if min(numbers) < 1:
@@ -264,13 +265,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.jobs > 1:
         timed = [name for name in names if name in TIMED]
         if timed:
-            parser.error(f"what is timed must run alone, without --jobs: {', '.join(timed)}")
+            parser.error(f"timed benchmarks must run alone, without --jobs: {', '.join(timed)}")
         return 1 if run_side_by_side(names, settings, options.jobs) else 0
     return 1 if run_in_turn(names, settings) else 0
 
 
 def _listed() -> str:
-    parts = [f"{group} (all of these):" + "".join(f"\n  {n:24} {e.summary}" for n, e in members.items())
+    parts = [f"{group} (all of the following):" + "".join(f"\n  {n:24} {e.summary}" for n, e in members.items())
              for group, members in GROUPS.items()]  # fmt: skip
     return "\n\n".join(parts)
 

@@ -1,4 +1,4 @@
-"""Calibrates a model on proteins: the same as `esm-turbo calibrate`.
+"""Calibrate a model on proteins: the same as `esm-turbo calibrate`.
 
 python scripts/calibrate.py PROTEINS.fasta --model MODEL --out calibration.safetensors
 """

@@ -1,9 +1,9 @@
-"""Chooses the proteins of `calibration_data/` from a folder of source files.
+"""Select the proteins of `calibration_data/` from a folder of source files.
 
     python scripts/select_calibration_proteins.py SOURCES [--out calibration_data] [--seed 0]
 
-Run by maintainers. SOURCES holds the files listed in `calibration_data/README.md`. The result depends on
-their content and on the seed alone. Written: `proteins.fasta`, `manifest.tsv` and the numbers in `README.md`.
+Run by maintainers. SOURCES has the files listed in `calibration_data/README.md`; the result depends only on their
+content and the seed. Writes `proteins.fasta`, `manifest.tsv` and the numbers in `README.md`.
 """
 
 import argparse
@@ -11,7 +11,6 @@ import csv
 import gzip
 import hashlib
 import io
-import os
 import sys
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,7 +19,8 @@ from pathlib import Path
 
 from Bio.SeqUtils.ProtParamData import kd
 
-from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
+from esm_turbo.files.writing import replacing
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord, read_fasta_strict, sha256_file
 
 PDB_FILE = "pdb_chains_ss3.tsv.gz"
 REFSEQ_FILE = "human_refseq.fasta.gz"
@@ -29,10 +29,9 @@ HELD_OUT_FASTA = ("cath_val200.fasta", "paper_six.fasta")
 HELD_OUT_PEPTIDES = "peptide_targets_dev.csv"
 HELD_OUT_MUTANTS = "blat_ecolx_ranganathan2015.csv"
 
-STANDARD_RESIDUES = frozenset("ACDEFGHIKLMNPQRSTVWY")
 MIN_LENGTH, MAX_LENGTH = 30, 1022
 LENGTH_BINS = ((30, 150), (151, 350), (351, 700), (701, 860), (861, 1022))
-# How many proteins of each class and length bin; long chains of one structural class are rare in the sources.
+# Numbers of proteins by class and length bin; long chains of one structural class are rare in the sources.
 TARGETS: dict[str, tuple[int, ...]] = {
     "mainly_alpha": (40, 39, 13, 6, 6),
     "mainly_beta": (42, 38, 14, 7, 3),
@@ -64,7 +63,7 @@ SUMMARY_BEGIN, SUMMARY_END = "<!-- summary: begin -->", "<!-- summary: end -->"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A protein that could be chosen, with the evidence for its class; fractions are of its residues."""
+    """A candidate protein with the evidence for its class; fractions are of its residues."""
 
     id: str
     sequence: str
@@ -79,21 +78,20 @@ class Candidate:
 
     @property
     def stratum(self) -> tuple[str, int]:
-        """Class, and index of the length bin."""
+        """Class and index of the length bin."""
         return self.structural_class, length_bin(len(self.sequence))
 
 
 def length_bin(length: int) -> int:
-    """Returns the index in `LENGTH_BINS` of a length in residues."""
+    """Index in `LENGTH_BINS` of a length in residues."""
     return next(index for index, (low, high) in enumerate(LENGTH_BINS) if low <= length <= high)
 
 
 def structural_class_of_ss3(ss3: str) -> str:
-    """Classifies a chain by its secondary structure, a string of H (helix), E (strand) and C (the rest).
+    """Classify a chain by its secondary structure, a string of H (helix), E (strand) and C (other).
 
-    Helix and strand together below 30 % is little structure. Beyond that the limits are those of Nakashima,
-    Nishikawa and Ooi (J. Biochem. 99:153, 1986): strand below 10 % is mainly alpha, helix below 15 % mainly
-    beta.
+    A total of helix and strand below 30 % is little structure. The other limits are those of Nakashima, Nishikawa and
+    Ooi (J. Biochem. 99:153, 1986): strand below 10 % is mainly alpha, helix below 15 % mainly beta.
     """
     helix, strand = ss3.count("H") / len(ss3), ss3.count("E") / len(ss3)
     if helix + strand < MAX_LITTLE_STRUCTURE:
@@ -104,9 +102,9 @@ def structural_class_of_ss3(ss3: str) -> str:
 
 
 def transmembrane_segments(sequence: str) -> int:
-    """Counts windows of 19 residues, none overlapping, whose mean hydropathy is 1.6 or more.
+    """Count non-overlapping windows of 19 residues with a mean hydropathy of at least 1.6.
 
-    Window and limit of Kyte and Doolittle (J. Mol. Biol. 157:105, 1982) for membrane-spanning segments.
+    The window and limit for membrane-spanning segments are those of Kyte and Doolittle (J. Mol. Biol. 157:105, 1982).
     """
     # The scale has one decimal. In whole tenths the sums are exact, and so is the comparison at the limit.
     tenths = [round(10 * kd[residue]) for residue in sequence]
@@ -120,10 +118,10 @@ def transmembrane_segments(sequence: str) -> int:
 
 
 def charge_hydropathy(sequence: str) -> float:
-    """Returns the distance from the charge-hydropathy boundary; natively unfolded proteins are above 0.
+    """Distance from the charge-hydropathy boundary; natively unfolded proteins are above 0.
 
-    |net charge per residue| - (2.785 H - 1.151), H the mean Kyte-Doolittle hydropathy scaled to 0...1
-    (Uversky, Gillespie and Fink, Proteins 41:415, 2000).
+    |net charge per residue| - (2.785 H - 1.151), with H the mean Kyte-Doolittle hydropathy scaled to 0...1 (Uversky,
+    Gillespie and Fink, Proteins 41:415, 2000).
     """
     hydropathy = sum((kd[residue] + 4.5) / 9 for residue in sequence) / len(sequence)
     count = Counter(sequence)
@@ -132,17 +130,17 @@ def charge_hydropathy(sequence: str) -> float:
 
 
 def kmers(sequence: str) -> set[str]:
-    """Returns the distinct 10-mers of a sequence."""
+    """Distinct 10-mers of a sequence."""
     return {sequence[start : start + KMER] for start in range(len(sequence) - KMER + 1)}
 
 
 def read_candidates(sources: Path) -> list[Candidate]:
-    """Reads the proteins that have a class, a length in range and the 20 standard residues only."""
+    """Read the proteins that have a class, a length in range, and only standard residues."""
     return [*_pdb_candidates(sources / PDB_FILE), *_refseq_candidates(sources), *_uniprot_candidates(sources)]
 
 
 def _usable(sequence: str) -> bool:
-    return MIN_LENGTH <= len(sequence) <= MAX_LENGTH and set(sequence) <= STANDARD_RESIDUES
+    return MIN_LENGTH <= len(sequence) <= MAX_LENGTH and set(sequence) <= set(STANDARD_RESIDUES)
 
 
 def _pdb_candidates(path: Path) -> Iterator[Candidate]:
@@ -152,7 +150,7 @@ def _pdb_candidates(path: Path) -> Iterator[Candidate]:
             if not _usable(sequence):
                 continue
             segments = transmembrane_segments(sequence)
-            # Two hydrophobic stretches decide neither for a membrane protein nor for a soluble one.
+            # Two hydrophobic segments are ambiguous between a membrane protein and a soluble one.
             if segments == MIN_TM_SEGMENTS - 1:
                 continue
             membrane = segments >= MIN_TM_SEGMENTS
@@ -178,7 +176,7 @@ def _refseq_candidates(sources: Path) -> Iterator[Candidate]:
 def _uniprot_candidates(sources: Path) -> Iterator[Candidate]:
     for record in read_fasta_strict(sources / UNIPROT_FILE):
         group = record.description.rpartition("[")[2].rstrip("]").lower()
-        # Proteins of salt-loving archaea are highly charged and folded: the boundary does not hold for them.
+        # Proteins of halophilic archaea are highly charged and folded: the boundary does not hold for them.
         yield from _by_sequence(
             record,
             f"UniProtKB/Swiss-Prot ({group})",
@@ -191,7 +189,7 @@ def _uniprot_candidates(sources: Path) -> Iterator[Candidate]:
 def _by_sequence(
     record: ProteinRecord, source: str, source_file: str, licence: str, *, may_be_disordered: bool
 ) -> Iterator[Candidate]:
-    """Yields the protein if its sequence alone gives it a class: transmembrane or disordered."""
+    """Yield the protein if its sequence alone determines its class: transmembrane or disordered."""
     if not _usable(record.sequence):
         return
     segments = transmembrane_segments(record.sequence)
@@ -217,7 +215,7 @@ def _by_sequence(
 
 
 def held_out_sequences(sources: Path) -> Iterator[str]:
-    """Yields the sequences of the evaluation sets, which calibration must not see."""
+    """Yield the sequences of the evaluation sets, which must not be used in calibration."""
     for name in HELD_OUT_FASTA:
         yield from (record.sequence for record in read_fasta_strict(sources / name))
     with (sources / HELD_OUT_PEPTIDES).open(encoding="utf-8", newline="") as file:
@@ -236,19 +234,19 @@ def select(
     targets: Mapping[str, Sequence[int]],
     seed: int = 0,
 ) -> list[Candidate]:
-    """Chooses proteins of which no two share more than two 10-mers, nor one with all held-out ones together.
+    """Select proteins that share at most two 10-mers with each other and with all held-out sequences together.
 
     Args:
-        candidates: Where to choose from; their order does not matter.
+        candidates: To select from; their order does not matter.
         held_out: Sequences of evaluation sets.
-        targets: Number of proteins by class and length bin.
-        seed: Decides among the candidates of one class and length.
+        targets: Numbers of proteins by class and length bin.
+        seed: Of the choice among candidates of the same class and length.
 
     Returns:
-        The proteins in an order of which every beginning is balanced like the whole (see `interleave`).
+        The proteins, ordered so that every prefix is as balanced as the whole (see `interleave`).
 
     Raises:
-        ValueError: If a class has too few proteins of some length.
+        ValueError: A class has too few proteins of some length.
     """
     shuffled = sorted(candidates, key=lambda candidate: _digest(f"{seed} {candidate.id}"))
     strata: dict[tuple[str, int], list[Candidate]] = {
@@ -260,7 +258,7 @@ def select(
     held_out_kmers = set().union(*map(kmers, held_out))
     chosen_kmers: set[str] = set()
     chosen: dict[tuple[str, int], list[Candidate]] = {}
-    # The scarcest first, while nothing else has taken their relatives.
+    # The scarcest first, before others exclude them by shared 10-mers.
     for stratum in sorted(strata, key=lambda key: len(strata[key]) - targets[key[0]][key[1]]):
         wanted = targets[stratum[0]][stratum[1]]
         chosen[stratum] = []
@@ -281,7 +279,7 @@ def select(
 
 
 def interleave(groups: Mapping[tuple[str, int], Sequence[Candidate]]) -> list[Candidate]:
-    """Merges groups so that every beginning of the result has the shares of classes and lengths of the whole.
+    """Merge groups so that every prefix of the result has the class and length proportions of the whole.
 
     Each step takes from the group whose class, length bin and own count together lag furthest behind.
 
@@ -311,7 +309,7 @@ def _digest(text: str) -> str:
 
 
 def fasta_text(proteins: Iterable[Candidate]) -> str:
-    """Formats proteins as FASTA, their class in the header, 80 residues a line."""
+    """Proteins as FASTA with their class in the header, 80 residues per line."""
     lines = []
     for protein in proteins:
         lines.append(f">{protein.id} class={protein.structural_class}")
@@ -320,7 +318,7 @@ def fasta_text(proteins: Iterable[Candidate]) -> str:
 
 
 def manifest_text(proteins: Iterable[Candidate]) -> str:
-    """Formats one tab-separated line a protein: where it is from, its licence, class, evidence and digest."""
+    """One tab-separated line per protein: source, licence, class, evidence and digest."""
     text = io.StringIO()
     writer = csv.writer(text, delimiter="\t", lineterminator="\n")
     writer.writerow(MANIFEST_COLUMNS)
@@ -344,7 +342,7 @@ def manifest_text(proteins: Iterable[Candidate]) -> str:
 
 
 def summary_text(proteins: Sequence[Candidate], sources: Path, seed: int) -> str:
-    """Formats the counts by class, length and source, and the digests of the source files, as Markdown."""
+    """Counts by class, length and source, and the digests of the source files, as Markdown."""
     ranges = [f"{low}-{high}" for low, high in LENGTH_BINS]
     lines = [
         f"| class | {' | '.join(ranges)} | proteins | residues |",
@@ -371,23 +369,16 @@ def summary_text(proteins: Sequence[Candidate], sources: Path, seed: int) -> str
 
 
 def with_summary(readme: str, summary: str) -> str:
-    """Replaces what stands between the summary marks of a README, or appends it with its marks."""
+    """Replace the text between the summary marks of a README, or append it with marks."""
     block = f"{SUMMARY_BEGIN}\n{summary}\n{SUMMARY_END}"
     before, begin, rest = readme.partition(SUMMARY_BEGIN)
     _, end, after = rest.partition(SUMMARY_END)
     return before + block + after if begin and end else f"{readme}{block}\n"
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a text file in one step: an interruption leaves the old file."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    os.replace(temporary, path)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Choose the calibration proteins from a folder of source files.")
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(description="Select the calibration proteins from a folder of source files.")
     parser.add_argument("sources", type=Path, help="folder with the source files and the evaluation sets")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "calibration_data")
     parser.add_argument("--seed", type=int, default=0)
@@ -399,9 +390,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.out.mkdir(parents=True, exist_ok=True)
         readme = options.out / "README.md"
         prose = readme.read_text(encoding="utf-8") if readme.exists() else ""
-        write_atomically(options.out / "proteins.fasta", fasta_text(proteins))
-        write_atomically(options.out / "manifest.tsv", manifest_text(proteins))
-        write_atomically(readme, with_summary(prose, summary))
+        for path, text in (
+            (options.out / "proteins.fasta", fasta_text(proteins)),
+            (options.out / "manifest.tsv", manifest_text(proteins)),
+            (readme, with_summary(prose, summary)),
+        ):
+            with replacing(path) as temporary:
+                temporary.write_text(text, encoding="utf-8", newline="\n")
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

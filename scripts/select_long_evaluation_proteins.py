@@ -1,10 +1,10 @@
-"""Chooses the long proteins of `calibration_data/evaluation/`, to measure accuracy position by position.
+"""Select the long proteins of `calibration_data/evaluation/`, for accuracy by position.
 
     python scripts/select_long_evaluation_proteins.py SOURCES
 
-Run by maintainers, after `select_calibration_proteins.py`. SOURCES holds `human_refseq.fasta.gz`. Chosen are the first
-proteins, in the order of a hash of their sequences, of 600 to 1,022 standard residues that share no more than two
-10-mers with a calibration protein or with each other.
+Run by maintainers, after `select_calibration_proteins.py`. SOURCES has `human_refseq.fasta.gz`. Selects the first
+proteins, in the order of a hash of their sequences, of 600 to 1,022 standard residues that share at most two 10-mers
+with the calibration proteins and with each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import hashlib
 from pathlib import Path
 
 from esm_turbo.files.writing import replacing
-from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord, read_fasta_strict
 
 DATA = Path(__file__).resolve().parents[1] / "calibration_data"
 OUT = DATA / "evaluation" / "long_human.fasta"
@@ -28,7 +28,7 @@ def kmers(sequence: str) -> set[str]:
 
 
 def choose(candidates: list[ProteinRecord], taken: set[str]) -> list[ProteinRecord]:
-    """The first candidates that share next to nothing with `taken` and with each other."""
+    """The first candidates that share at most two 10-mers with `taken` and with each other."""
     chosen: list[ProteinRecord] = []
     taken = set(taken)
     for record in sorted(candidates, key=lambda r: hashlib.sha256(r.sequence.encode()).digest()):
@@ -45,11 +45,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path)
     sources: Path = parser.parse_args().sources
-    standard = set("ACDEFGHIKLMNPQRSTVWY")
     candidates = [
         record
         for record in read_fasta_strict(sources / "human_refseq.fasta.gz")
-        if MIN_LENGTH <= len(record.sequence) <= MAX_LENGTH and set(record.sequence) <= standard
+        if MIN_LENGTH <= len(record.sequence) <= MAX_LENGTH and set(record.sequence) <= set(STANDARD_RESIDUES)
     ]
     taken = set().union(*(kmers(record.sequence) for record in read_fasta_strict(DATA / "proteins.fasta")))
     with replacing(OUT) as path, path.open("w") as file:

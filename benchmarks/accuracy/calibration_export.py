@@ -1,8 +1,8 @@
-"""What the shipped calibration holds, as numbers to look at: spectra, outlier channels, bits of components, levels.
+"""The shipped calibration in numbers: spectra, outlier channels, bits per component, and levels.
 
-The *cost* of a component is what leaving it out would do to the output, its variance times what a unit error of it
-costs. In a basis T it is (T^-T S T^-1)_ii (T C T^T)_ii, with C the covariance of keys or values and S what their errors
-cost, both as the turbo presets weigh them (docs/math.md); no scaling of a component changes it.
+The *cost* of a component is the output error from leaving it out: its variance times the error per unit of it. In a
+basis T the cost is (T^-T S T^-1)_ii (T C T^T)_ii, with C the covariance of keys or values and S the cost of their
+errors, both as weighted by the turbo presets (docs/math.md). It is invariant to scaling of the component.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TOLERANCE = 1e-3
 
 
 def cases() -> Iterator[Case]:
-    """One row: everything of the shipped calibration."""
+    """One row with all figures of the shipped calibration."""
     yield Case(
         name="shipped calibration",
         model=EMBEDDED_MODEL.name,
@@ -40,7 +40,7 @@ def cases() -> Iterator[Case]:
 
 
 def component_widths(codec: KVCodec, kind: str) -> npt.NDArray[np.int64]:
-    """Bits of every stored component of keys or of values, [layers, head_dim]. How turbo keeps them is known here only.
+    """Bits of every stored component of keys or values, [layers, head_dim].
 
     Args:
         codec: of a turbo preset.
@@ -51,9 +51,9 @@ def component_widths(codec: KVCodec, kind: str) -> npt.NDArray[np.int64]:
 
 
 def level_grids(statistics: KVStatistics, codec: KVCodec, kind: str) -> dict[str, list[float]]:
-    """Levels of every width in use, in standard deviations of a typical component of that width.
+    """Levels of every bit width in use, in standard deviations of a typical component of that width.
 
-    Turbo's levels are evenly spaced, a step apart in the scale in which its maps leave a component.
+    The levels of the turbo presets are evenly spaced, with a step of one on the scale of the mapped components.
     """
     covariance, _ = moments(statistics, kind)
     own = _stored_basis(codec, kind)
@@ -74,8 +74,8 @@ def spectra(statistics: KVStatistics, codec: KVCodec, kind: str) -> dict[str, Ar
         kind: one of `KINDS`.
 
     Returns:
-        `variance` of the channels and of the components of the SVD, `cost` of the components of the SVD and of those
-        that the codec stores; the last in the codec's order, the others falling.
+        `variance` of the channels and of the SVD components, `cost` of the SVD components and of the stored components;
+        the last in the order of the codec, the others in descending order.
     """
     covariance, cost = moments(statistics, kind)
     channels, svd = transforms.identity(covariance.shape[:-1]), transforms.svd_rotation(covariance)
@@ -89,7 +89,7 @@ def spectra(statistics: KVStatistics, codec: KVCodec, kind: str) -> dict[str, Ar
 
 
 def moments(statistics: KVStatistics, kind: str) -> tuple[Array, Array]:
-    """Covariance of keys or values, and what their errors cost, [layers, heads, head_dim, head_dim] each."""
+    """Covariance of keys or values, and the cost of their errors, [layers, heads, head_dim, head_dim] each."""
     sensitivity = statistics.sensitivity
     if kind == "key":
         return sensitivity.keys.covariance, sensitivity.queries
@@ -97,18 +97,18 @@ def moments(statistics: KVStatistics, kind: str) -> tuple[Array, Array]:
 
 
 def component_costs(basis: Transform, covariance: Array, cost: Array) -> Array:
-    """What leaving out each component would cost, [layers, heads, head_dim]; see the module's docstring."""
+    """Cost of each component, [layers, heads, head_dim]; see the docstring of the module."""
     inverse = np.asarray(basis.inverse, dtype=np.float64)
     unit_errors = np.einsum("lhji,lhjk,lhki->lhi", inverse, cost, inverse, optimize=True)
     return np.asarray(unit_errors * transforms.component_variances(basis, covariance))
 
 
 def outlier_ratios(statistics: KVStatistics, kind: str) -> dict[str, Array]:
-    """How far outliers stand out, by layer, [layers] each.
+    """Ratios of outliers to the median, by layer, [layers] each.
 
     Returns:
-        `channels`, the largest channel's root mean square over the median channel's; `entries`, the largest magnitude
-        of a single number over the median magnitude, in the calibration's sample of residues.
+        `channels`, the root mean square of the largest channel over that of the median channel; `entries`, the largest
+        magnitude of a single value over the median magnitude, in the sample of residues of the calibration.
     """
     second = getattr(statistics.residues, f"{kind}s").second_moment
     rms = np.sqrt(np.diagonal(second, axis1=-2, axis2=-1)).reshape(len(second), -1)
@@ -120,7 +120,7 @@ def outlier_ratios(statistics: KVStatistics, kind: str) -> dict[str, Array]:
 
 
 def _stored_basis(codec: KVCodec, kind: str) -> Transform:
-    """The maps that keys or values go through before they are coded."""
+    """The linear maps of keys or values before quantisation."""
     layers = [codec.layer_state(layer, torch.device("cpu")) for layer in range(codec.geometry.num_layers)]
     forward, inverse = (np.stack([layer[f"{kind}_{part}"].numpy() for layer in layers]) for part in ("map", "inverse"))
     return Transform(forward, inverse)
@@ -149,7 +149,7 @@ def _figures() -> Figures:
 
 
 def _check() -> Check:
-    """The costs of the components that turbo stores sum up to the cost of the whole, whatever the basis is."""
+    """The costs of the stored components sum to the total cost in any basis."""
     calibration = embedded().calibration
     assert calibration is not None
     statistics, codec = calibration.statistics, calibration.codec("turbo3")

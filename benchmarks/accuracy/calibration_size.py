@@ -1,6 +1,6 @@
-"""How many proteins are enough: leave-one-out accuracy by the number of proteins calibrated on.
+"""Leave-one-out accuracy by the size of the calibration set.
 
-The shipped file is ordered so that its first N proteins are a small version of the whole; a *draw* is the next N of it.
+The shipped file is ordered so that its first N proteins are representative of the whole; a *draw* is the next N.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from esm_turbo.config import PRESETS
 from esm_turbo.tasks.calibration.records import calibrate_records
 
 DRAWS: Mapping[int, int] = {640: 1, 200: 3, 60: 5, 20: 5, 10: 5}
-"""Numbers of proteins, and draws of each."""
+"""Number of draws by number of proteins."""
 TESTED_PRESETS = ("turbo3", "turbo2", "turbo1", "paper")
-# Every so many proteins of a set.
+# Step between the proteins of a set that are evaluated.
 _STRIDES = {"cath_val200": 5, "long_human": 3}
 
 
 def cases(draws: Mapping[int, int] = DRAWS, max_proteins: int | None = None) -> Iterator[Case]:
-    """One case a calibration, which gives one row a protein set.
+    """One case per calibration, with one row per protein set.
 
     Args:
-        draws: numbers of proteins to calibrate on, and how many calibrations of each.
-        max_proteins: of every set, to measure on.
+        draws: number of calibrations by number of proteins.
+        max_proteins: maximum number of proteins to evaluate per set.
     """
     for size, count in draws.items():
         for draw in range(count):

@@ -1,7 +1,7 @@
-"""Calibrating on one kind of protein and measuring on another: by structural class, and by source.
+"""Calibration on one kind of protein and evaluation on another, by structural class and by source.
 
-All calibrations have the same number of residues, from the shipped proteins; what is measured on are shipped proteins
-that none of them was made from. No two shipped proteins share more than two 10-mers.
+All calibrations use the same number of residues of the shipped proteins, and are evaluated on shipped proteins that
+none of them uses. No two shipped proteins share more than two 10-mers.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from esm_turbo.tasks.calibration.records import calibrate_records, first_records
 
 MIXED = "all kinds"
 TESTED_PRESETS = ("paper", "turbo3", "turbo2", "turbo1")
-# Below these lengths kinds of protein differ in little else than their kind.
+# Within these lengths, proteins of different kinds differ in little besides their kind.
 _TESTED_LENGTHS = range(60, 351)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """A division of the shipped proteins.
+    """A partition of the shipped proteins.
 
     Attributes:
-        column: of their manifest.
-        groups: values of it.
-        max_residues: of every calibration.
-        tested: proteins of every group that are measured on.
+        column: of the manifest.
+        groups: values of the column.
+        max_residues: of each calibration.
+        tested: number of proteins to evaluate per group.
     """
 
     column: str
@@ -64,11 +64,11 @@ SOURCES = Grouping(
 
 
 def cases(groupings: Sequence[Grouping] = (CLASSES, SOURCES), max_proteins: int | None = None) -> Iterator[Case]:
-    """One case a calibration: of each group, and of all groups in equal parts.
+    """One case per calibration: on each group, and on all groups in equal parts.
 
     Args:
-        groupings: to go through.
-        max_proteins: of every group, to measure on.
+        groupings: partitions of the proteins.
+        max_proteins: maximum number of proteins to evaluate per group.
     """
     for grouping in groupings:
         tested, calibrations = split(grouping)
@@ -80,7 +80,7 @@ def cases(groupings: Sequence[Grouping] = (CLASSES, SOURCES), max_proteins: int 
 def split(
     grouping: Grouping,
 ) -> tuple[dict[str, list[ProteinRecord]], dict[str, list[ProteinRecord]]]:
-    """Proteins to measure on by group, and proteins of every calibration; none is in both.
+    """Proteins to evaluate by group, and proteins of each calibration, without overlap.
 
     Raises:
         ValueError: a group has too few proteins.
@@ -94,7 +94,7 @@ def split(
         short = [protein for protein in proteins if len(protein.sequence) in _TESTED_LENGTHS]
         tested[group] = short[-grouping.tested :]
         if len(tested[group]) < grouping.tested:
-            raise ValueError(f"{group} has {len(tested[group])} proteins to measure on, not {grouping.tested}")
+            raise ValueError(f"{group} has {len(tested[group])} proteins to evaluate, not {grouping.tested}")
     held_out = {protein.id for proteins in tested.values() for protein in proteins}
     rest = {group: [p for p in proteins if p.id not in held_out] for group, proteins in members.items()}
     in_turn = [p for turn in itertools.zip_longest(*rest.values()) for p in turn if p is not None]

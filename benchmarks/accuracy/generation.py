@@ -1,6 +1,6 @@
-"""What generation against a cache predicts, beside the model run anew at every step, by how often it is refreshed.
+"""Predictions of generation from a cache against full recomputation at every step, by refresh setting.
 
-The residues are those of real proteins, given one after another, so that all arms see the same: what differs is the
+The residues of real proteins are given one after another, so that all arms see the same sequence and differ only in the
 distribution from which a residue would be drawn.
 """
 
@@ -29,13 +29,13 @@ _STRIDE, _PROTEINS, _SHORTEST = 8, 12, 90
 _NEW = 24
 _LOOP = 12
 _ALL = 10_000
-# Logits are of size ten.
+# Logits are of the order of ten.
 _TOLERANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Refresh:
-    """A setting to measure.
+    """A refresh setting.
 
     Attributes:
         residues: `refresh` of `GenerationOptions`.
@@ -49,13 +49,13 @@ class Refresh:
 def cases(
     append: Sequence[Refresh], fill: Sequence[Refresh], presets: Sequence[str], max_proteins: int | None = None
 ) -> Iterator[Case]:
-    """One row a way of generating, setting and preset.
+    """One row per kind of generation, refresh setting and preset.
 
     Args:
-        append: settings for 24 residues to the right of the first three fifths of a protein.
-        fill: settings for 12 masked residues in the middle, in a row or scattered.
-        presets: what contexts are stored as; `exact` is the frozen arm.
-        max_proteins: the first so many; None for all 12.
+        append: settings for 24 residues after the first three fifths of a protein.
+        fill: settings for 12 masked residues, contiguous in the middle or scattered.
+        presets: of the contexts; `exact` is the frozen arm.
+        max_proteins: use only the first N of the 12 proteins.
     """
     for name, run, settings in (
         ("to the right", _append, append),
@@ -110,13 +110,13 @@ def _case(
 
 
 def _total_variation(full: np.ndarray, given: np.ndarray) -> float:
-    """Half the L1 distance over the standard residues: how often a draw must differ at least, on average."""
+    """Mean half L1 distance over the standard residues: a lower bound on how often draws differ."""
     columns = [embedded().codes.residues[letter] for letter in STANDARD_RESIDUES]
     return float(np.abs(np.exp(full[:, columns]) - np.exp(given[:, columns])).sum(-1).mean() / 2)
 
 
 def _append(turbo: TurboEsm, proteins: Sequence[list[int]], refresh: Refresh) -> tuple[list[Tensor], float]:
-    """Predictions for the residues that come next, and the tokens that a step runs on average."""
+    """Predictions of the next residues, and the mean number of tokens run per step."""
     begins = [len(ids) * 3 // 5 for ids in proteins]
     cache = turbo.prefill([turbo.codes.decode(ids[:begin]) for ids, begin in zip(proteins, begins, strict=True)])
     decoder = LeftToRight(turbo, cache, refresh.residues, refresh.every)
@@ -131,7 +131,7 @@ def _append(turbo: TurboEsm, proteins: Sequence[list[int]], refresh: Refresh) ->
 def _fill(
     turbo: TurboEsm, proteins: Sequence[list[int]], refresh: Refresh, scattered: bool
 ) -> tuple[list[Tensor], float]:
-    """Predictions for the residues that are still masked, as one after another is filled in with the true one."""
+    """Predictions of the residues still masked, as they are filled in one after another with the true ones."""
     codes = turbo.codes
     rows = [[codes.cls, *ids, codes.eos] for ids in proteins]
     generator = np.random.default_rng(0)
@@ -157,7 +157,7 @@ def _fill(
 
 
 class _counted:
-    """Counts the tokens of every forward of a model, padding included."""
+    """Counts the tokens of every forward pass of a model, padding included."""
 
     def __init__(self, turbo: TurboEsm) -> None:
         self.tokens: list[int] = []
@@ -178,7 +178,7 @@ def _whole(
     run: Callable[[TurboEsm, Sequence[list[int]], Refresh], tuple[list[Tensor], float]],
     max_proteins: int | None,
 ) -> tuple[list[Tensor], float]:
-    """The same with everything computed anew at every step."""
+    """The same with everything recomputed at every step."""
     key = (name, max_proteins)
     if key not in _cached:
         _cached[key] = run(_turbo("exact"), _proteins(max_proteins), Refresh(_ALL, 1))
@@ -199,7 +199,7 @@ def _turbo(preset: str) -> TurboEsm:
 @functools.cache
 @torch.no_grad()
 def _check() -> Check:
-    """What serves as the full run here is a run of Hugging Face's model at every step."""
+    """Compare the full run with a run of Hugging Face's model at every step."""
     model = plain_model()
     turbo = _turbo("exact")
     codes, ids = turbo.codes, _proteins(1)[0]

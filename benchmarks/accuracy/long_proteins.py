@@ -1,4 +1,4 @@
-"""Long proteins window by window: how near to the full run, and how much memory and time at 35,000 residues."""
+"""Long proteins in windows: accuracy against the full run, and memory and time at 35,000 residues."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ _MODULE = "benchmarks.accuracy.long_proteins"
 _SET = "long_human"
 _PLACES = 8
 _CHECKED_RESIDUES = 200
-# float32 in two orders of summation; states are of size one.
+# float32 summed in two orders; hidden states are of size one.
 _TOLERANCE = 1e-4
 
 
 def accuracy_cases(cuts: Sequence[Windows], presets: Sequence[str], max_proteins: int | None = None) -> Iterator[Case]:
-    """Windows against the whole protein computed at once, on proteins that the model was trained for.
+    """Windows against the whole protein at once, on proteins of lengths that the model was trained for.
 
     Args:
-        cuts: how proteins are cut.
-        presets: what the memory is stored as; without a memory there is nothing to store.
-        max_proteins: of the set, the first; None for all.
+        cuts: window settings.
+        presets: of the memory; unused without a memory.
+        max_proteins: use only the first N proteins; None for all.
     """
     for cut in cuts:
         for preset in presets if cut.memory else ["none"]:
@@ -47,7 +47,7 @@ def process_cases(cut: Windows, residues: Sequence[int]) -> Iterator[Case]:
     """Peak physical memory and time of fresh processes that embed one random protein each.
 
     Args:
-        cut: how it is cut.
+        cut: window settings.
         residues: of each protein.
     """
     fewest, most = min(residues), max(residues)
@@ -129,17 +129,17 @@ def _cosine(errors: TokenErrors) -> Figures:
 
 @functools.cache
 def _turbo(preset: str) -> TurboEsm:
-    """The embedded model with a memory of this preset; without one the preset is never used."""
+    """The embedded model with a memory of this preset; without a memory the preset is unused."""
     return embedded() if preset == "none" else TurboEsm.from_pretrained(preset=preset, device="cpu")
 
 
 @functools.cache
 @torch.no_grad()
 def _check() -> Check:
-    """Two windows, the second with all of the first in its memory, against Hugging Face's own attention.
+    """Compare two windows, the second with the first in its memory, with Hugging Face's attention.
 
-    With keys and values at full precision, the second window is what the whole model gives for it when the first
-    window's states are put in place of what the whole model would have there.
+    With keys and values at full precision, the second window equals the output of the whole model if the hidden states
+    of the first window replace those that the whole model would compute there.
     """
     turbo = _turbo("exact")
     residues = random_tokens(1, _CHECKED_RESIDUES, cls=False)[0]
@@ -155,7 +155,7 @@ def _check() -> Check:
     ids = torch.cat([residues.new_tensor([turbo.codes.cls]), residues, residues.new_tensor([turbo.codes.eos])])
 
     def first_window(layer: int, states: torch.Tensor) -> torch.Tensor:
-        # The new <cls> of the second window is the sequence's first token.
+        # The <cls> of the second window is the first token of the sequence.
         return torch.cat([states[:, :1], windows[0][layer][None, 1:], states[:, 1 + half :]], dim=1)
 
     hooks = [
@@ -175,7 +175,7 @@ def _check() -> Check:
 
 
 def main() -> None:
-    """Embeds one random protein and prints the peak of this process; `process_cases` runs it."""
+    """Embed one random protein and print the peak memory of this process; run by `process_cases`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     for name in ("residues", "window", "overlap", "memory"):
         parser.add_argument(name, type=int)

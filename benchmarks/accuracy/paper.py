@@ -1,4 +1,4 @@
-"""The paper's tables on the embedded model: its six proteins one by one, and bytes at published geometries."""
+"""The paper's tables on the embedded model: its six proteins one by one, and bytes in published geometries."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ GEOMETRIES: Mapping[str, Geometry] = {
 
 
 def protein_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """Tables 1 and 2: one case a protein of the paper."""
+    """Tables 1 and 2: one case per protein of the paper."""
     for protein in evaluation_set("paper_six", max_proteins):
         yield _protein_case(protein)
 
 
 def memory_cases(geometries: Mapping[str, Geometry] = GEOMETRIES) -> Iterator[Case]:
-    """Table 4: bytes of a cache, which follow from a model's geometry alone; no weights are needed."""
+    """Table 4: bytes of a cache, which depend on the geometry of a model alone; no weights are needed."""
     for name, geometry in geometries.items():
         yield Case(
             name=name,
@@ -79,7 +79,7 @@ def _sizes(name: str, geometry: Geometry, repeats: int) -> Figures:
 
 @torch.no_grad()
 def _prefill(protein: ProteinRecord) -> Figures:
-    """A forward that writes caches beside one that does not: their outputs' cosine, and largest difference."""
+    """Cosine and largest difference of the outputs with and without writing caches."""
     turbo = embedded()
     ids = torch.tensor([[turbo.codes.cls, *turbo.codes.encode(protein.sequence, protein.id), turbo.codes.eos]])
     plain = turbo.model(ids, output_hidden_states=True).hidden_states[-1][0].double()
@@ -90,7 +90,7 @@ def _prefill(protein: ProteinRecord) -> Figures:
 
 
 def _sizes_are_those_of_caches() -> Check:
-    """What `cache_sizes` says of the embedded model against a cache of it."""
+    """Compare `cache_sizes` of the embedded model with a cache of it."""
     turbo = embedded()
     sizes = cache_sizes(turbo.model.esm.codec(PRESETS["paper"]).geometry, None, 130, 1)["presets"]
     residues = STANDARD_RESIDUES * 7

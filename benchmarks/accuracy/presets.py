@@ -1,4 +1,4 @@
-"""Accuracy and memory of presets on the embedded model, one row a preset and protein set; and with outliers planted."""
+"""Accuracy and memory of presets on the embedded model, one row per preset and protein set; and planted outliers."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def preset_cases(
 
     Args:
         presets: by name.
-        sets: names of `SETS`.
-        max_proteins: of every set, the first; None for all.
+        sets: names of evaluation sets.
+        max_proteins: use only the first N proteins of every set; None for all.
         extension: options of `evaluate` for figure 2.
     """
     for name in sets:
@@ -46,7 +46,7 @@ def preset_cases(
 
 
 def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """The same for the backends of Hugging Face's `QuantizedCache`, those that are installed."""
+    """The same for the installed backends of Hugging Face's `QuantizedCache`."""
     installed = {}
     for name, config in OPTIONAL_PRESETS.items():
         try:
@@ -59,7 +59,7 @@ def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
 
 
 def outlier_cases(presets: Mapping[str, TurboConfig], max_proteins: int | None = None) -> Iterator[Case]:
-    """Figure 5: one case a size of outliers, which gives one row a preset."""
+    """Figure 5: one case per scale of the outliers, with one row per preset."""
     proteins = evaluation_set("cath_val200", min(OUTLIER_PROTEINS, max_proteins or OUTLIER_PROTEINS))
     compressed = {name: config for name, config in presets.items() if config.codec != FROZEN.codec}
     for scale in OUTLIER_SCALES:

@@ -1,4 +1,4 @@
-"""What the last sign planes of the turbo presets bring: leave-one-out with a whole cache, and without its planes."""
+"""Benefit of the last sign planes of the turbo presets: leave-one-out with and without them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from esm_turbo.evaluate.summary import token_accuracy
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import FROZEN
 
-# Every so many domains.
+# Step between the domains that are evaluated.
 _STRIDE = 5
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case a turbo preset whose caches have planes that can be dropped."""
+    """One case per turbo preset with sign planes that can be dropped."""
     proteins = evaluation_set("cath_val200")[::_STRIDE][:max_proteins]
     for preset in TURBO_PRESETS:
         codec = embedded().model.esm.codec(PRESETS[preset])

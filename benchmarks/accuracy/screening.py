@@ -1,8 +1,8 @@
-"""How well the cached arms rank candidates as the full one does, on real targets and peptides.
+"""Agreement of the rankings of the cached arms with the full arm, on real targets and peptides.
 
-Each of the 92 targets has its own peptide, shuffled copies of it, and peptides of other targets. The rows hold, target
-by target, how far each arm's scores are from those of the full arm, how well the rankings agree, and where the
-target's own peptide ends up.
+The candidates of each of the 92 targets are its own peptide, shuffled copies of it, and peptides of other targets. For
+each target, a row has the difference of each arm's scores from those of the full arm, the agreement of the rankings,
+and the rank of the target's own peptide.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Screen:
 
 
 def screens(max_targets: int | None = None) -> list[Screen]:
-    """The targets from the shortest to the longest; `max_targets` of them evenly chosen by length."""
+    """The targets by length; with `max_targets`, a selection evenly spaced in that order."""
     rows = read_csv(
         evaluation_proteins().with_name(FILE), ["PDB", "Receptor", "Peptide", "Sequence", "Receptor Sequence"]
     )
@@ -63,7 +63,7 @@ def screens(max_targets: int | None = None) -> list[Screen]:
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """One case, and row, for every few targets, short and long ones in each."""
+    """One case and row per group of a few targets, each with short and long ones."""
     chosen = screens(max_proteins)
     groups = min(_GROUPS, len(chosen))
     for number in range(groups):
@@ -106,7 +106,7 @@ def _measure(screen: Screen) -> Figures:
 
 
 def with_preset(turbo: TurboEsm, preset: str, call: Callable[[], Any]) -> Any:
-    """What a call gives while the model stores contexts as a preset says."""
+    """Result of a call with contexts stored by a preset."""
     before = turbo.model.esm.turbo_config
     settings = {"calibration": turbo.calibration, "backend": turbo.model.esm.backend}
     turbo.model.set_turbo(preset=preset, **settings)
@@ -117,7 +117,7 @@ def with_preset(turbo: TurboEsm, preset: str, call: Callable[[], Any]) -> Any:
 
 
 def _places(scores: Scores) -> Figures:
-    """Share of the decoys that the target's own peptide is ahead of, half of those that are equal: 0.5 is chance."""
+    """Share of decoys ranked below the target's own peptide, ties counted half; 0.5 is chance."""
     own, *decoys = scores.pseudo_perplexities
     return {
         "ahead_of_shuffled": _ahead(own, decoys[:SHUFFLED]),
@@ -130,7 +130,7 @@ def _ahead(own: float, decoys: Sequence[float]) -> float:
 
 
 def _check(screen: Screen) -> Check:
-    """The full arm against Hugging Face's own model, on the end of a target."""
+    """Compare the full arm with Hugging Face's model, on the end of a target."""
     turbo, target, own = embedded(), screen.target[-80:], screen.candidates[0]
     [full] = turbo.score(target, own, arm="full").scores
     differences = (abs(a - b) for a, b in zip(full.log_probabilities, plain_scores(turbo, target, own), strict=True))

@@ -1,4 +1,4 @@
-"""Variant effects in the three arms: against measured fitness, and what a frozen protein gives away of its residues."""
+"""Variant effects in the three arms: against measured fitness, and leakage of residues from a frozen protein."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DOMAINS = 20
 
 
 def cases(max_proteins: int | None = None) -> Iterator[Case]:
-    """Fitness of one protein, and the leak on domains."""
+    """Fitness of one protein, and leakage on domains."""
     folder = evaluation_proteins().parent
     [record] = read_fasta_strict(folder / PROTEIN)
     domains = evaluation_set("cath_val200")
@@ -54,10 +54,11 @@ def _fitness(record: ProteinRecord) -> Figures:
 
 
 def _leak(domains: Sequence[ProteinRecord]) -> Figures:
-    """What every arm predicts at masked positions, against the full arm.
+    """Predictions of every arm at masked positions, against the full arm.
 
-    A model that can tell which residue was there gives it more than it gets where the whole protein is run with the
-    mask. `wild_type_gain` is that, mean over all positions, in nats; `divergence` that of all 20 residues.
+    A model that can see the masked residue assigns it a higher probability than when the whole protein is run with the
+    mask. `wild_type_gain` is the mean gain over all positions, in nats; `divergence` is the KL divergence over the 20
+    residues.
     """
     turbo = embedded()
     logs: dict[str, list[np.ndarray]] = {name: [] for name in variant_arms()}
@@ -69,7 +70,7 @@ def _leak(domains: Sequence[ProteinRecord]) -> Figures:
         places.append(np.array([STANDARD_RESIDUES.index(a) for a in kept]))
         for name, (preset, options) in variant_arms().items():
             values = with_preset(turbo, preset, partial(turbo.score_variants, sequence, names, **options)).values
-            # Scores are relative to the wild type: normalised over the 20 they are log-probabilities again.
+            # Scores are relative to the wild type; normalised over the 20 residues they are log-probabilities again.
             scores = np.array(values).reshape(len(kept), len(STANDARD_RESIDUES))
             logs[name].append(scores - np.logaddexp.reduce(scores, axis=1, keepdims=True))
     at = np.concatenate(places)

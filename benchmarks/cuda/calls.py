@@ -1,4 +1,4 @@
-"""Calls of the public API on a CUDA device, from strings to results, beside the same work by Hugging Face's model."""
+"""Calls of the public API on a CUDA device, from strings to results, compared with Hugging Face's model."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _case(
 
 
 def _finished(call: Callable[[], object]) -> None:
-    """Nothing is timed before the device has done it."""
+    """Run a call and wait for the device."""
     call()
     torch.cuda.synchronize()
 
@@ -148,13 +148,13 @@ def _means(model: EsmForMaskedLM, batches: Sequence[tuple[Tensor, Tensor]]) -> l
 
 @torch.no_grad()
 def _products(architecture: Architecture, tokens: int) -> None:
-    """The matrix products of all layers for that many tokens."""
+    """The matrix products of all layers for a number of tokens."""
     hidden, inner = architecture.num_heads * architecture.head_dim, architecture.intermediate_size
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
     weights = [torch.randn(shape, **options) for shape in ((3 * hidden, hidden), (hidden, hidden), (inner, hidden))]
     down = torch.randn(hidden, inner, **options)
     for _ in range(architecture.num_layers):
-        # In parts that fit beside a model.
+        # In chunks that fit into memory with a model.
         for start in range(0, tokens, 65536):
             x = torch.empty(min(65536, tokens - start), hidden, **options)
             for weight in weights:

@@ -1,7 +1,7 @@
-"""Compiles kernels in processes side by side before they are timed: one after the other they take minutes.
+"""Compile kernels in parallel processes before they are timed, which takes minutes in sequence.
 
-A kernel is compiled for the widths of a layer's codes, the shape of the tokens and their dtype; codes and numbers are
-random. Triton keeps what is compiled on disk, where the process that measures finds it.
+A kernel is compiled for the bit widths of a layer, the shape of the tokens and their dtype, on random codes and values.
+Triton caches compiled kernels on disk, where the measuring process finds them.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from esm_turbo.codecs import KVCodec
 from esm_turbo.config import Geometry, TurboConfig
 
 _MOST_PROCESSES = 14
-# The rows and columns at which `decode_attention` checks.
+# Rows and columns of the check of `decode_attention`.
 _CHECKED = (2, 1024)
 
 
 @dataclass(frozen=True)
 class Job:
-    """Kernels to be compiled.
+    """Kernels to compile.
 
     Attributes:
         codec: class, options, geometry of one layer, and state.
-        shape: rows, tokens of a context, and new tokens; with no new tokens, contexts that are encoded.
+        shape: rows, context tokens, and new tokens; 0 new tokens stands for encoding the context.
         dtype: of queries, keys and values.
-        shared: whether all rows have one context.
+        shared: whether all rows share one context.
     """
 
     codec: tuple[type[KVCodec], TurboConfig, Geometry, Mapping[str, np.ndarray[Any, Any]]]
@@ -47,7 +47,7 @@ class Job:
 
 
 def embedded(shapes: Sequence[Shape]) -> None:
-    """Compiles what `decode_attention.attention_cases` times and checks."""
+    """Compile the kernels of `decode_attention.attention_cases`."""
     checked = [(min(rows, _CHECKED[0]), min(columns, _CHECKED[1]), queries) for rows, columns, queries in shapes]
     compile_all(
         Job(parts, shape, torch.bfloat16)
@@ -64,7 +64,7 @@ def model(
     *,
     shared: bool = False,
 ) -> None:
-    """Compiles the kernels of all layers of some codecs; layers of the same widths share theirs."""
+    """Compile the kernels of all layers of some codecs; layers with the same bit widths share them."""
     compile_all(
         Job(parts, shape, dtype, shared)
         for codec in codecs
@@ -75,14 +75,14 @@ def model(
 
 
 def compile_all(jobs: Iterable[Job], seconds: float = 120.0) -> None:
-    """Runs every job in one of several processes; what fails will be compiled, or fail, later.
+    """Run all jobs in parallel processes; a kernel that fails is compiled, or fails, when it is measured.
 
     Args:
-        jobs: to be run.
-        seconds: after which no more is waited for.
+        jobs: to run.
+        seconds: to wait at most.
     """
     begin = time.perf_counter()
-    # The largest last, when most of the others have given their memory back.
+    # The largest last, when most of the others have freed their memory.
     work = sorted(jobs, key=lambda job: job.shape[0] * job.shape[1])
     futures = [_pool().submit(_compile, job) for job in work]
     try:
@@ -98,7 +98,7 @@ def compile_all(jobs: Iterable[Job], seconds: float = 120.0) -> None:
 
 
 def close() -> None:
-    """Ends the processes, which hold some of the device's memory."""
+    """Stop the processes, which occupy device memory."""
     if _pool.cache_info().currsize:
         _pool().shutdown(wait=False, cancel_futures=True)
         _pool.cache_clear()
@@ -106,13 +106,13 @@ def close() -> None:
 
 @functools.cache
 def _pool() -> ProcessPoolExecutor:
-    """Started once: a process needs seconds before its first kernel."""
+    """The processes, started once, since each takes seconds to start."""
     processes = min(_MOST_PROCESSES, os.cpu_count() or 1)
     return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
 
 
 def _layers(codec: KVCodec) -> Iterator[Any]:
-    """Layers that differ in the widths of their codes, each as what makes a codec of one layer; none for `exact`."""
+    """One layer per combination of bit widths, as arguments of a codec of one layer; none for `exact`."""
     seen = set()
     geometry = Geometry(1, codec.geometry.num_heads, codec.geometry.head_dim)
     for layer_idx in range(codec.geometry.num_layers):

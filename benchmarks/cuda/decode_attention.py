@@ -1,7 +1,7 @@
-"""Attention over packed contexts on a CUDA device, beside PyTorch's on dense ones and the paper's kernel structure.
+"""Attention over packed contexts on a CUDA device, compared with SDPA on dense ones and the paper's kernel structure.
 
-Timed are the query's map, all splits of the context, their merge and the output's map, each call captured in a CUDA
-graph with the device's cache flushed before it; a second figure is for a context that may still lie in that cache.
+A call includes the map of the query, all splits of the context, their merge, and the map of the output. It is captured
+in a CUDA graph and timed with the device's cache flushed; a second figure is without flushing.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.config import Geometry, TurboConfig
 
 Shape = tuple[int, int, int]
-"""Rows of a batch, tokens of their contexts, and new tokens of each."""
+"""Rows of a batch, context tokens per row, and new tokens per row."""
 
 HEADS, HEAD_DIM = 20, 64
 _LAYER = 6
 _SLOTS = 2
-# The kernels' and PyTorch's own rounding in bfloat16; outputs are compared by their largest.
+# Rounding of the kernels and of PyTorch in bfloat16, relative to the largest output.
 _TOLERANCE = 1.5e-2
 _BACKENDS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -44,12 +44,12 @@ def attention_cases(
     targets: Mapping[Shape, Mapping[str, float]],
     ahead: Callable[[Sequence[Shape]], None] | None = None,
 ) -> Iterator[Case]:
-    """One row a shape, 20 heads of 64: every preset, SDPA and the paper's kernel structure.
+    """One row per shape, 20 heads of 64: every preset, SDPA and the paper's kernel structure.
 
     Args:
         shapes: of the batches.
-        targets: how many times as fast as an arm another one is to be, by shape and "arm / other".
-        ahead: what is called with the shapes before the first.
+        targets: target speedups by shape and "slower arm / faster arm".
+        ahead: called with all shapes before the first is measured.
     """
     if not cuda_timing.available():
         return
@@ -68,14 +68,14 @@ def attention_cases(
 
 
 def name_of(shape: Shape) -> str:
-    """A shape in words."""
+    """Name of a shape."""
     rows, tokens, queries = shape
     return f"batch {rows} x {tokens}, {queries} {'query' if queries == 1 else 'queries'}"
 
 
 @functools.cache
 def embedded_codec(preset: str, heads: int = HEADS, layer_idx: int = _LAYER) -> KVCodec:
-    """The embedded model's codec of a middle layer, its heads repeated to as many as are asked for."""
+    """Codec of a middle layer of the embedded model, with its heads repeated to a given number."""
     codec = Calibration.load(EMBEDDED_MODEL / CALIBRATION_FILE).codec(preset)
     state = {}
     for name, stack in codec.state.items():
@@ -87,7 +87,7 @@ def embedded_codec(preset: str, heads: int = HEADS, layer_idx: int = _LAYER) -> 
 
 
 def bits_of(codec: KVCodec) -> dict[str, dict[str, int]]:
-    """Components of keys and of values by the bits of their fields' slabs."""
+    """Number of components of keys and values by slab and field width."""
     return {
         f"{kind}s": {f"{slab.name}, {slab.bits} bits": len(slab.components) for slab in codec.field_slabs(0, kind)}
         for kind in ("key", "value")
@@ -107,7 +107,7 @@ def new_tokens(
 
 
 def random_context(codec: KVCodec, rows: int, columns: int, device: str | None = None) -> PackedContext:
-    """Contexts of random codes as an extension sees them, their first token protected where the preset does that."""
+    """Contexts of random codes as an extension reads them; the first token is protected if the preset does so."""
     device = device or cuda_timing.DEVICE
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
     packed = {}
@@ -115,7 +115,7 @@ def random_context(codec: KVCodec, rows: int, columns: int, device: str | None =
         for slab in codec.field_slabs(0, kind):
             size = (rows, heads, columns, len(slab.components) * slab.bits // 8)
             packed[slab.name] = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
-    # As a cache on a device has them, the second one empty.
+    # As in a cache on a device; the second slot is empty.
     slots = _SLOTS if codec.config.protect_special_tokens else 0
     protected = torch.zeros(rows, heads, slots, head_dim, dtype=torch.bfloat16, device=device)
     protected_columns = torch.full((rows, slots), -1, dtype=torch.int32, device=device)
@@ -136,7 +136,7 @@ def random_context(codec: KVCodec, rows: int, columns: int, device: str | None =
 
 
 class Arms:
-    """Everything that is timed at one shape; nothing is made before it is asked for."""
+    """Everything that is timed for one shape, built on demand."""
 
     def __init__(self, shape: Shape) -> None:
         self.rows, self.columns, self.queries = self.shape = shape
@@ -224,13 +224,13 @@ class Arms:
 
 
 def sdpa(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """PyTorch's attention by one of its backends; queries are scaled already."""
+    """PyTorch's attention by one of its backends, with queries already scaled."""
     with sdpa_kernel(backend):
         return functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
 
 
 def _backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dict[str, str]]:
-    """Medians of SDPA's backends, and why some cannot run."""
+    """Medians of SDPA's backends, and the reasons why some cannot run."""
     arms = {backend.name: partial(sdpa, backend, query, *dense) for backend in _BACKENDS}
     times, failed = cuda_timing.captured_seconds(arms, 3)
     medians = {name: row["p50"] for name, row in spread(times).items()}
@@ -252,7 +252,7 @@ def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> T
 
 
 def _paper_error(query: Tensor, context: PackedContext, codec: KVCodec) -> float:
-    """Of the paper's kernel structure, which takes mapped queries, relative to the largest output."""
+    """Error of the paper's kernel structure, on mapped queries, relative to the largest output."""
     keys, values = codec.dequantize_keys(0, context.packed), codec.dequantize_values(0, context.packed)
     weights = torch.softmax(query.float() @ keys.transpose(2, 3), dim=-1)
     expected = weights @ values

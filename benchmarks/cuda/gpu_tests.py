@@ -1,8 +1,8 @@
-"""Runs the tests that need a CUDA device, and adds what became of them to benchmarks/results/gpu_tests.jsonl.
+"""Run the tests that need a CUDA device and append their outcomes to benchmarks/results/gpu_tests.jsonl.
 
-    python -m benchmarks.cuda.gpu_tests [--out FILE] [FILE OF TESTS ...] [PYTEST ARGUMENT ...]
+    python -m benchmarks.cuda.gpu_tests [--out FILE] [TEST FILE ...] [PYTEST ARGUMENT ...]
 
-Every file of tests is run by itself and has its own row, which stays where a later one is stopped.
+Every test file runs separately and has its own row, so an interruption loses only the current one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OUTCOMES = ("failure", "error", "skipped")
 
 
 def summary(report: Path) -> dict[str, object]:
-    """What a JUnit report says: counts by file and outcome, seconds, and the names of what failed."""
+    """Summary of a JUnit report: counts by file and outcome, seconds, and the names of failed tests."""
     by_file: dict[str, Counter[str]] = {}
     failed = []
     seconds = 0.0
@@ -43,7 +43,7 @@ def summary(report: Path) -> dict[str, object]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line and returns pytest's exit code."""
+    """Run the command line and return the exit code of pytest."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=records.RESULTS / "gpu_tests.jsonl", metavar="FILE")
     options, rest = parser.parse_known_args(arguments)
@@ -53,7 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(out: Path, arguments: list[str]) -> int:
-    """Runs pytest, adds a row, and returns pytest's exit code."""
+    """Run pytest, append a row, and return the exit code of pytest."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = ["-m", "pytest", "-m", "gpu", f"--junitxml={report}", *arguments]

@@ -1,10 +1,10 @@
-"""What limits the kernel that reads contexts, by the hardware counters of a CUDA device. Needs NVIDIA's ncu.
+"""Hardware counters of the kernel that reads contexts, on a CUDA device. Needs NVIDIA's ncu.
 
     ncu --clock-control none --kernel-name attend_context --set full -o profile python -m benchmarks.cuda.kernel_profile
     ncu --import profile.ncu-rep --page raw --csv > profile.csv
     python -m benchmarks.cuda.kernel_profile --add profile.csv
 
-The first runs every case twice, and is profiled; the last adds a row to results/gpu_profile.jsonl.
+The first command profiles every case twice; the last appends a row to results/gpu_profile.jsonl.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ CASES: tuple[tuple[str, Shape], ...] = (
 
 
 def figures_of(report: Path, names: Sequence[str]) -> dict[str, dict[str, float]]:
-    """The counters of every case, by name, from ncu's page of raw values.
+    """Counters by case and name, from the raw page of ncu.
 
     Raises:
-        ValueError: there are not two launches of each case.
+        ValueError: the page does not have two launches per case.
     """
     with report.open(newline="") as file:
         head, units, *rows = (row for row in csv.reader(file) if len(row) > 1)
@@ -49,10 +49,10 @@ def figures_of(report: Path, names: Sequence[str]) -> dict[str, dict[str, float]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--add", type=Path, metavar="CSV", help="ncu's raw page, as comma-separated values")
-    parser.add_argument("--names", nargs="+", help="of the cases, where others than these were run")
+    parser.add_argument("--add", type=Path, metavar="CSV", help="raw page of ncu as CSV, to append to the results")
+    parser.add_argument("--names", nargs="+", help="names of the profiled cases, if not the default ones")
     parser.add_argument("--out", type=Path, default=records.RESULTS / "gpu_profile.jsonl", metavar="FILE")
     options = parser.parse_args(arguments)
     if options.add:

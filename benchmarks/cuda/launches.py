@@ -1,11 +1,11 @@
-"""What launches alone take: the floor of everything that a device does in one call."""
+"""Empty kernel launches: the lower bound for any call on a device."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-# As many programs as attention has at a batch of one and 1,024 tokens: 20 heads of 16 blocks.
+# As many programs as attention with a batch of one and 1,024 tokens: 20 heads of 16 blocks.
 _PROGRAMS = 320
 
 
@@ -16,6 +16,6 @@ def _nothing():
 
 
 def empty_launches(count: int) -> None:
-    """Launches kernels that do nothing, each of which may begin before the one before has ended."""
+    """Launch empty kernels, each of which may start before the previous one has finished."""
     for _ in range(count):
         _nothing[(_PROGRAMS,)](num_warps=1, launch_pdl=True)

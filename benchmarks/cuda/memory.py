@@ -1,4 +1,4 @@
-"""Memory of a CUDA device: what an extension needs beyond the caches, and how many contexts stay beside a model."""
+"""Memory of a CUDA device: extra memory of an extension, and number of contexts that fit with a model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
 
 _PREFILLED_AT_ONCE = 8
-# States of the new tokens by two paths in bfloat16.
+# Hidden states of the new tokens, by two paths in bfloat16.
 _TOLERANCE = 0.25
 
 
@@ -31,15 +31,15 @@ def extension_cases(
     presets: Sequence[str],
     at_most: float,
 ) -> Iterator[Case]:
-    """Peak memory of an extension beyond model and caches, after a first one that is not counted.
+    """Peak memory of an extension beyond model and caches, after warm-up.
 
     Args:
         architecture: of a model of random weights.
-        rows: of the batch, every one a context of its own.
-        context_tokens: of each.
-        new_tokens: of every row.
+        rows: of the batch, each with its own context.
+        context_tokens: per row.
+        new_tokens: per row.
         presets: of the caches.
-        at_most: part of the packed cache that the extension may need.
+        at_most: target for the extra memory as a share of the packed cache.
     """
     if not cuda_timing.available():
         return
@@ -63,7 +63,7 @@ def extension_cases(
 
 
 def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) -> Iterator[Case]:
-    """Table 4: bytes of a cache, as it says and as the device's allocator does."""
+    """Table 4: bytes of a cache as computed and as allocated on the device."""
     if not cuda_timing.available():
         return
     models = gpu_models.presets_of(architecture, presets)
@@ -81,16 +81,16 @@ def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) 
 def resident_cases(
     architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
 ) -> Iterator[Case]:
-    """Contexts of different random proteins, encoded one batch after the other until the device is full.
+    """Contexts of different random proteins, encoded batch by batch until the device is full.
 
     Args:
         architecture: of a model of random weights.
         preset: of the caches.
-        tokens: of every context.
-        at_once: contexts of a batch.
-        spare: bytes of the device to be left.
-        seconds: after which it stops.
-        at_least: how many contexts there are to be.
+        tokens: per context.
+        at_once: contexts per batch.
+        spare: bytes of the device to leave free.
+        seconds: after which encoding stops.
+        at_least: target for the number of contexts.
     """
     if not cuda_timing.available():
         return
@@ -115,7 +115,7 @@ def resident_cases(
 
 @torch.no_grad()
 def _check(model: TurboEsmModel) -> Check:
-    """Rows of a batch against the same contexts one by one."""
+    """Compare rows of a batch with the same contexts one by one."""
     contexts, new = (
         gpu_models.tokens(3, 299, seed=1),
         gpu_models.tokens(3, 4, cls=False, seed=2),
@@ -144,7 +144,7 @@ def _extra(model: TurboEsmModel, rows: int, context_tokens: int, new_tokens: Seq
     extra = {}
     for n in new_tokens:
         new = gpu_models.tokens(rows, n, cls=False, seed=6)
-        # Libraries take their workspaces at the first call.
+        # Libraries allocate their workspaces in the first call.
         for _ in range(2):
             extend(model, cache, new)
         gc.collect()
@@ -169,7 +169,7 @@ def _sizes(architecture: Architecture, models: dict[str, TurboEsmModel], tokens:
     allocated, bits = {}, {}
     for preset, model in models.items():
         ids = gpu_models.tokens(1, tokens - 1, seed=3)
-        # What is made once for a codec is not the cache's.
+        # Tensors made once per codec do not belong to the cache.
         prefilled(model, ids)
         gc.collect()
         before = torch.cuda.memory_allocated()
@@ -225,22 +225,22 @@ def _proteins(tokens: int, at_once: int, batch: int) -> Tensor:
 
 
 def _free() -> int:
-    """Bytes of the device that are not in use, the allocator's own reserve included."""
+    """Free bytes of the device, including those reserved by the allocator."""
     return int(torch.cuda.mem_get_info()[0]) + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
 
 
 def _needed(model: TurboEsmModel, tokens: int, at_once: int) -> int:
-    """More than a prefill of a batch takes for a moment: a few arrays of the feed-forward network's width."""
+    """Upper bound of the temporary memory of a prefill: a few arrays as wide as the feed-forward network."""
     return 6 * at_once * tokens * int(model.config.intermediate_size) * 2
 
 
 def _distinct(caches: Sequence[TurboKVCache]) -> int:
-    """How many different contexts there are, by all their tokens."""
+    """Number of distinct contexts, by all their tokens."""
     return len({row.tobytes() for cache in caches for row in cache.token_ids.cpu().numpy()})
 
 
 def _read_again(model: TurboEsmModel, caches: Sequence[TurboKVCache], tokens: int, at_once: int) -> Figures:
-    """Extensions of the first, a middle and the last batch, against those of the same contexts encoded anew."""
+    """Compare extensions of the first, a middle and the last batch with those of the same contexts encoded again."""
     new = gpu_models.tokens(at_once, 1, cls=False, seed=2)
     differences = []
     torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
-"""A decode kernel as the TurboESM paper describes its own: the baseline that ours is compared with.
+"""A decode kernel with the structure that the TurboESM paper describes, as a baseline.
 
-One program a head walks the whole context with one query, gathers every component's level from a look-up table in
-memory, adds the sign's step, and keeps a running softmax (paper, section 3.5). It reads the codes of preset `paper`.
+One program per head loops over the whole context with one query, gathers the level of every component from a look-up
+table in memory, adds the sign correction, and keeps an online softmax (paper, section 3.5). It reads the codes of the
+preset `paper`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ def _decode(
 
 
 def decode(query: Tensor, keys: Tensor, values: Tensor, key_table: Tensor, value_table: Tensor) -> Tensor:
-    """Attention of one mapped query a head to packed keys and values.
+    """Attention of one mapped query per head to packed keys and values.
 
     Args:
         query: rotated, [B, H, 1, D].
-        keys: fields of four bits, uint8 [B, H, L, D / 2].
+        keys: four-bit fields, uint8 [B, H, L, D / 2].
         values: likewise.
-        key_table: what a field stands for, float32 [H, 16].
+        key_table: value of each field, float32 [H, 16].
         value_table: likewise.
 
     Returns:

@@ -1,8 +1,8 @@
-"""Other packages' attention over quantised contexts on the shapes of ours; each needs a package that is not required.
+"""Attention over quantised contexts by other packages, on our shapes; each needs an optional package.
 
-aither-kvcache reads its 4-bit codes in a kernel. Hugging Face's quantised caches, on optimum-quanto or HQQ, hand their
-keys and values to an ordinary attention: timed is what a step of a model does, to dequantise both, append the new
-token, and attend. A package that is missing or fails is reported in the row.
+aither-kvcache reads its 4-bit codes in a kernel. Hugging Face's quantised caches, on optimum-quanto or HQQ, pass their
+keys and values to an ordinary attention: a step dequantises both, appends the new token, and attends. A package that is
+missing or fails is reported in the row.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import Case, Check, Figures, ratio, spread, worst
 from benchmarks.harness.names import AITHER, HQQ, PACKAGES, PEER_PRESETS, PEER_SDPA, QUANTO
 
-# A page of its cache; what it takes by itself.
+# Page size of aither-kvcache, its default.
 _PAGE = 16
-# From so many pages on it splits contexts.
+# Number of pages from which aither-kvcache splits contexts.
 _SPLIT_PAGES = 64
-# Kernels in float32 against the package's own PyTorch path; dequantised caches against what was put in, at 4 bits.
+# Kernels in float32 against the package's own PyTorch path; 4-bit caches against attention to their contents.
 _TOLERANCE = 2e-2
 _Built = tuple[Callable[[], object], int]
-"""What is timed, and bytes of its cache."""
+"""The timed call, and the bytes of its cache."""
 
 
 def peer_cases(shapes: Sequence[Shape]) -> Iterator[Case]:
-    """One row a shape, one query: peers, two of our presets, and SDPA."""
+    """One row per shape, one query: peers, two of our presets, and SDPA."""
     if not cuda_timing.available():
         return
     failed: dict[str, str] = {}
@@ -105,7 +105,7 @@ def _measure(shape: Shape, failed: dict[str, str], repeats: int) -> Figures:
 
 
 def _check(failed: dict[str, str]) -> Check:
-    """Of peers that run; one that does not, or is wrong, is left out and said to be."""
+    """Check the peers that run; one that fails or is wrong is left out and reported."""
     failed.clear()
     errors = [0.0]
     for name, check in _CHECKS.items():
@@ -132,7 +132,7 @@ def _ours(preset: str, new: tuple[Tensor, Tensor, Tensor], shape: Shape) -> _Bui
 
 
 def _aither(query: Tensor, dense: Sequence[Tensor], new: tuple[Tensor, Tensor]) -> _Built:
-    """Its kernel; the new token is left out, which is in its favour."""
+    """The kernel of aither-kvcache, without the new token, which is in its favour."""
     from turboquant import TurboQuant
     from turboquant.fused_attention import TQPagedAttention
 
@@ -146,7 +146,7 @@ def _aither(query: Tensor, dense: Sequence[Tensor], new: tuple[Tensor, Tensor]) 
     attention = TQPagedAttention(quantizer, num_query_heads=heads)
     table = torch.arange(rows * pages, dtype=torch.int32, device=cuda_timing.DEVICE).view(rows, pages)
     lengths = torch.full((rows,), tokens, dtype=torch.int32, device=cuda_timing.DEVICE)
-    # It divides scores by the root of the head's size, which our queries have been already.
+    # It divides scores by the square root of the head size, which our queries already are.
     scaled = (query[:, :, 0] * HEAD_DIM**0.5).contiguous()
     call = partial(attention.forward, scaled, *stored, table, lengths, block_size=_PAGE)
     return call, sum(x.nbytes for x in stored)
@@ -159,7 +159,7 @@ def _check_aither() -> float:
     quantizer = TurboQuant(head_dim=HEAD_DIM, bits=4, device=cuda_timing.DEVICE)
     attention = TQPagedAttention(quantizer, num_query_heads=2)
     errors = []
-    # A table of so many pages is read in splits, however short the context.
+    # A table of this many pages is read in splits, however short the context.
     for pages in (4, _SPLIT_PAGES):
         x = torch.randn(2, pages, _PAGE, 2, HEAD_DIM, device=cuda_timing.DEVICE)
         (keys, key_norms), (values, value_norms) = quantizer.encode(x[0]), quantizer.encode(x[1])
@@ -181,7 +181,7 @@ def _hugging_face(layer_class: str, axis: int, query: Tensor, dense: Sequence[Te
 
 
 def _step(layer: Any, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """As the cache's `update` and the attention that follows, without what makes the cache grow."""
+    """The `update` of the cache and the attention that follows, without growing the cache."""
     past = layer._dequantize(layer._quantized_keys), layer._dequantize(layer._quantized_values)
     both = [torch.cat(pair, dim=2) for pair in zip(past, (keys, values), strict=True)]
     return functional.scaled_dot_product_attention(query, *both, scale=1.0)
@@ -206,7 +206,7 @@ def _layer(layer_class: str, axis: int) -> Any:
 
 
 def _stored_bytes(layer: Any) -> int:
-    """Codes and what goes with them; 0 where their kind is not known."""
+    """Bytes of codes, scales and shifts; 0 for an unknown kind."""
     total = 0
     for stored in (layer._quantized_keys, layer._quantized_values):
         tensors: list[Any] = []

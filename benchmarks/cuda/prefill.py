@@ -1,4 +1,4 @@
-"""What writing a cache costs on a CUDA device: forwards with and without, and encoding alone, eager and captured."""
+"""Cost of writing a cache on a CUDA device: forward passes with and without, and encoding alone, eager and captured."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esm_turbo.kv_cache import Append
 from esm_turbo.model.sessions import Prefill
 
 PLAIN = "forward"
-# Of bfloat16 states of size one.
+# Hidden states of size one in bfloat16.
 _TOLERANCE = 0.05
 _KINDS = ("eager", "captured")
 
@@ -31,7 +31,7 @@ def prefill_cases(
     presets: Sequence[str],
     targets: Mapping[int, Sequence[Target]],
 ) -> Iterator[Case]:
-    """One row a length, batch of one, bfloat16; arms of `encode` hold all layers."""
+    """One row per length, batch of one, bfloat16; the arms `encode` include all layers."""
     if not cuda_timing.available():
         return
     models = gpu_models.presets_of(architecture, presets)
@@ -78,7 +78,7 @@ def _measure(plain: EsmModel, models: dict[str, TurboEsmModel], ids: Tensor, rep
 
 
 def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
-    """What encodes all layers' keys and values of these tokens; they and the plan are made before."""
+    """A call that encodes the keys and values of all layers; they and the plan are computed in advance."""
     record = gpu_models.Recorder()
     with torch.no_grad():
         EsmModel.forward(model, ids, kv_session=record)
@@ -96,7 +96,7 @@ def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
 
 
 def _planned(model: TurboEsmModel, ids: Tensor) -> Callable[[], Tensor]:
-    """A forward that encodes, without the plan of where tokens go and the end, which replaces the cache's tensors."""
+    """A forward pass that encodes, without planning the append and committing it to the cache."""
     cache = model.new_cache()
     append = cache.plan_append(ids, torch.ones_like(ids, dtype=torch.bool), None, model.special_ids)
 
@@ -118,7 +118,7 @@ def _prefill(model: TurboEsmModel, ids: Tensor) -> Any:
 
 
 def _check(plain: EsmModel, models: dict[str, TurboEsmModel], ids: Tensor) -> Check:
-    """The prefill's states against the plain forward's, which they equal where the same kernels run."""
+    """Compare the hidden states of the prefill with those of the plain forward pass."""
     expected = forward(plain, ids)
     errors = []
     for model in models.values():

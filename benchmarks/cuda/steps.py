@@ -1,4 +1,4 @@
-"""A whole extension of a context by a model on a CUDA device: eager, captured, and all tokens anew without a cache."""
+"""A whole extension of a context on a CUDA device, eager and captured, and recomputing all tokens without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
 
 RECOMPUTE = "recompute"
-# Two paths in bfloat16 through all layers; hidden states after the last layer norm are of size one.
+# Two paths through all layers in bfloat16; hidden states after the last layer norm are of size one.
 _TOLERANCE = 0.25
 
 
@@ -28,14 +28,14 @@ def step_cases(
     presets: Sequence[str],
     at_most: float | None = None,
 ) -> Iterator[Case]:
-    """One row a number of new tokens, batch of one, bfloat16.
+    """One row per number of new tokens, batch of one, bfloat16.
 
     Args:
         architecture: of a model of random weights.
         context_tokens: of the context.
         new_tokens: of the extensions.
         presets: of the cache.
-        at_most: seconds that a captured extension with a compressed cache may take.
+        at_most: target for the seconds of a captured extension with a compressed cache.
     """
     if not cuda_timing.available():
         return
@@ -66,7 +66,7 @@ def step_cases(
 
 
 def extend(model: TurboEsmModel, cache: TurboKVCache, new: Tensor) -> Tensor:
-    """Hidden states of new tokens; the cache stays as it is."""
+    """Hidden states of new tokens, without changing the cache."""
     with torch.no_grad():
         output: Tensor = model(new, past_key_values=cache).last_hidden_state
     return output
@@ -115,7 +115,7 @@ def _measure(
         except Exception as error:
             failed[f"extend {preset}, captured"] = cuda_timing.reason(error)
     try:
-        # After the others, which share its parameters and move them.
+        # After the others, which share and move its parameters.
         outputs: list[Tensor] = []
         graph = cuda_timing.capture(lambda: outputs.append(forward(plain, whole)))
         arms[f"{RECOMPUTE}, captured"] = graph.replay

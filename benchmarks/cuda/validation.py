@@ -1,4 +1,4 @@
-"""The paper's tables 2, 3 and 6 in the geometry of ESM-2 650M on a CUDA device: prefills, kernels, decode attention."""
+"""The paper's tables 2, 3 and 6 in the 650M geometry on a CUDA device: prefills, kernels, decode attention."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from esm_turbo.model.sessions import Extension
 from esm_turbo.ops.backends import TorchBackend, TritonBackend
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Relative to a layer's largest output.
+# Relative to the largest output of a layer.
 _TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-3}
 Layers = list[tuple[Tensor, Tensor, Tensor]]
 """Queries, keys and values of every layer."""
 
 
 def similarity_cases(architecture: Architecture, tokens: Sequence[int], preset: str) -> Iterator[Case]:
-    """Table 2: hidden states of all layers and logits of our prefill and of Hugging Face's forward."""
+    """Table 2: hidden states of all layers and logits, our prefill against Hugging Face's forward pass."""
     if not cuda_timing.available():
         return
     for name, dtype in _DTYPES.items():
@@ -47,7 +47,7 @@ def similarity_cases(architecture: Architecture, tokens: Sequence[int], preset: 
 def kernel_cases(
     architecture: Architecture, context_tokens: int, new_tokens: Sequence[int], presets: Sequence[str]
 ) -> Iterator[Case]:
-    """Table 3: every layer's attention over packed contexts against dense attention in float64."""
+    """Table 3: attention of every layer over packed contexts against dense attention in float64."""
     if not cuda_timing.available():
         return
     codecs = [model.codec(model.turbo_config) for model in gpu_models.presets_of(architecture, presets).values()]
@@ -80,7 +80,7 @@ def kernel_cases(
 
 
 def decode_cases(architecture: Architecture, context_tokens: Sequence[int], presets: Sequence[str]) -> Iterator[Case]:
-    """Table 6: one new token's attention in all layers by the kernels and by PyTorch, eager and captured."""
+    """Table 6: attention of one new token in all layers, by the kernels and by PyTorch, eager and captured."""
     if not cuda_timing.available():
         return
     for n in context_tokens:
@@ -132,7 +132,7 @@ def _similarity(plain: EsmForMaskedLM, turbo: TurboEsmForMaskedLM, ids: Tensor) 
 
 @torch.no_grad()
 def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
-    """Errors of the kernels and of PyTorch in the same dtype on the decoded contexts."""
+    """Errors of the kernels, and of PyTorch in the same dtype, on the decoded contexts."""
     n = context.shape[1]
     cache = _encoded(model, context, layers)
     kernel, dense = Extension(cache, TritonBackend(), None, None), _Dense()
@@ -160,7 +160,7 @@ def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
 
 
 class _Dense:
-    """A backend that decodes the whole context and attends to it in float64; one row, no masks but the cache's own."""
+    """A backend that decodes the whole context and attends to it in float64; one row, only the mask of the cache."""
 
     def __init__(self) -> None:
         self.same_dtype: Tensor | None = None
@@ -197,7 +197,7 @@ def _recorded(architecture: Architecture, tokens: int) -> tuple[Tensor, Layers]:
 
 @torch.no_grad()
 def _encoded(model: TurboEsmModel, context: Tensor, layers: Layers) -> TurboKVCache:
-    """A cache of the first tokens' keys and values."""
+    """A cache of the keys and values of the first tokens."""
     cache, n = model.new_cache(), context.shape[1]
     append = cache.plan_append(context, torch.ones_like(context, dtype=torch.bool), None, model.special_ids)
     for layer_idx, (_, keys, values) in enumerate(layers):

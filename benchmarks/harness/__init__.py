@@ -1,1 +1,1 @@
-"""Shared by all benchmarks: timing, models, records of results."""
+"""Shared by all benchmarks: checks, timing, models, names and records of results."""

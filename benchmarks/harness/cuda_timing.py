@@ -1,7 +1,7 @@
-"""Times on a CUDA device: calls captured in graphs, arms in turn, the cache of the device flushed before each.
+"""Timing on a CUDA device: calls captured in graphs, arms in turn, the device's cache flushed before each call.
 
-A captured call costs no launch from Python. Its time is that of a graph of several pairs of flush and call less that
-of as many flushes, a difference that holds neither the graph's start nor the clock's own events.
+A captured call has no launch overhead from Python. Its time is that of a graph of several flushes and calls minus that
+of the flushes alone, which cancels the start of the graph and the events of the clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.harness.measure import Figures, interleave, spread
 Call = Callable[[], object]
 
 DEVICE = "cuda"
-# Several times the second-level cache of the largest devices.
+# Several times the L2 cache of the largest devices.
 _FLUSHED_BYTES = 192 * 2**20
 _WARM_UPS = 3
 _COPIED_BYTES = 2**30
@@ -29,7 +29,7 @@ def available() -> bool:
 
 
 class Flush:
-    """Reads a large array, after which the device's cache holds nothing else, and nothing that has to be written."""
+    """Flushes the device's cache by reading a large array, which leaves no dirty lines."""
 
     def __init__(self) -> None:
         self._array = torch.zeros(_FLUSHED_BYTES // 4, device=DEVICE)
@@ -40,12 +40,12 @@ class Flush:
 
 
 def capture(call: Call, calls: int = 1, before: Call | None = None) -> torch.cuda.CUDAGraph:
-    """A graph of a call.
+    """Capture a call in a graph.
 
     Args:
-        call: what is captured, after it has run a few times.
-        calls: how often one after the other.
-        before: what is captured before each.
+        call: captured after a few warm-up runs.
+        calls: how many times to capture it in sequence.
+        before: captured before each call.
     """
     here = torch.cuda.current_stream()
     stream = torch.cuda.Stream()
@@ -63,7 +63,7 @@ def capture(call: Call, calls: int = 1, before: Call | None = None) -> torch.cud
                     before()
                 call()
     except Exception:
-        # A capture that fails leaves its own stream behind.
+        # A failed capture leaves its own stream current.
         torch.cuda.set_stream(here)
         torch.cuda.synchronize()
         raise
@@ -73,15 +73,15 @@ def capture(call: Call, calls: int = 1, before: Call | None = None) -> torch.cud
 def captured_seconds(
     arms: Mapping[str, Call], repeats: int, *, cold: bool = True
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of calls as parts of graphs, arms in turn.
+    """Time calls captured in graphs, arms in turn.
 
     Args:
-        arms: by name.
-        repeats: how often, after one round that is not counted. Every other round goes backwards through the arms.
-        cold: whether the device's cache is flushed before every call.
+        arms: calls by name.
+        repeats: number of rounds after a warm-up round; every other round runs the arms in reverse order.
+        cold: flush the device's cache before every call.
 
     Returns:
-        Seconds of each repeat, and for the arms that could not be captured or run, why.
+        Seconds of each repeat, and the reasons why arms could not be captured or run.
     """
     flush = Flush()
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
@@ -106,7 +106,7 @@ def captured_seconds(
 
 
 def synchronized_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[str, list[float]], dict[str, str]]:
-    """Seconds of calls from Python until the device has finished, arms in turn; results as of `captured_seconds`."""
+    """Time calls from Python until the device has finished, arms in turn; returns as `captured_seconds`."""
     failed, able = {}, {}
     for name, call in arms.items():
         try:
@@ -121,14 +121,14 @@ def synchronized_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[s
 
 
 def copy_speed(repeats: int) -> float:
-    """Bytes a second of a copy from device to device, read and written."""
+    """Bytes per second, read and written, of a copy from device to device."""
     first, second = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     times, _ = captured_seconds({"copy": partial(first.copy_, second)}, repeats)
     return 2 * _COPIED_BYTES / statistics.median(times["copy"])
 
 
 def figures(times: Mapping[str, list[float]], failed: Mapping[str, str]) -> Figures:
-    """Spread of the times, and what failed where something has."""
+    """Spread of the times, and the failures if there are any."""
     found: Figures = {"seconds": spread(times)}
     return found | {"failed": dict(failed)} if failed else found
 
@@ -139,7 +139,7 @@ def reason(error: BaseException) -> str:
 
 
 def _calls(call: Call) -> int:
-    """How many of a call to put into a graph."""
+    """Number of times to put a call into a graph."""
     for _ in range(_WARM_UPS):
         call()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -153,7 +153,7 @@ def _calls(call: Call) -> int:
 
 def _replay_seconds(graph: torch.cuda.CUDAGraph, flush: Flush) -> float:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    # While this runs, what follows is queued.
+    # While this runs, the following is queued.
     flush()
     begin.record()
     graph.replay()

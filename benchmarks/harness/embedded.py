@@ -1,4 +1,4 @@
-"""The embedded model, the proteins that accuracy is measured on, and what every such row is checked by."""
+"""The embedded model, the proteins that accuracy is measured on, and the check of every accuracy row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.common.arms import FROZEN
 
 SETS = ("cath_val200", "long_human", "paper_six")
-"""The evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six."""
+"""Evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six proteins."""
 
 # Hidden states after the last layer norm are of size one.
 _TOLERANCE = 1e-4
@@ -31,7 +31,7 @@ _DIGITS = 7
 
 @functools.cache
 def embedded() -> TurboEsm:
-    """The embedded model with its shipped calibration, float32 on the CPU; one a process, not to be changed."""
+    """The embedded model with its shipped calibration, float32 on the CPU; one per process, read-only."""
     return TurboEsm.from_pretrained(device="cpu")
 
 
@@ -49,7 +49,7 @@ def with_calibration(calibration: Any) -> TurboEsm:
 
 
 def evaluation_set(name: str, max_proteins: int | None = None) -> list[ProteinRecord]:
-    """The first proteins of a set of `SETS`, all for None."""
+    """The first proteins of an evaluation set, or all for None."""
     return read_fasta_strict(evaluation_proteins().with_name(f"{name}.fasta"))[:max_proteins]
 
 
@@ -60,7 +60,7 @@ def shipped_proteins() -> tuple[ProteinRecord, ...]:
 
 
 def manifest() -> Mapping[str, Mapping[str, str]]:
-    """What is known of the shipped calibration proteins, by identifier and column."""
+    """The manifest of the shipped calibration proteins, by identifier and column."""
     lines = Path(calibration_proteins()).with_name("manifest.tsv").read_text(encoding="utf-8").splitlines()
     head = lines[0].split("\t")
     rows = [dict(zip(head, line.split("\t"), strict=True)) for line in lines[1:]]
@@ -75,13 +75,13 @@ def evaluate(
     classes: Sequence[str | None] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Accuracy of presets, without outliers, and without extensions unless `options` name them.
+    """Evaluate presets, without outliers, and without extensions unless requested by `options`.
 
     Args:
         turbo: the model.
-        proteins: to measure on.
+        proteins: to evaluate on.
         presets: by name.
-        classes: of the proteins; None for those that their headers state.
+        classes: of the proteins; None for those stated in their headers.
         options: of `esm_turbo.evaluate.evaluate`.
     """
     return evaluate_presets(
@@ -96,7 +96,7 @@ def evaluate(
 
 @torch.no_grad()
 def exactness(protein: ProteinRecord) -> Check:
-    """Leave-one-out at full precision against Hugging Face's own model, on one protein: they agree to rounding."""
+    """Compare leave-one-out at full precision with Hugging Face's model on one protein: equal up to rounding."""
     turbo = embedded()
     ids = torch.tensor([[turbo.codes.cls, *turbo.codes.encode(protein.sequence, protein.id), turbo.codes.eos]])
     expected = plain_model()(ids, output_hidden_states=True)
@@ -109,7 +109,7 @@ def exactness(protein: ProteinRecord) -> Check:
 
 
 def rounded(figures: Any) -> Any:
-    """The same JSON value with all floats at seven digits, which is more than any figure here is good for."""
+    """Round all floats of a JSON value to seven digits, which exceeds the precision of any figure here."""
     if isinstance(figures, float):
         return float(f"{figures:.{_DIGITS}g}")
     if isinstance(figures, Mapping):
@@ -120,7 +120,7 @@ def rounded(figures: Any) -> Any:
 
 
 def about(evaluation: Evaluation) -> Figures:
-    """What was evaluated and on what calibration, without what a record says anyway."""
+    """Provenance of an evaluation, without the parts that every record has."""
     provenance = evaluation.provenance
     calibration = provenance.calibration or {}
     return {

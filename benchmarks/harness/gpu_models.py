@@ -1,4 +1,4 @@
-"""Models of random weights on a CUDA device with calibrations of random proteins; made once a process."""
+"""Models of random weights on a CUDA device with calibrations on random proteins; built once per process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from esm_turbo.model.sessions import KVSession
 
 @functools.lru_cache(maxsize=1)
 def calibrated(architecture: Architecture) -> tuple[EsmModel, Calibration]:
-    """Weights in bfloat16 on the device, and a calibration of the model in float32."""
+    """A model in bfloat16 on the device, and its calibration made in float32."""
     model = random_model(architecture, device=cuda_timing.DEVICE)
     calibration = random_calibration(model, [])
     turbo = TurboEsmModel.from_esm(model, calibration=calibration)
@@ -33,7 +33,7 @@ def tokens(rows: int, residues: int, **options: Any) -> Tensor:
 
 
 def presets_of(architecture: Architecture, presets: Sequence[str], backend: str = "auto") -> dict[str, TurboEsmModel]:
-    """One model a preset, bfloat16, all with the same weights."""
+    """One model per preset, bfloat16, all sharing their weights."""
     model, calibration = calibrated(architecture)
     return {
         preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, backend=backend)

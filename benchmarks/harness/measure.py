@@ -1,4 +1,4 @@
-"""What every benchmark is made of: a check that comes first, arms timed in turn, and peaks of memory."""
+"""Building blocks of benchmarks: checks, targets, cases, interleaved timing, and peak memory."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Figures = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """What makes a row's figures worth reading.
+    """Comparison of the measured computation with an independent one.
 
     Attributes:
         what: what was compared, and in which norm.
-        error: how far apart it was.
-        tolerance: the most that is allowed.
+        error: the difference.
+        tolerance: the largest allowed difference.
     """
 
     what: str
@@ -37,7 +37,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        # Not `error > tolerance` turned round: NaN has to fail.
+        # Not `not error > tolerance`: NaN must fail.
         return self.error <= self.tolerance
 
 
@@ -46,7 +46,7 @@ class Target:
     """A bound on one figure.
 
     Attributes:
-        figure: keys of the figure, from the outside in.
+        figure: keys of the figure, outermost first.
         at_most: upper bound, or None.
         at_least: lower bound, or None.
     """
@@ -56,7 +56,7 @@ class Target:
     at_least: float | None = None
 
     def judge(self, figures: Figures) -> Figures:
-        """The bound beside what was found; not met where nothing was, because an arm failed."""
+        """The bound and the figure found; not met if the figure is missing because an arm failed."""
         found: Any = figures
         for key in self.figure:
             found = found.get(key) if isinstance(found, Mapping) else None
@@ -76,15 +76,15 @@ class Target:
 
 @dataclass(frozen=True)
 class Case:
-    """One row: measured only where its check passes.
+    """One row, or a few: measured only if its check passes.
 
     Attributes:
-        name: which case of its benchmark.
-        model: what was measured.
+        name: of the case within its benchmark.
+        model: the measured model.
         shape: sizes and dtypes.
-        check: computes what is timed once, and compares it.
-        measure: the figures, for a number of repeats; a list where they make several rows.
-        targets: bounds on them.
+        check: runs the measured computation once and compares its result.
+        measure: the figures for a number of repeats; a list if there are several rows.
+        targets: bounds on the figures.
     """
 
     name: str
@@ -96,22 +96,22 @@ class Case:
 
 
 def largest_difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Of two tensors, whatever their dtypes."""
+    """Largest absolute difference of two tensors of any dtypes."""
     return float((ours.double() - theirs.double()).abs().max())
 
 
 def worst(errors: Iterable[float]) -> float:
-    """The largest, and NaN where any is NaN (which `max` passes over)."""
+    """The largest error; NaN if any is NaN, which `max` may ignore."""
     errors = list(errors)
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int) -> dict[str, list[float]]:
-    """Times arms in turn, so that a machine whose speed drifts slows all of them.
+    """Time arms in turn, so that a machine whose speed drifts slows all of them alike.
 
     Args:
-        arms: by name the parts of an arm, as many in each; the arms take turns part by part.
-        repeats: how often, after one round that is not counted. Every other round goes backwards through the arms.
+        arms: parts of each arm by name, equally many per arm; the arms take turns part by part.
+        repeats: number of rounds after a warm-up round; every other round runs the arms in reverse order.
 
     Returns:
         Seconds of each repeat, summed over the parts.
@@ -133,7 +133,7 @@ def interleave(arms: Mapping[str, Sequence[Callable[[], object]]], repeats: int)
 
 
 def spread(times: Mapping[str, Sequence[float]]) -> Figures:
-    """p20, p50 and p80 of each arm's seconds."""
+    """p20, p50 and p80 of the seconds of each arm."""
     figures = {}
     for name, seconds in times.items():
         fifths = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 4
@@ -142,15 +142,15 @@ def spread(times: Mapping[str, Sequence[float]]) -> Figures:
 
 
 def ratio(seconds: Figures, numerator: str, denominator: str) -> float:
-    """Ratio of two arms' medians."""
+    """Ratio of the medians of two arms."""
     return float(seconds[numerator]["p50"] / seconds[denominator]["p50"])
 
 
 def peak_allocation(call: Callable[[], object]) -> int:
-    """Most bytes that PyTorch's CPU allocator held at once for a call, over what it held before.
+    """Peak bytes of PyTorch's CPU allocator during a call, beyond those held before.
 
-    The profiler reports every allocation and release, those inside an operator included; what the linear algebra
-    library takes from the system by itself is not seen.
+    The profiler reports every allocation and release, including those inside operators, but not the memory that the
+    linear algebra library takes from the system directly.
     """
     call()
     gc.collect()
@@ -179,12 +179,12 @@ def in_process(module: str, *arguments: object) -> Figures:
 
 
 def peak_resident() -> int:
-    """The most bytes of physical memory that this process has held.
+    """Peak bytes of physical memory of this process.
 
     Raises:
-        OSError: the system does not say (it is not Linux).
+        OSError: the system does not report it (it is not Linux).
     """
-    # Not ru_maxrss: a process inherits that from the one that started it.
+    # Not ru_maxrss, which a process inherits from its parent.
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024

@@ -1,4 +1,4 @@
-"""Models to measure: the geometry of published checkpoints with random weights, and calibrations of them."""
+"""Models to measure: the geometries of published checkpoints with random weights, and their calibrations."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _CLS, _FIRST_RESIDUE, _LAST_RESIDUE, _EOS = 0, 4, 23, 2
 
 @dataclass(frozen=True)
 class Architecture:
-    """Sizes of an ESM-2 model; those of 650M unless they say otherwise.
+    """Sizes of an ESM-2 model, by default those of 650M.
 
     Attributes:
-        name: what to call it.
-        num_layers: transformer layers.
-        num_heads: attention heads.
-        head_dim: components of a head.
-        intermediate_size: of the feed-forward network.
+        name: of the model in records.
+        num_layers: number of transformer layers.
+        num_heads: attention heads per layer.
+        head_dim: components per head.
+        intermediate_size: width of the feed-forward network.
     """
 
     name: str
@@ -42,11 +42,11 @@ class Architecture:
         return {"batch_size": 1, **self.described(), "dtype": "bfloat16", "device": "cuda", **sizes}
 
     def described(self) -> dict[str, int]:
-        """What records say of it."""
+        """Sizes as recorded."""
         return {"layers": self.num_layers, "heads": self.num_heads, "head_dim": self.head_dim}
 
     def config(self) -> EsmConfig:
-        """As in the published configurations."""
+        """Configuration like those of the published checkpoints."""
         return EsmConfig(
             vocab_size=33,
             pad_token_id=1,
@@ -72,14 +72,14 @@ def random_model(architecture: Architecture, seed: int = 0, device: str = "cpu")
         model = EsmModel(architecture.config(), add_pooling_layer=False).eval()
     with torch.no_grad():
         for layer in model.encoder.layer:
-            # As they are initialised, attention is all but a plain mean, in which errors would hide.
+            # With the default initialisation attention is nearly a plain mean, which would hide errors.
             layer.attention.self.query.weight *= 2
             layer.attention.self.key.weight *= 2
     return model
 
 
 def random_tokens(rows: int, residues: int, *, cls: bool = True, eos: bool = False, seed: int = 0) -> Tensor:
-    """Ids of random proteins, [rows, residues and special tokens]."""
+    """Token ids of random proteins, [rows, residues + special tokens]."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(_FIRST_RESIDUE, _LAST_RESIDUE + 1, (rows, residues), generator=generator)
     before = ids.new_full((rows, 1 if cls else 0), _CLS)

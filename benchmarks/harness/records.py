@@ -1,4 +1,4 @@
-"""Results as JSON lines: one measurement a line, never overwritten, each naming what it was measured with."""
+"""Results as JSON lines: one measurement per line with its environment, never overwritten."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esm_turbo.files.artifacts import package_versions
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 FORMAT_VERSION = 1
 REVISION_VARIABLE = "ESM_TURBO_REVISION"
-"""Names the commit where a copy of the sources without its history is measured."""
+"""Names the commit if the sources are a copy without history."""
 _FIELDS = ("format_version", "kind", "date", "revision", "environment", "model", "figures")
 
 
@@ -32,21 +32,21 @@ def append(
     model: str | None = None,
     device: torch.device | str = "cpu",
 ) -> dict[str, Any]:
-    """Adds one measurement to a file of JSON lines, which is made where it is missing.
+    """Append one measurement to a JSON lines file, created if missing.
 
     Args:
-        path: the file, as a rule in `RESULTS`.
-        kind: what was measured, such as "accuracy" or "extension_speed"; readers select by it.
-        figures: the result, plain JSON values without NaN; shapes, dtypes and units belong in it.
-        model: which model was measured.
-        device: where it ran.
+        path: the file, usually in `RESULTS`.
+        kind: of the measurement, such as "accuracy" or "speed"; readers select by it.
+        figures: the result as JSON values without NaN, including shapes, dtypes and units.
+        model: name of the measured model.
+        device: of the measurement.
 
     Returns:
         The record as written.
 
     Raises:
-        ValueError: `figures` holds NaN or infinity, or `kind` is empty.
-        TypeError: `figures` holds what JSON has no value for.
+        ValueError: `figures` contains NaN or infinity, or `kind` is empty.
+        TypeError: `figures` contains a value that JSON does not support.
     """
     if not kind:
         raise ValueError("`kind` must say what was measured")
@@ -62,7 +62,7 @@ def append(
     line = json.dumps(record, allow_nan=False, sort_keys=True) + "\n"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    # One write of a whole line: processes that append to the same file do not mix their lines.
+    # A single write per line: processes that append to the same file do not mix their lines.
     with path.open("ab", buffering=0) as file:
         file.write(line.encode())
     written: dict[str, Any] = json.loads(line)
@@ -74,10 +74,10 @@ def read(path: str | os.PathLike[str], kind: str | None = None) -> list[dict[str
 
     Args:
         path: a file written by `append`.
-        kind: only these; None for all.
+        kind: of the records to return; None for all.
 
     Raises:
-        ValueError: a line is no record, or of another format version; names file and line.
+        ValueError: a line is not a record, or of another format version; the message names file and line.
     """
     return [record for record in _records(path) if kind is None or record["kind"] == kind]
 
@@ -103,7 +103,7 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
 
 
 def _revision() -> dict[str, Any] | None:
-    """The checkout's; where there is none, that of the environment, "COMMIT" or "COMMIT dirty"."""
+    """Revision of the checkout, or else of the environment variable ("COMMIT" or "COMMIT dirty")."""
     revision = source_revision()
     if revision is not None:
         return asdict(revision)

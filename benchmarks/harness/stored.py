@@ -1,4 +1,4 @@
-"""Finds the newest stored record of a kind; tables and plots are made of these and of nothing else."""
+"""Look up the newest stored records; tables and plots are made from these only."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def newest(kind: str, key: Callable[[dict[str, Any]], Hashable], file: str | Non
 
     Args:
         kind: of the records.
-        key: of a record, from its figures; None leaves it out.
-        file: in benchmarks/results/, without its ending; None for the kind's name.
+        key: computes the key of a record from its figures; None excludes the record.
+        file: in benchmarks/results/, without its extension; None for the name of the kind.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no record.
     """
     found = {key(record["figures"]): record for record in _read(file or kind, kind)}
     found.pop(None, None)
@@ -30,10 +30,10 @@ def newest(kind: str, key: Callable[[dict[str, Any]], Hashable], file: str | Non
 
 
 def accuracy(proteins: str, preset: str, part: str = "leave_one_out") -> Record:
-    """The newest record of a preset on a protein set that has a part: `leave_one_out`, `extend` or `memory`.
+    """The newest record of a preset on a protein set with a given part: `leave_one_out`, `extend` or `memory`.
 
     Raises:
-        LookupError: there is none.
+        LookupError: there is no record.
     """
     found = accuracies(proteins, part)
     if preset not in found:
@@ -42,12 +42,12 @@ def accuracy(proteins: str, preset: str, part: str = "leave_one_out") -> Record:
 
 
 def accuracies(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
-    """The newest record of every preset on a protein set, see `accuracy`; none where there is none."""
+    """The newest record of every preset on a protein set, see `accuracy`; may be empty."""
     found = {}
     for record in _read("accuracy", "accuracy"):
         figures = record["figures"]
         preset = figures["preset"]
-        # Outliers were once planted in runs of their own, over a part of the proteins.
+        # Older runs planted outliers separately, on a part of the proteins.
         if figures["proteins"] == f"{proteins}.fasta" and preset[part] and not preset["outliers"]:
             found[preset["name"]] = record
     return found

@@ -1,4 +1,4 @@
-"""What calibration costs: time beside plain forwards, and memory by the number of proteins."""
+"""Cost of calibration: time compared with plain forward passes, and memory by number of proteins."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _BATCH_OF_RANDOM = 8
 
 
 def time_cases(proteins: int, toks_per_batch: Sequence[int]) -> Iterator[Case]:
-    """`partial_fit` and plain forwards of the encoder, by the size of a batch.
+    """`partial_fit` and plain forward passes of the encoder, by batch size.
 
     Args:
-        proteins: how many of the shipped ones, evenly from the file.
-        toks_per_batch: padded tokens of a batch; 0 for one protein a batch.
+        proteins: number of shipped proteins, evenly spaced in the file.
+        toks_per_batch: padded tokens per batch; 0 for one protein per batch.
     """
     model = plain_model()
     for budget in toks_per_batch:
@@ -126,7 +126,7 @@ def _shipped_batches(proteins: int, toks_per_batch: int) -> list[Batch]:
 
 
 def _value_moments(model: EsmForMaskedLM, batches: Sequence[Batch]) -> tuple[Array, Array]:
-    """Mean and covariance of every head's values over residues, [layers, heads, ...], from the model alone."""
+    """Mean and covariance of the values of every head over residues, [layers, heads, ...], from the plain model."""
     layers = [layer.attention.self for layer in model.esm.encoder.layer]
     seen: list[list[Array]] = [[] for _ in layers]
     residues: list[Tensor] = []
@@ -155,7 +155,7 @@ def _value_moments(model: EsmForMaskedLM, batches: Sequence[Batch]) -> tuple[Arr
 
 
 def main() -> None:
-    """Calibrates and prints the peaks of this process; `memory_cases` runs it."""
+    """Calibrate and print the peak memory of this process; run by `memory_cases`."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("proteins", type=int)
     parser.add_argument("residues", type=int)

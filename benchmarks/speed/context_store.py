@@ -1,4 +1,4 @@
-"""The store of contexts: reading one beside computing it, and whether compressing its files further would pay."""
+"""The context store: reading a context compared with computing it, and further compression of its files."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from esm_turbo.config import Geometry
 from esm_turbo.evaluate.environment import device_name
 
 _EXTENSION = "GSGSWKDLAE"
-# Reading gives back the very bytes.
+# Reading returns the same bytes.
 _EXACTLY = 0.0
 
 
 def embedded_cases(residues: Sequence[int], preset: str) -> Iterator[Case]:
-    """The model that ships with the package, on the CPU."""
+    """The embedded model, on the CPU."""
     turbo = TurboEsm.from_pretrained(preset=preset, device="cpu")
     for n in residues:
         yield _case("esm2-mini", turbo, n)
@@ -34,7 +34,7 @@ def embedded_cases(residues: Sequence[int], preset: str) -> Iterator[Case]:
 def random_cases(
     architecture: Architecture, residues: Sequence[int], preset: str, device: str = "cpu"
 ) -> Iterator[Case]:
-    """Random weights in the geometry of a larger model; nothing where there is no such device."""
+    """Random weights in the geometry of a larger model; no cases without the device."""
     if device == "cuda" and not torch.cuda.is_available():
         return
     turbo = random_turbo(architecture, preset, device)
@@ -45,7 +45,7 @@ def random_cases(
 def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
     [sequence] = random_sequences([residues], seed=residues)
     on_device = turbo.model.device.type != "cpu"
-    # There until the case is forgotten.
+    # Deleted with the case.
     folder = tempfile.TemporaryDirectory()
     disk = ContextStore(folder.name, host_bytes=0, device_bytes=0)
     stores = {"disk": disk, "host memory": ContextStore(folder.name, device_bytes=0)}
@@ -62,7 +62,7 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
         expected = turbo.extend(compute(), _EXTENSION).logits
         errors = []
         for store in stores.values():
-            # The first fills the store and its memory, the second finds it there.
+            # The first fetch fills the store and its memory, the second reads them.
             for _ in range(2):
                 errors.append(float((turbo.extend(fetch(store), _EXTENSION).logits - expected).abs().max()))
         misses = disk.info()["usage"]["missed"]
@@ -104,14 +104,14 @@ def _case(name: str, turbo: TurboEsm, residues: int) -> Case:
 
 
 def _finish(cache: TurboKVCache) -> TurboKVCache:
-    """Waits for the device, which would else go on after the clock has stopped."""
+    """Wait for the device before the clock stops."""
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return cache
 
 
 def compression_cases(presets: Sequence[str], levels: Sequence[int], domains: int, longs: int) -> Iterator[Case]:
-    """zstandard on the files of real contexts; nothing where the package is missing."""
+    """zstandard on the files of real contexts; no cases without the package."""
     try:
         import zstandard
     except ImportError:
@@ -131,7 +131,7 @@ def _compression_case(turbo: TurboEsm, sequences: Sequence[str], levels: Sequenc
     def check() -> Check:
         with tempfile.TemporaryDirectory() as folder:
             ContextStore(folder, host_bytes=0).add(turbo, sequences)
-            # A context's name is a hash; those of the store and the shelf are not.
+            # Files of contexts are named by a hash, unlike the other files of a store.
             contents[:] = [path.read_bytes() for path in Path(folder).rglob("*") if len(path.stem) == 64]
         wrong = float(len(contents) != len(sequences))
         for content in contents:

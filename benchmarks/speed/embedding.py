@@ -1,4 +1,4 @@
-"""Embeddings of many proteins beside plain loops over Hugging Face's model."""
+"""Embedding many proteins, compared with plain loops over Hugging Face's model."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from esm_turbo.tasks.embedding.records import embed_records
 
 TOKS_PER_BATCH = 4096
 DEFAULT_BATCH = 8
-"""Proteins of a batch in the loop that people write first."""
+"""Proteins per batch in the simplest loop."""
 
 _INCLUDE = ("mean", "per_tok")
-# Hidden states after the last layer norm are of size one; float32 sums in another order, and bfloat16's eight bits.
+# Hidden states after the last layer norm are of size one; float32 sums in another order, bfloat16 has eight bits.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.25}
 Result = list[tuple[Tensor, Tensor]]
-"""Per protein the residues' states [L, hidden_size] and their mean, float32 on the CPU."""
+"""Hidden states of the residues [L, hidden_size] and their mean per protein, float32 on the CPU."""
 
 
 def embedded_cases(proteins: int) -> Iterator[Case]:
-    """The model that ships with the package, on the CPU."""
+    """The embedded model, on the CPU."""
     model = plain_model()
     yield _case(EMBEDDED_MODEL.name, model, shipped_proteins()[:proteins])
 
@@ -47,7 +47,7 @@ def random_cases(
     device: str = "cpu",
     dtypes: Sequence[torch.dtype] = (torch.float32,),
 ) -> Iterator[Case]:
-    """Random weights in the geometry of a larger model; nothing where there is no such device."""
+    """Random weights in the geometry of a larger model; no cases without the device."""
     if device == "cuda" and not torch.cuda.is_available():
         return
     for dtype in dtypes:
@@ -56,7 +56,7 @@ def random_cases(
 
 
 def output_cases(proteins: int) -> Iterator[Case]:
-    """What files and caches cost, embedded model on the CPU."""
+    """Cost of writing files and caches, embedded model on the CPU."""
     model = plain_model()
     turbo = turbo_of(model, Calibration.load(EMBEDDED_MODEL), "turbo3")
     records = shipped_proteins()[:proteins]
@@ -89,7 +89,7 @@ def _case(name: str, model: EsmForMaskedLM, records: Sequence[ProteinRecord]) ->
     turbo = turbo_of(model)
     sequences = [record.sequence for record in records]
     device, dtype = model.device, next(model.parameters()).dtype
-    # Made before the clock starts: in the plain loops it is not counted, in ours it is.
+    # Tokenised before the clock starts: not counted in the plain loops, but counted in ours.
     same, default = (_batched(sequences, model, same=same) for same in (True, False))
     arms: dict[str, list[Callable[[], object]]] = {
         SAME_BATCHES: [partial(_plain, model, *same)],
@@ -153,7 +153,7 @@ def _ours(turbo: TurboEsm, sequences: Sequence[str]) -> Result:
 def _batched(
     sequences: Sequence[str], model: EsmForMaskedLM, *, same: bool
 ) -> tuple[list[list[int]], list[tuple[Tensor, Tensor]]]:
-    """Indices of batches and their tokens: by token budget, the longest first, or as the file has them."""
+    """Indices and tokens of batches: by token budget, longest first, or in the order of the file."""
     tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
     if same:
         batches = token_batches([len(sequence) + 2 for sequence in sequences], TOKS_PER_BATCH)[::-1]
@@ -169,12 +169,12 @@ def _batched(
 
 @torch.no_grad()
 def _plain(model: EsmForMaskedLM, batches: Sequence[Sequence[int]], tokens: Sequence[tuple[Tensor, Tensor]]) -> Result:
-    """What people write: a forward a batch, and each protein's part of it."""
+    """A plain loop: one forward pass per batch, then the rows of each protein."""
     encoder: EsmModel = model.esm
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for batch, (input_ids, attention_mask) in zip(batches, tokens, strict=True):
         states = encoder(input_ids.to(model.device), attention_mask.to(model.device)).last_hidden_state
-        # In one copy, and only then cut up: one a protein would wait for the device each time.
+        # One copy per batch: a copy per protein would wait for the device each time.
         states = states.float().cpu()
         for index, own, n in zip(batch, states, attention_mask.sum(1).tolist(), strict=True):
             residues = own[1 : n - 1].clone()

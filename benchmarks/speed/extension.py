@@ -1,4 +1,4 @@
-"""Speed and memory of extending a context, against recomputing all tokens and against full precision."""
+"""Speed and memory of extending a context, compared with recomputing all tokens and with full precision."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _WHAT = "hidden states of the extension, backend torch against reference, larges
 
 
 def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int) -> Iterator[Case]:
-    """Extension under every preset, and all tokens at once without a cache."""
+    """Extension with every preset, and all tokens at once without a cache."""
     model = random_model(architecture)
     setup = _Setup(model, [context_tokens], new_tokens)
     whole = torch.cat([setup.contexts[context_tokens], setup.new], dim=1)
@@ -49,9 +49,9 @@ def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int
 
 
 def memory_cases(architecture: Architecture, context_tokens: Sequence[int], new_tokens: int) -> Iterator[Case]:
-    """Extra memory of an extension by the length of its context, beside the caches' sizes.
+    """Extra memory of an extension by context length, and the sizes of the caches.
 
-    Growth is from the second longest context to the longest: the shortest may fit in less than one slice.
+    Growth is from the second longest context to the longest, since the shortest may fit into less than one slice.
     """
     setup = _Setup(random_model(architecture), context_tokens, new_tokens)
     *_, shorter, longest = sorted(context_tokens)
@@ -81,7 +81,7 @@ def memory_cases(architecture: Architecture, context_tokens: Sequence[int], new_
 
 
 class _Setup:
-    """Contexts of random residues, cached under every preset."""
+    """Contexts of random residues, cached with every preset."""
 
     def __init__(self, model: EsmModel, context_tokens: Sequence[int], new_tokens: int) -> None:
         calibration = random_calibration(model)

@@ -1,4 +1,4 @@
-"""How long importing takes, in fresh processes."""
+"""Import times, in fresh processes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _RUN_HELP = "from esm_turbo.cli.app import main; main(['--help'])"
 
 
 def cases() -> Iterator[Case]:
-    """One row for all: the statements are timed from within, the command as a whole process."""
+    """One row: statements are timed inside the process, the command as a whole process."""
 
     def check() -> Check:
         heavy = set(_HEAVY)
         after_import = _python("import esm_turbo; " + _LOADED.format(modules=heavy))
-        # The command exits, so what it has imported is printed on the way out.
+        # The command exits, so its imports are printed at exit.
         at_exit = f"import atexit, sys; atexit.register(lambda: print('loaded:', *({heavy!r} & sys.modules.keys())))"
         page, _, after_help = _python(f"{at_exit}; {_RUN_HELP}").rpartition("loaded:")
         wrong = len(after_import.split()) + len(after_help.split()) + ("calibrate" not in page)

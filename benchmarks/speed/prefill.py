@@ -1,4 +1,4 @@
-"""What writing a cache adds to a forward."""
+"""Overhead of writing a cache in a forward pass."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _WHAT = "hidden states of the prefill against the plain forward, largest differe
 
 
 def embedded_cases(tokens: Sequence[int]) -> Iterator[Case]:
-    """The model that ships with the package."""
+    """The embedded model."""
     model = plain_model().esm
     yield from _cases(EMBEDDED_MODEL.name, model, Calibration.load(EMBEDDED_MODEL), tokens)
 

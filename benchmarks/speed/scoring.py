@@ -1,7 +1,7 @@
-"""Candidates a second: scored anew with their target for every mask, and as extensions of the target's cached context.
+"""Candidates per second: recomputed with their target for every mask, and as extensions of the target's cached context.
 
-A candidate's extension and the target's context are timed apart, and put together for screens of 20, 100 and 1,000
-candidates of one length, which share the context.
+The extension by a candidate and the context of the target are timed separately, and combined for screens of 20, 100 and
+1,000 candidates of the same length, which share the context.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from esm_turbo.tasks.common.arms import prefill_ids
 from esm_turbo.tasks.scoring.score import Scores
 from esm_turbo.tasks.variants.score import score_variants
 
-# Log-probabilities, nats; kernels on a device sum in another order than PyTorch does.
+# Log-probabilities in nats; kernels on a device sum in another order than PyTorch.
 _TOLERANCE = {("cpu", "float32"): 1e-4, ("cuda", "float32"): 1e-3, ("cpu", "bfloat16"): 0.1, ("cuda", "bfloat16"): 0.1}
-# Twins of the fast paths, where they run.
+# Slow references of the fast paths, by device.
 _SLOW_BACKEND = {"cpu": "reference", "cuda": "torch"}
 _CHECKED_RESIDUES = 60
 _COMPILED_ROWS = 64
@@ -46,18 +46,18 @@ def candidate_cases(
     dtypes: Sequence[torch.dtype] = (torch.float32,),
     at_least: float,
 ) -> Iterator[Case]:
-    """Scoring candidates on one target in the three arms, by the residues that are refreshed.
+    """Scoring candidates on one target in the three arms, by number of residues refreshed.
 
     Args:
         architecture: of a model of random weights; None for the embedded model.
-        target_residues: of the target.
-        candidate_residues: of every candidate.
-        full_candidates: how many the arm `full` scores at a time.
-        cached_candidates: how many the others do.
-        refreshes: of the cached arms; the default one must be among them.
-        device: where; nothing is yielded where there is no such device.
-        dtypes: of the model, a row each.
-        at_least: how many times as many candidates a second as `full` the arm `turbo` is to score.
+        target_residues: residues of the target.
+        candidate_residues: residues per candidate.
+        full_candidates: candidates per call of the arm `full`.
+        cached_candidates: candidates per call of the cached arms.
+        refreshes: residues refreshed in the cached arms; must include the default.
+        device: of the model; no cases without it.
+        dtypes: of the model, one row each.
+        at_least: target for the speedup of the arm `turbo` over `full`, in candidates per second.
     """
     if device == "cuda" and not torch.cuda.is_available():
         return
@@ -133,7 +133,7 @@ def position_cases(
     cached_positions: int,
     refreshes: Sequence[int] = REFRESHES,
 ) -> Iterator[Case]:
-    """Masked marginals of one protein in the three arms, on the CPU; arguments as of `candidate_cases`."""
+    """Masked marginals of one protein in the three arms, on the CPU; arguments as for `candidate_cases`."""
     name = EMBEDDED_MODEL.name if architecture is None else architecture.name
     turbo, slow = _models(architecture, "cpu")
     [protein] = _proteins([residues])
@@ -141,7 +141,7 @@ def position_cases(
     arms = {"frozen": "exact", "turbo": DEFAULT_PRESET}
 
     def variants(count: int) -> list[str]:
-        """One variant each of positions spread over the protein."""
+        """One variant at each of several positions spread over the protein."""
         places = [index * residues // count for index in range(count)]
         return [f"{protein[place]}{place + 1}X" for place in places]
 
@@ -180,7 +180,7 @@ def position_cases(
 
 
 def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
-    """Log-probabilities of a candidate's residues by Hugging Face's own model, one masked copy at a time."""
+    """Log-probabilities of a candidate's residues by Hugging Face's model, one masked copy at a time."""
     model = _plain(turbo)
     ids = [turbo.codes.cls, *turbo.codes.encode(target + candidate, "both"), turbo.codes.eos]
     found = []
@@ -193,10 +193,10 @@ def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
 
 
 def _compile_ahead(turbo: TurboEsm, target_residues: int, candidate_residues: int, refreshes: Sequence[int]) -> None:
-    """Compiles what scoring candidates on a device runs: the context's encoding, and extensions of one context."""
+    """Compile the kernels for scoring on a device: encoding the context, and extending it."""
     esm = turbo.model.esm
     codec, dtype = esm.codec(esm.turbo_config), esm.dtype
-    # Tokens beside the residues: of the target <cls>, of a candidate <eos>.
+    # Special tokens: <cls> with the target, <eos> with each candidate.
     context = 1 + target_residues
     compile_ahead.model([codec], [(1, context, 0)], [dtype])
     new = [refresh + candidate_residues + 1 for refresh in refreshes]
@@ -230,14 +230,14 @@ def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
 
 
 def _device_and_dtype(turbo: TurboEsm) -> tuple[str, str]:
-    """Of the model, as records name them."""
+    """Device and dtype of the model, as named in records."""
     return turbo.model.device.type, str(turbo.model.dtype).removeprefix("torch.")
 
 
 def _models(
     architecture: Architecture | None, device: str, dtype: torch.dtype = torch.float32
 ) -> tuple[TurboEsm, TurboEsm]:
-    """The model and the same with the slow backend."""
+    """The model, and the same model with the slow backend."""
     if architecture is None:
         return tuple(  # type: ignore[return-value]
             TurboEsm.from_pretrained(device=device, dtype=dtype, backend=backend) for backend in ("auto", "reference")

@@ -1,4 +1,4 @@
-"""Where a cache begins to pay: candidates after contexts of several lengths, from a cache and without one."""
+"""Break-even of caching: candidates after contexts of several lengths, with and without a cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TOLERANCE = 1e-4
 
 
 def cases(residues: Sequence[int], candidates: int, candidate_residues: int, refresh: int) -> Iterator[Case]:
-    """The embedded model under the default preset, on the CPU."""
+    """The embedded model with the default preset, on the CPU."""
     turbo, reference = (TurboEsm.from_pretrained(device="cpu", backend=backend) for backend in ("torch", "reference"))
     for n in residues:
         yield _case(turbo, reference, n, candidates, candidate_residues, refresh)
@@ -27,7 +27,7 @@ def _case(turbo: TurboEsm, reference: TurboEsm, residues: int, count: int, lengt
     context, *candidates = random_sequences([residues, *[length] * count])
 
     def check() -> Check:
-        # Three will do: the slow backend is slow.
+        # Three suffice: the reference backend is slow.
         found, expected = (
             one.extend(one.prefill(context), candidates[:3], refresh=refresh).logits for one in (turbo, reference)
         )
@@ -45,7 +45,7 @@ def _case(turbo: TurboEsm, reference: TurboEsm, residues: int, count: int, lengt
         return {
             "seconds": seconds,
             "ratios": {"full / turbo": ratio(seconds, "full", "turbo")},
-            # After which the time of the prefill is won back; None where it never is.
+            # Number of candidates that pays for the prefill; None if there is no such number.
             "break_even_candidates": seconds["prefill"]["p50"] / saved if saved > 0 else None,
             "bytes": {"cache": cache.nbytes},
         }

@@ -272,7 +272,7 @@ def test_a_case_that_fails_does_not_stop_the_others(
     text = capsys.readouterr().err
     assert text.count("broken: FAILED") == 2 and "cannot go on" in text
     assert run.run_in_turn(["prefill_cuda"], run.Settings(seconds=-1.0)) == 1
-    assert "LEFT OUT" in capsys.readouterr().err
+    assert "STOPPED after" in capsys.readouterr().err
 
 
 def test_a_copy_without_history_names_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
