@@ -178,11 +178,13 @@ class TurboCodec(KVCodec):
             tensors[f"{kind}_map"] = tensors[f"{kind}_map"] / tensors[f"{kind}_steps"][:, None]
             tensors[f"{kind}_inverse"] = tensors[f"{kind}_inverse"] * tensors[f"{kind}_steps"]
             size = run_size(self.geometry.head_dim)
-            widths = tensors[f"{kind}_widths"].repeat_interleave(size).float()
-            tensors[f"{kind}_half"] = torch.exp2(widths - 1)
-            tensors[f"{kind}_highest"] = torch.exp2(widths) - 1
+            widths = tensors[f"{kind}_widths"].long().repeat_interleave(size)
+            # Shifted, as no device promises exact powers.
+            levels = (torch.ones_like(widths) << widths).float()
+            tensors[f"{kind}_half"] = levels / 2
+            tensors[f"{kind}_highest"] = levels - 1
             for index, slab in enumerate(slabs(tensors[f"{kind}_widths"].tolist(), size)):
-                middle = torch.zeros_like(widths)
+                middle = torch.zeros_like(levels)
                 for start, stop, shift in slab.pieces:
                     middle[start:stop] = (2**slab.bits - 1) / 2 * 2**shift
                 tensors[f"{kind}_middle_{index}"] = middle

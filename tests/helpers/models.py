@@ -44,6 +44,21 @@ def make_config(*, head_dim: int = 16, heads: int = 4, layers: int = 2, **config
     return EsmConfig(**(options | config))
 
 
+def rounding(config: EsmConfig) -> float:
+    """How far a model's float32 states may be from exact ones, relative to their size.
+
+    However n products are summed, the sum is within about sqrt(n) 2^-24 of their size (Higham and Mary, SIAM J. Sci.
+    Comput. 41:A2815, 2019); the errors of all layers add up. Two runs may be twice as far apart.
+    """
+    return float(config.num_hidden_layers * config.intermediate_size**0.5 * 2.0**-24)
+
+
+def assert_same_states(one: Tensor, other: Tensor, config: EsmConfig) -> None:
+    """States or logits of two float32 runs: apart by rounding, absolute below 1 and relative above."""
+    assert one.shape == other.shape
+    assert ((one - other).abs() <= 2 * rounding(config) * other.abs().clamp_min(1)).all()
+
+
 def make_esm(*, seed: int = 0, attn_implementation: str = "sdpa", **config: object) -> EsmForMaskedLM:
     """Hugging Face's model with random weights, large enough for attention to be far from uniform."""
     with torch.device("meta"):

@@ -12,10 +12,11 @@ from esm_turbo import CapturedExtension, TurboEsmForMaskedLM
 from esm_turbo.model import graphs
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.ops.triton_layout import block_angles
-from tests.helpers.models import make_esm, random_ids
+from tests.helpers.models import make_config, make_esm, random_ids, rounding
 
 PRESETS = ("exact", "paper", "turbo3", "turbo1")
 LENGTHS = ([21, 9, 13], [5, 30, 3])
+ROUNDING = 2 * rounding(make_config())
 TOLERANCES = {"float32": 2e-5, "bfloat16": 3e-2}
 
 
@@ -25,7 +26,7 @@ def contexts(model, lengths, seed=0):
         return model(ids, mask, use_cache=True).past_key_values
 
 
-def assert_close(found, expected, tolerance=1e-6):
+def assert_close(found, expected, tolerance=ROUNDING):
     assert found.shape == expected.shape
     assert torch.isfinite(found).all()
     error = (found.float() - expected.float()).abs().max() / expected.float().abs().max()
@@ -187,7 +188,8 @@ def test_angles_stay_when_longer_contexts_come(tiny_model):
     longer = block_angles(codec, 0, 10_000, device)
     gc.collect()
     assert first() is not None
-    assert torch.equal(first(), longer[: len(first())])
+    # How a cosine is rounded may depend on its place in an array.
+    torch.testing.assert_close(first(), longer[: len(first())], rtol=0, atol=2.0**-23)
     assert block_angles(codec, 0, 100, device) is longer
 
 
