@@ -89,6 +89,7 @@ def _prefill(protein: ProteinRecord) -> Figures:
     return {"cosine_mean": float(cosines.mean()), "largest_difference": float((plain - written).abs().max())}
 
 
+@functools.cache
 def _sizes_are_those_of_caches() -> Check:
     """Compare `cache_sizes` of the embedded model with a cache of it."""
     turbo = embedded()

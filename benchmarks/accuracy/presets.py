@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -127,5 +128,6 @@ def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapp
     )
 
 
+@functools.cache
 def _check() -> Check:
     return exactness(evaluation_set("cath_val200", 1)[0])

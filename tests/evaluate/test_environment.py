@@ -13,7 +13,18 @@ from esm_turbo.evaluate.environment import device_name, processor_name, source_r
 
 
 def git(folder: Path, *arguments: str) -> str:
-    command = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+    command = [
+        "git",
+        "-C",
+        str(folder),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "commit.gpgsign=false",
+        *arguments,
+    ]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 

@@ -1,4 +1,4 @@
-"""The record of a run of the tests that need a GPU."""
+"""Records of the tests that need a CUDA device."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from benchmarks.cuda import gpu_tests
 from benchmarks.cuda.gpu_tests import summary
-from benchmarks.harness import records, stored
+from benchmarks.harness import records
 from benchmarks.report import tables_gpu
 
 REPORT = """<testsuites><testsuite>
@@ -28,7 +28,7 @@ def test_outcomes_are_counted_by_file_and_failures_named(tmp_path):
 
 
 def test_every_file_has_a_row(tmp_path, monkeypatch):
-    """Also where a later one writes no report; and what failed is the exit code."""
+    """Even if a later one writes no report; the exit code is that of the failure."""
     files = [tmp_path / f"test_{name}.py" for name in "abc"]
     for file in files:
         file.touch()
@@ -48,16 +48,12 @@ def test_every_file_has_a_row(tmp_path, monkeypatch):
     assert {(path, kind) for path, kind, _ in rows} == {(out, "gpu_tests")}
 
 
-def test_the_table_of_a_record(tmp_path, monkeypatch):
-    """The newest row of every file counts."""
-    monkeypatch.setattr(records, "RESULTS", tmp_path)
+def test_the_table_shows_the_newest_row_of_every_file(results, monkeypatch):
     monkeypatch.setattr(records, "device_name", lambda device: "a device")
     for failed in (1, 0):
         for name, passed in (("test_a", 5), ("test_b", 7)):
             counts = {"passed": passed, "failure": failed}
-            records.append(tmp_path / "gpu_tests.jsonl", "gpu_tests", {"by_file": {name: counts}}, device="cuda")
-    stored.forget()
+            records.append(results / "gpu_tests.jsonl", "gpu_tests", {"by_file": {name: counts}}, device="cuda")
     text = tables_gpu.TABLES["gpu_tests"]()
-    stored.forget()
     assert "| `test_a` | 5 | 0 | 0 | 0 |\n| `test_b` | 7 | 0 | 0 | 0 |" in text
     assert "12 tests marked `gpu`. Run on a device, torch" in text

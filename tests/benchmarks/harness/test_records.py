@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,12 +12,11 @@ import pytest
 import torch
 
 from benchmarks.harness import records
-from esm_turbo.evaluate.environment import source_revision
 
 FIGURES = {"milliseconds": [1.5, 2.0], "shape": {"tokens": 512}, "note": None}
 
 
-def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
+def test_appended_records_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "results" / "speed.jsonl"
     first = records.append(path, "speed", FIGURES, model="esm2-mini")
     second = records.append(path, "accuracy", {"cosine": 0.5})
@@ -30,7 +28,7 @@ def test_what_is_appended_is_read_back(tmp_path: Path) -> None:
     assert second["model"] is None
 
 
-def test_a_record_names_what_it_was_measured_with(tmp_path: Path) -> None:
+def test_a_record_has_its_environment(tmp_path: Path) -> None:
     record = records.append(tmp_path / "r.jsonl", "speed", FIGURES, device=torch.device("cpu"))
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\+00:00", record["date"])
     environment = record["environment"]
@@ -41,7 +39,7 @@ def test_a_record_names_what_it_was_measured_with(tmp_path: Path) -> None:
     assert {"python", "transformers", "numpy", "safetensors"} <= set(environment["versions"])
 
 
-def test_earlier_lines_stay(tmp_path: Path) -> None:
+def test_earlier_lines_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, "speed", FIGURES)
     before = path.read_bytes()
@@ -51,7 +49,7 @@ def test_earlier_lines_stay(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
-def test_what_json_has_no_number_for_is_refused_and_nothing_written(tmp_path: Path, figure: float) -> None:
+def test_non_finite_figures_are_refused_and_nothing_is_written(tmp_path: Path, figure: float) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, "speed", FIGURES)
     before = path.read_bytes()
@@ -72,7 +70,7 @@ def test_what_json_has_no_number_for_is_refused_and_nothing_written(tmp_path: Pa
         ('{"kind": "speed"}', "line 2: lacks format_version, date"),
     ],
 )
-def test_a_damaged_line_is_named(tmp_path: Path, line: str, message: str) -> None:
+def test_a_damaged_line_is_reported(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "r.jsonl"
     records.append(path, "speed", FIGURES)
     with path.open("a") as file:
@@ -99,29 +97,11 @@ def test_lines_of_concurrent_writers_do_not_mix(tmp_path: Path) -> None:
     assert all(record["figures"] == figures for record in written)
 
 
-def git(folder: Path, *arguments: str) -> str:
-    options = ("-c", "user.name=x", "-c", "user.email=x@example.org", "-c", "commit.gpgsign=false")
-    command = ["git", "-C", str(folder), *options, *arguments]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
-def test_the_revision_says_whether_sources_differ_from_the_commit(tmp_path: Path) -> None:
-    assert source_revision(tmp_path) is None
-    (tmp_path / "esm_turbo").mkdir()
-    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
-    source = tmp_path / "esm_turbo" / "module.py"
-    source.write_text("x = 1\n")
-    git(tmp_path, "init", "-q")
-    git(tmp_path, "add", ".")
-    git(tmp_path, "commit", "-qm", "first")
-    commit = git(tmp_path, "rev-parse", "HEAD")
-    # Results grow while they are measured, and notes decide nothing.
-    (tmp_path / "benchmarks" / "results" / "r.jsonl").write_text("{}\n")
-    (tmp_path / "notes.txt").write_text("note\n")
-    revision = source_revision(tmp_path)
-    assert revision is not None
-    assert (revision.commit, revision.dirty) == (commit, False)
-    source.write_text("x = 2\n")
-    revision = source_revision(tmp_path)
-    assert revision is not None
-    assert (revision.commit, revision.dirty) == (commit, True)
+def test_a_copy_without_history_names_its_commit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(records, "source_revision", lambda: None)
+    monkeypatch.delenv(records.REVISION_VARIABLE, raising=False)
+    assert records.append(tmp_path / "r", "speed", {})["revision"] is None
+    monkeypatch.setenv(records.REVISION_VARIABLE, "abc dirty")
+    assert records.append(tmp_path / "r", "speed", {})["revision"] == {"commit": "abc", "dirty": True}
+    monkeypatch.setenv(records.REVISION_VARIABLE, "abc")
+    assert records.append(tmp_path / "r", "speed", {})["revision"] == {"commit": "abc", "dirty": False}

@@ -5,11 +5,11 @@ import pytest
 from benchmarks.report import tables, tables_gpu
 
 
-def test_tables_are_what_the_results_say():
+def test_tables_equal_the_results():
     assert tables.main(["--check"]) == 0
 
 
-def test_a_figure_typed_in_is_found(tmp_path, monkeypatch, capsys):
+def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
     monkeypatch.setattr(tables, "FILES", ("page.md",))
     page = tmp_path / "page.md"

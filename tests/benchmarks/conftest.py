@@ -1,0 +1,59 @@
+"""Benchmarks of a CUDA device on the CPU, and results in a folder of the test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.cuda import compile_ahead
+from benchmarks.harness import cuda_timing, gpu_models, records, stored
+from esm_turbo.ops import torch_ops
+from esm_turbo.ops import triton_attention as triton_kernels
+from esm_turbo.ops.backends import TritonBackend
+
+
+def timed(arms: Mapping[str, Callable[[], object]], repeats: int, **options: Any) -> tuple[dict, dict]:
+    """In place of the clocks of a device: run every arm, and report a millisecond per letter of its name."""
+    times, failed = {}, {}
+    for name, arm in arms.items():
+        try:
+            arm()
+            times[name] = [len(name) / 1e3] * repeats
+        except Exception as error:
+            failed[name] = cuda_timing.reason(error)
+    return times, failed
+
+
+@pytest.fixture
+def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Benchmarks run on the CPU, with PyTorch's path in place of the kernels."""
+    monkeypatch.setattr(cuda_timing, "DEVICE", "cpu")
+    monkeypatch.setattr(cuda_timing, "available", lambda: True)
+    monkeypatch.setattr(cuda_timing, "captured_seconds", timed)
+    monkeypatch.setattr(cuda_timing, "synchronized_seconds", timed)
+    monkeypatch.setattr(cuda_timing, "copy_speed", lambda repeats: 4e12)
+    monkeypatch.setattr(compile_ahead, "compile_all", lambda jobs: list(jobs))
+    monkeypatch.setattr(triton_kernels, "extend_attention", torch_ops.extend_attention)
+    monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(torch_ops.extend_attention))
+    nothing = {"synchronize": None, "memory_allocated": 1000, "memory_reserved": 3000, "max_memory_allocated": 1500}
+    for name, value in nothing.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=10**9))
+    gpu_models.calibrated.cache_clear()
+    yield
+    gpu_models.calibrated.cache_clear()
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder in place of the project's results."""
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    stored.forget()
+    yield tmp_path
+    stored.forget()

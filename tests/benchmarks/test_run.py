@@ -1,0 +1,142 @@
+"""The runner: rows and their commands, failures, groups, and arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import run
+from benchmarks.accuracy import paper
+from benchmarks.harness import records
+from benchmarks.harness.measure import Case, Check
+from benchmarks.registry import BENCHMARKS, EXPERIMENTS
+from tests.helpers.benchmark_cases import empty_case
+
+
+def test_a_row_has_the_command_that_reproduces_it_and_no_path(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    settings = run.Settings(repeats=3, threads=2, max_proteins=5, out=out)
+    assert run.run_case("memory", empty_case(), settings) is not None
+    assert run.run_case("import_time", empty_case(), settings) is not None
+    [experiment, speed] = records.read(out)
+    assert experiment["kind"] == "memory"
+    assert experiment["model"] == "a model"
+    assert experiment["figures"]["command"] == "python -m benchmarks.run memory --threads 2 --max-proteins 5"
+    assert speed["kind"] == "speed"
+    assert speed["figures"]["command"] == "python -m benchmarks.run import_time --threads 2 --repeats 3"
+    assert speed["figures"]["repeats seen"] == 3
+    assert str(tmp_path) not in out.read_text()
+
+
+def test_a_case_may_give_several_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    rows = run.run_case("memory", empty_case(figures=[{"size": "8M"}, {"size": "35M"}]), run.Settings(out=out))
+    assert rows is not None
+    written = [record["figures"] for record in records.read(out, "memory")]
+    assert [row["size"] for row in written] == [row["size"] for row in rows] == ["8M", "35M"]
+    assert all(row["check"] == {"what": "nothing", "error": 0.0, "tolerance": 0.5} for row in written)
+
+
+@pytest.mark.parametrize("error", [0.6, math.nan])
+def test_a_case_that_fails_its_check_is_not_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], error: float
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert run.run_case("memory", empty_case(check=error), run.Settings(out=out)) is None
+    assert "REFUSED" in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_rows_are_saved_in_the_file_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "RESULTS", tmp_path)
+    settings = run.Settings(save=True)
+    for name in ("ablation", "class_shift", "import_time"):
+        assert run.run_case(name, empty_case(), settings) is not None
+    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "class_shift.jsonl", "cpu.jsonl"}
+
+
+def test_a_group_stands_for_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, int]] = []
+
+    def no_cases(self: run.Settings, name: str) -> Iterator[Case]:
+        seen.append((name, self.threads))
+        return iter(())
+
+    monkeypatch.setattr(run.Settings, "cases", no_cases)
+    monkeypatch.setattr(run, "_prepare", lambda threads: None)
+    assert run.main(["results", "--threads", "3"]) == 0
+    assert seen == [(name, 3) for name in EXPERIMENTS]
+    seen.clear()
+    assert run.main([]) == 0
+    assert seen == [(name, 2) for name in BENCHMARKS]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "no such benchmark: nonsense"),
+        (["--jobs", "2"], "must run alone"),
+        (["memory", "import_time", "--jobs", "2"], "must run alone, without --jobs: import_time"),
+        (["memory", "--max-proteins", "0"], "must be at least 1"),
+        (["memory", "--jobs", "0"], "must be at least 1"),
+        (["memory", "--save", "--out", "x"], "not allowed with"),
+    ],
+)
+def test_bad_arguments_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_prepare", lambda threads: None)
+    with pytest.raises(SystemExit) as stopped:
+        run.main(arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_parallel_processes_write_all_rows(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    assert run.run_side_by_side(["memory"], run.Settings(out=out), jobs=2) == 0
+    sizes = sorted(record["figures"]["size"] for record in records.read(out, "memory"))
+    assert sizes == sorted(paper.GEOMETRIES)
+
+
+def test_one_failing_case_does_not_stop_the_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> Check:
+        raise RuntimeError("out of order")
+
+    cases = [dataclasses.replace(empty_case(), name="broken", check=broken), empty_case()]
+    monkeypatch.setattr(run.Settings, "cases", lambda self, name: iter(cases))
+    assert [run._run_one("memory", index, run.Settings()) for index in (0, 1)] == [False, True]
+    assert "memory · broken: FAILED" in capsys.readouterr().err
+
+
+def test_a_case_that_fails_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def good(name: str) -> Case:
+        return Case(name, "m", {"device": "cpu"}, lambda: Check("", 0.0, 0.0), lambda repeats: {"x": repeats})
+
+    def broken() -> Check:
+        raise torch.OutOfMemoryError("no room")
+
+    def cases(self: run.Settings, name: str) -> Iterator[Case]:
+        yield good("first")
+        yield Case("broken", "m", {}, broken, lambda repeats: {})
+        yield good("last")
+        if name == "prefill_cuda":
+            raise RuntimeError("cannot go on")
+
+    monkeypatch.setattr(run.Settings, "cases", cases)
+    out = tmp_path / "gpu.jsonl"
+    assert run.run_in_turn(["prefill_cuda", "peers_cuda"], run.Settings(repeats=2, out=out)) == 3
+    assert [row["figures"]["case"] for row in records.read(out)] == ["first", "last"] * 2
+    text = capsys.readouterr().err
+    assert text.count("broken: FAILED") == 2 and "cannot go on" in text
+    assert run.run_in_turn(["prefill_cuda"], run.Settings(seconds=-1.0)) == 1
+    assert "STOPPED after" in capsys.readouterr().err
