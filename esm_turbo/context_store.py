@@ -1,8 +1,8 @@
 """A folder of compressed contexts, computed once and read by any number of processes.
 
-A context is found by what `ContextModel.prefill` depends on: its tokens, the counts for token dropout, the model, the
-preset, the calibration and the dtype. Files are written whole or not at all and carry checksums; a damaged one is
-reported and computed anew. What was used last is kept in memory, on the host and on the device.
+A context is identified by everything that `ContextModel.prefill` depends on: its tokens, the counts for token dropout,
+the model, the preset, the calibration and the dtype. Files are written whole or not at all and have checksums; damaged
+contexts are reported and computed again. Recently used contexts are kept in memory, on the host and on the device.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.store.files import FORMAT_VERSION, Shelf, StoreFiles, blueprint_of, is_store
-from esm_turbo.store.flat import Blueprint, FlatContext
+from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec, is_store
+from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
 from esm_turbo.tasks.common.progress import Progress, silent
@@ -43,13 +43,13 @@ _log = logging.getLogger("esm_turbo")
 
 @dataclass(frozen=True)
 class _Job:
-    """One context that is asked for.
+    """One requested context.
 
     Attributes:
         key: of its file.
-        sequence: residues, as they were given.
-        tokens: `<cls>` and the residues.
-        masks: how many of them are `<mask>`.
+        sequence: residues as given.
+        tokens: number of tokens, `<cls>` and the residues.
+        masks: number of `<mask>` tokens among them.
         total_tokens: for token dropout, see `ContextModel.prefill`.
         total_masks: likewise.
     """
@@ -63,17 +63,17 @@ class _Job:
 
 
 class ContextStore:
-    """Compressed contexts on disk, with what was used last in memory.
+    """Compressed contexts on disk, with recently used ones in memory.
 
-    Several processes may read and write one store; one at a time writes, and the others wait for it. A process that is
-    killed while it writes leaves nothing behind that is read.
+    Several processes may read and write one store. One at a time writes, and the others wait for it. What a process
+    that is killed while writing leaves behind is never read.
 
     Args:
         folder: of a store; a new or empty one becomes a store with the first context.
-        host_bytes: what contexts may take of the host's memory, pinned where there is a CUDA device; 0 keeps none.
-        device_bytes: likewise of the device's memory, where the model is on one.
+        host_bytes: host memory for contexts in bytes, pinned if the model is on a CUDA device; 0 keeps none.
+        device_bytes: device memory for contexts in bytes, if the model is on a device; 0 keeps none.
         lock_timeout: seconds to wait for another process that is writing.
-        read_only: compute what is missing, but do not write it.
+        read_only: compute missing contexts, but do not write them.
 
     Raises:
         ValueError: the folder holds something else, was written by another version or is damaged, or a budget is
@@ -112,7 +112,7 @@ class ContextStore:
         self.close()
 
     def close(self) -> None:
-        """Forgets what is in memory, and adds the counts of hits to the store's. The store can still be used."""
+        """Frees the contexts in memory and writes the counts of hits. The store can still be used."""
         with self._mutex:
             self._host.clear()
             self._device.clear()
@@ -125,30 +125,30 @@ class ContextStore:
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
     ) -> list[TurboKVCache | None]:
-        """The contexts that are there, without computing any.
+        """Looks contexts up without computing any.
 
         Args:
-            turbo: the model that they are for; its preset is the one that is looked for.
-            sequences: as for `ContextModel.prefill`.
-            total_tokens: likewise.
-            total_masks: likewise.
+            turbo: the model; contexts of its preset are looked up.
+            sequences: as of `ContextModel.prefill`.
+            total_tokens: as of `ContextModel.prefill`.
+            total_masks: as of `ContextModel.prefill`.
 
         Returns:
-            For every sequence a cache of one row, on the model's device, or None.
+            For each sequence a cache of one row, on the model's device, or None.
 
         Raises:
-            ValueError: a sequence is bad, or the store is another model's.
+            ValueError: a sequence is invalid, or the store belongs to another model.
         """
         with self._mutex:
             jobs = _jobs(turbo, sequences, total_tokens, total_masks)
-            blueprint = blueprint_of(turbo)
-            shelf = self._files.shelf(blueprint)
+            spec = context_spec(turbo)
+            partition = self._files.partition(spec)
             found: list[TurboKVCache | None] = []
             for job in jobs:
-                context = self._look_up(shelf, job.key, turbo.model.device)
+                context = self._look_up(partition, job.key, turbo.model.device)
                 if context is None:
                     self._usage.count("missed")
-                found.append(None if context is None else context.clone().cache(blueprint))
+                found.append(None if context is None else context.clone().cache(spec))
             return found
 
     def get_or_prefill(
@@ -160,40 +160,40 @@ class ContextStore:
         *,
         toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     ) -> TurboKVCache:
-        """As `ContextModel.prefill`, but computes only what is not in the store, and stores it.
+        """As `ContextModel.prefill`, but computes and stores only what is not in the store.
 
         Args:
-            turbo: the model; its preset is what is stored.
-            sequences: as for `ContextModel.prefill`.
-            total_tokens: likewise.
-            total_masks: likewise.
-            toks_per_batch: padded tokens of a batch.
+            turbo: the model; contexts are stored with its preset.
+            sequences: as of `ContextModel.prefill`.
+            total_tokens: as of `ContextModel.prefill`.
+            total_masks: as of `ContextModel.prefill`.
+            toks_per_batch: maximum padded tokens per batch.
 
         Returns:
             A cache of one row per sequence, on the model's device.
 
         Raises:
-            ValueError: a sequence is bad, or the store is another model's.
-            FolderBusyError: (a ValueError) another process was writing, for all of `lock_timeout`.
-            OSError: the disk is full, or the like. What is in the store is unharmed.
+            ValueError: a sequence is invalid, or the store belongs to another model.
+            FolderBusyError: (a ValueError) another process was writing for all of `lock_timeout`.
+            OSError: writing failed, for example because the disk is full. The store remains intact.
         """
         with self._mutex:
             jobs = _jobs(turbo, sequences, total_tokens, total_masks)
             unique = list({job.key: job for job in jobs}.values())
-            blueprint = blueprint_of(turbo)
-            shelf = self._files.shelf(blueprint)
+            spec = context_spec(turbo)
+            partition = self._files.partition(spec)
             found: dict[str, FlatContext] = {}
             for job in unique:
-                context = self._look_up(shelf, job.key, turbo.model.device)
+                context = self._look_up(partition, job.key, turbo.model.device)
                 if context is not None:
                     found[job.key] = context
             done = {index for index, job in enumerate(unique) if job.key in found}
-            for _, filled in self._fill(turbo, blueprint, unique, done, toks_per_batch):
+            for _, filled in self._fill(turbo, spec, unique, done, toks_per_batch):
                 found |= filled
             if len(jobs) == 1:
-                return found[jobs[0].key].clone().cache(blueprint)
-            caches = {key: context.cache(blueprint) for key, context in found.items()}
-            # New tensors: what is done to them does not reach what is kept here.
+                return found[jobs[0].key].clone().cache(spec)
+            caches = {key: context.cache(spec) for key, context in found.items()}
+            # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
             return TurboKVCache.cat([caches[job.key] for job in jobs])
 
     def add(
@@ -206,57 +206,57 @@ class ContextStore:
         toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
         progress: Progress | None = None,
     ) -> int:
-        """Computes and stores what is missing, batch by batch, in memory that does not grow with the number.
+        """Computes and stores missing contexts, batch by batch, in memory that does not grow with their number.
 
-        What is there is read and checked. A run that was interrupted goes on where it stopped, with the same bits.
+        Contexts in the store are read and checked. An interrupted run continues where it stopped, with the same bits.
 
         Args:
-            turbo: the model; its preset is what is stored.
-            sequences: as for `ContextModel.prefill`.
-            total_tokens: likewise.
-            total_masks: likewise.
-            toks_per_batch: padded tokens of a batch.
+            turbo: the model; contexts are stored with its preset.
+            sequences: as of `ContextModel.prefill`.
+            total_tokens: as of `ContextModel.prefill`.
+            total_masks: as of `ContextModel.prefill`.
+            toks_per_batch: maximum padded tokens per batch.
             progress: called with stage `check` and contexts, then with `prefill` and residues, see `Progress`.
 
         Returns:
-            How many contexts were computed.
+            Number of contexts computed.
 
         Raises:
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`, and if the store is `read_only`.
         """
         if self.read_only:
-            raise ValueError(f"{self.folder}: was opened with `read_only`, so that nothing can be added")
+            raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
         report = progress or silent
         with self._mutex:
             jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
-            blueprint = blueprint_of(turbo)
-            shelf = self._files.shelf(blueprint)
+            spec = context_spec(turbo)
+            partition = self._files.partition(spec)
             done: set[int] = set()
             for index, job in enumerate(jobs):
-                if self._read(shelf, job.key) is not None:
+                if self._read(partition, job.key) is not None:
                     done.add(index)
                 if done:
                     report("check", index + 1, len(jobs))
             residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
             report("prefill", 0, total)
             computed = 0
-            for batch, filled in self._fill(turbo, blueprint, jobs, done, toks_per_batch, counted=False):
+            for batch, filled in self._fill(turbo, spec, jobs, done, toks_per_batch, counted=False):
                 computed += len(filled)
                 residues += sum(jobs[index].tokens - 1 for index in batch)
                 report("prefill", residues, total)
             return computed
 
     def info(self) -> dict[str, Any]:
-        """What is in the store and how often it was found, JSON values.
+        """Contents and usage of the store, JSON values.
 
         Returns:
             `model`, `geometry`, `presets` (contexts and bytes on disk of each), their sums `contexts` and `bytes`,
-            `memory` (what this object holds) and `usage` (look-ups of all processes, and hit rates by place).
+            `memory` (contexts held by this object) and `usage` (look-ups of all processes, and hit rates by place).
         """
         with self._mutex:
             self._files.read_header()
             header = self._files.header
-            presets = [shelf.info() for shelf in self._files.shelves()]
+            presets = [partition.info() for partition in self._files.partitions()]
             return {
                 "kind": "context_store",
                 "format_version": FORMAT_VERSION,
@@ -269,77 +269,73 @@ class ContextStore:
                 "usage": rates(self._usage.totals()),
             }
 
-    # ------------------------------------------------------------------ reading
-
-    def _look_up(self, shelf: Shelf | None, key: str, device: torch.device) -> FlatContext | None:
-        """The context of a key on a device, from where it is nearest; None where there is none."""
-        if shelf is None:
+    def _look_up(self, partition: Partition | None, key: str, device: torch.device) -> FlatContext | None:
+        """Finds a context in device memory, host memory or on disk, and returns it on the device; None if absent."""
+        if partition is None:
             return None
-        place = (shelf.name, key)
-        context = self._device.get(place)
+        entry = (partition.name, key)
+        context = self._device.get(entry)
         if context is not None and context.device == device:
             self._usage.count("device")
             return context
-        context = self._host.get(place)
+        context = self._host.get(entry)
         if context is not None:
             self._usage.count("host")
-            return self._keep_on_device(place, context, device)
-        context = self._read(shelf, key)
+            return self._keep_on_device(entry, context, device)
+        context = self._read(partition, key)
         if context is None:
             return None
         self._usage.count("disk")
-        return self._keep(place, context, device)
+        return self._keep(entry, context, device)
 
-    def _read(self, shelf: Shelf | None, key: str) -> FlatContext | None:
-        if shelf is None:
+    def _read(self, partition: Partition | None, key: str) -> FlatContext | None:
+        if partition is None:
             return None
         try:
-            return shelf.read_context(key)
+            return partition.read_context(key)
         except ArtifactError as error:
-            place = (shelf.name, key)
-            if place not in self._reported:
-                self._reported.add(place)
+            entry = (partition.name, key)
+            if entry not in self._reported:
+                self._reported.add(entry)
                 self._usage.count("damaged")
-                _log.warning("%s; it is computed anew", error)
+                _log.warning("%s; it is computed again", error)
             return None
 
-    def _keep(self, place: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
-        """Puts a context into both tiers, and returns it on the device."""
+    def _keep(self, entry: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
+        """Keeps a context in both tiers, and returns it on the device."""
         if self._host.fits(context.nbytes):
             in_memory = context.in_memory(pinned=device.type == "cuda")
-            self._host.put(place, in_memory)
+            self._host.put(entry, in_memory)
             if context.device != device:
                 context = in_memory
-        return self._keep_on_device(place, context, device)
+        return self._keep_on_device(entry, context, device)
 
-    def _keep_on_device(self, place: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
+    def _keep_on_device(self, entry: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
         if device.type == "cpu":
             return context
         context = context.to(device)
-        self._device.put(place, context)
+        self._device.put(entry, context)
         return context
-
-    # ------------------------------------------------------------------ writing
 
     def _fill(
         self,
         turbo: ContextModel,
-        blueprint: Blueprint,
+        spec: ContextSpec,
         jobs: Sequence[_Job],
         done: set[int],
         toks_per_batch: int,
         *,
         counted: bool = True,
     ) -> Iterator[tuple[list[int], dict[str, FlatContext]]]:
-        """Computes and stores contexts batch by batch, except those that are done.
+        """Computes and stores contexts batch by batch.
 
         Args:
             turbo: the model.
-            blueprint: of what it writes.
-            jobs: what is asked for.
-            done: indices of those that are left out.
-            toks_per_batch: padded tokens of a batch.
-            counted: whether these are look-ups, hits or misses.
+            spec: of the contexts that it writes.
+            jobs: requested contexts.
+            done: indices of those to skip.
+            toks_per_batch: maximum padded tokens per batch.
+            counted: whether to count misses.
 
         Yields:
             Indices of a batch, and its contexts by key.
@@ -349,24 +345,24 @@ class ContextStore:
         for batch in remaining_batches([job.tokens for job in jobs], toks_per_batch, done):
             wanted = [jobs[index] for index in batch]
             for _ in wanted if counted else ():
-                # What another process has written meanwhile was missing all the same.
+                # Also a miss if another process writes it in the meantime.
                 self._usage.count("missed")
             if self.read_only:
                 yield batch, dict(self._prefill(turbo, wanted))
                 continue
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
-                shelf = self._files.make_shelf(blueprint)
+                partition = self._files.make_partition(spec)
                 self._sweep()
                 filled: dict[str, FlatContext] = {}
                 for job in wanted:
-                    # Another process may have written it while this one waited.
-                    context = self._read(shelf, job.key)
+                    # Another process may have written it while this one waited for the lock.
+                    context = self._read(partition, job.key)
                     if context is not None:
-                        filled[job.key] = self._keep((shelf.name, job.key), context, device)
+                        filled[job.key] = self._keep((partition.name, job.key), context, device)
                 for key, context in self._prefill(turbo, [job for job in wanted if job.key not in filled]):
-                    shelf.write_context(key, context)
-                    self._reported.discard((shelf.name, key))
-                    filled[key] = self._keep((shelf.name, key), context, device)
+                    partition.write_context(key, context)
+                    self._reported.discard((partition.name, key))
+                    filled[key] = self._keep((partition.name, key), context, device)
                 self._usage.flush()
                 self._usage.compact()
             yield batch, filled
@@ -385,7 +381,7 @@ class ContextStore:
             yield job.key, FlatContext.of(cache.select(row))
 
     def _sweep(self) -> None:
-        """Once, what killed writers left: now that this process is the only writer, it is nobody's."""
+        """Removes temporary files of killed writers, once. Only for the writer: no other process uses them then."""
         if not self._swept:
             self._files.remove_temporaries()
             self._swept = True
@@ -418,7 +414,7 @@ def _jobs(
 
 
 def _totals(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:
-    """One number per sequence. Whether they make sense is checked where they are used."""
+    """One number per sequence; `prefill` checks the numbers themselves."""
     if given is None:
         return own
     totals = [given] * len(own) if isinstance(given, int) else [int(total) for total in given]
@@ -428,17 +424,17 @@ def _totals(name: str, given: int | Sequence[int] | None, own: list[int]) -> lis
 
 
 def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """What `esm-turbo info` tells about a store.
+    """Contents and usage of a store for `esm-turbo info`.
 
     Raises:
-        ValueError: it was written by another version, or is damaged.
+        ValueError: the store was written by another version, or is damaged.
     """
     info = ContextStore(folder, read_only=True).info()
-    # Of an object that has just been made.
+    # Of this new object, which holds nothing.
     del info["memory"]
     return info
 
 
 def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
-    """Hash of what a context depends on besides model, preset, calibration and dtype."""
+    """Hash of everything that a context depends on besides model, preset, calibration and dtype."""
     return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()

@@ -3,10 +3,6 @@
 A cache holds a batch of contexts of any lengths, padded on the right to a common number of columns. Each layer has
 what the codec packs and, apart from it, the protected tokens; the cache has the lengths, one byte per token for its id
 (masks are counted from it, for token dropout), and positions unless they are 0, 1, 2, ...
-
-Appends are written into spare columns, so that they do not copy what is stored. Only the cache that allocated a tensor
-writes into it, and only as long as no other cache shares it; of two caches that share tensors, the first append to
-either copies them. Everything else replaces tensors.
 """
 
 from __future__ import annotations
@@ -14,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
@@ -22,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from esm_turbo.codecs import KVCodec, Packed, codec_class
 from esm_turbo.config import Geometry, TurboConfig
@@ -30,17 +25,8 @@ from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifa
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
-from esm_turbo.kv.tensors import (
-    LAYER_TENSORS,
-    OWN_TENSORS,
-    Axis,
-    axis_of,
-    dim_of,
-    into_room,
-    layer_tensor,
-    pad,
-    with_room,
-)
+from esm_turbo.kv.storage import CacheStorage
+from esm_turbo.kv.tensors import OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, no_tokens
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -54,14 +40,12 @@ FORMAT_VERSION = 1
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2
-# Columns are allocated in multiples of this.
-_CAPACITY_STEP = 16
 # More than any row has, and within the range of any integer type.
 _MOST_TOKENS = 2**31 - 1
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
 
 
-class TurboKVCache(Cache):
+class TurboKVCache(CacheStorage):
     """Keys and values of a batch of contexts, compressed.
 
     Args:
@@ -76,12 +60,10 @@ class TurboKVCache(Cache):
         token_ids: uint8 [batch, columns]; undefined beyond a row's length, as everything else stored per column.
         positions: int32 [batch, columns], or None while they are 0, 1, 2, ...
         protected_columns: columns of the protected tokens, -1 for none, int32 [batch, slots].
+        batch_size: number of rows.
+        columns: number of columns, at least the longest row's length.
+        device: of the tensors.
     """
-
-    lengths: Tensor
-    token_ids: Tensor
-    positions: Tensor | None
-    protected_columns: Tensor
 
     def __init__(
         self,
@@ -91,18 +73,15 @@ class TurboKVCache(Cache):
         codec: KVCodec | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        super().__init__(layers=[TurboCacheLayer() for _ in range(geometry.num_layers)])
+        super().__init__(geometry.num_layers, device)
         self.config = config
         self.geometry = geometry
         self.fingerprint = fingerprint
         self.codec = codec
         self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
         self._seq_length: int | None = None
-        # Columns that this cache may write, 0 if it shares its tensors, and columns that it has written.
-        self._capacity = self._written = 0
         # Whether a row may have no tokens, on a device, where counting them would force a sync.
         self._maybe_empty = False
-        self._set_tensors(_no_tokens(0, device))
 
     @classmethod
     def from_tensors(
@@ -129,68 +108,6 @@ class TurboKVCache(Cache):
             f"columns={self.columns}, device={self.device})"
         )
 
-    def __copy__(self) -> Self:
-        """A cache of its own that shares the tensors. The next append to either copies them."""
-        self._capacity = 0
-        shared = type(self).__new__(type(self))
-        shared.__dict__.update(self.__dict__)
-        shared.layers = [TurboCacheLayer() for _ in self.layers]
-        shared._set_tensors(dict(self.named_tensors()))
-        return shared
-
-    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors that are stored, with their names in files, such as `lengths` and `layers.3.packed.key_0`.
-
-        They may be views of larger buffers. Appends leave what they hold of each row as it is, unless it was cropped.
-        """
-        for name in OWN_TENSORS:
-            if (tensor := getattr(self, name)) is not None:
-                yield name, tensor
-        for index, layer in enumerate(self.layers):
-            for group in LAYER_TENSORS:
-                for name, tensor in getattr(layer, group).items():
-                    yield f"layers.{index}.{group}.{name}", tensor
-
-    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces all tensors by those named."""
-        self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
-        self.protected_columns, self.positions = tensors["protected_columns"], tensors.get("positions")
-        for layer in self.layers:
-            layer.packed, layer.protected, layer.rows = {}, {}, {}
-        for name, tensor in tensors.items():
-            if name not in OWN_TENSORS:
-                index, group, own_name = layer_tensor(name)
-                getattr(self.layers[index], group)[own_name] = tensor
-
-    def _map_tensors(self, function: Callable[[Tensor, int], Tensor], axis: Axis | None = None) -> None:
-        """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
-        if axis in (None, Axis.COLUMN):
-            self._capacity = 0
-        self._set_tensors(
-            {
-                name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor
-                for name, tensor in self.named_tensors()
-            }
-        )
-
-    @property
-    def device(self) -> torch.device:
-        return self.lengths.device
-
-    @property
-    def _on_cpu(self) -> bool:
-        """Whether values can be read without a device sync."""
-        return self.device.type == "cpu"
-
-    @property
-    def batch_size(self) -> int:
-        return self.lengths.shape[0]
-
-    @property
-    def columns(self) -> int:
-        """Number of columns: at least the longest row's length."""
-        return self.token_ids.shape[1]
-
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         """Length of the longest row. On a device the first call after a change forces a sync."""
         if self._seq_length is None:
@@ -208,7 +125,7 @@ class TurboKVCache(Cache):
             Axis.COLUMN: int(self.lengths.sum()),
             Axis.SLOT: int((self.protected_columns >= 0).sum()),
         }
-        return sum(entries[axis_of(name)] * _entry_bytes(name, tensor) for name, tensor in self.named_tensors())
+        return sum(entries[axis_of(name)] * entry_bytes(name, tensor) for name, tensor in self.named_tensors())
 
     @property
     def bits_per_element(self) -> float:
@@ -304,14 +221,14 @@ class TurboKVCache(Cache):
     def commit(self, append: Append) -> None:
         """Stores the encoded tokens, each row's after those that it has."""
         if not self.batch_size:
-            self._set_tensors(_no_tokens(len(append.counts), append.counts.device))
+            self._set_tensors(no_tokens(len(append.counts), append.counts.device))
         if append.positions is not None and self.positions is None:
             self.positions, self._capacity = self._default_positions(self.columns), 0
-        steps = torch.arange(append.order.shape[1], device=self.device)
         new = {"token_ids": append.token_ids}
         if append.positions is not None:
             new["positions"] = append.positions
         elif self.positions is not None:
+            steps = torch.arange(append.order.shape[1], device=self.device)
             new["positions"] = (self.next_positions[:, None] + steps).to(torch.int32)
         protected = torch.where(append.protected >= 0, append.protected + self.lengths[:, None], -1)
         new["protected_columns"] = protected.to(torch.int32)
@@ -321,43 +238,8 @@ class TurboKVCache(Cache):
             # Refinements that have been dropped stay dropped.
             if first or name in stored or axis_of(name) is not Axis.COLUMN:
                 new[name] = tensor
-        if self.columns:
-            self._make_room(self.columns + len(steps))
-            columns = self.lengths[:, None] + steps
-            new = {
-                name: self._appended(name, old, new[name], columns) for name, old in self.named_tensors() if name in new
-            }
-        else:
-            self._capacity = 0
-        self._set_tensors(new | {"lengths": self.lengths + append.counts})
-        self._written = max(self._written, self.columns)
+        self._write(new, append.counts)
         self._changed()
-
-    def _appended(self, name: str, old: Tensor, new: Tensor, columns: Tensor) -> Tensor:
-        """A stored tensor with that of an append after it, whose tokens go to these columns, [batch, n]."""
-        axis, dim = axis_of(name), dim_of(name)
-        if axis is Axis.ROW:
-            return new
-        if axis is Axis.SLOT:
-            return torch.cat([old, new], dim=dim)
-        before, after = self.columns, self.columns + new.shape[dim]
-        appended = into_room(old, dim, after)
-        if before < self._written:
-            # What was cropped from these columns: beyond a row's length files hold zeros there.
-            appended.narrow(dim, before, min(self._written, after) - before).zero_()
-        index = columns.to(new.device).view(len(new), *[1] * (dim - 1), -1, *[1] * (new.dim() - dim - 1))
-        return appended.scatter_(dim, index.expand_as(new), new)
-
-    # What is made here is written into later, in whatever mode.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def _make_room(self, columns: int) -> None:
-        """Makes sure that `columns` can be written in place."""
-        if columns > self._capacity:
-            # A quarter more, so that appending token by token copies every token a few times in all.
-            capacity = -(-(columns + columns // 4) // _CAPACITY_STEP) * _CAPACITY_STEP
-            self._map_tensors(lambda tensor, dim: with_room(tensor, dim, capacity), Axis.COLUMN)
-            self._capacity, self._written = capacity, self.columns
 
     def _default_positions(self, columns: int) -> Tensor:
         """0, 1, 2, ... for every row, int32 [batch, columns]."""
@@ -390,18 +272,6 @@ class TurboKVCache(Cache):
             return tensor.gather(1, index) if dim == 1 else take_tokens(tensor, index)
 
         self._map_tensors(choose, Axis.SLOT)
-
-    def _trim(self, columns: int) -> None:
-        """Keeps the first columns, in place unless more than half of the room would be spare."""
-        if columns < self.columns:
-            capacity = self._capacity if 2 * columns >= self._capacity else 0
-
-            def first(tensor: Tensor, dim: int) -> Tensor:
-                part = tensor.narrow(dim, 0, columns)
-                return part if capacity else part.contiguous()
-
-            self._map_tensors(first, Axis.COLUMN)
-            self._capacity = capacity
 
     def crop(self, tokens: int | Tensor) -> None:
         """Shortens every row.
@@ -489,7 +359,7 @@ class TurboKVCache(Cache):
 
     def reset(self) -> None:
         """Drops all rows."""
-        self._set_tensors(_no_tokens(0, self.device))
+        self._set_tensors(no_tokens(0, self.device))
         self._capacity, self._maybe_empty = 0, False
         self._changed()
 
@@ -588,8 +458,10 @@ class TurboKVCache(Cache):
                 tensors.setdefault("positions", cache._default_positions(columns))
         packed = [{name for name in tensors if axis_of(name) is Axis.COLUMN} for tensors in named]
         if any(names != packed[0] for names in packed):
-            raise ValueError("some of the caches have lost their refinements: call drop_refinements on the others")
-        whole._set_tensors({name: _cat_rows(name, [tensors[name] for tensors in named]) for name in named[0]})
+            raise ValueError(
+                "refinements were dropped from some of the caches only: call drop_refinements on the others"
+            )
+        whole._set_tensors({name: cat_rows(name, [tensors[name] for tensors in named]) for name in named[0]})
         whole._maybe_empty = any(cache._maybe_empty for cache in caches)
         whole._changed()
         return whole
@@ -667,29 +539,3 @@ class TurboKVCache(Cache):
             good &= layer.rows.keys() == first.rows.keys()
         if not good or (batch_size and not first.packed) or (slots and not first.protected):
             raise ArtifactError(f"{path}: its tensors do not fit together")
-
-
-def _no_tokens(batch_size: int, device: torch.device | str) -> dict[str, Tensor]:
-    """The tensors of a cache of empty rows to which nothing has been appended."""
-    return {
-        "lengths": torch.zeros(batch_size, dtype=torch.int64, device=device),
-        "token_ids": torch.zeros(batch_size, 0, dtype=torch.uint8, device=device),
-        "protected_columns": torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
-    }
-
-
-def _entry_bytes(name: str, tensor: Tensor) -> int:
-    """Bytes per row, token or slot."""
-    if name in OWN_TENSORS:
-        return tensor.element_size()
-    return tensor.nbytes // (tensor.shape[0] * tensor.shape[2]) if tensor.numel() else 0
-
-
-def _cat_rows(name: str, parts: list[Tensor]) -> Tensor:
-    """The rows of several caches, padded to a common number of columns or slots."""
-    # What is stored per row may be longer for a longer row.
-    dims = range(3, parts[0].dim()) if axis_of(name) is Axis.ROW else [dim_of(name)]
-    for dim in dims:
-        size = max(part.shape[dim] for part in parts)
-        parts = [pad(part, dim, size, -1 if name == "protected_columns" else 0) for part in parts]
-    return torch.cat(parts)

@@ -175,7 +175,7 @@ def test_token_dropout_counts_are_part_of_the_key(compressed, tmp_path):
     assert any(not torch.equal(tensor[0], tensor[1]) for tensor in both.layers[1].packed.values())
 
 
-def test_presets_and_dtypes_have_shelves_of_their_own(tiny, tmp_path):
+def test_presets_and_dtypes_have_their_own_partitions(tiny, tmp_path):
     store = ContextStore(tmp_path)
     standardized = replace(TurboConfig(), seed=3, standardize=True)
     models = [tiny(config) for config in ("exact", "paper", DEFAULT_PRESET, standardized)]
@@ -191,7 +191,7 @@ def test_presets_and_dtypes_have_shelves_of_their_own(tiny, tmp_path):
     assert usage(store, "missed", "disk", "host") == (5, 0, 0)
 
 
-def test_another_calibration_has_a_shelf_of_its_own(turbo, tiny_esm, tmp_path):
+def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
     from esm_turbo import KVCalibrator, TurboEsmForMaskedLM
 
     made = []
@@ -242,7 +242,7 @@ def test_another_version_is_refused(tiny, tmp_path, monkeypatch, capsys):
 
 def test_a_folder_of_something_else_is_refused(tiny, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match=r"is no store of contexts, but holds notes.txt"):
+    with pytest.raises(ValueError, match=r"not a context store, but holds notes.txt"):
         ContextStore(tmp_path)
     with pytest.raises(ValueError, match="is a file"):
         ContextStore(tmp_path / "notes.txt")
@@ -335,7 +335,7 @@ def rewrite(path):
 
 
 @pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite])
-def test_a_damaged_context_is_reported_and_computed_anew(compressed, tmp_path, prefilled, caplog, damage):
+def test_a_damaged_context_is_reported_and_computed_again(compressed, tmp_path, prefilled, caplog, damage):
     ContextStore(tmp_path).get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
     expected = entries(tmp_path)
     [path] = [one for one in contexts(tmp_path) if read_artifact(one, "context", 1)[0]["data"].numel()][:1]
@@ -349,7 +349,7 @@ def test_a_damaged_context_is_reported_and_computed_anew(compressed, tmp_path, p
         cache = store.get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
     assert prefilled == [[sequence]]
     [record] = caplog.records
-    assert str(path) in record.getMessage() and "it is computed anew" in record.getMessage()
+    assert str(path) in record.getMessage() and "it is computed again" in record.getMessage()
     assert_same(cache.select([0]), compressed.prefill("MKTAYIAK"))
     assert_same(cache.select([1]), compressed.prefill("GSGSWKDL"))
     assert entries(tmp_path) == expected
@@ -392,7 +392,7 @@ def test_every_byte_of_a_context_is_checked(tiny, tmp_path):
     assert found > 0.98 * len(range(0, len(good), 5))
 
 
-def test_a_damaged_shelf_is_reported_and_made_anew(compressed, tmp_path, prefilled, caplog):
+def test_a_damaged_partition_is_reported_and_written_again(compressed, tmp_path, prefilled, caplog):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, ["MKTAYIAK"])
     expected = entries(tmp_path)
@@ -452,7 +452,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
     sequences, whole = proteins(), tmp_path / "whole"
     ContextStore(whole).add(turbo, sequences, toks_per_batch=60)
     expected = entries(whole)
-    # The store, its shelf, eight contexts.
+    # The store, its partition, eight contexts.
     ends = [(number, when) for number in range(1, 11) for when in ("before", "half", "after")]
     jobs = [
         {
@@ -787,18 +787,18 @@ def test_a_flat_context_is_the_cache(tiny, preset):
     turbo = tiny(preset)
     cache = turbo.prefill("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ" * 2)
     cache.crop(50)
-    blueprint = store_files.blueprint_of(turbo)
+    spec = store_files.context_spec(turbo)
     flat = FlatContext.of(cache)
-    again = flat.cache(blueprint)
+    again = flat.cache(spec)
     assert_same(again, cache)
     assert again.get_seq_length() == 50
-    described = json.loads(json.dumps(flat.described()))
+    described = json.loads(json.dumps(flat.description()))
     copied = FlatContext.from_description(flat.buffer.clone(), described)
     assert copied.parts == flat.parts
-    assert_same(copied.in_memory(pinned=False).cache(blueprint), cache)
+    assert_same(copied.in_memory(pinned=False).cache(spec), cache)
     # Little more than what is in it.
     assert flat.nbytes <= sum(tensor.nbytes for _, tensor in cache.named_tensors()) + 64 * len(flat.parts)
-    for wrong in (flat.described()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
+    for wrong in (flat.description()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
         with pytest.raises((ValueError, ArtifactError)):
             FlatContext.from_description(flat.buffer, wrong)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 
+import torch
 from torch import Tensor
 
 
@@ -70,3 +71,29 @@ def into_room(tensor: Tensor, dim: int, size: int) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = size
     return tensor.as_strided(shape, tensor.stride())
+
+
+def no_tokens(batch_size: int, device: torch.device | str) -> dict[str, Tensor]:
+    """The tensors of a cache of empty rows to which nothing has been appended."""
+    return {
+        "lengths": torch.zeros(batch_size, dtype=torch.int64, device=device),
+        "token_ids": torch.zeros(batch_size, 0, dtype=torch.uint8, device=device),
+        "protected_columns": torch.zeros(batch_size, 0, dtype=torch.int32, device=device),
+    }
+
+
+def entry_bytes(name: str, tensor: Tensor) -> int:
+    """Bytes per row, token or slot."""
+    if name in OWN_TENSORS:
+        return tensor.element_size()
+    return tensor.nbytes // (tensor.shape[0] * tensor.shape[2]) if tensor.numel() else 0
+
+
+def cat_rows(name: str, parts: list[Tensor]) -> Tensor:
+    """The rows of several caches, padded to a common number of columns or slots."""
+    # What is stored per row may be longer for a longer row.
+    dims = range(3, parts[0].dim()) if axis_of(name) is Axis.ROW else [dim_of(name)]
+    for dim in dims:
+        size = max(part.shape[dim] for part in parts)
+        parts = [pad(part, dim, size, -1 if name == "protected_columns" else 0) for part in parts]
+    return torch.cat(parts)

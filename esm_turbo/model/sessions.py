@@ -1,6 +1,6 @@
-"""What one forward of the model does with keys and values besides ordinary attention.
+"""Sessions: how one forward of the model writes or reads a cache.
 
-A session travels through the layers as a keyword argument, so that neither the model nor the library holds any state.
+A session is passed through the layers as a keyword argument, so that neither the model nor the library keeps state.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from esm_turbo.ops.backends import KVBackend
 
 
 class KVSession(ABC):
-    """Sees the queries, keys (both after RoPE) and values [batch, heads, n, head_dim] of every layer."""
+    """Receives the queries, keys (both after RoPE) and values [batch, heads, n, head_dim] of every layer."""
 
     @abstractmethod
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
-        """The attention output [batch, heads, n, head_dim], or None for the model's own attention."""
+        """Computes the attention output [batch, heads, n, head_dim]; None leaves it to the model's own attention."""
 
 
 class Prefill(KVSession):
@@ -40,12 +40,12 @@ class Extension(KVSession):
     """Lets new tokens attend to a cache and to each other.
 
     Args:
-        cache: of as many rows as the extension, or of one row shared by all; not changed.
-        backend: encodes, attends, rotates and activates.
+        cache: with one row for each of the extension's, or one row shared by all; not changed.
+        backend: computes everything that the session does.
         past_mask: which columns each row sees, bool [batch, columns]; None for all.
         mask: which new tokens are seen, bool [batch, n]; None for all.
-        append: where given, the new tokens are staged into it.
-        visible: which columns a row may see at all where that is less than all it has, bool [batch, columns].
+        append: receives the new tokens; None stores none.
+        visible: the columns that the caller shows to each row, bool [batch, columns]; None for all.
     """
 
     def __init__(
@@ -88,16 +88,16 @@ class Extension(KVSession):
         return output
 
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """Scaled queries and keys after RoPE, see `torch_ops.rotate`."""
+        """Scales queries and applies RoPE, see `torch_ops.rotate`."""
         return self.backend.rotate(query, keys, cos, sin, scale)
 
     def gelu(self, x: Tensor) -> Tensor:
-        """The activation of [batch, n, intermediate_size], see `torch_ops.gelu`."""
+        """Computes the activation of x [batch, n, intermediate_size], see `torch_ops.gelu`."""
         return self.backend.gelu(x)
 
 
 def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Takes protected tokens out of the mask of the packed columns, and makes a mask [batch, slots] of them."""
+    """Splits a mask into those of packed columns, without protected tokens, and of slots, [batch, slots]."""
     if past_mask is None:
         past_mask = cache.valid()
     columns = cache.protected_columns.long().expand(past_mask.shape[0], -1)
@@ -109,5 +109,5 @@ def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Ten
 
 
 def _on(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask for every row, on a layer's device: layers of one model may be spread over several."""
+    """The mask expanded to all rows, on the layer's device: a model may be spread over several devices."""
     return None if mask is None else mask.to(query.device).expand(query.shape[0], -1)

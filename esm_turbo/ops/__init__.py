@@ -1,1 +1,1 @@
-"""Arithmetic on packed caches: the backends and their Triton kernels."""
+"""Arithmetic on packed keys and values: the backends and their Triton kernels."""

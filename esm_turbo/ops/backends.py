@@ -14,18 +14,18 @@ from esm_turbo.codecs import KVCodec, Packed
 from esm_turbo.config import Backend
 from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer
 
-# Looked up, not imported: only a kernel that runs may cost the import of triton.
+# Not imported: triton is loaded only when a kernel runs.
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
 # The first NVIDIA generation that Triton compiles for, and that multiplies TF32.
 _OLDEST_CAPABILITY = 8
 
 
 class KVBackend:
-    """One implementation of everything that is computed on keys and values besides the model's own attention.
+    """One implementation of all arithmetic on packed keys and values.
 
     Attributes:
         name: as `resolve_backend` takes it.
-        module: name of the module that attends, for records of what was measured.
+        module: name under which results record the backend.
         encode: see `torch_ops.encode`.
         extend_attention: see `torch_ops.extend_attention`.
         rotate: see `torch_ops.rotate`.
@@ -48,15 +48,15 @@ class KVBackend:
         return None
 
     def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:
-        """Scratch for `encode`, one row per layer; None where it needs none."""
+        """Scratch for `encode`, one row per layer; None if it needs none."""
         return None
 
     def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
-        """Updates in place what captured graphs read of protected tokens, after `layers` were written into.
+        """Updates in place what captured graphs read of protected tokens; to be called after writing into `layers`.
 
         Args:
             codec: of the cache.
-            layers: each layer's protected tokens.
+            layers: protected tokens of each layer.
         """
         return None
 
@@ -122,15 +122,15 @@ _BACKENDS: dict[Backend, KVBackend] = {
 
 
 def resolve_backend(backend: str | Backend, device: torch.device | str) -> KVBackend:
-    """The backend of a name that runs on a device.
+    """Chooses a backend by its name and the model's device.
 
     Args:
-        backend: `auto`, `triton`, `torch` or `reference`; only `auto` falls back. `triton` also runs on the CPU where
-            the environment says `TRITON_INTERPRET=1`: slowly, for tests.
-        device: where the model is.
+        backend: `auto`, `triton`, `torch` or `reference`; only `auto` falls back. With `TRITON_INTERPRET=1` in the
+            environment `triton` also runs on the CPU, slowly, for tests.
+        device: of the model.
 
     Raises:
-        ValueError: there is no such backend, or it cannot run here.
+        ValueError: there is no such backend, or it cannot run on this device.
     """
     try:
         backend = Backend(backend)
@@ -138,7 +138,7 @@ def resolve_backend(backend: str | Backend, device: torch.device | str) -> KVBac
         raise ValueError(f"`backend` must be one of {[b.value for b in Backend]}, got {backend!r}") from None
     device = torch.device(device)
     if backend is Backend.AUTO:
-        # Triton's interpreter is slow: it has to be asked for by name.
+        # Triton's interpreter is slow, and only runs if asked for by name.
         fast = device.type == "cuda" and _BACKENDS[Backend.TRITON].can_run(device)
         return _BACKENDS[Backend.TRITON if fast else Backend.TORCH]
     obstacle = _BACKENDS[backend].obstacle(device)

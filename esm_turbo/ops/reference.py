@@ -1,7 +1,7 @@
-"""Slow, plain twins of the fast paths, same names and arguments.
+"""Slow, plain references of the fast paths, with the same names and arguments.
 
-They are written to be read: Python integers, loops over groups and rows, float64 where it makes an argument
-exact. Tests compare the fast paths with them, codes bit for bit. Nothing here is meant for production.
+They are written to be read: Python integers, loops over groups and rows, float64 where that makes a comparison exact.
+Tests compare the fast paths with them, codes bit for bit. Nothing here is meant for production.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["encode", "extend_attention", "gelu", "pack_codes", "quantize", "rota
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Twin of `esm_turbo.codecs.packing.pack_codes`: each group is one integer, written as little-endian bytes."""
+    """Reference of `esm_turbo.codecs.packing.pack_codes`: each group is one integer, written as little-endian bytes."""
     check_codes(codes, bits)
     packed = bytearray()
     for group in codes.reshape(codes.numel() // GROUP_SIZE, GROUP_SIZE).tolist():
@@ -28,7 +28,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """Twin of `esm_turbo.codecs.packing.unpack_codes`: reads each group back as one Python integer."""
+    """Reference of `esm_turbo.codecs.packing.unpack_codes`: reads each group back as one Python integer."""
     check_packed(packed, bits)
     codes: list[int] = []
     for group in packed.reshape(packed.numel() // bits, bits).tolist():
@@ -39,7 +39,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
 
 
 def quantize(x: Tensor, boundaries: Tensor) -> Tensor:
-    """Twin of `esm_turbo.codecs.packing.quantize`: `numpy.searchsorted`, one element at a time."""
+    """Reference of `esm_turbo.codecs.packing.quantize`: `numpy.searchsorted`, one element at a time."""
     check_boundaries(x, boundaries)
     values = x.detach().cpu().to(torch.float64).numpy()
     thresholds = boundaries.detach().cpu().to(torch.float64).numpy()
@@ -70,7 +70,7 @@ def encode(
     summarize: bool = True,
     counters: Tensor | None = None,
 ) -> tuple[Packed, Packed, Packed]:
-    """See `torch_ops.encode`, whose slow twin this is: row by row, tokens chosen by lists of integers."""
+    """Reference of `torch_ops.encode`: row by row, tokens selected by lists of integers."""
     encoded: list[tuple[Packed, Packed, Packed]] = []
     for row in range(len(keys)):
         tokens = list(range(keys.shape[2])) if order is None else order[row].tolist()
@@ -84,18 +84,18 @@ def encode(
         if summarize:
             read = torch.tensor([[step < kept and step not in slots for step in range(len(tokens))]])
             summary = codec.summarize(layer_idx, *mapped, packed, read)
-        apart: Packed = {}
+        unquantised: Packed = {}
         if protected is not None:
             chosen = [tokens[max(slot, 0)] for slot in slots]
             zero = torch.zeros(1, len(chosen), dtype=torch.int64)
             special = codec.transform(layer_idx, keys[[row]][:, :, chosen], values[[row]][:, :, chosen], zero)
-            apart = {"keys": special[0].to(torch.bfloat16), "values": special[1].to(torch.bfloat16)}
-        encoded.append((packed, apart, summary))
-    packed, apart, summary = (
+            unquantised = {"keys": special[0].to(torch.bfloat16), "values": special[1].to(torch.bfloat16)}
+        encoded.append((packed, unquantised, summary))
+    packed, unquantised, summary = (
         {name: torch.cat([tensors[name] for tensors in rows]) for name in rows[0]}
         for rows in zip(*encoded, strict=True)
     )
-    return packed, apart, summary
+    return packed, unquantised, summary
 
 
 def extend_attention(
@@ -107,10 +107,10 @@ def extend_attention(
     codec: KVCodec,
     layer_idx: int,
 ) -> Tensor:
-    """Attention of new tokens to a context and to each other, with everything mapped back and held at once.
+    """Reference of `torch_ops.extend_attention`, with the whole context decoded at once.
 
-    See `torch_ops.extend_attention`, whose slow twin this is: cached keys and values are decoded into the model's
-    own space, joined with the new ones and attended to with one softmax.
+    Cached keys and values are mapped back to the model's coordinates, concatenated with the new ones, and attended to
+    with one softmax.
     """
     past_keys, past_values = codec.decode(layer_idx, context.packed | context.rows)
     batch_size, columns = query.shape[0], past_keys.shape[2]
@@ -126,7 +126,7 @@ def extend_attention(
     output = torch.zeros(query.shape)
     for row in range(batch_size):
         for head in range(query.shape[1]):
-            # One cached row serves the whole batch.
+            # One cached row may serve the whole batch.
             k = torch.cat([part[0][row % len(part[0]), head][part[2][row]] for part in parts])
             v = torch.cat([part[1][row % len(part[1]), head][part[2][row]] for part in parts])
             if len(k):
@@ -136,18 +136,18 @@ def extend_attention(
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """See `torch_ops.rotate`, whose slow twin this is: halves of a head are complex numbers that are multiplied."""
+    """Reference of `torch_ops.rotate`: the halves of a head form complex numbers, which are multiplied."""
     half = query.shape[3] // 2
     angle = torch.complex(cos[..., :half].double(), sin[..., :half].double())[:, None]
-    turned = []
+    rotated = []
     for x, factor in ((query, scale), (keys, 1.0)):
         low, high = x.double().mul(factor).chunk(2, dim=-1)
         product = torch.complex(low, high) * angle
-        turned.append(torch.cat([product.real, product.imag], dim=-1).to(x.dtype))
-    return turned[0], turned[1]
+        rotated.append(torch.cat([product.real, product.imag], dim=-1).to(x.dtype))
+    return rotated[0], rotated[1]
 
 
 def gelu(x: Tensor) -> Tensor:
-    """See `torch_ops.gelu`, whose slow twin this is: x times the normal distribution's probability below it."""
-    below: Tensor = torch.special.ndtr(x.double())
-    return (x.double() * below).to(x.dtype)
+    """Reference of `torch_ops.gelu`: x times the normal distribution's probability below it."""
+    probability: Tensor = torch.special.ndtr(x.double())
+    return (x.double() * probability).to(x.dtype)

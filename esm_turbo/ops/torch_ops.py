@@ -12,10 +12,10 @@ from esm_turbo.codecs import KVCodec, Packed, PackedContext
 
 __all__ = ["encode", "extend_attention", "gelu", "rotate", "take_tokens"]
 
-# Elements of a decoded slice: two megabytes in float32, few enough for the caches of a processor, many enough that
-# starting operations is not what takes the time.
+# Elements of a decoded slice: two megabytes in float32, small enough for a processor's caches, large enough that the
+# time to start operations does not count.
 _SLICE_ELEMENTS = 2**19
-# The upper bound keeps small models from decoding whole contexts at once.
+# Bounds of a slice in tokens. The upper one keeps small models from decoding whole contexts at once.
 _SLICE_TOKENS = (16, 512)
 _LOWEST = -1e30
 
@@ -44,37 +44,37 @@ def encode(
         keys: after RoPE, [B, H, L, D], any floating dtype.
         values: of the same tokens.
         order: index of the token stored at each offset, int64 [B, L]; None for the order given.
-        start: column of each row's first token, int64 [B]; None for 0.
-        columns: upper bound of all columns, for kernels that keep tables of them.
+        start: column of each row's first new token, int64 [B]; None for 0.
+        columns: upper bound of the tokens' columns, for kernels that keep a table of angles.
         counts: number of ordered tokens that are kept per row, int64 [B]; None for all.
-        protected: ordered tokens that are also stored unquantised, distinct, and kept, int64 [B, P], -1 for none.
-        summarize: whether to make what is stored once per row.
+        protected: ordered tokens, distinct and kept, that are also stored unquantised, int64 [B, P], -1 for none.
+        summarize: whether to compute what is stored per row.
         counters: scratch for kernels.
 
     Returns:
-        Packed tensors [B, H, L, ...]; keys and values of the protected tokens, bfloat16 [B, H, P, D], or nothing
-        without `protected`; what is stored once per row, [B, H, 1, ...], or nothing.
+        Packed tensors [B, H, L, ...]; keys and values of the protected tokens, bfloat16 [B, H, P, D], empty without
+        `protected`; what is stored per row, [B, H, 1, ...], empty without `summarize`.
     """
     if order is not None:
         keys, values = take_tokens(keys, order), take_tokens(values, order)
-    apart: Packed = {}
+    unquantised: Packed = {}
     if protected is not None:
         slots = protected.clamp_min(0)
         # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
         mapped = codec.transform(
             layer_idx, take_tokens(keys, slots), take_tokens(values, slots), torch.zeros_like(slots)
         )
-        apart = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), mapped, strict=True)}
+        unquantised = {name: x.to(torch.bfloat16) for name, x in zip(("keys", "values"), mapped, strict=True)}
     steps = torch.arange(keys.shape[2], device=keys.device)
     first = 0 if start is None else start[:, None]
     keys, values = codec.transform(layer_idx, keys, values, (first + steps).expand(len(keys), -1))
     packed = codec.quantize(layer_idx, keys, values)
     if not summarize:
-        return packed, apart, {}
+        return packed, unquantised, {}
     read = (steps < (len(steps) if counts is None else counts[:, None])).expand(len(keys), -1)
     if protected is not None:
         read = read & ~(steps[:, None] == protected[:, None]).any(dim=2)
-    return packed, apart, codec.summarize(layer_idx, keys, values, packed, read)
+    return packed, unquantised, codec.summarize(layer_idx, keys, values, packed, read)
 
 
 def take_tokens(x: Tensor, tokens: Tensor) -> Tensor:
@@ -93,8 +93,8 @@ def extend_attention(
 ) -> Tensor:
     """Attention of new tokens to a packed context and to each other.
 
-    The context is decoded block by block in the codec's space and merged by online softmax (Milakov and Gimelshein
-    2018); the attention among the new tokens joins at the end by log-sum-exp.
+    The context is decoded slice by slice in the codec's space, and the slices are combined by online softmax (Milakov
+    and Gimelshein 2018). Attention among the new tokens is merged in at the end by log-sum-exp.
 
     Args:
         query: of the new tokens, after RoPE and scaling, [B, H, n, D].
@@ -102,33 +102,33 @@ def extend_attention(
         values: of the new tokens, [B, H, n, D].
         mask: which new tokens are seen, bool [B, n]; None for all.
         context: one layer of the cache.
-        codec: reads it.
+        codec: decodes it.
         layer_idx: which layer.
 
     Returns:
-        [B, H, n, D], in the query's dtype. A row that sees nothing at all gets zeros.
+        [B, H, n, D], in the query's dtype; zeros for a row that sees nothing.
     """
     rows = next(iter(context.packed.values())).shape[0]
     folded = _fold(query.float(), rows)
-    past = _PartialAttention(folded)
+    past = _OnlineSoftmax(folded)
     if context.protected and context.protected["keys"].shape[2]:
         mapped = codec.map_query(layer_idx, folded)
-        past.weigh(*mapped, context.protected["keys"].float(), context.protected_mask)
-        past.add(context.protected["values"].float())
+        past.add_scores(*mapped, context.protected["keys"].float(), context.protected_mask)
+        past.add_values(context.protected["values"].float())
     mapped_blocks = None
     for columns, blocks in _slices(context.packed, max(folded.shape[2:]), codec.block_size):
         if blocks != mapped_blocks:
             mapped, mapped_blocks = codec.map_query(layer_idx, folded, *blocks), blocks
         tokens = {name: tensor[:, :, columns] for name, tensor in context.packed.items()} | context.rows
         visible = None if context.mask is None else context.mask[:, columns]
-        # The decoded keys are let go before the values are decoded.
-        past.weigh(*mapped, codec.dequantize_keys(layer_idx, tokens), visible)
-        past.add(codec.dequantize_values(layer_idx, tokens))
-    new = _PartialAttention(query)
-    new.weigh(query.float()[:, :, None], None, keys.float(), mask)
-    new.add(values.float())
+        # The decoded keys are freed before the values are decoded.
+        past.add_scores(*mapped, codec.dequantize_keys(layer_idx, tokens), visible)
+        past.add_values(codec.dequantize_values(layer_idx, tokens))
+    new = _OnlineSoftmax(query)
+    new.add_scores(query.float()[:, :, None], None, keys.float(), mask)
+    new.add_values(values.float())
     new_output, new_lse = new.finish(query.shape)
-    if past.sum is None:
+    if past.acc is None:
         return new_output.to(query.dtype)
     past_output, past_lse = past.finish(query.shape)
     past_output = codec.unmap_output(layer_idx, past_output)
@@ -140,24 +140,29 @@ def extend_attention(
     return output.to(query.dtype)
 
 
-class _PartialAttention:
-    """Online softmax over blocks of keys and values, float32.
+class _OnlineSoftmax:
+    """Attention accumulated over slices of keys and values, float32.
 
     Args:
-        query: [C, H, N, D]; where a context of one row serves B rows, N holds all rows' queries.
+        query: [C, H, N, D]; if one context serves B rows, N counts the queries of all rows.
+
+    Attributes:
+        max: largest score so far, [C, H, N, 1].
+        total: sum of exponentials relative to `max`, [C, H, N, 1].
+        acc: sum of values weighted likewise, [C, H, N, D'], or None.
     """
 
     def __init__(self, query: Tensor) -> None:
-        self.highest = torch.full((*query.shape[:3], 1), _LOWEST, device=query.device)
-        self.total = torch.zeros_like(self.highest)
-        self.sum: Tensor | None = None
+        self.max = torch.full((*query.shape[:3], 1), _LOWEST, device=query.device)
+        self.total = torch.zeros_like(self.max)
+        self.acc: Tensor | None = None
 
-    def weigh(self, query: Tensor, offset: Tensor | None, keys: Tensor, mask: Tensor | None) -> None:
-        """Begins to add columns: their weights.
+    def add_scores(self, query: Tensor, offset: Tensor | None, keys: Tensor, mask: Tensor | None) -> None:
+        """Adds the scores of a slice; `add_values` adds its values.
 
         Args:
-            query: one for each of b blocks of the columns, [C, H, b, N, D].
-            offset: of their scores, [C, H, b, N, 1] or None.
+            query: one for each of the slice's b blocks, [C, H, b, N, D].
+            offset: added to the scores, [C, H, b, N, 1] or None.
             keys: [C, H, l, D], b blocks of equal length.
             mask: bool [B, l]; None for all.
         """
@@ -166,42 +171,42 @@ class _PartialAttention:
             scores += offset
         scores = scores.transpose(2, 3).flatten(3)
         if mask is not None:
-            scores = scores.masked_fill_(~self._spread(mask), float("-inf"))
-        highest = torch.maximum(self.highest, scores.amax(dim=3, keepdim=True))
-        self.weights = scores.sub_(highest).exp_()
-        self.keep = torch.exp(self.highest - highest)
-        self.highest = highest
-        self.total = self.total * self.keep + self.weights.sum(dim=3, keepdim=True)
+            scores = scores.masked_fill_(~self._expand(mask), float("-inf"))
+        new_max = torch.maximum(self.max, scores.amax(dim=3, keepdim=True))
+        self.weights = scores.sub_(new_max).exp_()
+        self.rescale = torch.exp(self.max - new_max)
+        self.max = new_max
+        self.total = self.total * self.rescale + self.weights.sum(dim=3, keepdim=True)
 
-    def add(self, values: Tensor) -> None:
-        """Adds the values [C, H, l, D'] of the columns that were weighed last."""
+    def add_values(self, values: Tensor) -> None:
+        """Adds the values [C, H, l, D'] of the slice whose scores were added last."""
         new = self.weights @ values
-        self.sum = new if self.sum is None else torch.addcmul(new, self.sum, self.keep)
+        self.acc = new if self.acc is None else torch.addcmul(new, self.acc, self.rescale)
 
     def finish(self, shape: torch.Size) -> tuple[Tensor, Tensor]:
         """The weighted mean [B, H, n, D'] and the log of the sum of exponentials [B, H, n, 1]."""
-        assert self.sum is not None
-        output = self.sum / self.total.clamp_min(torch.finfo(torch.float32).tiny)
-        return _unfold(output, shape), _unfold(self.highest + self.total.log(), shape)
+        assert self.acc is not None
+        output = self.acc / self.total.clamp_min(torch.finfo(torch.float32).tiny)
+        return _unfold(output, shape), _unfold(self.max + self.total.log(), shape)
 
-    def _spread(self, mask: Tensor) -> Tensor:
-        """mask [B, l] as [C, 1, N, l], or [C, 1, 1, l] where all queries of a row share it."""
-        rows, queries = self.highest.shape[0], self.highest.shape[2]
+    def _expand(self, mask: Tensor) -> Tensor:
+        """mask [B, l] as [C, 1, N, l], or as [C, 1, 1, l] if all queries of a row share it."""
+        rows, queries = self.max.shape[0], self.max.shape[2]
         if mask.shape[0] == rows:
             return mask[:, None, None, :]
         return mask.repeat_interleave(queries // mask.shape[0], dim=0)[None, None]
 
 
 def _slices(packed: Packed, width: int, block_size: int | None) -> list[tuple[slice, tuple[int, int]]]:
-    """Slices of the columns, such that a slice decoded stays in the cache, each of whole blocks or inside of one.
+    """Slices of the columns that fit a processor's caches when decoded, each of whole blocks or within one.
 
     Args:
         packed: tensors [C, H, L, ...].
-        width: elements that a token and head makes, of keys or of scores.
+        width: elements per token and head, of keys or of scores.
         block_size: of the codec, a power of two, or None.
 
     Returns:
-        Columns, and their first block and number of blocks.
+        Per slice its columns, its first block and its number of blocks.
     """
     rows, heads, columns = next(iter(packed.values())).shape[:3]
     fewest, most = _SLICE_TOKENS
@@ -223,14 +228,14 @@ def _slices(packed: Packed, width: int, block_size: int | None) -> list[tuple[sl
 
 
 def _even_slices(total: int, step: int) -> list[slice]:
-    """As few slices as `step` allows, all of about one length: a short last one would cost as much as the others."""
+    """As few slices as `step` allows, of about the same length: a short last one would cost as much as the others."""
     count = math.ceil(total / step)
     bounds = [index * total // count for index in range(count + 1)] if count else []
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
 def _fold(query: Tensor, rows: int) -> Tensor:
-    """[B, H, n, D] as [rows, H, N, D]: one cached row serves all queries at once."""
+    """[B, H, n, D] as [rows, H, N, D], so that one cached row serves all queries at once."""
     batch_size, heads, n, head_dim = query.shape
     if rows == batch_size:
         return query
@@ -245,24 +250,24 @@ def _unfold(x: Tensor, shape: torch.Size) -> Tensor:
 
 
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Scales queries and turns queries and keys by their positions, as the model does (RoPE, Su et al. 2021).
+    """Scales queries and rotates queries and keys by their positions, as the model does (RoPE, Su et al. 2021).
 
     Args:
         query: [B, H, n, D].
         keys: [B, H, n, D].
-        cos: of every position's angles, once for either half of a head, [B or 1, n, D].
-        sin: likewise.
+        cos: cosines of each position's angles, repeated for both halves of a head, [B or 1, n, D].
+        sin: sines, likewise.
         scale: of the queries.
 
     Returns:
-        Queries and keys, in their dtype; products are taken in float32.
+        Queries and keys, in their dtype; products are float32.
     """
     cos, sin = cos[:, None], sin[:, None]
-    query, keys = (_turned(x, cos, sin) for x in (query * scale, keys))
+    query, keys = (_rotated(x, cos, sin) for x in (query * scale, keys))
     return query, keys
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     low, high = x.float().chunk(2, dim=-1)
     return (x.float() * cos + torch.cat([-high, low], dim=-1) * sin).to(x.dtype)
 

@@ -1,14 +1,13 @@
-"""A store's files: what it belongs to, shelves of contexts made alike, and one file a context.
+"""Files of a store: its header, partitions of contexts of the same kind, and one file per context.
 
     store.safetensors                   format version, model
-    turbo3-float32-1f2e3d4c/            a shelf: contexts of one preset, calibration and dtype
+    turbo3-float32-1f2e3d4c/            a partition: contexts of one preset, calibration and dtype
         shelf.safetensors               its options, and the fingerprint of its calibration
         5a/5a0c...b1.safetensors        a context, named by a hash of its tokens
-    usage.jsonl                         how often contexts were found
+    usage.jsonl                         counts of look-ups
     .lock                               held by the process that is writing
 
-Fingerprints are compared with a tolerance, as everywhere, and so cannot be part of a name: a shelf is found by looking
-at those that there are.
+Fingerprints are compared with a tolerance and so cannot be part of a name: a partition is found by comparing with each.
 """
 
 from __future__ import annotations
@@ -30,104 +29,104 @@ from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import same_codec, same_model
 from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
-from esm_turbo.store.flat import Blueprint, FlatContext
+from esm_turbo.store.flat import ContextSpec, FlatContext
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 FORMAT_VERSION = 1
 STORE_FILE = "store.safetensors"
-SHELF_FILE = "shelf.safetensors"
+PARTITION_FILE = "shelf.safetensors"
 _SUFFIX = ".safetensors"
 _log = logging.getLogger("esm_turbo")
 
 
 class StoreFiles:
-    """The folder of a store.
+    """Folder of a store.
 
     Args:
-        folder: of a store, or one that can become one: missing or empty.
+        folder: of a store, or one that can become a store: missing or empty.
 
     Raises:
-        ValueError: it is something else, was written by another version, or is damaged.
+        ValueError: the folder is something else, was written by another version, or is damaged.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._shelves: dict[str, Shelf] = {}
+        self._partitions: dict[str, Partition] = {}
         self._reported: set[str] = set()
         self.header: StoreHeader | None = None
         self.read_header()
 
     def read_header(self) -> None:
-        """Looks whether there is a store by now."""
+        """Reads the header unless it is known, or the store does not exist yet."""
         if self.header is not None:
             return
         path = self.folder / STORE_FILE
         if not path.exists():
-            for place in (self.folder, *self.folder.absolute().parents):
-                if place.is_file():
-                    raise ValueError(f"{place}: is a file; a store is a folder")
+            for path_above in (self.folder, *self.folder.absolute().parents):
+                if path_above.is_file():
+                    raise ValueError(f"{path_above}: is a file; a store is a folder")
             entries = self.folder.iterdir() if self.folder.exists() else ()
-            others = [entry.name for entry in entries if not _is_own_beginning(entry.name)]
+            others = [entry.name for entry in entries if not _may_precede_header(entry.name)]
             # Another process may have made the store in the meantime.
             if others and not path.exists():
                 raise ValueError(
-                    f"{self.folder}: is no store of contexts, but holds {min(others)}; give a new or an empty folder"
+                    f"{self.folder}: not a context store, but holds {min(others)}; give a new or an empty folder"
                 )
         if path.exists():
             self.header = StoreHeader.read(path)
 
-    def shelf(self, blueprint: Blueprint) -> Shelf | None:
-        """The shelf of contexts of this kind, or None where there is none yet.
+    def partition(self, spec: ContextSpec) -> Partition | None:
+        """Finds the partition of contexts of this kind; None if there is none yet.
 
         Raises:
-            ValueError: the store is another model's.
+            ValueError: the store belongs to another model.
         """
         self.read_header()
         if self.header is None:
             return None
-        self.header.check(blueprint, self.folder)
-        # Those that are known need no look at the folder.
-        for shelf in itertools.chain(list(self._shelves.values()), self.shelves()):
-            if shelf.serves(blueprint):
-                return shelf
+        self.header.check(spec, self.folder)
+        # Known partitions come first: they need no access to the folder.
+        for partition in itertools.chain(list(self._partitions.values()), self.partitions()):
+            if partition.matches(spec):
+                return partition
         return None
 
-    def make_shelf(self, blueprint: Blueprint) -> Shelf:
-        """The same, made where it is missing; only for the writer.
+    def make_partition(self, spec: ContextSpec) -> Partition:
+        """Finds or creates the partition of contexts of this kind; only for the writer.
 
         Raises:
-            ValueError: the store is another model's.
-            OSError: the disk is full, or the like.
+            ValueError: the store belongs to another model.
+            OSError: writing failed, for example because the disk is full.
         """
-        if (shelf := self.shelf(blueprint)) is not None:
-            return shelf
+        if (partition := self.partition(spec)) is not None:
+            return partition
         if self.header is None:
-            header = StoreHeader(blueprint.model, blueprint.geometry, blueprint.fingerprint)
+            header = StoreHeader(spec.model, spec.geometry, spec.fingerprint)
             header.write(self.folder / STORE_FILE)
             self.header = header
-        shelf = Shelf.of(self.folder, blueprint)
-        shelf.write()
-        self._shelves[shelf.name] = shelf
-        return shelf
+        partition = Partition.of(self.folder, spec)
+        partition.write()
+        self._partitions[partition.name] = partition
+        return partition
 
-    def shelves(self) -> Iterator[Shelf]:
-        """All that can be read; others are reported."""
-        for path in sorted(self.folder.glob(f"*/{SHELF_FILE}")):
+    def partitions(self) -> Iterator[Partition]:
+        """Yields the partitions that can be read, and reports the others once."""
+        for path in sorted(self.folder.glob(f"*/{PARTITION_FILE}")):
             name = path.parent.name
-            if name not in self._shelves:
+            if name not in self._partitions:
                 try:
-                    self._shelves[name] = Shelf.read(path)
+                    self._partitions[name] = Partition.read(path)
                 except ArtifactError as error:
                     if name not in self._reported:
                         self._reported.add(name)
-                        _log.warning("%s; its contexts are not used before it is written anew", error)
+                        _log.warning("%s; its contexts are ignored until it is written again", error)
                     continue
-            yield self._shelves[name]
+            yield self._partitions[name]
 
     def remove_temporaries(self) -> None:
-        """Removes what killed writers left; only for the writer."""
+        """Removes temporary files of killed writers; only for the writer."""
         remove_temporaries(self.folder)
         for folder in self.folder.glob("*-*"):
             if folder.is_dir():
@@ -138,7 +137,7 @@ class StoreFiles:
 
 
 class StoreHeader:
-    """Which model a store belongs to."""
+    """Header of a store: the model that it belongs to."""
 
     def __init__(self, model: str, geometry: Geometry, fingerprint: npt.NDArray[np.float32]) -> None:
         self.model = model
@@ -147,7 +146,11 @@ class StoreHeader:
 
     @classmethod
     def read(cls, path: Path) -> StoreHeader:
-        """Raises ArtifactError where the file is damaged or of another version."""
+        """Reads a header.
+
+        Raises:
+            ArtifactError: the file is damaged or of another version.
+        """
         tensors, metadata = read_artifact(path, "context_store", FORMAT_VERSION)
         try:
             return cls(metadata["model"], Geometry(**metadata["geometry"]), tensors["fingerprint"].numpy().copy())
@@ -161,26 +164,30 @@ class StoreHeader:
                 path, "context_store", FORMAT_VERSION, {"fingerprint": torch.from_numpy(self.fingerprint)}, metadata
             )
 
-    def check(self, blueprint: Blueprint, folder: Path) -> None:
-        """Raises ValueError where the store is another model's."""
-        if self.geometry != blueprint.geometry:
+    def check(self, spec: ContextSpec, folder: Path) -> None:
+        """Makes sure that the store belongs to the model.
+
+        Raises:
+            ValueError: it belongs to another model.
+        """
+        if self.geometry != spec.geometry:
             raise ValueError(
-                f"{folder}: holds contexts of {self.model} ({self.geometry}), the model has {blueprint.geometry};"
+                f"{folder}: holds contexts of {self.model} ({self.geometry}), the model has {spec.geometry};"
                 " give another folder"
             )
-        if not same_model(self.fingerprint, blueprint.fingerprint):
+        if not same_model(self.fingerprint, spec.fingerprint):
             raise ValueError(
                 f"{folder}: holds contexts of another model, {self.model}: the weights differ; give another folder"
             )
 
 
-class Shelf:
+class Partition:
     """Contexts of one preset, calibration and dtype.
 
     Attributes:
         name: of its folder.
-        config: the options under which contexts are stored.
-        dtype: that the model computed them in.
+        config: options under which the contexts are stored.
+        dtype: of the model that computed them.
     """
 
     def __init__(
@@ -193,16 +200,20 @@ class Shelf:
         self.codec_fingerprint = codec_fingerprint
 
     @classmethod
-    def of(cls, store: Path, blueprint: Blueprint) -> Shelf:
-        """A new one for what a model writes."""
-        fingerprint = blueprint.codec.fingerprint
+    def of(cls, store: Path, spec: ContextSpec) -> Partition:
+        """A new partition for the contexts that a model writes."""
+        fingerprint = spec.codec.fingerprint
         digest = hashlib.sha256(np.ascontiguousarray(fingerprint).tobytes()).hexdigest()[:8]
-        name = f"{blueprint.config.name}-{blueprint.dtype}-{digest}"
-        return cls(store / name, blueprint.config, blueprint.dtype, fingerprint)
+        name = f"{spec.config.name}-{spec.dtype}-{digest}"
+        return cls(store / name, spec.config, spec.dtype, fingerprint)
 
     @classmethod
-    def read(cls, path: Path) -> Shelf:
-        """Raises ArtifactError where the file is damaged or of another version."""
+    def read(cls, path: Path) -> Partition:
+        """Reads a partition's file.
+
+        Raises:
+            ArtifactError: the file is damaged or of another version.
+        """
         tensors, metadata = read_artifact(path, "context_shelf", FORMAT_VERSION)
         try:
             config = TurboConfig.from_dict(metadata["config"])
@@ -211,36 +222,36 @@ class Shelf:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
     def write(self) -> None:
-        path = self.folder / SHELF_FILE
+        path = self.folder / PARTITION_FILE
         metadata = {"config": self.config.to_dict(), "dtype": self.dtype}
         fingerprint = torch.from_numpy(np.ascontiguousarray(self.codec_fingerprint))
         with file_errors(path):
             write_artifact(path, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
 
-    def serves(self, blueprint: Blueprint) -> bool:
-        """Whether its contexts are those that a model would write."""
+    def matches(self, spec: ContextSpec) -> bool:
+        """Whether its contexts are of this kind."""
         return (
-            self.config == blueprint.config
-            and self.dtype == blueprint.dtype
-            and same_codec(self.codec_fingerprint, blueprint.codec.fingerprint)
+            self.config == spec.config
+            and self.dtype == spec.dtype
+            and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
         )
 
     def path(self, key: str) -> Path:
-        """Where the context of a key is, or would be."""
+        """Path of a context's file, whether or not it exists."""
         return self.folder / key[:2] / f"{key}{_SUFFIX}"
 
     def read_context(self, key: str) -> FlatContext | None:
-        """The context of a key, mapped into memory and checked; None where there is none.
+        """Reads and checks a context, mapped into memory; None if there is none.
 
         Raises:
-            ArtifactError: its file is damaged.
+            ArtifactError: the file is damaged.
         """
         path = self.path(key)
         if not path.exists():
             return None
         tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
         if metadata.get("key") != key or metadata.get("shelf") != self.name:
-            raise ArtifactError(f"{path}: is another context's file")
+            raise ArtifactError(f"{path}: the file of another context")
         try:
             return FlatContext.from_description(tensors["data"], metadata["layout"])
         except (KeyError, ValueError) as error:
@@ -250,15 +261,15 @@ class Shelf:
         """Writes a context, whole or not at all.
 
         Raises:
-            OSError: the disk is full, or the like.
+            OSError: writing failed, for example because the disk is full.
         """
         path = self.path(key)
-        metadata = {"key": key, "shelf": self.name, "layout": context.described()}
+        metadata = {"key": key, "shelf": self.name, "layout": context.description()}
         with file_errors(path):
             write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
 
     def info(self) -> dict[str, Any]:
-        """How much it holds, JSON values."""
+        """Number and size of the contexts, JSON values."""
         sizes = [entry.stat().st_size for entry in _files(self.folder)]
         return {
             "preset": self.config.name,
@@ -270,19 +281,19 @@ class Shelf:
 
 
 def is_store(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a store of contexts, of whatever version."""
+    """Whether a folder is a context store, of any version."""
     return (Path(folder) / STORE_FILE).is_file()
 
 
-def blueprint_of(turbo: ContextModel) -> Blueprint:
-    """What the contexts that a model writes have in common.
+def context_spec(turbo: ContextModel) -> ContextSpec:
+    """Kind of the contexts that a model writes.
 
     Raises:
-        ValueError: its preset needs a calibration, and there is none.
+        ValueError: the model's preset needs a calibration, and there is none.
     """
     cache = turbo.model.new_cache()
     assert cache.codec is not None
-    return Blueprint(
+    return ContextSpec(
         config=cache.config,
         geometry=cache.geometry,
         fingerprint=cache.fingerprint,
@@ -292,14 +303,14 @@ def blueprint_of(turbo: ContextModel) -> Blueprint:
     )
 
 
-def _files(shelf: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(shelf) as folders:
+def _files(partition: Path) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(partition) as folders:
         for folder in folders:
             if folder.is_dir():
                 with os.scandir(folder) as entries:
                     yield from (e for e in entries if e.name.endswith(_SUFFIX) and not e.name.startswith("."))
 
 
-def _is_own_beginning(name: str) -> bool:
-    """Whether a file may stand in a folder before the store's header does."""
+def _may_precede_header(name: str) -> bool:
+    """Whether a writer may create a file before the store's header."""
     return name == LOCK_FILE or is_temporary(name)

@@ -1,7 +1,7 @@
-"""One context in one piece of memory, so that it is read, checked and moved between memories as a whole.
+"""A context in one buffer, so that it is read, checked and moved as a whole.
 
-A cache of a large model is some two hundred small tensors. As views of one buffer they are one read from disk, one
-checksum, one copy into pinned memory and one to the device.
+The cache of a large model consists of about two hundred small tensors. As views of one buffer they need one read from
+disk, one checksum, one copy into pinned memory and one copy to the device.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from esm_turbo.codecs import KVCodec
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 
-# Where a tensor may begin: enough for every dtype, and for wide loads on devices.
+# Tensors begin at multiples of this number of bytes: enough for every dtype, and for wide loads on devices.
 _ALIGNMENT = 64
 _REQUIRED = ("lengths", "token_ids", "protected_columns")
 
 
 @dataclass(frozen=True)
-class Blueprint:
-    """What contexts of one kind have in common besides their tensors.
+class ContextSpec:
+    """Kind of contexts: everything that they have in common besides tensors.
 
     Attributes:
-        config: the options under which they are stored.
+        config: options under which they are stored.
         geometry: of the model.
         fingerprint: of the model.
         codec: reads them.
-        model: its name.
-        dtype: that it computes in.
+        model: name of the model.
+        dtype: of the model's computations.
     """
 
     config: TurboConfig
@@ -48,13 +48,13 @@ class Blueprint:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor of a context.
+    """A tensor of a context within the buffer.
 
     Attributes:
         name: such as `lengths` or `layers.3.packed.keys`.
         dtype: of the tensor.
         shape: of the tensor.
-        start: its first byte in the buffer.
+        start: offset in the buffer in bytes.
     """
 
     name: str
@@ -69,11 +69,11 @@ class Part:
 
 @dataclass(frozen=True)
 class FlatContext:
-    """A context of one protein.
+    """The context of one protein.
 
     Attributes:
         buffer: all tensors, uint8 [nbytes].
-        parts: where each of them is.
+        parts: location of each of them.
     """
 
     buffer: Tensor
@@ -98,40 +98,40 @@ class FlatContext:
         return self.buffer.device
 
     def to(self, device: torch.device) -> FlatContext:
-        """On a device; from pinned memory the copy is still under way when this returns."""
+        """Copies to a device; from pinned memory asynchronously."""
         return FlatContext(self.buffer.to(device, non_blocking=True), self.parts)
 
     def clone(self) -> FlatContext:
-        """A copy on the same device, of its own memory."""
+        """Copies on the same device."""
         return FlatContext(self.buffer.clone(), self.parts)
 
     def in_memory(self, *, pinned: bool) -> FlatContext:
-        """A copy in the host's memory.
+        """Copies into the host's memory.
 
         Args:
-            pinned: in memory that a CUDA device reads from at full speed.
+            pinned: use page-locked memory, which a CUDA device reads at full speed.
         """
         host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
         return FlatContext(host.copy_(self.buffer), self.parts)
 
-    def cache(self, blueprint: Blueprint) -> TurboKVCache:
-        """As a cache, whose tensors are views: not to be written into."""
+    def cache(self, spec: ContextSpec) -> TurboKVCache:
+        """The cache, whose tensors are views of the buffer; they must not be written into."""
         names = (part.name for part in self.parts)
         return TurboKVCache.from_tensors(
-            blueprint.config,
-            blueprint.geometry,
-            blueprint.fingerprint,
-            blueprint.codec,
+            spec.config,
+            spec.geometry,
+            spec.fingerprint,
+            spec.codec,
             dict(zip(names, _views(self.buffer, self.parts), strict=True)),
         )
 
-    def described(self) -> list[list[Any]]:
-        """Names, dtypes and shapes of the tensors, JSON values; `from_description` is the inverse."""
+    def description(self) -> list[list[Any]]:
+        """Names, dtypes and shapes of the tensors, JSON values; see `from_description`."""
         return [[part.name, str(part.dtype).removeprefix("torch."), list(part.shape)] for part in self.parts]
 
     @classmethod
     def from_description(cls, buffer: Tensor, description: Sequence[Sequence[Any]]) -> FlatContext:
-        """A context of a buffer and what `described` said of it.
+        """A context of a buffer and its `description`.
 
         Raises:
             ValueError: they do not fit together.
@@ -139,7 +139,7 @@ class FlatContext:
         try:
             parts = layout([(name, _dtype(dtype), tuple(map(int, shape))) for name, dtype, shape in description])
         except (TypeError, AttributeError) as error:
-            raise ValueError(f"no description of a context: {error}") from error
+            raise ValueError(f"not the description of a context: {error}") from error
         names = {part.name for part in parts}
         if buffer.dtype != torch.uint8 or buffer.shape != (_size(parts),) or not names.issuperset(_REQUIRED):
             raise ValueError("tensors and description do not fit together")
@@ -147,7 +147,7 @@ class FlatContext:
 
 
 def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Part, ...]:
-    """Places tensors, given by name, dtype and shape, one after the other."""
+    """Lays out tensors, given by name, dtype and shape, one after the other."""
     parts, start = [], 0
     for name, dtype, shape in tensors:
         part = Part(name, dtype, shape, start)
@@ -170,5 +170,5 @@ def _size(parts: Sequence[Part]) -> int:
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return dtype

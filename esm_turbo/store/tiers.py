@@ -1,4 +1,4 @@
-"""Contexts in memory up to a number of bytes; those that were not used for longest go first."""
+"""Contexts in memory up to a number of bytes, with the least recently used ones evicted first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from esm_turbo.store.flat import FlatContext
 
 
 class Tier:
-    """Contexts in one memory.
+    """Contexts in one kind of memory.
 
     Args:
-        budget: bytes that they may take together; 0 keeps none.
+        budget: maximum bytes of all contexts; 0 keeps none.
 
     Attributes:
-        nbytes: bytes that they take.
-        evicted: how many had to make room for others.
+        nbytes: bytes of all contexts.
+        evicted: number of contexts evicted.
 
     Raises:
         ValueError: the budget is negative.
@@ -34,14 +34,14 @@ class Tier:
         return len(self._contexts)
 
     def get(self, key: tuple[str, str]) -> FlatContext | None:
-        """The context of a key, which thereby becomes the last one to go; None where it is not here."""
+        """The context of a key, now the most recently used; None if it is not here."""
         context = self._contexts.get(key)
         if context is not None:
             self._contexts.move_to_end(key)
         return context
 
     def put(self, key: tuple[str, str], context: FlatContext) -> None:
-        """Keeps a context, unless it is larger than the whole budget."""
+        """Keeps a context unless it exceeds the budget, and evicts others to make room."""
         self._drop(key)
         if context.nbytes > self.budget:
             return
@@ -52,11 +52,11 @@ class Tier:
         self.nbytes += context.nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a context of that many bytes would be kept."""
+        """Whether a context of `nbytes` would be kept."""
         return nbytes <= self.budget
 
     def clear(self) -> None:
-        """Forgets all contexts."""
+        """Drops all contexts."""
         self._contexts.clear()
         self.nbytes = 0
 

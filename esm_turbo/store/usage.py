@@ -1,10 +1,9 @@
-"""How often contexts were found, and where: counted by every process, summed up in the store."""
+"""Counts of look-ups by where contexts were found, kept per process and added up in the store."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ _COMPACT_BYTES = 1 << 16
 
 
 class Usage:
-    """Counts of one process, on top of those in the store.
+    """Counts of one process, in addition to those in the store.
 
-    Counts are for reading, not for keeping books: what a process that is killed has not written yet is lost, and
-    where a store cannot be written they are not kept at all.
+    Counts are approximate: those that a killed process has not written are lost, and a store that cannot be written
+    keeps none.
 
     Args:
-        folder: the store's.
+        folder: of the store.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -33,7 +32,7 @@ class Usage:
         self._new = dict.fromkeys(_COUNTS, 0)
 
     def count(self, what: str) -> None:
-        """Counts one context that was found on the `device`, the `host` or the `disk`, `missed`, or `damaged`."""
+        """Counts one context that was found on the `device`, `host` or `disk`, or that was `missed` or `damaged`."""
         self._new[what] += 1
 
     def flush(self) -> None:
@@ -42,12 +41,12 @@ class Usage:
             return
         line = json.dumps(self._new) + "\n"
         with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
-            # One write of a whole line: processes that append at the same time do not mix their lines.
+            # One write per line, so that lines of processes that append at the same time do not mix.
             file.write(line.encode())
             self._new = dict.fromkeys(_COUNTS, 0)
 
     def compact(self) -> None:
-        """Replaces many lines by their sum; only for the store's writer."""
+        """Replaces the lines of a long file by their sum; only for the store's writer."""
         with contextlib.suppress(OSError):
             if self.path.stat().st_size > _COMPACT_BYTES:
                 line = json.dumps(self._stored()) + "\n"
@@ -55,7 +54,7 @@ class Usage:
                     temporary.write_text(line, encoding="utf-8")
 
     def totals(self) -> dict[str, int]:
-        """Counts of all processes, as far as they have been written, and of this one."""
+        """Counts of this process and all that others have written."""
         return _sum(self._stored(), self._new)
 
     def _stored(self) -> dict[str, int]:
@@ -70,16 +69,11 @@ class Usage:
 
 
 def rates(totals: Mapping[str, int]) -> dict[str, Any]:
-    """The counts, and the shares of look-ups that were found in each place; None without look-ups."""
+    """The counts, and the fractions of look-ups found in each place; None without look-ups."""
     looked_up = sum(totals[name] for name in (*FOUND, "missed"))
     shares = {name: totals[name] / looked_up if looked_up else None for name in FOUND}
     found = (looked_up - totals["missed"]) / looked_up if looked_up else None
     return {"looked_up": looked_up, **totals, "hit_rate": found, "hit_rates": shares}
-
-
-def usage_of(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Counts and rates of a store."""
-    return rates(Usage(Path(folder)).totals())
 
 
 def _sum(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, int]:

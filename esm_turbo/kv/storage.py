@@ -1,0 +1,167 @@
+"""Storage of a cache: its tensors by name, and spare columns that appends are written into."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from esm_turbo.kv.layer import TurboCacheLayer
+from esm_turbo.kv.tensors import (
+    LAYER_TENSORS,
+    OWN_TENSORS,
+    Axis,
+    axis_of,
+    dim_of,
+    into_room,
+    layer_tensor,
+    no_tokens,
+    with_room,
+)
+
+# Columns are allocated in multiples of this.
+_CAPACITY_STEP = 16
+
+
+class CacheStorage(Cache):
+    """Named tensors, replaced as a whole or written beyond each row's tokens.
+
+    Appends are written into spare columns, so that they do not copy what is stored. Only the cache that allocated a
+    tensor writes into it, and only as long as no other cache shares it: of two caches that share tensors, the first
+    append to either copies them. Everything else replaces tensors.
+
+    Args:
+        num_layers: of the model.
+        device: of the tensors.
+
+    Attributes:
+        lengths, token_ids, positions, protected_columns: see `TurboKVCache`.
+        layers: the others, see `TurboCacheLayer`.
+    """
+
+    lengths: Tensor
+    token_ids: Tensor
+    positions: Tensor | None
+    protected_columns: Tensor
+
+    def __init__(self, num_layers: int, device: torch.device | str) -> None:
+        super().__init__(layers=[TurboCacheLayer() for _ in range(num_layers)])
+        # Columns that this cache may write, 0 if it shares its tensors, and columns that have been written.
+        self._capacity = self._written = 0
+        self._set_tensors(no_tokens(0, device))
+
+    def __copy__(self) -> Self:
+        """Copies the cache, but not its tensors. The next append to either copies those."""
+        self._capacity = 0
+        shared = type(self).__new__(type(self))
+        shared.__dict__.update(self.__dict__)
+        shared.layers = [TurboCacheLayer() for _ in self.layers]
+        shared._set_tensors(dict(self.named_tensors()))
+        return shared
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yields all stored tensors with their names in files, such as `lengths` and `layers.3.packed.key_0`.
+
+        They may be views of larger buffers. Appends do not change a row's tokens in them, unless the row was cropped.
+        """
+        for name in OWN_TENSORS:
+            if (tensor := getattr(self, name)) is not None:
+                yield name, tensor
+        for index, layer in enumerate(self.layers):
+            for group in LAYER_TENSORS:
+                for name, tensor in getattr(layer, group).items():
+                    yield f"layers.{index}.{group}.{name}", tensor
+
+    def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces all tensors by those named."""
+        self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
+        self.protected_columns, self.positions = tensors["protected_columns"], tensors.get("positions")
+        for layer in self.layers:
+            layer.packed, layer.protected, layer.rows = {}, {}, {}
+        for name, tensor in tensors.items():
+            if name not in OWN_TENSORS:
+                index, group, own_name = layer_tensor(name)
+                getattr(self.layers[index], group)[own_name] = tensor
+
+    def _map_tensors(self, function: Callable[[Tensor, int], Tensor], axis: Axis | None = None) -> None:
+        """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""
+        if axis in (None, Axis.COLUMN):
+            self._capacity = 0
+        self._set_tensors(
+            {
+                name: function(tensor, dim_of(name)) if axis in (None, axis_of(name)) else tensor
+                for name, tensor in self.named_tensors()
+            }
+        )
+
+    @property
+    def device(self) -> torch.device:
+        return self.lengths.device
+
+    @property
+    def _on_cpu(self) -> bool:
+        """Whether values can be read without a device sync."""
+        return self.device.type == "cpu"
+
+    @property
+    def batch_size(self) -> int:
+        return self.lengths.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.token_ids.shape[1]
+
+    def _write(self, new: Mapping[str, Tensor], counts: Tensor) -> None:
+        """Writes an append's tensors [batch, ..., n, ...] after each row's own; `counts` tokens of each are kept."""
+        if self.columns:
+            steps = torch.arange(new["token_ids"].shape[1], device=self.device)
+            self._make_room(self.columns + len(steps))
+            columns = self.lengths[:, None] + steps
+            new = {
+                name: self._appended(name, old, new[name], columns) for name, old in self.named_tensors() if name in new
+            }
+        else:
+            self._capacity = 0
+        self._set_tensors({**new, "lengths": self.lengths + counts})
+        self._written = max(self._written, self.columns)
+
+    def _appended(self, name: str, old: Tensor, new: Tensor, columns: Tensor) -> Tensor:
+        """A stored tensor with that of an append after it, whose tokens go to these columns, [batch, n]."""
+        axis, dim = axis_of(name), dim_of(name)
+        if axis is Axis.ROW:
+            return new
+        if axis is Axis.SLOT:
+            return torch.cat([old, new], dim=dim)
+        before, after = self.columns, self.columns + new.shape[dim]
+        appended = into_room(old, dim, after)
+        if before < self._written:
+            # Cropped tokens were here. Beyond a row's length, files hold zeros in new columns.
+            appended.narrow(dim, before, min(self._written, after) - before).zero_()
+        index = columns.to(new.device).view(len(new), *[1] * (dim - 1), -1, *[1] * (new.dim() - dim - 1))
+        return appended.scatter_(dim, index.expand_as(new), new)
+
+    # These tensors are written into later, in any mode, which inference tensors do not allow.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def _make_room(self, columns: int) -> None:
+        """Allocates columns unless `columns` can be written in place."""
+        if columns > self._capacity:
+            # A quarter more: appending token by token then copies each token about four times.
+            capacity = -(-(columns + columns // 4) // _CAPACITY_STEP) * _CAPACITY_STEP
+            self._map_tensors(lambda tensor, dim: with_room(tensor, dim, capacity), Axis.COLUMN)
+            self._capacity, self._written = capacity, self.columns
+
+    def _trim(self, columns: int) -> None:
+        """Keeps the first columns, in place unless more than half of those allocated would be spare."""
+        if columns < self.columns:
+            capacity = self._capacity if 2 * columns >= self._capacity else 0
+
+            def first(tensor: Tensor, dim: int) -> Tensor:
+                part = tensor.narrow(dim, 0, columns)
+                return part if capacity else part.contiguous()
+
+            self._map_tensors(first, Axis.COLUMN)
+            self._capacity = capacity
