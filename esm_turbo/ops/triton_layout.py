@@ -71,9 +71,9 @@ class SlabView:
     def of(self, packed: Packed) -> Tensor:
         """The slab's tensor as words, [..., words]."""
         slab = packed[self.name]
-        if slab.stride()[2:] != (slab.shape[3], 1):
+        if slab.stride()[-2:] != (slab.shape[-1], 1):
             slab = slab.contiguous()
-        return slab.view(_WORD_DTYPES[slab.shape[3] // self.spec.stored])
+        return slab.view(_WORD_DTYPES[slab.shape[-1] // self.spec.stored])
 
 
 def key_view(slab: FieldSlab) -> SlabView:
