@@ -31,7 +31,7 @@ DEFAULT_TUNING = Tuning(programs=264)
 
 
 def can_run(codec: KVCodec, layer_idx: int, slots: int = 0) -> bool:
-    """Whether there is a kernel for a layer: codes are uniform or from a table, and their fields lie in slabs.
+    """Whether there is a kernel for a layer: codes are uniform or from a table, and stored as fields of slabs.
 
     Args:
         codec: of the layer.

@@ -282,7 +282,7 @@ def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | Non
 
 
 # Tables per layer and device, the longest last. Shorter ones stay, because graphs may read them. A table has twice the
-# blocks that were asked for, so that all of them together are at most twice as large as the last.
+# requested blocks, so that all of them together are at most twice as large as the last.
 _angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], list[Tensor]]] = WeakKeyDictionary()
 
 

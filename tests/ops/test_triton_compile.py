@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops import triton_attention, triton_encode, triton_launch, triton_layer
+from esm_turbo.ops import triton_attention, triton_encode, triton_encoder, triton_launch, triton_layer
 from tests.helpers.attention_cases import LAYER, codec_of, make_case
 from tests.ops.test_torch_ops import rotary_case
 
@@ -21,7 +21,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from esm_turbo.ops.kernels import attention, encode, layer, merge  # noqa: E402
+from esm_turbo.ops.kernels import attention, encode, encoder, layer, merge  # noqa: E402
 
 KERNELS = (
     (attention, "attend_context"),
@@ -29,6 +29,9 @@ KERNELS = (
     (encode, "encode_context"),
     (layer, "rotate"),
     (layer, "gelu"),
+    (encoder, "add_layer_norm"),
+    (encoder, "rotate_"),
+    (encoder, "gelu_"),
 )
 # Limit per program in bytes, by compute capability: Ampere, the oldest one supported, and Hopper.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
@@ -189,6 +192,16 @@ def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None
     triton_layer.rotate(*case, 0.5)
     triton_layer.gelu(case[0])
     assert compiler.compiled.keys() == {"rotate", "gelu"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_packed_encoder(compiler: Compiler, dtype: torch.dtype) -> None:
+    x = torch.randn(5, 320).to(dtype)
+    triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
+    angles = torch.randn(7, 8)
+    triton_encoder.rotate_(torch.randn(5, 3, 20, 16).to(dtype), angles, angles, torch.arange(5, dtype=torch.int32))
+    triton_encoder.gelu_(x)
+    assert compiler.compiled.keys() == {"add_layer_norm", "rotate_", "gelu_"}
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

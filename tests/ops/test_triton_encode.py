@@ -464,9 +464,9 @@ def test_nan_and_infinity(device: str, preset: str, dtype: str) -> None:
     spoilt = torch.zeros(3, 70).bool()
     for row, (index, number) in itertools.product(range(3), enumerate(ODD_NUMBERS)):
         # Of the ordered tokens from 40 on, only the first row keeps any.
-        place = tokens.order[row, 40 + 3 * index]
-        keys[row, :, place, 3 + index] = number
-        values[row, :, place, 9 - index] = number
+        token = tokens.order[row, 40 + 3 * index]
+        keys[row, :, token, 3 + index] = number
+        values[row, :, token, 9 - index] = number
         spoilt[row, 40 + 3 * index] = True
     # Two infinities in one key, so that some component is their difference.
     keys[1, :, tokens.order[1, 43], 20] = float("inf")

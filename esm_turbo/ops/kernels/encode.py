@@ -433,9 +433,9 @@ def encode_context(
 
     With RESIDUAL, it also stores the mean over tokens of T^-1 (z - dequantised code).
 
-    Grid: (splits, 2 x heads, rows); even programs of the second dimension take keys, odd ones values. The slabs lie one
-    after the other in `codes_ptr`, each with room for `padded_tokens` tokens of a head. With OVERLAP, maps are loaded
-    while the preceding kernel may still run, and the next kernel may begin likewise.
+    Grid: (splits, 2 x heads, rows); even programs of the second dimension take keys, odd ones values. The slabs
+    follow one another in `codes_ptr`, each with room for `padded_tokens` tokens of a head. With OVERLAP, maps are
+    loaded while the preceding kernel may still run, and the next kernel may begin likewise.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
