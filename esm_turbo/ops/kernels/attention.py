@@ -270,6 +270,8 @@ def attend_context(
     `ROWS / QUERIES` rows, one for each tile of a group. The tiles of a group are multiplied one after the other, and
     only with their own rows, so that the scores and weights of a whole group fill one tile.
 
+    Slabs have `slab_columns` columns per head in memory, of which the first `num_columns` belong to the contexts.
+
     The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
     are prefetched while the preceding kernel may still run.
     """
