@@ -190,7 +190,7 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     "calls_cuda": Benchmark(
         "calls of the public API, from strings to results: prefill, and embedding with and without caches",
         partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384)),
-        most_repeats=9,
+        most_repeats=5,
     ),
     "prefill_cuda": Benchmark(
         "encoding all layers, and prefills with and without writing a cache, eager and captured",
