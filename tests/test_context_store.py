@@ -1,4 +1,4 @@
-"""The store of contexts: what it returns, and what it does with damage, kills, full disks and other processes."""
+"""The context store: results, damage, killed processes, full disks, concurrency, memory and counts."""
 
 import errno
 import hashlib
@@ -39,7 +39,7 @@ SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "A
 
 @pytest.fixture(scope="module")
 def tiny(turbo, tiny_model):
-    """A small model of random weights; `tiny(preset="exact", **config)`."""
+    """A small model with random weights; `tiny(preset="exact", **config)`."""
 
     def make(preset="exact", **config):
         return TurboEsm(tiny_model(preset=preset, **config), turbo.tokenizer)
@@ -54,7 +54,7 @@ def compressed(tiny):
 
 @pytest.fixture
 def prefilled(monkeypatch):
-    """The sequences that a store computes, call by call; a test that calls prefill gives a string, not a list."""
+    """The sequences that a store computes, per call; tests that call prefill pass a string, not a list."""
     calls = []
     original = TurboEsm.prefill
 
@@ -73,7 +73,7 @@ def assert_same(cache, expected):
     for name, tensor in mine.items():
         assert tensor.dtype == theirs[name].dtype
         if name == "token_ids":
-            # Beyond a row's length they are undefined.
+            # Undefined beyond a row's length.
             valid = torch.arange(tensor.shape[1]) < cache.lengths[:, None]
             assert torch.equal(tensor[valid], theirs[name][valid])
         else:
@@ -81,7 +81,7 @@ def assert_same(cache, expected):
 
 
 def entries(folder):
-    """Digests of what the files of a store hold, by name; the order in their headers is random."""
+    """Digests of the contents of a store's files, by name; the order in their headers is random."""
     found = {}
     for path in sorted(Path(folder).rglob("*.safetensors")):
         digest = hashlib.sha256()
@@ -101,16 +101,13 @@ def usage(store, *names):
     return tuple(store.info()["usage"][name] for name in names)
 
 
-# --- what it returns
-
-
 @pytest.mark.parametrize("preset", ["exact", "paper", DEFAULT_PRESET])
 def test_it_returns_what_prefill_returns(tiny, tmp_path, prefilled, preset):
     turbo = tiny(preset)
     expected = TurboKVCache.cat([turbo.prefill(sequence) for sequence in SEQUENCES])
     store = ContextStore(tmp_path / "store")
     prefilled.clear()
-    # One protein a batch: exactly what prefill of one computes.
+    # One protein per batch: exactly as computed by a prefill of one.
     first = store.get_or_prefill(turbo, SEQUENCES, toks_per_batch=1)
     assert sorted(sequence for call in prefilled for sequence in call) == sorted(SEQUENCES)
     prefilled.clear()
@@ -148,7 +145,7 @@ def test_get_computes_nothing(compressed, tmp_path, prefilled):
     assert usage(store, "host", "missed") == (2, 5 + 2 + 3)
 
 
-def test_what_is_done_to_a_result_stays_there(compressed, tmp_path):
+def test_changes_of_a_result_do_not_reach_the_store(compressed, tmp_path):
     store = ContextStore(tmp_path)
     expected = compressed.prefill("MKTAYIAKQR")
     for _ in range(2):
@@ -207,9 +204,6 @@ def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
     for one in made:
         assert_same(store.get_or_prefill(one, "MKTAYIAK"), one.prefill("MKTAYIAK"))
     assert len(store.info()["presets"]) == 2
-
-
-# --- what is refused
 
 
 def test_another_model_is_refused(tiny, tmp_path):
@@ -301,9 +295,6 @@ def test_contexts_need_a_calibration(turbo, tiny_model, tmp_path):
     assert not (tmp_path / "store").exists()
 
 
-# --- damage
-
-
 def flip(path):
     content = bytearray(path.read_bytes())
     content[-100] ^= 1
@@ -388,7 +379,7 @@ def test_every_byte_of_a_context_is_checked(tiny, tmp_path):
             found += 1
         else:
             assert_same(cache, expected)
-    # All but the spaces that fill up the header.
+    # All except the spaces that pad the header.
     assert found > 0.98 * len(range(0, len(good), 5))
 
 
@@ -404,12 +395,9 @@ def test_a_damaged_partition_is_reported_and_written_again(compressed, tmp_path,
         assert again.get(compressed, "MKTAYIAK") == [None]
         assert_same(again.get_or_prefill(compressed, "MKTAYIAK"), compressed.prefill("MKTAYIAK"))
     assert sum(str(path) in record.getMessage() for record in caplog.records) == 1
-    # What stands on it is as good as before.
+    # Its contexts are intact.
     assert prefilled == []
     assert entries(tmp_path) == expected
-
-
-# --- going on, and killed runs
 
 
 def proteins(count=8, seed=0):
@@ -442,7 +430,7 @@ def test_add_computes_what_is_missing_in_the_same_batches(compressed, tmp_path, 
     prefilled.clear()
     assert other.add(compressed, sequences) == 0
     assert prefilled == []
-    # What was only made ready is not counted as looked up.
+    # Contexts that were only prepared are not counted as looked up.
     assert usage(other, "looked_up") == (0,)
 
 
@@ -478,7 +466,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
         prefilled.clear()
         store = ContextStore(job["out"], lock_timeout=0)
         computed = store.add(turbo, sequences, toks_per_batch=60)
-        # None is lost that was whole, and none is computed again.
+        # No complete context is lost or computed again.
         stored = max(0, number - 3 + (when == "after"))
         assert computed == 8 - stored
         found_again += stored
@@ -501,9 +489,6 @@ def tiny_folder(tiny, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
     tiny().save_pretrained(folder)
     return folder
-
-
-# --- a full disk
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 4])
@@ -549,8 +534,6 @@ def test_counts_that_cannot_be_written_do_not_matter(compressed, tmp_path, monke
     assert usage(store, "host") == (1,)
 
 
-# --- several processes
-
 HOLD = """
 import sys
 from esm_turbo.files.writing import only_writer
@@ -582,7 +565,7 @@ def test_readers_do_not_wait_for_a_writer_and_writers_do(compressed, tmp_path):
     assert len(contexts(tmp_path)) == 2
 
 
-def test_what_another_process_wrote_meanwhile_is_not_computed(compressed, tmp_path, prefilled, monkeypatch):
+def test_contexts_that_another_process_writes_are_not_computed(compressed, tmp_path, prefilled, monkeypatch):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
     from esm_turbo import context_store
@@ -590,7 +573,7 @@ def test_what_another_process_wrote_meanwhile_is_not_computed(compressed, tmp_pa
     original = context_store.only_writer
 
     def late(folder, **options):
-        # While this process waited, another one has had its turn.
+        # Another process writes while this one waits.
         monkeypatch.setattr(context_store, "only_writer", original)
         ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
         prefilled.clear()
@@ -651,7 +634,7 @@ def test_two_writers_and_three_readers_at_once(tiny_folder, tmp_path):
     assert len(contexts(tmp_path / "store")) == 24
     info = store_info(tmp_path / "store")
     assert info["usage"]["damaged"] == 0
-    # Every process found every one of them.
+    # Every process found every context.
     assert info["usage"]["looked_up"] >= 5 * 24
 
 
@@ -690,7 +673,7 @@ def test_read_only(compressed, tmp_path, prefilled):
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.name != USAGE_FILE} == before
 
 
-def test_what_killed_writers_left_is_swept_away(compressed, tmp_path):
+def test_temporary_files_of_killed_writers_are_removed(compressed, tmp_path):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
     [path] = contexts(tmp_path)
@@ -705,15 +688,12 @@ def test_what_killed_writers_left_is_swept_away(compressed, tmp_path):
     mine.write_text("mine")
     again = ContextStore(tmp_path)
     again.get(compressed, "MKTAY")
-    # Reading sweeps nothing: another process may be writing.
+    # Reading removes nothing: another process may be writing.
     assert all(one.exists() for one in left)
     again.add(compressed, "GSGS")
     assert not any(one.exists() for one in left)
     assert mine.exists()
     assert (tmp_path / LOCK_FILE).exists()
-
-
-# --- memory
 
 
 def test_hits_by_place(compressed, tmp_path):
@@ -730,7 +710,7 @@ def test_hits_by_place(compressed, tmp_path):
     assert info["looked_up"] == 12
     assert info["hit_rate"] == pytest.approx(7 / 12)
     assert info["hit_rates"] == {"device": 0, "host": pytest.approx(5 / 12), "disk": pytest.approx(2 / 12)}
-    # Another process sees what this one has counted.
+    # Another process sees the counts of this one.
     store.close()
     assert ContextStore(tmp_path).info()["usage"] == info
 
@@ -796,17 +776,14 @@ def test_a_flat_context_is_the_cache(tiny, preset):
     copied = FlatContext.from_description(flat.buffer.clone(), described)
     assert copied.parts == flat.parts
     assert_same(copied.in_memory(pinned=False).cache(spec), cache)
-    # Little more than what is in it.
+    # Little more than the tensors.
     assert flat.nbytes <= sum(tensor.nbytes for _, tensor in cache.named_tensors()) + 64 * len(flat.parts)
     for wrong in (flat.description()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
         with pytest.raises((ValueError, ArtifactError)):
             FlatContext.from_description(flat.buffer, wrong)
 
 
-# --- counts
-
-
-def test_counts_survive_nonsense_and_are_summed_up(compressed, tmp_path):
+def test_counts_survive_damaged_lines_and_are_added_up(compressed, tmp_path):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
     store.close()
@@ -818,7 +795,7 @@ def test_counts_survive_nonsense_and_are_summed_up(compressed, tmp_path):
         file.write("\n" + '{"disk": 1}\n' * 6000)
     before = store_info(tmp_path)["usage"]
     assert before["disk"] == 6000
-    # The next to write makes one line of them.
+    # The next writer replaces them by one line.
     ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
     assert path.stat().st_size < 1000
     assert store_info(tmp_path)["usage"]["disk"] == 6000
@@ -837,15 +814,12 @@ def test_no_counts_where_there_is_no_store(compressed, tmp_path):
     assert list(folder.iterdir()) == []
 
 
-def test_counts_are_kept_when_a_store_is_forgotten(compressed, tmp_path):
+def test_counts_are_written_when_a_store_is_garbage_collected(compressed, tmp_path):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
     store.get_or_prefill(compressed, "MKTAY")
     del store
     assert store_info(tmp_path)["usage"]["host"] == 1
-
-
-# --- a device
 
 
 @pytest.mark.gpu
@@ -866,7 +840,7 @@ def test_tiers_on_a_device(tiny, tmp_path):
     assert torch.equal(turbo.extend(store.get_or_prefill(turbo, SEQUENCES), ["GSGS"] * 5).logits, logits)
     memory = store.info()["memory"]
     assert memory["device"]["contexts"] == memory["host"]["contexts"] == 5
-    # From pinned memory alone, and from disk.
+    # From pinned memory only, and from disk.
     host = ContextStore(tmp_path, device_bytes=0)
     disk = ContextStore(tmp_path, device_bytes=0, host_bytes=0)
     for _ in range(2):
@@ -877,7 +851,7 @@ def test_tiers_on_a_device(tiny, tmp_path):
 
 
 @pytest.mark.gpu
-def test_what_a_device_wrote_is_read_on_the_host(tiny, tmp_path):
+def test_contexts_written_by_a_device_are_read_on_the_host(tiny, tmp_path):
     on_device, on_host = tiny(DEFAULT_PRESET), tiny(DEFAULT_PRESET)
     on_device.model.to("cuda")
     written = ContextStore(tmp_path).get_or_prefill(on_device, SEQUENCES, toks_per_batch=1)
@@ -885,5 +859,5 @@ def test_what_a_device_wrote_is_read_on_the_host(tiny, tmp_path):
     read = store.get_or_prefill(on_host, SEQUENCES)
     assert usage(store, "disk") == (5,)
     assert_same(read, written.to("cpu"))
-    # What is in memory for one device does not serve another.
+    # Contexts in memory for one device do not serve another.
     assert_same(store.get_or_prefill(on_device, SEQUENCES).to("cpu"), read)

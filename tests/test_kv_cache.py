@@ -1,4 +1,4 @@
-"""The cache by itself: what it counts, how it is reshaped, and its files."""
+"""The cache on its own: counts, appends, reshaping and files."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def append(
 
 @torch.no_grad()
 def probe(model: TurboEsmForMaskedLM, cache: TurboKVCache) -> Tensor:
-    """What three tokens after each row come to: depends on all that the cache holds. Leaves it as it is."""
+    """Logits of three tokens after each row, which depend on everything in the cache; the cache is not changed."""
     ids = torch.tensor([[5, MASK, 9]]).expand(cache.batch_size, -1)
     return model(ids, past_key_values=cache, output_hidden_states=True).logits
 
 
 def row_bytes(cache: TurboKVCache, row: int) -> dict[str, Tensor]:
-    """All that is stored for the tokens of one row, by name; nothing of padding."""
+    """Everything stored for the tokens of one row, by name, without padding."""
     length = int(cache.lengths[row])
     slots = (cache.protected_columns[row] >= 0).nonzero()[:, 0]
     positions = torch.arange(cache.columns, dtype=torch.int32) if cache.positions is None else cache.positions[row]
@@ -94,9 +94,6 @@ def assert_caches_equal(a: TurboKVCache, b: TurboKVCache) -> None:
     assert torch.equal(a.lengths, b.lengths)
     assert a.nbytes == b.nbytes
     assert_rows_equal(a, list(range(a.batch_size)), b, list(range(b.batch_size)))
-
-
-# ---------------------------------------------------------------- what is counted
 
 
 def test_lengths(model: TurboEsmForMaskedLM) -> None:
@@ -132,7 +129,7 @@ def test_an_empty_cache_is_filled_by_a_prefill(model: TurboEsmForMaskedLM) -> No
 
 
 def test_bytes_of_the_exact_preset(tiny_model: MakeModel) -> None:
-    """17 tokens x 2 layers x 4 heads x 16 components x (key and value) x 4 bytes, a flag each, 8 bytes a row."""
+    """17 tokens x 2 layers x 4 heads x 16 components x (key and value) x 4 bytes, one byte per token, 8 per row."""
     cache = prefill(tiny_model(preset="exact"), [12, 5])
     assert cache.nbytes == 17 * 2 * 4 * 16 * 2 * 4 + 17 + 2 * 8 == 17441
     assert cache.bits_per_element == 8 * 17441 / (2 * 2 * 4 * 16 * 17)
@@ -144,7 +141,7 @@ def test_bytes_of_the_exact_preset_in_bfloat16(tiny_model: MakeModel) -> None:
 
 
 def test_bytes_of_the_paper(tiny_model: MakeModel) -> None:
-    """Three bits and a sign: half a byte a component; the flags are two bits of every 64 here."""
+    """Three bits and a sign: half a byte per component, and one byte per token for its id."""
     cache = prefill(tiny_model(preset=PAPER), [12, 5])
     assert cache.nbytes == 17 * 2 * 4 * 16 * 2 // 2 + 17 + 2 * 8 == 2209
     assert cache.bits_per_element == 8 * 2209 / (2 * 2 * 4 * 16 * 17)
@@ -154,20 +151,20 @@ def test_bytes_of_the_paper(tiny_model: MakeModel) -> None:
     ("options", "bits"),
     [({"sign_correction": "none"}, 3), ({"sign_correction": "keys"}, 3.5), ({"bits": 1, "sign_correction": "none"}, 1)],
 )
-def test_bytes_of_the_paper_without_some_of_it(tiny_model: MakeModel, options: dict[str, object], bits: float) -> None:
+def test_bytes_of_parts_of_the_paper(tiny_model: MakeModel, options: dict[str, object], bits: float) -> None:
     cache = prefill(tiny_model(preset=replace(PAPER, **options)), [12, 5])
     assert cache.nbytes == 17 * 2 * 4 * 16 * 2 * bits / 8 + 17 + 2 * 8
 
 
 def test_bytes_of_protected_tokens(tiny_model: MakeModel) -> None:
-    """A protected token costs its bfloat16 key and value and a column number besides its codes."""
+    """A protected token takes its bfloat16 key and value and a column number in addition to its codes."""
     model = tiny_model(preset=replace(PAPER, protect_special_tokens=True))
     assert prefill(model, [12, 5], eos=True).nbytes == 2209 + 4 * (2 * 4 * 16 * 2 * 2 + 4)
     assert prefill(model, [12, 5], cls=False).nbytes == 2209
 
 
 def test_bytes_of_positions(tiny_model: MakeModel) -> None:
-    """Positions are stored where they are not the next ones, four bytes a token."""
+    """Positions are stored if they are not the next ones, four bytes per token."""
     model = tiny_model(preset=PAPER)
     ids, mask = random_ids([12, 5])
     with torch.no_grad():
@@ -180,20 +177,17 @@ def test_bytes_of_positions(tiny_model: MakeModel) -> None:
 
 
 def test_padding_costs_nothing(model: TurboEsmForMaskedLM) -> None:
-    """`nbytes` of a ragged batch is that of its rows, whatever the padding."""
+    """`nbytes` of a ragged batch is the sum over its rows."""
     together = prefill(model, [40, 3, 17])
     assert together.nbytes == sum(together.select(row).nbytes for row in range(3))
 
 
-# ---------------------------------------------------------------- writing
-
-
-# Unlike codes, protected tokens and sums over a row keep the last bit, which depends on the shape of a product.
+# Protected tokens and sums over a row are rounded less than codes: their last bit depends on the shape of a product.
 LAST_BIT = 2**-7
 
 
 def test_batch_and_single_prefill_store_the_same_bytes(cache_config: TurboConfig, tiny_model: MakeModel) -> None:
-    """Given the same keys and values a row's codes depend neither on its neighbours nor on padding."""
+    """Given the same keys and values, a row's codes depend neither on other rows nor on padding."""
     codec = tiny_model(preset=cache_config).esm.codec(cache_config)
     lengths = [11, 30, 1, 7]
     batch = random_cache(codec, lengths, seed=3)
@@ -214,7 +208,7 @@ def test_prefill_in_one_step_or_by_appending_stores_the_same_bytes(
         write(pieces, ids[:, part], torch.ones_like(ids[:, part]).bool(), keys[..., part, :], values[..., part, :])
     assert whole.nbytes == pieces.nbytes
     for layer, other in zip(whole.layers, pieces.layers, strict=True):
-        # What is stored once a row is made when its first tokens come.
+        # Tensors per row are made from the first tokens only.
         layer.rows = other.rows = {}
     assert_rows_equal(whole, [0, 1], pieces, [0, 1], LAST_BIT)
 
@@ -239,7 +233,7 @@ def test_a_copy_is_independent(model: TurboEsmForMaskedLM) -> None:
     assert_caches_equal(cache, prefill(model, [6, 9]))
 
 
-def test_select_leaves_the_whole_as_it_is(model: TurboEsmForMaskedLM) -> None:
+def test_select_does_not_change_the_cache(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [6, 9, 4])
     part = cache.select([2, 0])
     assert_rows_equal(part, [0, 1], cache, [2, 0])
@@ -248,8 +242,8 @@ def test_select_leaves_the_whole_as_it_is(model: TurboEsmForMaskedLM) -> None:
     assert_caches_equal(cache, prefill(model, [6, 9, 4]))
 
 
-def test_named_tensors_are_all_that_is_stored(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
-    """A cache made of them, and one of their copies, is the same; their names are those in files."""
+def test_named_tensors_are_complete(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    """A cache made from them is equal; their names are those in files."""
     cache = prefill(model, [9, 4], eos=True)
     with torch.no_grad():
         model(torch.tensor([[7], [8]]), None, torch.tensor([[30], [31]]), past_key_values=cache, use_cache=True)
@@ -267,7 +261,7 @@ def test_named_tensors_are_all_that_is_stored(model: TurboEsmForMaskedLM, tmp_pa
             axis_of(wrong)
 
 
-def test_a_shallow_copy_goes_its_own_way(model: TurboEsmForMaskedLM) -> None:
+def test_a_shallow_copy_is_independent(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [6, 9])
     other = copy.copy(cache)
     assert all(a is b for (_, a), (_, b) in zip(cache.named_tensors(), other.named_tensors(), strict=True))
@@ -284,7 +278,7 @@ def buffer_of(cache: TurboKVCache, name: str = "token_ids") -> int:
 
 @torch.no_grad()
 def test_appends_are_written_in_place(model: TurboEsmForMaskedLM) -> None:
-    """Token by token a few buffers do, and what is stored is what it is without spare room, to the last bit."""
+    """Forty appends allocate a few buffers; contents and results equal those of a dense cache to the last bit."""
     cache = prefill(model, [20, 17])
     name = next(name for name, _ in cache.named_tensors() if "packed" in name)
     buffers, at_once = [buffer_of(cache, name)], []
@@ -305,8 +299,8 @@ def test_appends_are_written_in_place(model: TurboEsmForMaskedLM) -> None:
     assert torch.equal(probe(model, dense), at_once[-1])
 
 
-def test_padding_is_stored_as_without_room(model: TurboEsmForMaskedLM) -> None:
-    """Files hold the padding of short rows too: columns that were cropped and are written again begin as zeros."""
+def test_padding_does_not_depend_on_spare_columns(model: TurboEsmForMaskedLM) -> None:
+    """Files include the padding of short rows: columns that were cropped and are written again start as zeros."""
     in_place, dense = prefill(model, [20, 17]), prefill(model, [20, 17])
     for step, (lengths, kept) in enumerate([([8, 9], [10, 26]), ([2, 1], [3, 27]), ([30, 1], [30, 20]), ([1, 3], -1)]):
         for cache in (in_place, dense):
@@ -318,7 +312,7 @@ def test_padding_is_stored_as_without_room(model: TurboEsmForMaskedLM) -> None:
             assert torch.equal(tensor, expected[name]), name
 
 
-def test_room_that_is_not_needed_is_given_back(model: TurboEsmForMaskedLM) -> None:
+def test_crops_free_spare_columns(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [40])
     append(model, cache, [10])
     for kept in (50, 30, 12, 1):
@@ -327,8 +321,8 @@ def test_room_that_is_not_needed_is_given_back(model: TurboEsmForMaskedLM) -> No
             assert tensor.untyped_storage().nbytes() <= max(64, 3 * tensor.nbytes)
 
 
-def test_a_copy_is_written_apart(model: TurboEsmForMaskedLM) -> None:
-    """Whichever is written first: the copy, the copied, or both in turn, after crops too."""
+def test_copies_are_written_separately(model: TurboEsmForMaskedLM) -> None:
+    """Whichever of the two is written first, and after crops."""
     for first in (0, 1):
         cache = prefill(model, [20, 17])
         append(model, cache, [2, 2])
@@ -345,7 +339,7 @@ def test_a_copy_is_written_apart(model: TurboEsmForMaskedLM) -> None:
 
 
 def test_appends_in_other_modes(model: TurboEsmForMaskedLM) -> None:
-    """Rows that were written in inference mode are appended to outside of it, and the other way round."""
+    """Caches written in inference mode can be appended to outside of it, and vice versa."""
     caches = []
     for modes in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
         cache = model.new_cache()
@@ -361,9 +355,6 @@ def test_writing_layer_by_layer_is_refused(model: TurboEsmForMaskedLM) -> None:
     cache = model.new_cache()
     with pytest.raises(NotImplementedError, match="use_cache=True"):
         cache.update(torch.zeros(1, 4, 1, 16), torch.zeros(1, 4, 1, 16), 0)
-
-
-# ---------------------------------------------------------------- reshaping
 
 
 @pytest.mark.parametrize(
@@ -413,7 +404,7 @@ def test_crop_by_a_tensor(model: TurboEsmForMaskedLM, n: int | list[int], expect
         True,
     ],
 )
-def test_crop_refuses_what_fits_no_rows(model: TurboEsmForMaskedLM, n: Any) -> None:
+def test_crop_refuses_other_types_and_shapes(model: TurboEsmForMaskedLM, n: Any) -> None:
     cache = prefill(model, [9, 4, 13])
     with pytest.raises(ValueError, match="`tokens` must be"):
         cache.crop(n)
@@ -421,7 +412,7 @@ def test_crop_refuses_what_fits_no_rows(model: TurboEsmForMaskedLM, n: Any) -> N
 
 
 def test_a_cropped_cache_extends_and_grows(model: TurboEsmForMaskedLM) -> None:
-    """Cropping equals hiding: the columns that are left, at their positions, with the counts that are left."""
+    """Cropping equals hiding: the remaining columns at their positions, with the remaining counts."""
     cache, whole = prefill(model, [9, 5], masks=1), prefill(model, [9, 5], masks=1)
     cache.crop(4)
     ids = torch.tensor([[7, 8], [9, MASK]])
@@ -448,7 +439,7 @@ def test_crop_to_nothing_and_start_again(model: TurboEsmForMaskedLM) -> None:
 
 
 def test_append_and_crop_leave_nothing_behind(model: TurboEsmForMaskedLM) -> None:
-    """Storage does not grow with steps that are taken back, special tokens among them."""
+    """Storage does not grow with appends that are cropped again, including special tokens."""
     cache, fresh = prefill(model, [9, 4]), prefill(model, [9, 4])
     for step in range(5):
         append(model, cache, [3, 3], seed=step, eos=True)
@@ -461,8 +452,8 @@ def test_append_and_crop_leave_nothing_behind(model: TurboEsmForMaskedLM) -> Non
         assert all(layer.protected[name].shape == t.shape for name, t in other.protected.items())
 
 
-def test_storage_does_not_grow_where_lengths_are_not_known(tiny_model: MakeModel) -> None:
-    """As on a GPU, where to ask for the lengths would be to wait: upper bounds do, and the results are the same."""
+def test_storage_does_not_grow_if_lengths_are_unknown(tiny_model: MakeModel) -> None:
+    """As on a GPU, where reading lengths would force a sync: upper bounds are used, and results are the same."""
     model = tiny_model(preset=CACHE_CONFIGS["protected"])
     known, unknown = prefill(model, [9, 4], eos=True), prefill(model, [9, 4], eos=True)
     unknown.__class__ = ElsewhereCache
@@ -480,8 +471,8 @@ def test_storage_does_not_grow_where_lengths_are_not_known(tiny_model: MakeModel
     assert unknown.columns == 0
 
 
-def test_a_cache_cropped_to_nothing_is_extended_where_lengths_are_not_known(tiny_model: MakeModel) -> None:
-    """Without columns there is no slot, though a device does not count them."""
+def test_an_emptied_cache_is_extended_if_lengths_are_unknown(tiny_model: MakeModel) -> None:
+    """Without columns there are no slots, although a device does not count those in use."""
     model = tiny_model(preset=CACHE_CONFIGS["protected"])
     cache = prefill(model, [9, 4], eos=True)
     cache.__class__ = ElsewhereCache
@@ -496,7 +487,7 @@ def test_a_cache_cropped_to_nothing_is_extended_where_lengths_are_not_known(tiny
 
 
 def test_slots_beyond_two_are_read_from_their_codes(tiny_model: MakeModel) -> None:
-    """A row that has more special tokens than slots loses their protection, not the tokens."""
+    """Special tokens without a slot lose their protection, but remain stored."""
     model = tiny_model(preset=CACHE_CONFIGS["protected"])
     cache = prefill(model, [9, 4], eos=True)
     append(model, cache, [3, 3], eos=True)
@@ -509,7 +500,7 @@ def test_slots_beyond_two_are_read_from_their_codes(tiny_model: MakeModel) -> No
 
 
 @pytest.mark.parametrize("method", ["reorder_cache", "batch_select_indices"])
-def test_rows_are_chosen(model: TurboEsmForMaskedLM, method: str) -> None:
+def test_rows_are_selected(model: TurboEsmForMaskedLM, method: str) -> None:
     cache, whole = prefill(model, [9, 4, 13], eos=True), prefill(model, [9, 4, 13], eos=True)
     expected = probe(model, whole)[[1, 1, 0]]
     getattr(cache, method)(torch.tensor([1, 1, 0]))
@@ -519,7 +510,7 @@ def test_rows_are_chosen(model: TurboEsmForMaskedLM, method: str) -> None:
     assert (probe(model, cache) - expected).abs().max() <= 2e-5
 
 
-def test_choosing_no_row_empties_the_cache(model: TurboEsmForMaskedLM) -> None:
+def test_selecting_no_row_empties_the_cache(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [9, 4])
     cache.batch_select_indices(torch.tensor([], dtype=torch.int64))
     assert (cache.batch_size, cache.get_seq_length(), cache.nbytes) == (0, 0, 0)
@@ -536,7 +527,7 @@ def test_crop_by_more_than_any_integer_holds(model: TurboEsmForMaskedLM) -> None
     assert cache.lengths.tolist() == [0, 0]
 
 
-def test_rows_are_chosen_by_integers_or_a_mask(model: TurboEsmForMaskedLM) -> None:
+def test_rows_are_selected_by_integers_or_a_mask(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [9, 4, 6])
     assert cache.select(torch.tensor([True, False, True])).lengths.tolist() == [9, 6]
     assert cache.select([2, 0]).lengths.tolist() == [6, 9]
@@ -551,10 +542,10 @@ def test_rows_are_chosen_by_integers_or_a_mask(model: TurboEsmForMaskedLM) -> No
 
 
 @pytest.mark.parametrize("on_a_device", [False, True])
-def test_a_row_that_begins_again_is_stored_as_a_new_one(
+def test_an_emptied_row_is_stored_as_a_new_one(
     tiny_model: Callable[..., TurboEsmForMaskedLM], monkeypatch: pytest.MonkeyPatch, on_a_device: bool
 ) -> None:
-    """Also what is stored once a row, where other rows have tokens left; a device does not look who has none."""
+    """Including tensors per row, while other rows keep theirs; a device does not check which rows are empty."""
     if on_a_device:
         monkeypatch.setattr(TurboKVCache, "_on_cpu", False)
     model = tiny_model(preset="turbo3")
@@ -573,7 +564,7 @@ def test_a_row_that_begins_again_is_stored_as_a_new_one(
     assert not any(torch.equal(cache.layers[0].rows[name][1], x[1]) for name, x in kept.items())
 
 
-def test_a_prefill_may_store_less_than_it_sees(model: TurboEsmForMaskedLM) -> None:
+def test_a_prefill_may_store_some_tokens_only(model: TurboEsmForMaskedLM) -> None:
     ids, mask = random_ids([6, 5])
     keep = mask.bool()
     keep[:, 4:] = False
@@ -583,13 +574,13 @@ def test_a_prefill_may_store_less_than_it_sees(model: TurboEsmForMaskedLM) -> No
     assert torch.equal(output.logits, expected.logits)
     cache = output.past_key_values
     assert cache.lengths.tolist() == [4, 4]
-    # Codes of a token are its own; what is stored once a row is of the tokens that are.
+    # Codes depend on their own token only; tensors per row on all stored tokens.
     for ours, theirs in zip(cache.layers, expected.past_key_values.layers, strict=True):
         for name, tensor in ours.packed.items():
             assert torch.equal(tensor, theirs.packed[name][:, :, :4])
 
 
-def test_choosing_a_row_that_is_not_there(model: TurboEsmForMaskedLM) -> None:
+def test_selecting_a_missing_row(model: TurboEsmForMaskedLM) -> None:
     with pytest.raises(IndexError):
         prefill(model, [9, 4]).batch_select_indices(torch.tensor([2]))
 
@@ -606,7 +597,7 @@ def test_rows_are_repeated(model: TurboEsmForMaskedLM) -> None:
 
 
 def test_cat(model: TurboEsmForMaskedLM) -> None:
-    """Caches of different widths, numbers of protected tokens, and with and without positions."""
+    """Caches with different columns and slots, with and without positions."""
     parts = [prefill(model, [9, 4], seed=1), prefill(model, [13], seed=2, eos=True)]
     parts.append(prefill(model, [2], seed=3, cls=False))
     with torch.no_grad():
@@ -631,7 +622,7 @@ def test_cat_of_one_and_of_empty_ones(model: TurboEsmForMaskedLM) -> None:
         TurboKVCache.cat([])
 
 
-def test_cat_refuses_what_does_not_fit(tiny_model: MakeModel) -> None:
+def test_cat_refuses_different_kinds(tiny_model: MakeModel) -> None:
     exact, paper = tiny_model(preset="exact"), tiny_model(preset=PAPER)
     with pytest.raises(ValueError, match="presets exact and paper"):
         TurboKVCache.cat([prefill(exact, [3]), prefill(paper, [3])])
@@ -658,11 +649,8 @@ def test_reset(model: TurboEsmForMaskedLM) -> None:
     assert_caches_equal(cache, prefill(model, [7], seed=3))
 
 
-# ---------------------------------------------------------------- invariants
-
-
 def random_kv(codec: KVCodec, lengths: list[int], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, and keys and values [layers, batch, heads, n, head_dim]: those of a row are the same in any batch.
+    """Ids, and keys and values [layers, batch, heads, n, head_dim]; a row's are the same in any batch.
 
     Rounding changes none of their codes.
     """
@@ -689,7 +677,7 @@ def new_cache(codec: KVCodec, cls: type[TurboKVCache] = TurboKVCache) -> TurboKV
 def write(
     cache: TurboKVCache, ids: Tensor, keep: Tensor, keys: Tensor, values: Tensor, positions: Tensor | None = None
 ) -> None:
-    """Adds tokens to a cache without a model."""
+    """Appends tokens to a cache without a model."""
     plan = cache.plan_append(ids, keep, positions, (CLS, EOS))
     for layer in range(cache.geometry.num_layers):
         cache.stage(plan, layer, keys[layer], values[layer], TorchBackend())
@@ -713,7 +701,7 @@ PROTECTING = ExactCodec(TurboConfig(codec="exact", protect_special_tokens=True),
 
 
 class ElsewhereCache(TurboKVCache):
-    """A cache that behaves as on a device, where to look at a number is to wait."""
+    """A cache that behaves as on a device, where reading a value would force a sync."""
 
     _on_cpu = False
 
@@ -756,7 +744,7 @@ Row = list[tuple[int, int, float]]
 
 
 def append_marks(cache: TurboKVCache, rows: list[Row], n: int, seed: int, moved: bool) -> list[Row]:
-    """Appends random tokens of which some are not kept; returns what each row holds then."""
+    """Appends random tokens, some of which are not kept; returns the new contents of each row."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, 6, (len(rows), n), generator=generator)
     keep = torch.rand(len(rows), n, generator=generator) < 0.7
@@ -791,7 +779,7 @@ def test_any_sequence_of_operations(
     codec: KVCodec,
     cls: type[TurboKVCache],
 ) -> None:
-    """Caches do what lists of tokens would do, and none changes what a copy of it holds.
+    """Caches behave like lists of tokens, and none changes a copy.
 
     Marks are small integers, exact in bfloat16.
     """
@@ -839,10 +827,10 @@ def tiny_codecs(tiny_model: MakeModel) -> dict[str, KVCodec]:
     seed=st.integers(0, 1000),
     name=st.sampled_from(sorted(CACHE_CONFIGS)),
 )
-def test_append_then_crop_is_nothing(
+def test_append_then_crop_restores_the_cache(
     tiny_codecs: dict[str, KVCodec], lengths: list[int], extra: int, seed: int, name: str
 ) -> None:
-    """The bytes of ragged rows come back whatever was appended and cut off again."""
+    """The bytes of ragged rows are the same after an append and a crop."""
     codec = tiny_codecs[name]
     cache, before = random_cache(codec, lengths, seed), random_cache(codec, lengths, seed)
     ids, keys, values = random_kv(codec, [extra] * len(lengths), seed + 1)
@@ -850,9 +838,6 @@ def test_append_then_crop_is_nothing(
     cache.crop(-extra)
     assert_caches_equal(cache, before)
     assert cache.columns == before.columns
-
-
-# ---------------------------------------------------------------- files
 
 
 @pytest.mark.parametrize("lengths", [[9, 4, 13], [1], [5, 5]], ids=str)
@@ -899,7 +884,7 @@ def test_a_cache_of_half_precision(tiny_model: MakeModel, tmp_path: Path) -> Non
     assert_caches_equal(TurboKVCache.load(tmp_path / "cache.safetensors", model=model), cache)
 
 
-def test_a_cache_made_in_float32_serves_bfloat16(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+def test_a_cache_written_in_float32_is_read_in_bfloat16(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
     prefill(model, [9, 4]).save(tmp_path / "cache.safetensors")
     half = copy.deepcopy(model).to(torch.bfloat16)
     loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=half)
@@ -907,7 +892,7 @@ def test_a_cache_made_in_float32_serves_bfloat16(model: TurboEsmForMaskedLM, tmp
 
 
 def test_files_are_plain(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
-    """What a file holds: tensors and JSON, its format version, and no more bytes than the cache and a header."""
+    """A file holds tensors and JSON, its format version, and no more bytes than the cache and a header."""
     cache = prefill(model, [33, 33])
     cache.save(tmp_path / "cache.safetensors")
     with safe_open(tmp_path / "cache.safetensors", "pt") as file:
@@ -940,7 +925,7 @@ def test_a_model_without_calibration_refuses_a_compressed_cache(tiny_model: Make
 
 
 def test_a_model_reads_caches_of_any_of_its_presets(tiny_model: MakeModel) -> None:
-    """The options travel with the cache: the model's own preset says only what new ones are."""
+    """Options are stored in the cache: the model's own preset applies to new caches only."""
     paper = tiny_model(preset=PAPER)
     exact = tiny_model(preset="exact", calibrated=True)
     cache = prefill(paper, [9, 4])
@@ -949,7 +934,7 @@ def test_a_model_reads_caches_of_any_of_its_presets(tiny_model: MakeModel) -> No
 
 
 def test_another_calibration_cannot_read_the_codes(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Codes mean what the tables that wrote them say: with others they would give wrong results without a word."""
+    """With other tables than those that wrote them, codes would silently give wrong results."""
     model, other = tiny_model(preset=PAPER), tiny_model(preset=PAPER)
     other.set_turbo(calibration=make_calibration(other, residues=400), preset=PAPER)
     cache = prefill(model, [9, 4])
@@ -968,7 +953,7 @@ def test_another_calibration_cannot_read_the_codes(tiny_model: MakeModel, tmp_pa
 
 
 def test_the_same_calibration_from_its_file_reads_the_codes(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """Also options that the file does not hold fitted, which are fitted again."""
+    """Including options whose codec is not in the file and is fitted again."""
     for config in (PAPER, replace(PAPER, bits=2), CACHE_CONFIGS["protected"]):
         model = tiny_model(preset=config)
         model.esm.calibration.save(tmp_path / "calibration.safetensors")
@@ -1011,7 +996,7 @@ def test_an_altered_file(saved: Path, where: int) -> None:
 
 
 def rewrite(path: Path, *, strings: dict[str, str] | None = None, drop: str | None = None, **tensors: Tensor) -> None:
-    """Changes a file and makes its checksum right again."""
+    """Changes a file and updates its checksum."""
     with safe_open(path, "pt") as file:
         metadata = dict(file.metadata()) | (strings or {})
         content = {name: file.get_tensor(name) for name in file.keys()} | tensors  # noqa: SIM118
@@ -1061,14 +1046,14 @@ def test_another_kind(saved: Path, turbo: object, tmp_path: Path) -> None:
     ids=lambda change: next(iter(change.items()))[0] + "=" + str(next(iter(change.values())))[:40],
 )
 def test_a_file_whose_entries_contradict_each_other(saved: Path, change: dict[str, object]) -> None:
-    """Right checksum, wrong content: an error when it is read, not a wrong result later."""
+    """Correct checksum, wrong content: an error on reading, not wrong results later."""
     rewrite(saved, **change)
     with pytest.raises(ValueError):
         TurboKVCache.load(saved)
 
 
 def test_saving_is_atomic(saved: Path, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where writing fails, the old file stays as it was and nothing else is left behind."""
+    """If writing fails, the old file stays as it was, and nothing else is left behind."""
     before = saved.read_bytes()
 
     def fail(_tensors: object, path: Path, **_options: object) -> None:
@@ -1083,7 +1068,7 @@ def test_saving_is_atomic(saved: Path, tiny_model: MakeModel, monkeypatch: pytes
 
 
 def test_a_file_replaces_an_older_one_that_is_open(saved: Path, tiny_model: MakeModel) -> None:
-    """A loaded cache does not change when its file is written anew."""
+    """A loaded cache does not change when its file is overwritten."""
     loaded = TurboKVCache.load(saved)
     before = loaded.layers[0].packed["keys"].clone()
     prefill(tiny_model(preset=PAPER), [9, 4], seed=9).save(saved)

@@ -1,4 +1,4 @@
-"""Caches without their planes: what is dropped, what is left, and what may still be done with them."""
+"""Caches whose refinement planes are dropped: bytes, errors, and operations on them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TURBO = [name for name, config in PRODUCT_PRESETS.items() if config.codec == "tu
 
 @pytest.fixture(scope="module", params=[16, 64])
 def model(request: pytest.FixtureRequest, tiny_model: MakeModel) -> TurboEsmForMaskedLM:
-    """Of a preset that leaves planes in every layer."""
+    """A model of a preset with planes in every layer."""
     for preset in TURBO:
         model = tiny_model(preset=preset, head_dim=request.param, heads=2)
         codec = model.esm.codec(preset)
@@ -37,8 +37,8 @@ def planes(cache: TurboKVCache) -> list[dict[str, torch.Tensor]]:
     ]
 
 
-def test_bytes_fall_by_those_of_the_planes(model: TurboEsmForMaskedLM) -> None:
-    """One bit for every component of an odd width, less those of a key or value that would lose everything."""
+def test_bytes_decrease_by_those_of_the_planes(model: TurboEsmForMaskedLM) -> None:
+    """One bit per component of odd width, except keys or values that have nothing else."""
     cache, whole = prefill(model, [40, 17], eos=True), prefill(model, [40, 17], eos=True)
     cache.drop_refinements()
     assert cache.codec is not None
@@ -54,7 +54,7 @@ def test_bytes_fall_by_those_of_the_planes(model: TurboEsmForMaskedLM) -> None:
         assert mine.rows.keys() == before.rows.keys()
 
 
-def test_components_are_read_half_a_step_away_at_most(model: TurboEsmForMaskedLM) -> None:
+def test_components_change_by_half_a_step_at_most(model: TurboEsmForMaskedLM) -> None:
     cache, whole = prefill(model, [30]), prefill(model, [30])
     cache.drop_refinements()
     codec = model.esm.codec(cache.config)
@@ -68,7 +68,7 @@ def test_components_are_read_half_a_step_away_at_most(model: TurboEsmForMaskedLM
     assert moved
 
 
-def test_what_it_extends_to_is_near_on_every_backend(model: TurboEsmForMaskedLM) -> None:
+def test_extensions_are_similar_on_every_backend(model: TurboEsmForMaskedLM) -> None:
     cache, whole = prefill(model, [40, 17]), prefill(model, [40, 17])
     cache.drop_refinements()
     reference = TurboEsmForMaskedLM.from_esm(
@@ -89,7 +89,7 @@ def test_dropping_twice_changes_nothing_more(model: TurboEsmForMaskedLM) -> None
     assert_caches_equal(once, twice)
 
 
-def test_what_is_appended_later_has_no_planes_either(model: TurboEsmForMaskedLM) -> None:
+def test_later_appends_have_no_planes(model: TurboEsmForMaskedLM) -> None:
     early, late = prefill(model, [9, 4]), prefill(model, [9, 4])
     late.drop_refinements()
     for cache in (early, late):
@@ -109,7 +109,7 @@ def test_what_is_appended_later_has_no_planes_either(model: TurboEsmForMaskedLM)
     assert torch.isfinite(probe(model, late)).all()
 
 
-def test_an_emptied_cache_starts_anew(model: TurboEsmForMaskedLM) -> None:
+def test_an_emptied_cache_stores_planes_again(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [9, 4])
     cache.drop_refinements()
     cache.reset()
@@ -148,7 +148,7 @@ def test_save_and_load(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
 
 
 def test_cat_takes_all_or_none_of_the_planes(model: TurboEsmForMaskedLM) -> None:
-    """Nothing is lost without a word."""
+    """Nothing is lost silently."""
     whole, dropped = prefill(model, [9, 4], seed=1), prefill(model, [13], seed=2)
     dropped.drop_refinements()
     for caches in ([whole, dropped], [dropped, whole], [whole, whole, dropped]):
@@ -180,9 +180,6 @@ def test_a_cache_that_no_model_has_claimed(model: TurboEsmForMaskedLM, tmp_path:
     assert loaded.nbytes < TurboKVCache.load(tmp_path / "cache.safetensors").nbytes
 
 
-# ---------------------------------------------------------------- the layout of what is loaded
-
-
 @pytest.fixture
 def saved(tiny_model: MakeModel, tmp_path: Path) -> tuple[TurboEsmForMaskedLM, Path]:
     model = tiny_model(preset=CACHE_CONFIGS["protected"])
@@ -203,7 +200,7 @@ def saved(tiny_model: MakeModel, tmp_path: Path) -> tuple[TurboEsmForMaskedLM, P
 def test_a_file_that_the_codec_cannot_read(
     saved: tuple[TurboEsmForMaskedLM, Path], change: dict[str, torch.Tensor]
 ) -> None:
-    """Layers hold tensors of different names, so that only the codec can tell."""
+    """Layers have tensors of different names, so that only the codec can check them."""
     model, path = saved
     rewrite(path, **change)
     with pytest.raises(ValueError, match=r"layer [01] of the cache holds"):
@@ -216,12 +213,9 @@ def test_an_empty_cache_fits_any_codec(model: TurboEsmForMaskedLM) -> None:
     new_cache(model.esm.codec("exact")).check_layout(model.esm.codec(TURBO[0]))
 
 
-# ---------------------------------------------------------------- honest bits
-
-
 @pytest.mark.parametrize("preset", TURBO)
 def test_bits_of_a_context_of_1024_tokens(turbo: TurboEsm, preset: str) -> None:
-    """All that is stored, protected tokens and residuals counted, on the embedded model."""
+    """Everything stored, including protected tokens and residuals, on the embedded model."""
     config = PRODUCT_PRESETS[preset]
     model = TurboEsmForMaskedLM.from_esm(turbo.model, calibration=turbo.calibration, preset=preset)
     cache = prefill(model, [1024], eos=True)

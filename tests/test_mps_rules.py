@@ -1,4 +1,4 @@
-"""What runs on an Apple GPU is checked here without one: no float64, no complex numbers, no operation that it lacks.
+"""Rules of Apple GPUs, checked without one: no float64, no complex numbers, no operation without an MPS kernel.
 
 PyTorch's own table of operations, which ships with it, says which of them have a kernel for MPS. Everything runs on the
 CPU under a mode that sees every operation and every tensor.
@@ -31,7 +31,7 @@ MISSING_FOR_DTYPE = {"sort": (torch.bool,), "argsort": (torch.bool,), "topk": (t
 
 @cache
 def operations_without_mps() -> frozenset[str]:
-    """Operations with a kernel of their own for dense CPU tensors in some overload, and for MPS in none."""
+    """Operations that have a kernel for dense CPU tensors in some overload, and for MPS in none."""
     table = Path(torchgen.__file__).parent / "packaged" / "ATen" / "native" / "native_functions.yaml"
     backends: dict[str, set[str]] = {}
     for entry in yaml.load(table.read_text(), Loader=yaml.CSafeLoader):
@@ -42,7 +42,7 @@ def operations_without_mps() -> frozenset[str]:
 
 
 class MpsRules(TorchDispatchMode):
-    """Raises where an Apple GPU would."""
+    """Raises if an Apple GPU would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,6 @@ class MpsRules(TorchDispatchMode):
                 if tensor.dtype in MISSING_FOR_DTYPE.get(name, ()) and tensor is args[0]:
                     raise TypeError(f"aten::{name} of {tensor.dtype}")
         return output
-
-
-# ---------------------------------------------------------------- the rules see what they should
 
 
 PLANTED: dict[str, tuple[Callable[[], object], type[Exception]]] = {
@@ -94,12 +91,9 @@ def test_the_table_is_sensible() -> None:
     assert 50 < len(missing) < 1000
 
 
-# ---------------------------------------------------------------- what the package runs
-
-
 @pytest.fixture(scope="module", params=CACHE_CONFIGS)
 def model(request: pytest.FixtureRequest, tiny_model: Callable[..., TurboEsmForMaskedLM]) -> TurboEsmForMaskedLM:
-    """Eager attention: which kernel attention has is PyTorch's choice on each device."""
+    """Eager attention, because PyTorch chooses its fused kernels by device."""
     config = CACHE_CONFIGS[request.param]
     model = tiny_model(preset=config, calibrated=True, attn_implementation="eager")
     # Fitting is NumPy in float64, on the CPU wherever the model is.
@@ -109,7 +103,7 @@ def model(request: pytest.FixtureRequest, tiny_model: Callable[..., TurboEsmForM
 
 @torch.no_grad()
 def use_a_cache(model: TurboEsmForMaskedLM, path: Path) -> None:
-    """Prefill, extension of every kind, appending, and whatever reshapes a cache."""
+    """Runs prefill, extensions of every kind, appends, and everything that reshapes a cache."""
     ids, mask = random_ids([17, 9], masks=1, eos=True)
     new_ids, new_mask = random_ids([4, 2], seed=1, cls=False)
     cache = model(ids, mask, use_cache=True, output_hidden_states=True).past_key_values
@@ -158,7 +152,7 @@ def test_calibration_keeps_the_rules() -> None:
 
 
 def test_new_codecs_keep_the_rules(tiny_model: Callable[..., TurboEsmForMaskedLM], tmp_path: Path) -> None:
-    """A calibration as it comes from a file, its tables made ready on the device."""
+    """A calibration read from a file, whose tables are prepared on the device."""
     hf = make_esm(attn_implementation="eager")
     make_calibration(hf).fit(PRESETS).save(tmp_path / "calibration.safetensors")
     for preset in PRESETS:

@@ -134,7 +134,7 @@ class CapturedExtension:
 
     Attributes:
         cache: the contexts that the graph reads.
-        output: what the last call returned.
+        output: return value of the last call.
 
     Raises:
         ValueError: the model is not on a CUDA device, or the context does not fit.

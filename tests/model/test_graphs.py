@@ -1,4 +1,4 @@
-"""Contexts in tensors that stay where they are, and extensions captured as a CUDA graph."""
+"""Static caches, and extensions captured as CUDA graphs."""
 
 import gc
 import weakref
@@ -36,7 +36,7 @@ def assert_close(found, expected, tolerance=ROUNDING):
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_a_static_cache_is_read_like_any_other(tiny_model, preset):
-    """Also after it was loaded with contexts of other lengths, and with masks over all of its columns."""
+    """Also after loading contexts of other lengths, and with masks over all of its columns."""
     model = tiny_model(preset=preset)
     new_ids, new_mask = random_ids([4, 2, 3], seed=1, cls=False)
     static = None
@@ -74,7 +74,7 @@ def test_a_static_cache_shares_nothing_and_does_not_grow(tiny_model):
 
 
 @torch.no_grad()
-def test_what_does_not_fit_is_refused(tiny_model):
+def test_contexts_that_do_not_fit_are_refused(tiny_model):
     model, other = tiny_model(preset="turbo3"), tiny_model(preset="paper")
     cache = contexts(model, [21, 9, 13])
     with pytest.raises(ValueError, match="at least the context's 21, got 20"):
@@ -97,13 +97,13 @@ def test_what_does_not_fit_is_refused(tiny_model):
     before = model(ids, past_key_values=static).logits
     with pytest.raises(ValueError, match="refinements were dropped"):
         static.copy_(dropped)
-    # What is refused changes nothing.
+    # A refused copy changes nothing.
     assert torch.equal(model(ids, past_key_values=static).logits, before)
 
 
 @torch.no_grad()
 def test_contexts_of_another_model_are_refused(tiny_model):
-    """Also where both have the same codec, which nothing was fitted for."""
+    """Also if both share a codec, because it is not fitted to a model."""
     model, other = (TurboEsmForMaskedLM.from_esm(make_esm(seed=seed), preset="exact") for seed in (0, 1))
     assert model.esm.codec(model.esm.turbo_config) is other.esm.codec(other.esm.turbo_config)
     static = StaticKVCache.like(contexts(model, [21]))
@@ -112,13 +112,13 @@ def test_contexts_of_another_model_are_refused(tiny_model):
 
 
 def test_modes_are_mixed(tiny_model):
-    """What was made in inference mode is written into outside of it."""
+    """Static caches made in inference mode are written into outside of it."""
     _mix_modes(tiny_model(preset="turbo3"))
 
 
 @pytest.mark.interpreter
 def test_modes_are_mixed_by_the_kernels(tiny_model):
-    """They keep what they make of protected tokens."""
+    """The kernels cache protected tokens in the model's coordinates."""
     _mix_modes(tiny_model(preset="turbo3", backend="triton"))
 
 
@@ -147,7 +147,7 @@ def test_a_graph_needs_a_cuda_device(tiny_model):
 
 
 class NoGraph:
-    """Stands in for a CUDA graph: replays change nothing."""
+    """A CUDA graph whose replays do nothing."""
 
     def replay(self):
         pass
@@ -166,8 +166,8 @@ def captured(monkeypatch):
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_what_a_graph_reads_is_kept(tiny_model, captured, replaced):
-    """A graph knows addresses alone, of memory that must not be given to others."""
+def test_tensors_that_a_graph_reads_are_kept(tiny_model, captured, replaced):
+    """A graph knows only addresses, whose memory must not be reused."""
     model = tiny_model(preset="turbo3")
     positions = torch.arange(21, 24)[None]
     extension = captured(model, contexts(model, [21]), 3, position_ids=positions)
@@ -188,7 +188,7 @@ def test_angles_stay_when_longer_contexts_come(tiny_model):
     longer = block_angles(codec, 0, 10_000, device)
     gc.collect()
     assert first() is not None
-    # How a cosine is rounded may depend on its place in an array.
+    # The rounding of a cosine may depend on its index in an array.
     torch.testing.assert_close(first(), longer[: len(first())], rtol=0, atol=2.0**-23)
     assert block_angles(codec, 0, 100, device) is longer
 
@@ -203,15 +203,12 @@ def test_tokens_and_masks_of_other_dtypes(tiny_model, captured):
     assert extension._mask[0, -3:].tolist() == [1, 1, 0]
 
 
-# ---------------------------------------------------------------- on a GPU
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("preset", PRESETS)
 @torch.no_grad()
 def test_replays_follow_tokens_lengths_and_masks(tiny_model, preset, dtype):
-    """One graph, for contexts of other lengths at every replay, against the model without a graph."""
+    """One graph for contexts of other lengths at each replay, compared with the model without a graph."""
     model = tiny_model(preset=preset).to("cuda", getattr(torch, dtype))
     caches = [contexts(model, lengths, seed) for seed, lengths in enumerate(LENGTHS)]
     extension = CapturedExtension(model, caches[0], 4, columns=40, masked=True)

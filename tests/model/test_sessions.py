@@ -1,4 +1,4 @@
-"""Extensions of cached contexts: against a computation of their own, and one backend against the other."""
+"""Extensions of cached contexts, compared with an independent computation, and backends with each other."""
 
 from __future__ import annotations
 
@@ -54,9 +54,6 @@ def prefill(model: TurboEsmForMaskedLM, ids: list[int]) -> TurboKVCache:
     return model(torch.tensor([ids]), use_cache=True).past_key_values
 
 
-# ---------------------------------------------------------------- the frozen computation
-
-
 @pytest.mark.parametrize("masks", [(0, 0), (3, 0), (0, 1), (4, 1)], ids=lambda m: f"{m[0]}+{m[1]} masks")
 @pytest.mark.parametrize("n", [1, 5, 40])
 def test_extension_is_the_frozen_computation(
@@ -80,7 +77,7 @@ def test_extension_is_the_frozen_computation(
 
 
 def test_the_independent_computation_can_fail(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """A mask too many in the counts, a position off by one, a context column hidden: each moves the result."""
+    """One mask too many in the counts, a position off by one, a hidden context column: each changes the result."""
     context_ids, new_ids = residues(60, cls=True), residues(5, 1, seed=1)
     context = frozen.context(context_ids)
     right = frozen.extend(context_ids, context, new_ids).logits
@@ -96,7 +93,7 @@ def test_the_independent_computation_can_fail(exact: TurboEsm, frozen: FrozenEsm
 
 
 def test_ragged_batch(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """Contexts and extensions of different lengths, masks in some: each row as if it were alone."""
+    """Contexts and extensions of different lengths, some with masks: each row as if it were alone."""
     contexts = [residues(40, 2, 1, cls=True), residues(7, 0, 2, cls=True), residues(23, 1, 3, cls=True)]
     news = [residues(3, 0, 4), residues(9, 2, 5), residues(1, 0, 6)]
     ids, mask = exact.codes.batch(contexts)
@@ -113,7 +110,7 @@ def test_ragged_batch(exact: TurboEsm, frozen: FrozenEsm2) -> None:
 
 @pytest.mark.parametrize("replaced", [(1,), (20,), (59,), (3, 30, 31)], ids=str)
 def test_infix_replacement(exact: TurboEsm, frozen: FrozenEsm2, replaced: tuple[int, ...]) -> None:
-    """Residues inside the context are hidden and others run at their positions."""
+    """Residues inside the context are hidden, and others run at their positions."""
     context_ids, new_ids = residues(60, 1, cls=True), residues(len(replaced), seed=1)
     context = frozen.context(context_ids)
     expected = frozen.extend(context_ids, context, new_ids, positions=list(replaced), hidden=replaced)
@@ -132,7 +129,7 @@ def test_infix_replacement(exact: TurboEsm, frozen: FrozenEsm2, replaced: tuple[
 
 
 def test_leave_one_out_of_a_context_is_the_full_run(exact: TurboEsm) -> None:
-    """A token put back in its own place sees what it saw at prefill, so its state is the full run's."""
+    """A token that runs again at its own position sees what it saw at prefill: its state is that of the full run."""
     ids = torch.tensor([residues(30, 2, cls=True)])
     mask = torch.ones(30, 31, dtype=torch.int64)
     mask[torch.arange(30), torch.arange(30)] = 0
@@ -189,7 +186,7 @@ def test_a_gap_stays_a_gap(exact: TurboEsm, frozen: FrozenEsm2) -> None:
     assert_equal(output.logits[0], expected.logits)
 
 
-def test_shared_context_with_masks_of_their_own(exact: TurboEsm, frozen: FrozenEsm2) -> None:
+def test_shared_context_with_a_mask_per_row(exact: TurboEsm, frozen: FrozenEsm2) -> None:
     """A cache of one row serves four extensions, each of which hides other columns."""
     context_ids = residues(25, 1, cls=True)
     news = [residues(3, 0, seed) for seed in (1, 2, 3)] + [residues(3, 1, 4)]
@@ -220,7 +217,7 @@ def test_shared_context_without_a_mask(exact: TurboEsm, frozen: FrozenEsm2) -> N
 
 
 def test_appending_in_two_steps(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """What the second step sees are the frozen states of the first, not those of one larger step."""
+    """The second step sees the frozen states of the first, not those of one larger step."""
     context_ids, first, second = residues(20, 1, cls=True), residues(4, 1, seed=1), residues(3, seed=2)
     context = frozen.context(context_ids)
     step = frozen.extend(context_ids, context, first)
@@ -252,7 +249,7 @@ def test_append_mask_keeps_some(exact: TurboEsm, frozen: FrozenEsm2) -> None:
         exact.model(new_ids, past_key_values=cache, use_cache=True, append_mask=keep)
         probe = exact.model(torch.tensor([[7], [8]]), None, torch.tensor([[20], [20]]), past_key_values=cache)
     assert cache.lengths.tolist() == [11, 16]
-    # What is stored is where it was computed, and what comes next follows the last of it.
+    # Stored tokens keep the positions at which they were computed, and the next ones follow the last.
     assert cache.positions is not None
     assert [row[-2:] for row in (cache.positions[0, :11].tolist(), cache.positions[1, :16].tolist())] == [
         [10, 11],
@@ -274,7 +271,7 @@ def test_append_mask_keeps_some(exact: TurboEsm, frozen: FrozenEsm2) -> None:
 
 
 def test_crop_hides_the_rest(exact: TurboEsm, frozen: FrozenEsm2) -> None:
-    """A cropped context is not a shorter prefill: its states saw what was cut off. Its counts are the shorter one's."""
+    """A cropped context is not a shorter prefill: its states saw the cropped tokens, its counts do not include them."""
     context_ids, new_ids = residues(30, 3, cls=True), residues(5, seed=1)
     context = frozen.context(context_ids)
     kv = [(keys[:, :18], values[:, :18]) for keys, values in context.kv]
@@ -324,7 +321,7 @@ def test_counts_of_a_larger_input(exact: TurboEsm, frozen: FrozenEsm2) -> None:
 @pytest.mark.parametrize("eos", [True, False])
 @pytest.mark.parametrize("refresh", [0, 1, 8, 100])
 def test_refresh(exact: TurboEsm, frozen: FrozenEsm2, refresh: int, eos: bool) -> None:
-    """The last residues of each context run again with the new ones; `<cls>` stays; the cache is not changed."""
+    """The last residues of each context run again with the new ones, except `<cls>`; the cache is not changed."""
     sequences = ["MKTAYIAKQRQISFVKSHFSRQL", "GAVL<mask>M"]
     news = ["EER", "L<mask>GLIE"]
     cache = exact.prefill(sequences)
@@ -372,8 +369,8 @@ def test_extend_appends_residues_but_not_eos(exact: TurboEsm, frozen: FrozenEsm2
     assert_equal(output.logits[0], expected.logits)
 
 
-def test_tokens_appended_in_their_places_cost_no_positions(exact: TurboEsm) -> None:
-    """`extend` gives positions even where they are the next ones; the cache stores none for that."""
+def test_positions_that_are_the_next_ones_are_not_stored(exact: TurboEsm) -> None:
+    """`extend` passes positions even if they are the next ones."""
     cache, other = exact.prefill("MKTAYIAKQRQ"), exact.prefill("MKTAYIAKQRQ")
     exact.extend(cache, "ISF", append=True)
     with torch.no_grad():
@@ -392,9 +389,6 @@ def test_shared_context_in_extend(exact: TurboEsm) -> None:
         assert_same_states(together.logits[row, :n], alone.logits[0], exact.model.config)
 
 
-# ---------------------------------------------------------------- backends
-
-
 def compressed_case(
     codec: KVCodec,
     batch: int,
@@ -407,7 +401,7 @@ def compressed_case(
     slots: int = 0,
     masked: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, PackedContext]:
-    """Random arguments of `extend_attention` but for codec and layer."""
+    """Random arguments of `extend_attention`, except codec and layer."""
     geometry = codec.geometry
     generator = torch.Generator().manual_seed(seed)
 
@@ -510,7 +504,7 @@ def test_a_row_that_sees_one_side_only(codec: KVCodec, hidden: str) -> None:
 def test_exact_attention_is_one_softmax(
     batch: int, shared: bool, n: int, columns: int, slots: int, head_dim: int, dtype: torch.dtype, seed: int
 ) -> None:
-    """With a codec that loses nothing the result is plain attention over context, protected and new tokens."""
+    """With a lossless codec, the result is plain attention over context, protected and new tokens."""
     codec = ExactCodec(TurboConfig.from_preset("exact"), Geometry(1, 2, head_dim), {})
     rows = 1 if shared else batch
     query, keys, values, mask, context = compressed_case(codec, batch, rows, n, columns, seed=seed, slots=slots)
@@ -533,7 +527,7 @@ def test_exact_attention_is_one_softmax(
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_backends_agree_through_the_model(tiny_model: object, cache_config: TurboConfig, shared: bool) -> None:
-    """The whole model with either backend on the same cache: ragged, masked, with and without a mask."""
+    """The whole model with either backend on the same cache: ragged, with and without masks."""
     fast, slow = (tiny_model(preset=cache_config, calibrated=True, backend=name) for name in ("torch", "reference"))
     ids, mask = random_ids([21] if shared else [21, 5, 13], masks=1)
     new_ids, new_mask = random_ids([4, 2, 3], seed=1, cls=False)
@@ -568,7 +562,7 @@ def test_rows_of_padding_are_finite(tiny_model: object, cache_config: TurboConfi
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_extension(tiny_model: object, cache_config: TurboConfig, dtype: torch.dtype) -> None:
-    """Error against float32 weights rounded alike: no more than twice that of the plain model in the same dtype."""
+    """Error relative to float32 with the same rounded weights: at most twice that of the plain model in that dtype."""
     model = tiny_model(preset=cache_config, calibrated=True).to(dtype)
     double = tiny_model(preset=cache_config, calibrated=True).to(dtype).float()
     ids, _ = random_ids([30])
@@ -579,16 +573,13 @@ def test_half_precision_extension(tiny_model: object, cache_config: TurboConfig,
     assert extended[0].dtype == dtype
     size = plain[1].square().mean().sqrt()
     error, allowed = ((pair[0].float() - pair[1]).square().mean().sqrt() / size for pair in (extended, plain))
-    # A code that flips at a boundary is an error of its own, beyond rounding.
+    # Codes that flip at a boundary add to the rounding errors.
     flips = 0.0 if cache_config.codec == "exact" else 0.05
     assert error <= 2 * allowed + flips
 
 
-# ---------------------------------------------------------------- memory
-
-
 class _LargestTensor(TorchDispatchMode):
-    """Watches how many bytes each operation allocates for its outputs; views of inputs are not counted."""
+    """Records the most bytes that an operation allocates for its outputs; views of inputs are not counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -606,7 +597,7 @@ class _LargestTensor(TorchDispatchMode):
 
 @pytest.mark.parametrize(("batch", "shared"), [(1, False), (6, True), (2, False)])
 def test_no_dense_copy_of_the_cache(tiny_model: object, cache_config: TurboConfig, batch: int, shared: bool) -> None:
-    """An extension allocates blocks only, whatever the length: far from one layer's dense keys."""
+    """An extension allocates slices only, whatever the length: far less than one layer's dense keys."""
     head_dim, heads, length = 64, 4, 4096
     model = tiny_model(preset=cache_config, calibrated=True, head_dim=head_dim, heads=heads, layers=1)
     dense = 4 * heads * head_dim * length
@@ -619,7 +610,7 @@ def test_no_dense_copy_of_the_cache(tiny_model: object, cache_config: TurboConfi
     with torch.no_grad(), _LargestTensor() as watched:
         output = model(new_ids, mask, past_key_values=cache)
     assert torch.isfinite(output.logits).all()
-    # An index into a look-up table takes eight bytes an element, the largest there is.
+    # Indices into look-up tables are the largest tensors: eight bytes per element.
     assert watched.largest <= 8 * torch_ops._SLICE_ELEMENTS
     assert watched.largest <= dense / 4 + mask.nbytes
     with torch.no_grad(), _LargestTensor() as dense_read:
@@ -629,7 +620,7 @@ def test_no_dense_copy_of_the_cache(tiny_model: object, cache_config: TurboConfi
 
 @torch.no_grad()
 def long_cache(model: TurboEsmForMaskedLM, ids: Tensor) -> TurboKVCache:
-    """A long context, written in pieces: its content does not matter here."""
+    """A long context, written in pieces, since its content does not matter."""
     cache = model(ids[:, :512], use_cache=True).past_key_values
     for piece in ids[:, 512:].split(512, dim=1):
         model(piece, past_key_values=cache, use_cache=True)
@@ -640,7 +631,7 @@ def long_cache(model: TurboEsmForMaskedLM, ids: Tensor) -> TurboKVCache:
 def test_a_write_holds_the_dense_keys_of_one_layer_only(
     tiny_model: object, step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a layer's keys and values come, those of the layers before are gone: codes alone are kept."""
+    """When a layer's keys and values arrive, those of earlier layers are freed: only codes are kept."""
     model = tiny_model(preset=DEFAULT_PRESET, layers=3)
     ids, mask = random_ids([40, 33])
     with torch.no_grad():

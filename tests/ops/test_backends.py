@@ -1,4 +1,4 @@
-"""Which backend runs where, what is refused, and that each does all of its work itself."""
+"""Backends: which one runs where, which are refused, and that each does all of its work itself."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
 MPS = torch.device("mps")
 BACKENDS = (TritonBackend, TorchBackend, ReferenceBackend)
-# Before the fixture below says otherwise.
+# Before the fixture below changes it.
 FOUND = backends._TRITON_IS_INSTALLED
 
 
@@ -127,11 +127,8 @@ def test_backends_have_one_signature(operation):
         assert actual == expected, implementation
 
 
-# ---------------------------------------------------------------- no Triton but where it is the backend
-
-
 class _OwnOperations(TorchDispatchMode):
-    """Names of the package's custom operations that are called."""
+    """Records the names of the package's custom operations that are called."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +160,7 @@ OPERATIONS = {"encode_packed", "attend_packed", "rotate", "gelu"}
 
 
 def refuse(*args, **kwargs):
-    raise AssertionError("Triton was asked for")
+    raise AssertionError("a Triton launcher was called")
 
 
 @pytest.fixture
@@ -188,13 +185,13 @@ def test_no_kernel_runs_unless_triton_is_the_backend(
 
 
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
-def test_no_kernel_runs_where_the_device_could(
+def test_no_kernel_runs_even_if_the_device_could(
     preset: str,
     without_kernels: None,
     tiny_model: Callable[..., TurboEsmForMaskedLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As on CUDA: Triton can run on every device, and the model's backend is PyTorch all the same."""
+    """As on CUDA: Triton could run on every device, but the model's backend is PyTorch."""
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, device: None)
     model = tiny_model(preset=preset, backend="torch")
     assert TritonBackend().can_run(model.device)
@@ -203,7 +200,7 @@ def test_no_kernel_runs_where_the_device_could(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("backend", "expected"), [("triton", OPERATIONS), ("torch", set()), ("reference", set())])
-def test_what_runs_is_the_backends(
+def test_operations_are_those_of_the_backend(
     backend: str, expected: set[str], tiny_model: Callable[..., TurboEsmForMaskedLM]
 ) -> None:
     assert resolve_backend("triton", CPU).can_run(CPU)
@@ -218,14 +215,14 @@ def test_codecs_without_kernels_run_in_pytorch(tiny_model: Callable[..., TurboEs
 @pytest.mark.gpu
 @pytest.mark.parametrize(("backend", "expected"), [("auto", OPERATIONS), ("triton", OPERATIONS), ("torch", set())])
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
-def test_what_runs_on_a_gpu_is_the_backends(
+def test_operations_on_a_gpu_are_those_of_the_backend(
     preset: str,
     backend: str,
     expected: set[str],
     tiny_model: Callable[..., TurboEsmForMaskedLM],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also counted at Triton's own launcher, below the custom operations."""
+    """Launches are also counted at Triton's own launcher, below the custom operations."""
     from triton.runtime.jit import JITFunction
 
     launched = []

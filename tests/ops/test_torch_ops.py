@@ -1,4 +1,4 @@
-"""Encoding, RoPE and the activation of an extension in PyTorch: as the model computes them, and as a slow twin does."""
+"""Encoding, RoPE and activation in PyTorch, compared with the model and with the reference."""
 
 from __future__ import annotations
 
@@ -56,15 +56,12 @@ def test_activation_is_the_normal_distributions() -> None:
     assert ((torch_ops.gelu(x) - reference.gelu(x)).abs() <= 6 * 2.0**-24 * x.abs()).all()
 
 
-# ---------------------------------------------------------------- encoding
-
-
 ENCODED = {name: TurboConfig.from_preset(name) for name in ("exact", "paper", "turbo3", "turbo1", "kivi2", "int8")}
 
 
 @pytest.mark.parametrize("summarize", [True, False])
 @pytest.mark.parametrize("preset", ENCODED)
-def test_encoding_is_the_slow_twins(preset: str, summarize: bool, tiny_model: Callable[..., object]) -> None:
+def test_encoding_is_the_reference(preset: str, summarize: bool, tiny_model: Callable[..., object]) -> None:
     """Ragged rows in any order, some tokens protected: the same codes, and floats to two roundings to bfloat16.
 
     Both multiply by the same maps, row by row or all at once, so that codes do not come to lie at a boundary.
@@ -96,7 +93,7 @@ def test_encoding_is_the_slow_twins(preset: str, summarize: bool, tiny_model: Ca
 
 
 def test_tokens_are_encoded_in_order_without_options(tiny_model: Callable[..., object]) -> None:
-    """By hand: nothing but the transform and the codes, at columns from 0 on."""
+    """Only the transform and the codes, at columns from 0 on."""
     codec = tiny_model(preset="turbo3").esm.codec(ENCODED["turbo3"])
     keys, values = torch.randn(2, 2, 4, 9, 16, generator=torch.Generator().manual_seed(1))
     packed, apart, rows = torch_ops.encode(codec, 0, keys, values, summarize=False)
