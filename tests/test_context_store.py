@@ -717,7 +717,8 @@ def test_hits_by_place(compressed, tmp_path):
 
 def test_a_budget_is_kept(compressed, tmp_path):
     sequences = proteins(6)
-    ContextStore(tmp_path).add(compressed, sequences)
+    # Batches of one, as a prefill of one sequence is.
+    ContextStore(tmp_path).add(compressed, sequences, toks_per_batch=1)
     sizes = [path.stat().st_size for path in contexts(tmp_path)]
     store = ContextStore(tmp_path, host_bytes=max(sizes) + min(sizes))
     for _ in range(2):

@@ -27,7 +27,7 @@ from esm_turbo.files import artifacts
 from esm_turbo.kv.tensors import axis_of
 from esm_turbo.kv_cache import FORMAT_VERSION
 from esm_turbo.ops.backends import TorchBackend
-from tests.helpers.codec_samples import certain
+from tests.helpers.codec_samples import certain_tokens
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -662,10 +662,9 @@ def random_kv(codec: KVCodec, lengths: list[int], seed: int) -> tuple[Tensor, Te
     for row, length in enumerate(lengths):
         generator = torch.Generator().manual_seed(1000 * seed + row)
         ids[row, :length] = torch.randint(0, 33, (length,), generator=generator)
-        drawn = torch.randn(2, layers, 1, heads, length, head_dim, generator=generator)
-        while (again := ~torch.stack([certain(codec, i, *drawn[:, i])[0] for i in range(layers)]).all(0)).any():
-            drawn[..., again, :] = torch.randn(drawn[..., again, :].shape, generator=generator)
-        keys[:, row, :, :length], values[:, row, :, :length] = drawn[:, :, 0]
+        for layer in range(layers):
+            drawn = certain_tokens(codec, layer, 1, length, generator)
+            keys[layer, row, :, :length], values[layer, row, :, :length] = drawn[:, 0]
     return ids, keys, values
 
 

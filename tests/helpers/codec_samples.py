@@ -89,25 +89,39 @@ def fitted(config, statistics):
     return Calibration(statistics, np.zeros(0, dtype=np.float32), {}).codec(config)
 
 
-def certain(codec, layer, keys, values):
-    """Tokens of the first block whose codes do not depend on how the maps' products are summed, bool [B, L].
+def certain(codec, layer, keys, values, columns=None):
+    """Tokens whose codes do not depend on how the maps' products are summed, bool [B, L].
 
     However n products are summed in float32, the sum is within (n + 2) 2^-24 of the products' sizes together (Higham,
-    Accuracy and Stability of Numerical Algorithms, section 3.1; one more for the mean, one for rounding the map). Two
-    such sums lie twice as far apart at most, and codes rise with the number: so they are compared at both ends.
+    Accuracy and Stability of Numerical Algorithms, section 3.1); a rotation, the mean and rounding the map add six.
+    Two such sums lie twice as far apart at most, and codes rise with the number: so they are compared at both ends.
     """
     state = codec.layer_state(layer, keys.device)
-    mapped = codec.transform(layer, keys, values)
+    mapped = codec.transform(layer, keys, values, columns)
+    heads, head_dim = keys.shape[1], keys.shape[3]
     margins = []
     for kind, x in (("key", keys), ("value", values)):
-        size = x.abs() + state.get(f"{kind}_mean", torch.zeros(x.shape[1], x.shape[3])).abs()[:, None]
-        matrix = state.get(f"{kind}_map", torch.zeros(x.shape[1], x.shape[3], x.shape[3]))
-        margins.append(2 * (x.shape[3] + 4) * 2**-24 * size @ matrix.abs().transpose(1, 2))
+        size = x.abs()
+        if kind == "key" and codec.block_size is not None:
+            size = size + size.roll(head_dim // 2, dims=-1)
+        size = size + state.get(f"{kind}_mean", torch.zeros(heads, head_dim)).abs()[:, None]
+        matrix = state.get(f"{kind}_map", torch.zeros(heads, head_dim, head_dim))
+        margins.append(2 * (head_dim + 8) * 2**-24 * size @ matrix.abs().transpose(1, 2))
     low, high = (
         codec.quantize(layer, *(x + sign * margin for x, margin in zip(mapped, margins, strict=True)))
         for sign in (-1, 1)
     )
     return torch.stack([(low[name] == high[name]).flatten(3).all(3).all(1) for name in low]).all(0)
+
+
+def certain_tokens(codec, layer, batch, length, generator, start=None):
+    """Random keys and values [batch, heads, length, head_dim] whose codes no rounding changes (see `certain`)."""
+    shape = (2, batch, codec.geometry.num_heads, length, codec.geometry.head_dim)
+    columns = torch.arange(length) + (torch.zeros(batch, 1, dtype=torch.int64) if start is None else start[:, None])
+    drawn = torch.randn(shape, generator=generator)
+    while (again := ~certain(codec, layer, *drawn, columns)).any():
+        drawn = torch.where(again[:, None, :, None], torch.randn(shape, generator=generator), drawn)
+    return drawn
 
 
 def mapped_query(codec, layer, query, block=0):

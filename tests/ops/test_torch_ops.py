@@ -11,6 +11,7 @@ from transformers.models.esm import modeling_esm
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.ops import reference, torch_ops
+from tests.helpers.codec_samples import certain_tokens
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -64,16 +65,19 @@ ENCODED = {name: TurboConfig.from_preset(name) for name in ("exact", "paper", "t
 def test_encoding_is_the_reference(preset: str, summarize: bool, tiny_model: Callable[..., object]) -> None:
     """Ragged rows in any order, some tokens protected: the same codes, and floats to two roundings to bfloat16.
 
-    Both multiply by the same maps, row by row or all at once, so that codes do not come to lie at a boundary.
+    One multiplies row by row and the other all at once, so the tokens are those whose codes no rounding changes.
     """
     codec = tiny_model(preset=preset).esm.codec(ENCODED[preset])
     generator = torch.Generator().manual_seed(0)
-    keys, values = torch.randn(2, 3, 70, codec.geometry.num_heads, codec.geometry.head_dim, generator=generator)
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
+    start = None if preset.startswith("kivi") else torch.tensor([0, 5, 130])
+    ordered = certain_tokens(codec, 1, 3, 70, generator, start)
     order = torch.stack([torch.randperm(70, generator=generator) for _ in range(3)])
+    # As a model makes them: heads of a token beside each other.
+    keys, values = torch.zeros_like(ordered).scatter(3, order[None, :, None, :, None].expand_as(ordered), ordered)
+    keys, values = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
     options = {
         "order": order,
-        "start": None if preset.startswith("kivi") else torch.tensor([0, 5, 130]),
+        "start": start,
         "columns": 200,
         "counts": torch.tensor([70, 33, 1]),
         "protected": torch.tensor([[0, 69], [12, -1], [-1, -1]]),
