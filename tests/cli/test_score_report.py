@@ -1,0 +1,85 @@
+"""Tables of scores and variants."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+
+from esm_turbo import TurboEsm
+from esm_turbo.cli.score_report import _agreement_cells, _shortened, score_report, variants_report
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.rankings import RankAgreement
+from esm_turbo.tasks.scoring.records import read_candidates, score_records
+from esm_turbo.tasks.variants.records import score_file
+
+TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVKSHFSRQ"), ProteinRecord("two", "GSWKDLAEPLLKRRVWTC")]
+
+
+def lines_of(parts: Sequence[object]) -> list[str]:
+    out = io.StringIO()
+    console = Console(file=out, width=200)
+    for part in parts:
+        console.print(part)
+    return out.getvalue().splitlines()
+
+
+def row(lines: Sequence[str], *start: str) -> list[str]:
+    """Cells of the only row that starts with these."""
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+    [found] = [one for one in cells if one[: len(start)] == list(start)]
+    return found
+
+
+def test_the_best_candidates_of_every_target_and_the_agreement(turbo: TurboEsm, tmp_path) -> None:
+    (tmp_path / "candidates.fasta").write_text(">a\nACDEF\n>b\nWTC\n>c\nGGGSG\n")
+    candidates, _ = read_candidates(tmp_path / "candidates.fasta", TARGETS)
+    run = score_records(turbo, TARGETS, candidates, ("turbo", "full"), top_k=2)
+    lines = lines_of(score_report(run, 2))
+    for result in run.results:
+        assert f"{result.target.id}, {len(result.target.sequence)} residues" in [line.strip() for line in lines]
+        best = result.ranking()[0]
+        perplexities = [f"{result.scores[arm].scores[best].pseudo_perplexity:.3f}" for arm in ("turbo", "full")]
+        likelihood = f"{result.scores[result.reference].scores[best].pseudo_log_likelihood:.2f}"
+        first = [line for line in lines if line.startswith("│ 1 ")]
+        assert any(all(number in line for number in (*perplexities, likelihood)) for line in first)
+        agreement = result.agreement["turbo"]
+        cells = row(lines, result.target.id, "turbo")
+        assert cells[2:4] == [f"{agreement.spearman:.4f}", f"{agreement.top_k_overlap:.2f}"]
+        assert cells[4] == f"{agreement.mean_difference:.4f}"
+    assert sum(line.strip() == "and 1 more" for line in lines) == 2
+    assert any("top 2 shared" in line for line in lines)
+    mean = sum(result.agreement["turbo"].mean_difference for result in run.results) / 2
+    assert row(lines, "mean", "turbo")[-1] == f"{mean:.4f}"
+
+
+def test_one_arm_has_no_agreement(turbo: TurboEsm, tmp_path) -> None:
+    (tmp_path / "candidates.fasta").write_text(">a\nACDEF\n")
+    candidates, _ = read_candidates(tmp_path / "candidates.fasta", TARGETS[:1])
+    [table] = score_report(score_records(turbo, TARGETS[:1], candidates, ("turbo",)), 10)
+    assert not any("more" in line or "agreement" in line for line in lines_of([table]))
+
+
+def test_variants_by_score_with_their_arms(turbo: TurboEsm) -> None:
+    run = score_file(turbo, ProteinRecord("wt", "MKTAYIAK"), None, ("turbo", "full"))
+    lines = lines_of(variants_report(run, 3))
+    assert any("152 variants, masked marginals" in line for line in lines)
+    assert any(line.strip() == "top 3 by turbo" for line in lines)
+    best = max(range(152), key=run.scores["turbo"].values.__getitem__)
+    cells = row(lines, run.variants[best].variant)
+    assert cells[1:] == ["-", *(f"{run.scores[arm].values[best]:.4f}" for arm in ("turbo", "full"))]
+    assert row(lines, "full", "-")[2:] == ["-", "1.0000"]
+    assert len(variants_report(run, 0)) == 1
+
+
+def test_means_of_agreements_leave_undefined_correlations_out() -> None:
+    some = [RankAgreement(3, 0.5, 2, 1.0, 0.25), RankAgreement(1, None, 1, 0.5, 0.75)]
+    assert _agreement_cells(some) == ["0.5000", "0.75", "0.5000"]
+    assert _agreement_cells(some[1:]) == ["-", "0.50", "0.7500"]
+
+
+@pytest.mark.parametrize(("length", "shown"), [(32, "M" * 32), (33, "M" * 29 + "...")])
+def test_long_sequences_are_shortened(length: int, shown: str) -> None:
+    assert _shortened("M" * length) == shown
