@@ -18,7 +18,8 @@ def test_speed_against_recomputing_and_full_precision() -> None:
     assert len(case.targets) == 6 + 5
 
 
-def test_growth_is_that_of_the_two_longest_contexts() -> None:
+def test_growth_is_that_of_the_two_longest_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extension, "PRODUCT_PRESETS", ("exact", "turbo3"))
     [case] = extension.memory_cases(TINY, context_tokens=(20, 40), new_tokens=4)
     figures = measured(case, 1)
     extra = figures["bytes"]["extra"]["exact"]
