@@ -58,7 +58,7 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A named group of rows about accuracy or sizes, which may run beside other processes.
+    """A named group of rows about accuracy or sizes, which may run in parallel with other processes.
 
     Attributes:
         summary: for --help.

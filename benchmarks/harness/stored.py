@@ -54,7 +54,7 @@ def accuracies(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
 
 
 def forget() -> None:
-    """Reads the files anew from now on."""
+    """Drop the cached records, so that the files are read again."""
     _read.cache_clear()
 
 

@@ -71,7 +71,7 @@ def list_bad(source: Path, bad: Sequence[BadRecord]) -> None:
 
 
 def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
-    """Load a model; whatever fails, the input cannot be used.
+    """Load a model; any failure counts as unusable input.
 
     Args:
         options: without the option `calibration`, the model is loaded without one.

@@ -51,7 +51,7 @@ def _print(console: Console, table: Table, width: int | None) -> None:
 def _headline(evaluation: Evaluation) -> str:
     about = evaluation.provenance
     return (
-        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {about.proteins} proteins,"
+        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {_count(about.proteins)},"
         f" {about.residues} residues\n"
         "full: the whole sequence recomputed; frozen: a context stored at full precision; turbo: as stored by the"
         " preset\n"
@@ -61,7 +61,7 @@ def _headline(evaluation: Evaluation) -> str:
 def _memory(evaluation: Evaluation) -> Table:
     tokens = evaluation.presets[0].memory.tokens
     columns = ("preset", "bits/element", "kB", "x FP32", "x fp16", "calibration, kB (shared)")
-    table = _table(f"Memory of {tokens:,} tokens, everything counted", *columns)
+    table = _table(f"Memory of {tokens:,} tokens, overhead included", *columns)
     for preset in evaluation.presets:
         memory = preset.memory
         table.add_row(
@@ -80,7 +80,7 @@ def _overview(evaluation: Evaluation) -> Table:
     tokens = evaluation.presets[0].memory.tokens
     table = _table(
         "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>.\n"
-        f"Bits per element of {tokens:,} tokens, everything counted",
+        f"Bits per element of {tokens:,} tokens, overhead included",
         *("arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>"),
     )
     exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]
@@ -191,7 +191,11 @@ def _cosines(accuracy: Accuracy) -> str:
 
 def _proteins(extend: Extend) -> str:
     skipped = f" ({extend.skipped} too short)" if extend.skipped else ""
-    return f"{extend.proteins} protein{'' if extend.proteins == 1 else 's'}{skipped}"
+    return f"{_count(extend.proteins)}{skipped}"
+
+
+def _count(proteins: int) -> str:
+    return f"{proteins} protein{'' if proteins == 1 else 's'}"
 
 
 def _small(x: float) -> str:

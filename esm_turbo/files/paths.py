@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class NotWritableError(OSError, ValueError):
-    """A file cannot be written where it was asked for; found out before any work was done."""
+    """An output cannot be written; found before any work was done."""
 
 
 def check_writable(path: str | os.PathLike[str]) -> None:

@@ -1,4 +1,4 @@
-"""From residues to token ids, beside the tokenizer's own where that can be trusted."""
+"""Residues to token ids, compared with the tokenizer where it is reliable."""
 
 from __future__ import annotations
 
