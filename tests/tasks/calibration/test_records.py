@@ -8,7 +8,7 @@ import torch
 
 from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
-from esm_turbo.proteins.limits import LongProteinWarning, length_bin
+from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records
 
 RECORDS = [
@@ -93,14 +93,6 @@ def test_long_proteins_warn_once(tiny):
     with pytest.warns(LongProteinWarning, match="2 proteins") as caught:
         calibrate_records(tiny, records, presets=[])
     assert len(caught) == 1
-
-
-@pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1, "1-100"), (100, "1-100"), (101, "101-200"), (350, "201-350"), (1022, "701-1022"), (1023, "over 1022")],
-)
-def test_length_bins(length, expected):
-    assert length_bin(length) == expected
 
 
 def test_counts_keep_the_order_of_appearance():
