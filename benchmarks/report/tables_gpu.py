@@ -118,6 +118,24 @@ def gpu_in_cache() -> str:
     return table(head, rows) + _source(records, "microseconds, cache of the device not flushed")
 
 
+def gpu_calls() -> str:
+    """Calls of the public API beside Hugging Face's model and the matrix products alone."""
+    records, rows = _records("calls_cuda"), []
+    for record in records:
+        figures = record["figures"]
+        for arm in figures["seconds"]:
+            speedup = figures["ratios"].get(f"Hugging Face's model / {arm}")
+            rows.append([
+                figures["case"],
+                _call(arm),
+                _ms(figures["seconds"], arm),
+                f"{figures['residues_per_second'][arm]:,.0f}",
+                "" if speedup is None else f"{speedup:.2f}x",
+            ])  # fmt: skip
+    head = ["call", "arm", "median, ms", "residues/s", "speedup over Hugging Face's model"]
+    return table(head, rows) + _source(records, "bfloat16, wall time from strings to results")
+
+
 def gpu_targets() -> str:
     """Everything that was asked for; of what was asked of many cases, the one furthest from it."""
     asked: dict[tuple[str, str, str], list[tuple[Record, dict[str, Any]]]] = {}
@@ -387,6 +405,12 @@ def _distance(judged: tuple[Record, dict[str, Any]]) -> float:
     return float(found if "at_most" in judged[1] else -found)
 
 
+def _call(arm: str) -> str:
+    """An arm with its call in code font."""
+    call, comma, rest = arm.partition(",")
+    return f"`{call}`{comma}{rest}" if call.startswith("turbo.") else arm
+
+
 def _figure(name: str) -> str:
     """A target's figure in words: its stored name is a path into the record."""
     kind, _, rest = name.partition(" ")
@@ -453,8 +477,8 @@ def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
-        gpu_overview, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2, gpu_table_3,
-        gpu_table_4, gpu_table_5, gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring,
+        gpu_overview, gpu_calls, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2,
+        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring,
         gpu_tests,
     )
 }  # fmt: skip

@@ -215,7 +215,7 @@ def test_values_that_are_not_finite_are_noticed():
 @pytest.mark.parametrize("toks_per_batch", [40, 4096])
 def test_a_device_computes_ahead(turbo, toks_per_batch):
     # The next batch runs while one is collected; their results must not mix.
-    on_device = TurboEsm.from_pretrained(device="cuda")
+    on_device = TurboEsm.from_pretrained(device="cuda", dtype=torch.float32)
     sequences = [*SEQUENCES, *("ACDEFGHIKLMNPQRSTVWY"[i:] + "MKT" * i for i in range(12))]
     include = ("mean", "per_tok", "bos", "contacts", "cache")
     found = on_device.embed(sequences, (0, 5, 12), include, toks_per_batch)
