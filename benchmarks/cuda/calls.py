@@ -39,14 +39,14 @@ def call_cases(
     """
     if not cuda_timing.available():
         return
-    model = masked_lm(architecture, "cuda")
+    model = masked_lm(architecture, cuda_timing.DEVICE)
     turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
     # The two share their weights.
     turbo.model.to(torch.bfloat16)
     shape = {
         **architecture.described(),
         "dtype": "bfloat16",
-        "device": "cuda",
+        "device": cuda_timing.DEVICE,
         "device_name": device_name(model.device),
     }
     known = [record.sequence for record in shipped_proteins() if len(record.sequence) <= 1022]
@@ -102,7 +102,7 @@ def _case(
     tokens = sum(len(sequence) + 2 for sequence in sequences)
 
     def check() -> Check:
-        input_ids, mask = (x.cuda() for x in rows[-1])
+        input_ids, mask = (x.to(model.device) for x in rows[-1])
         with torch.no_grad():
             theirs = model.esm(input_ids, mask).last_hidden_state
             packed = turbo.model.esm(input_ids, mask, row_lengths=mask.sum(1).tolist()).last_hidden_state
@@ -150,7 +150,7 @@ def _means(model: EsmForMaskedLM, batches: Sequence[tuple[Tensor, Tensor]]) -> l
 def _products(architecture: Architecture, tokens: int) -> None:
     """The matrix products of all layers for a number of tokens."""
     hidden, inner = architecture.num_heads * architecture.head_dim, architecture.intermediate_size
-    options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+    options: dict[str, Any] = {"device": cuda_timing.DEVICE, "dtype": torch.bfloat16}
     weights = [torch.randn(shape, **options) for shape in ((3 * hidden, hidden), (hidden, hidden), (inner, hidden))]
     down = torch.randn(hidden, inner, **options)
     for _ in range(architecture.num_layers):
