@@ -43,7 +43,7 @@ def score(
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
             compressed.
         refresh: Residues at the end of the target that are recomputed with every candidate.
-        place: What stands in place of the candidate while the target is computed: masks, or nothing.
+        place: What fills the candidate's positions while the target is computed: masks, or nothing.
         top: Number of candidates to print per target.
         top_k: Number of top candidates used to compare arms.
         out: CSV file to write all scores to.
