@@ -123,10 +123,11 @@ def charge_hydropathy(sequence: str) -> float:
     |net charge per residue| - (2.785 H - 1.151), with H the mean Kyte-Doolittle hydropathy scaled to 0...1 (Uversky,
     Gillespie and Fink, Proteins 41:415, 2000).
     """
-    hydropathy = sum((kd[residue] + 4.5) / 9 for residue in sequence) / len(sequence)
     count = Counter(sequence)
-    net_charge = abs(count["K"] + count["R"] - count["D"] - count["E"]) / len(sequence)
-    return float(net_charge - (2.785 * hydropathy - 1.151))
+    net_charge = abs(count["K"] + count["R"] - count["D"] - count["E"])
+    # H is this sum over 90 and the length; in whole numbers the sign is exact.
+    tenths = sum(round(10 * kd[residue]) + 45 for residue in sequence)
+    return (90_000 * net_charge - 2_785 * tenths + 1_151 * 90 * len(sequence)) / (90_000 * len(sequence))
 
 
 def kmers(sequence: str) -> set[str]:

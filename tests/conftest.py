@@ -10,6 +10,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from torch import Tensor
 from transformers import EsmForMaskedLM
 
@@ -19,6 +20,9 @@ from tests.helpers.models import CACHE_CONFIGS, make_calibration, make_esm, rand
 
 # Results must not depend on the machine's cores, and several workers share them.
 torch.set_num_threads(1)
+# Nor on its speed.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

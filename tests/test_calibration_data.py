@@ -162,7 +162,7 @@ def test_manifest_evidence_supports_the_class(proteins, manifest, script):
     for record, row in zip(proteins, manifest, strict=True):
         segments, distance = int(row["tm_segments"]), float(row["charge_hydropathy"])
         assert segments == script.transmembrane_segments(record.sequence)
-        assert distance == pytest.approx(script.charge_hydropathy(record.sequence), abs=rounding)
+        assert row["charge_hydropathy"] == f"{script.charge_hydropathy(record.sequence):.4f}"
         assert (segments >= 3) == (row["class"] == "transmembrane")
         if row["class"] == "disordered":
             assert segments == 0

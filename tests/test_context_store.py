@@ -456,7 +456,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
         [sys.executable, DRIVER, tiny_folder, path],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -626,7 +626,7 @@ def test_two_writers_and_three_readers_at_once(tiny_folder, tmp_path):
         [sys.executable, "-c", CROWD, tiny_folder, tmp_path / "store", json.dumps(sequences)],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         timeout=200,
     )
     assert done.returncode == 0, done.stderr

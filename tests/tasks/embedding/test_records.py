@@ -43,7 +43,7 @@ def killed_runs(model, jobs, tmp_path):
         [sys.executable, DRIVER, model, path],
         capture_output=True,
         text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
@@ -112,7 +112,7 @@ def test_a_killed_command_is_resumed(tiny_folder, tmp_path, capsys):
     process = subprocess.Popen(
         [sys.executable, "-m", "esm_turbo.cli.app", *command],
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
     )
     until = time.monotonic() + 120
     while not ((out / INDEX_FILE).exists() and len(ids_of(out)) > 10):
