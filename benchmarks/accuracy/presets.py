@@ -8,11 +8,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from benchmarks.harness.ablation import PAPER_ABLATION
 from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
-from esm_turbo.evaluate import PAPER_ABLATION
 from esm_turbo.evaluate.planted import planted_accuracy
 from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.proteins.fasta import ProteinRecord

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness import stored
+from benchmarks.harness.ablation import PAPER_ABLATION, PAPER_TABLE_7
 from benchmarks.harness.stored import Record
 from benchmarks.report import gaussian
 from benchmarks.report.markdown import cosine, source, table
 from esm_turbo.codecs.fitting.statistics import Array
-from esm_turbo.evaluate import PAPER_ABLATION, PAPER_TABLE_7
 
 PAPER_TABLE_1 = {
     "insulin_B_chain": 0.9603,

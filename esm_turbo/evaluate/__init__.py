@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from esm_turbo.evaluate.ablation import PAPER_ABLATION, PAPER_TABLE_7
 from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.outliers import with_outliers
 from esm_turbo.evaluate.results import Evaluation, PresetEvaluation, TokenAccuracy
 from esm_turbo.evaluate.run import evaluate
 
 __all__ = [
-    "PAPER_ABLATION",
-    "PAPER_TABLE_7",
     "Accuracy",
     "Evaluation",
     "PresetEvaluation",

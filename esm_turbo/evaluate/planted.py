@@ -60,8 +60,7 @@ def planted_accuracy(
             for model in (turbo.model, planted.model)
         )
         drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.esm.special_ids))
-    arms = leave_one_out(planted, proteins, list(configs.values()), list(configs), advance)
-    results = zip(configs, arms.turbo_frozen, strict=True)
+    arms = leave_one_out(planted, proteins, configs, advance)
     return PlantedModel(scale, token_accuracy(drift)), {
-        name: OutlierAccuracy(scale, token_accuracy(comparison)) for name, comparison in results
+        name: OutlierAccuracy(scale, token_accuracy(comparison)) for name, comparison in arms.turbo_frozen.items()
     }

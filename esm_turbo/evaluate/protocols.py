@@ -1,12 +1,11 @@
 """The two test protocols for stored contexts: leave-one-out, and extension at the end.
 
-Three computations are compared: *full* recomputes the whole sequence, *frozen* extends a context stored at full
-precision, *turbo* extends the same context as stored by a preset.
+`results.Evaluation` defines the three computations that they compare: full, frozen and turbo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -127,20 +126,20 @@ class Arms:
 
     Attributes:
         frozen_full: frozen against full: the freezing error.
-        turbo_frozen: per preset, turbo against frozen: the quantisation error.
-        turbo_full: per preset, turbo against full: the total error.
+        turbo_frozen: by preset, turbo against frozen: the quantisation error.
+        turbo_full: by preset, turbo against full: the total error.
     """
 
     frozen_full: Comparison
-    turbo_frozen: list[Comparison]
-    turbo_full: list[Comparison]
+    turbo_frozen: dict[str, Comparison]
+    turbo_full: dict[str, Comparison]
 
     @classmethod
-    def of(cls, names: Sequence[str], protocol: str) -> Arms:
+    def of(cls, presets: Iterable[str], protocol: str) -> Arms:
         return cls(
             Comparison(f"{protocol}, frozen against full"),
-            [Comparison(f"{protocol}, {name} against frozen") for name in names],
-            [Comparison(f"{protocol}, {name} against full") for name in names],
+            {name: Comparison(f"{protocol}, {name} against frozen") for name in presets},
+            {name: Comparison(f"{protocol}, {name} against full") for name in presets},
         )
 
     def add(
@@ -149,23 +148,19 @@ class Arms:
         position: int,
         full: Outputs,
         frozen: Outputs,
-        turbo: Iterable[Outputs],
+        turbo: Iterable[tuple[str, Outputs]],
         special: npt.NDArray[np.bool_],
     ) -> None:
         """Add tokens of one protein from all computations, with `turbo` preset by preset; see `Comparison.add`."""
         self.frozen_full.add(protein, position, full, frozen, special)
-        for outputs, to_frozen, to_full in zip(turbo, self.turbo_frozen, self.turbo_full, strict=True):
-            to_frozen.add(protein, position, frozen, outputs, special)
-            to_full.add(protein, position, full, outputs, special)
+        for name, outputs in turbo:
+            self.turbo_frozen[name].add(protein, position, frozen, outputs, special)
+            self.turbo_full[name].add(protein, position, full, outputs, special)
 
 
 @torch.no_grad()
 def leave_one_out(
-    turbo: ContextModel,
-    proteins: Sequence[Protein],
-    configs: Sequence[TurboConfig],
-    names: Sequence[str],
-    advance: Advance,
+    turbo: ContextModel, proteins: Sequence[Protein], configs: Mapping[str, TurboConfig], advance: Advance
 ) -> Arms:
     """Extend the context of every token in turn, all other tokens of the protein, by that token.
 
@@ -175,21 +170,21 @@ def leave_one_out(
     Args:
         turbo: the model with its calibration.
         proteins: to evaluate on.
-        configs: the presets.
-        names: of the presets.
+        configs: the presets by name.
         advance: called with 1 after every protein.
     """
-    arms = Arms.of(names, "leave-one-out")
+    arms = Arms.of(configs, "leave-one-out")
     model = turbo.model
     for protein in proteins:
         input_ids = torch.tensor([protein.token_ids(turbo.codes)])
-        output, caches = prefill(model, [FROZEN, *configs], input_ids, torch.ones_like(input_ids))
+        output, caches = prefill(model, [FROZEN, *configs.values()], input_ids, torch.ones_like(input_ids))
         full = as_outputs(output, 0, slice(None), layers=True)
         del output
         frozen = extend_each_token(model, caches[FROZEN], input_ids[0])
+        # One after the other, since each holds the states of all layers.
         compressed = (
-            frozen if config.codec == FROZEN.codec else extend_each_token(model, caches[config], input_ids[0])
-            for config in configs
+            (name, frozen if config.codec == FROZEN.codec else extend_each_token(model, caches[config], input_ids[0]))
+            for name, config in configs.items()
         )
         arms.add(protein, 0, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.esm.special_ids))
         advance(1)
@@ -244,8 +239,7 @@ class ExtendArms:
 def extend_at_end(
     turbo: ContextModel,
     proteins: Sequence[Protein],
-    configs: Sequence[TurboConfig],
-    names: Sequence[str],
+    configs: Mapping[str, TurboConfig],
     ks: Sequence[int],
     ws: Sequence[int],
     advance: Advance,
@@ -255,14 +249,13 @@ def extend_at_end(
     Args:
         turbo: the model with its calibration.
         proteins: to evaluate on; those of up to k residues are skipped.
-        configs: the presets.
-        names: of the presets.
+        configs: the presets by name.
         ks: numbers of new residues.
         ws: numbers of refreshed residues.
         advance: called with the number of proteins done.
     """
     results = {
-        (k, w): ExtendArms(k, w, sum(len(p) <= k for p in proteins), Arms.of(names, f"extension by {k}, refresh {w}"))
+        (k, w): ExtendArms(k, w, sum(len(p) <= k for p in proteins), Arms.of(configs, f"extension by {k}, refresh {w}"))
         for k in ks
         for w in ws
     }
@@ -270,39 +263,39 @@ def extend_at_end(
         group = [proteins[index] for index in batch]
         full, _ = prefill(turbo.model, [], *turbo.codes.batch([p.token_ids(turbo.codes) for p in group]))
         for k in ks:
-            special = np.arange(k + 1) == k
-            rows = [row for row, protein in enumerate(group) if len(protein) > k]
-            if rows:
-                expected = [as_outputs(full, row, slice(len(group[row]) + 1 - k, len(group[row]) + 2)) for row in rows]
-                long_enough = [group[row] for row in rows]
-                for w, frozen, compressed in _extensions(turbo, long_enough, configs, k, ws):
-                    for row, protein in enumerate(long_enough):
-                        results[k, w].arms.add(
-                            protein, len(protein) + 1 - k, expected[row], frozen[row], compressed[row], special
-                        )
+            new = {row: protein for row, protein in enumerate(group) if len(protein) > k}
+            if not new:
+                continue
+            last = [slice(len(protein) + 1 - k, len(protein) + 2) for protein in new.values()]
+            expected = [as_outputs(full, row, tokens) for row, tokens in zip(new, last, strict=True)]
+            for w, frozen, compressed in _extensions(turbo, list(new.values()), configs, k, ws):
+                for row, protein in enumerate(new.values()):
+                    outputs = [(name, rows[row]) for name, rows in compressed.items()]
+                    results[k, w].arms.add(
+                        protein, last[row].start, expected[row], frozen[row], outputs, np.arange(k + 1) == k
+                    )
         advance(len(batch))
     return list(results.values())
 
 
 def _extensions(
-    turbo: ContextModel, proteins: Sequence[Protein], configs: Sequence[TurboConfig], k: int, ws: Sequence[int]
-) -> Iterator[tuple[int, list[Outputs], list[tuple[Outputs, ...]]]]:
-    """For every w: w, the frozen outputs per protein, and per protein the outputs of each preset."""
+    turbo: ContextModel, proteins: Sequence[Protein], configs: Mapping[str, TurboConfig], k: int, ws: Sequence[int]
+) -> Iterator[tuple[int, list[Outputs], dict[str, list[Outputs]]]]:
+    """For every w: w, the frozen outputs per protein, and by preset its outputs per protein.
+
+    Outputs are those of the last k residues and `<eos>`.
+    """
     contexts = [protein.token_ids(turbo.codes)[: -k - 1] for protein in proteins]
-    _, caches = prefill(turbo.model, [FROZEN, *configs], *turbo.codes.batch(contexts))
-    new = [protein.sequence[-k:] for protein in proteins]
+    _, caches = prefill(turbo.model, [FROZEN, *configs.values()], *turbo.codes.batch(contexts))
+
+    def extend(config: TurboConfig, w: int) -> list[Outputs]:
+        output = turbo.extend(caches[config], [protein.sequence[-k:] for protein in proteins], refresh=w)
+        pairs = zip(output.hidden_states, output.logits, strict=True)
+        return [Outputs(to_float64(hidden), to_float64(logits)) for hidden, logits in pairs]
+
     for w in ws:
-        frozen = _extend(turbo, caches[FROZEN], new, w)
-        compressed = [
-            frozen if config.codec == FROZEN.codec else _extend(turbo, caches[config], new, w) for config in configs
-        ]
-        yield w, frozen, [tuple(preset[row] for preset in compressed) for row in range(len(proteins))]
-
-
-def _extend(turbo: ContextModel, cache: TurboKVCache, new: Sequence[str], refresh: int) -> list[Outputs]:
-    """Outputs of the new residues (equally many in each row) and `<eos>`, per row."""
-    output = turbo.extend(cache, list(new), refresh=refresh)
-    return [
-        Outputs(to_float64(hidden), to_float64(logits))
-        for hidden, logits in zip(output.hidden_states, output.logits, strict=True)
-    ]
+        frozen = extend(FROZEN, w)
+        compressed = {
+            name: frozen if config.codec == FROZEN.codec else extend(config, w) for name, config in configs.items()
+        }
+        yield w, frozen, compressed

@@ -69,26 +69,18 @@ def evaluate(
     proteins = _proteins(sequences, names, classes)[:max_proteins]
     configs, unavailable = resolve_presets(turbo, presets)
     warn_if_long(map(len, proteins))
-    labels, options = list(configs), list(configs.values())
 
     def advance(stage: str, total: int) -> Callable[[int], None]:
         counter = StageProgress(progress, stage, total)
         counter.advance(0)
         return counter.advance
 
-    memory = measure_memory(turbo, proteins, options)
-    loo = leave_one_out(turbo, proteins, options, labels, advance("leave-one-out", len(proteins)))
+    memory = measure_memory(turbo, proteins, list(configs.values()))
+    loo = leave_one_out(turbo, proteins, configs, advance("leave-one-out", len(proteins)))
     extend: list[ExtendArms] = []
     if extend_ks and refresh_ws:
-        extend = extend_at_end(
-            turbo,
-            proteins,
-            options,
-            labels,
-            list(dict.fromkeys(extend_ks)),
-            list(dict.fromkeys(refresh_ws)),
-            advance("extend", len(proteins)),
-        )
+        ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
+        extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
     compressed = {name: config for name, config in configs.items() if config.codec != FROZEN.codec}
     setup: OutlierSetup | None = None
     outliers: dict[str, list[OutlierAccuracy]] = {name: [] for name in compressed}
@@ -106,8 +98,8 @@ def evaluate(
         _provenance(turbo, proteins),
         frozen_figures(loo, extend),
         tuple(
-            preset_figures(index, name, config, memory[index], proteins, loo, extend, outliers.get(name, ()))
-            for index, (name, config) in enumerate(configs.items())
+            preset_figures(name, config, size, proteins, loo, extend, outliers.get(name, ()))
+            for (name, config), size in zip(configs.items(), memory, strict=True)
         ),
         setup,
         unavailable,

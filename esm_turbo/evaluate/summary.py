@@ -35,7 +35,6 @@ def frozen_figures(loo: Arms, extend: Sequence[ExtendArms]) -> Frozen:
 
 
 def preset_figures(
-    index: int,
     name: str,
     config: TurboConfig,
     memory: Memory,
@@ -44,8 +43,8 @@ def preset_figures(
     extend: Sequence[ExtendArms],
     outliers: Sequence[OutlierAccuracy],
 ) -> PresetEvaluation:
-    """All figures of the preset with this index in the arms."""
-    against_frozen = loo.turbo_frozen[index]
+    """All figures of one preset."""
+    against_frozen = loo.turbo_frozen[name]
     of_residue = against_frozen.proteins
     classes = [proteins[i].structural_class for i in of_residue]
     lengths = [length_bin(len(proteins[i])) for i in of_residue]
@@ -56,7 +55,7 @@ def preset_figures(
         memory,
         LeaveOneOut(
             token_accuracy(against_frozen),
-            token_accuracy(loo.turbo_full[index]),
+            token_accuracy(loo.turbo_full[name]),
             _by(classes, against_frozen),
             _by(lengths, against_frozen),
             _by(positions, against_frozen),
@@ -71,8 +70,8 @@ def preset_figures(
                 e.refreshed,
                 len(proteins) - e.skipped,
                 e.skipped,
-                _optional(e.arms.turbo_frozen[index]),
-                _optional(e.arms.turbo_full[index]),
+                _optional(e.arms.turbo_frozen[name]),
+                _optional(e.arms.turbo_full[name]),
             )
             for e in extend
         ),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
-from esm_turbo import TurboEsm
+from benchmarks.harness.ablation import PAPER_ABLATION, PAPER_TABLE_7
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRESETS
-from esm_turbo.evaluate import PAPER_ABLATION, PAPER_TABLE_7
 from tests.helpers.evaluation import OFF, SEQUENCES
 
 
@@ -31,7 +33,8 @@ def test_the_ablation_changes_one_thing_at_a_time() -> None:
     }
 
 
-def test_the_ablation_keeps_its_names(tiny: TurboEsm) -> None:
+def test_the_ablation_keeps_its_names(turbo: TurboEsm, tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    tiny = TurboEsm(tiny_model(preset="paper"), turbo.tokenizer)
     result = tiny.evaluate(SEQUENCES[:1], PAPER_ABLATION, **OFF)
     assert [preset.name for preset in result.presets] == list(PAPER_ABLATION)
     bits = {name: result[name].memory.bits_per_element for name in PAPER_ABLATION}
