@@ -117,19 +117,11 @@ class KVCalibrator:
             # All proteins in one row: padding would cost as much as tokens.
             packed = embeddings[mask.to(device)][None]
             self._encoder(inputs_embeds=packed, position_ids=positions[None].to(device), kv_session=session)
-        residues, specials, sensitivities = moments.residues(), moments.specials(), sensitivity.result()
+        (residues, specials), sensitivities = moments.result(), sensitivity.result()
         self._residues = self._residues.merge(residues)
         self._specials = self._specials.merge(specials)
         self._sensitivity = self._sensitivity.merge(sensitivities)
-        self._sample.add(
-            priorities,
-            keys=sample.keys(),
-            values=sample.values(),
-            key_weights=sample.key_weights(),
-            value_weights=sample.value_weights(),
-            is_special=special[sampled],
-            positions=positions[sampled],
-        )
+        self._sample.add(priorities, **sample.result(), is_special=special[sampled], positions=positions[sampled])
         self.n_sequences_seen_ += len(ids)
         self.n_residues_seen_ += int((~special).sum())
         return self

@@ -24,7 +24,7 @@ from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
+from esm_turbo.proteins.batches import encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec, is_store
 from esm_turbo.store.flat import ContextSpec, FlatContext
@@ -67,6 +67,8 @@ class ContextStore:
 
     Several processes may read and write one store. One at a time writes, and the others wait for it. What a process
     that is killed while writing leaves behind is never read.
+
+    Its methods take a model, whose preset decides what is looked up and stored, and the arguments of its `prefill`.
 
     Args:
         folder: of a store; a new or empty one becomes a store with the first context.
@@ -127,12 +129,6 @@ class ContextStore:
     ) -> list[TurboKVCache | None]:
         """Looks contexts up without computing any.
 
-        Args:
-            turbo: the model; contexts of its preset are looked up.
-            sequences: as of `ContextModel.prefill`.
-            total_tokens: as of `ContextModel.prefill`.
-            total_masks: as of `ContextModel.prefill`.
-
         Returns:
             For each sequence a cache of one row, on the model's device, or None.
 
@@ -162,15 +158,7 @@ class ContextStore:
     ) -> TurboKVCache:
         """As `ContextModel.prefill`, but computes and stores only what is not in the store.
 
-        Args:
-            turbo: the model; contexts are stored with its preset.
-            sequences: as of `ContextModel.prefill`.
-            total_tokens: as of `ContextModel.prefill`.
-            total_masks: as of `ContextModel.prefill`.
-            toks_per_batch: maximum padded tokens per batch.
-
-        Returns:
-            A cache of one row per sequence, on the model's device.
+        `toks_per_batch` is the maximum number of padded tokens per batch.
 
         Raises:
             ValueError: a sequence is invalid, or the store belongs to another model.
@@ -210,13 +198,7 @@ class ContextStore:
 
         Contexts in the store are read and checked. An interrupted run continues where it stopped, with the same bits.
 
-        Args:
-            turbo: the model; contexts are stored with its preset.
-            sequences: as of `ContextModel.prefill`.
-            total_tokens: as of `ContextModel.prefill`.
-            total_masks: as of `ContextModel.prefill`.
-            toks_per_batch: maximum padded tokens per batch.
-            progress: called with stage `check` and contexts, then with `prefill` and residues, see `Progress`.
+        `progress` is called with stage `check` and contexts, then with `prefill` and residues, see `Progress`.
 
         Returns:
             Number of contexts computed.
@@ -327,15 +309,7 @@ class ContextStore:
         *,
         counted: bool = True,
     ) -> Iterator[tuple[list[int], dict[str, FlatContext]]]:
-        """Computes and stores contexts batch by batch.
-
-        Args:
-            turbo: the model.
-            spec: of the contexts that it writes.
-            jobs: requested contexts.
-            done: indices of those to skip.
-            toks_per_batch: maximum padded tokens per batch.
-            counted: whether to count misses.
+        """Computes and stores contexts batch by batch, without the jobs that are `done`; `counted` as misses.
 
         Yields:
             Indices of a batch, and its contexts by key.
@@ -352,7 +326,10 @@ class ContextStore:
                 continue
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 partition = self._files.make_partition(spec)
-                self._sweep()
+                if not self._swept:
+                    # Temporary files of killed writers: no other process uses them while this one writes.
+                    self._files.remove_temporaries()
+                    self._swept = True
                 filled: dict[str, FlatContext] = {}
                 for job in wanted:
                     # Another process may have written it while this one waited for the lock.
@@ -380,12 +357,6 @@ class ContextStore:
         for row, job in enumerate(jobs):
             yield job.key, FlatContext.of(cache.select(row))
 
-    def _sweep(self) -> None:
-        """Removes temporary files of killed writers, once. Only for the writer: no other process uses them then."""
-        if not self._swept:
-            self._files.remove_temporaries()
-            self._swept = True
-
 
 def _jobs(
     turbo: ContextModel,
@@ -401,16 +372,12 @@ def _jobs(
     masks = [int((row == turbo.codes.mask).sum()) for row in rows]
     all_tokens = _totals("total_tokens", total_tokens, tokens)
     all_masks = _totals("total_masks", total_masks, masks)
-    return [
-        _Job(_key(row, *totals), sequence, *own, *totals)
-        for sequence, row, own, totals in zip(
-            sequences,
-            rows,
-            zip(tokens, masks, strict=True),
-            zip(all_tokens, all_masks, strict=True),
-            strict=True,
-        )
-    ]
+    jobs = []
+    for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
+        # Everything that a context depends on besides model, preset, calibration and dtype.
+        content = row.tobytes() + f"|{counts[2]}|{counts[3]}".encode()
+        jobs.append(_Job(hashlib.sha256(content).hexdigest(), sequence, *counts))
+    return jobs
 
 
 def _totals(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:
@@ -433,8 +400,3 @@ def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     # Of this new object, which holds nothing.
     del info["memory"]
     return info
-
-
-def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
-    """Hash of everything that a context depends on besides model, preset, calibration and dtype."""
-    return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()

@@ -41,22 +41,20 @@ def local_files_only(source: str) -> bool:
             f"{source}: there is no such folder, and it is not a valid hub id; check the path"
         ) from None
     except RepositoryNotFoundError:
-        if copied:
-            return True
-        raise not_found(source, "the Hugging Face hub has no such model, or does not show it to you") from None
+        reason = "the Hugging Face hub has no such model, or does not show it to you"
     except HfHubHTTPError:
         # The hub or a mirror answered: if anything is wrong, loading reports it.
         return False
     except OfflineModeIsEnabled:
-        if copied:
-            return True
-        raise not_found(source, "there is no local copy and HF_HUB_OFFLINE forbids the Hugging Face hub") from None
+        reason = "there is no local copy and HF_HUB_OFFLINE forbids the Hugging Face hub"
     # The exceptions of the HTTP client come from different packages in different versions of the hub's client.
     except Exception:
-        if copied:
-            return True
-        raise not_found(source, "the Hugging Face hub cannot be reached") from None
-    return False
+        reason = "the Hugging Face hub cannot be reached"
+    else:
+        return False
+    if copied:
+        return True
+    raise not_found(source, reason)
 
 
 def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:

@@ -102,21 +102,12 @@ class MomentsCollector(Collector):
             for kind, index in enumerate(self.indices):
                 self.moments[kind][state].append(_mean_and_covariance(x, index))
 
-    def residues(self) -> TokenMoments:
-        """Moments over residues."""
-        return self._token_moments(0)
-
-    def specials(self) -> TokenMoments:
-        """Moments over special tokens."""
-        return self._token_moments(1)
-
-    def _token_moments(self, kind: int) -> TokenMoments:
-        count = len(self.indices[kind])
-        stacks = []
-        for layers in self.moments[kind]:
-            means, covariances = zip(*layers, strict=True)
-            stacks.append(Moments(count, _stacked(means), _stacked(covariances)))
-        return TokenMoments(*stacks)
+    def result(self) -> list[TokenMoments]:
+        """Moments over residues, and over special tokens."""
+        return [
+            TokenMoments(*(Moments(len(index), *map(_stacked, zip(*layers, strict=True))) for layers in states))
+            for index, states in zip(self.indices, self.moments, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -258,30 +249,17 @@ class SampleCollector(Collector):
     def __init__(self, sampled: Tensor, sensitivity: SensitivityCollector) -> None:
         self.sampled = sampled
         self.sensitivity = sensitivity
-        self._states: tuple[list[Tensor], list[Tensor]] = ([], [])
-        self._weights: tuple[list[Tensor], list[Tensor]] = ([], [])
+        self._layers: dict[str, list[Tensor]] = {"keys": [], "values": [], "key_weights": [], "value_weights": []}
 
     def observe(self, layer_idx: int, states: LayerStates) -> None:
-        for kept, x in zip(self._states, (states.keys, states.values), strict=True):
-            kept.append(x[:, self.sampled].transpose(0, 1).to("cpu", torch.bfloat16))
-        for kept, x in zip(self._weights, self.sensitivity.weights[layer_idx], strict=True):
-            kept.append(x[:, self.sampled].T.cpu())
+        vectors, weights = (states.keys, states.values), self.sensitivity.weights[layer_idx]
+        for kept, x in zip(self._layers.values(), (*vectors, *weights), strict=True):
+            dtype = torch.bfloat16 if x.dim() == 3 else torch.float32
+            kept.append(x[:, self.sampled].transpose(0, 1).to("cpu", dtype))
 
-    def keys(self) -> Tensor:
-        """Keys after RoPE, bfloat16 [tokens, layers, heads, head_dim]."""
-        return torch.stack(self._states[0], dim=1)
-
-    def values(self) -> Tensor:
-        """Values, bfloat16 [tokens, layers, heads, head_dim]."""
-        return torch.stack(self._states[1], dim=1)
-
-    def key_weights(self) -> Tensor:
-        """Weights of the keys, float32 [tokens, layers, heads]."""
-        return torch.stack(self._weights[0], dim=1)
-
-    def value_weights(self) -> Tensor:
-        """Weights of the values, float32 [tokens, layers, heads]."""
-        return torch.stack(self._weights[1], dim=1)
+    def result(self) -> dict[str, Tensor]:
+        """Keys (after RoPE) and values, bfloat16 [tokens, layers, heads, head_dim], and their weights, float32."""
+        return {name: torch.stack(layers, dim=1) for name, layers in self._layers.items()}
 
 
 class SampleBuffer:

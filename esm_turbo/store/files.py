@@ -17,7 +17,7 @@ import itertools
 import logging
 import os
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -136,13 +136,13 @@ class StoreFiles:
                         remove_temporaries(inner)
 
 
+@dataclass(frozen=True)
 class StoreHeader:
     """Header of a store: the model that it belongs to."""
 
-    def __init__(self, model: str, geometry: Geometry, fingerprint: npt.NDArray[np.float32]) -> None:
-        self.model = model
-        self.geometry = geometry
-        self.fingerprint = fingerprint
+    model: str
+    geometry: Geometry
+    fingerprint: npt.NDArray[np.float32]
 
     @classmethod
     def read(cls, path: Path) -> StoreHeader:
@@ -181,23 +181,25 @@ class StoreHeader:
             )
 
 
+@dataclass(frozen=True)
 class Partition:
     """Contexts of one preset, calibration and dtype.
 
     Attributes:
-        name: of its folder.
+        folder: of its files.
         config: options under which the contexts are stored.
         dtype: of the model that computed them.
+        codec_fingerprint: of the calibration.
     """
 
-    def __init__(
-        self, folder: Path, config: TurboConfig, dtype: str, codec_fingerprint: npt.NDArray[np.float32]
-    ) -> None:
-        self.folder = folder
-        self.name = folder.name
-        self.config = config
-        self.dtype = dtype
-        self.codec_fingerprint = codec_fingerprint
+    folder: Path
+    config: TurboConfig
+    dtype: str
+    codec_fingerprint: npt.NDArray[np.float32]
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
 
     @classmethod
     def of(cls, store: Path, spec: ContextSpec) -> Partition:

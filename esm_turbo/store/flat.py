@@ -157,10 +157,8 @@ def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple
 
 
 def _views(buffer: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
-    typed = {dtype: buffer.view(dtype) for dtype in {part.dtype for part in parts}}
     for part in parts:
-        size = part.dtype.itemsize
-        yield typed[part.dtype].narrow(0, part.start // size, part.nbytes // size).view(part.shape)
+        yield buffer.narrow(0, part.start, part.nbytes).view(part.dtype).view(part.shape)
 
 
 def _size(parts: Sequence[Part]) -> int:
