@@ -108,10 +108,9 @@ class ContextModel:
         input_ids, attention_mask = self.codes.batch(rows)
         counts = None
         if total_tokens is not None or total_masks is not None:
-            counts = (
-                _totals("total_tokens", total_tokens, attention_mask.sum(1)),
-                _totals("total_masks", total_masks, (input_ids == self.codes.mask).sum(1)),
-            )
+            tokens = totals_per_row("total_tokens", total_tokens, attention_mask.sum(1).tolist())
+            masks = totals_per_row("total_masks", total_masks, (input_ids == self.codes.mask).sum(1).tolist())
+            counts = torch.tensor(tokens), torch.tensor(masks)
             if bool((counts[1] >= counts[0]).any()):
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
         device = self.model.device
@@ -244,14 +243,18 @@ def as_list(items: str | Sequence[str], noun: str = "sequence") -> list[str]:
     return items
 
 
-def _totals(name: str, given: int | Sequence[int] | None, own: Tensor) -> Tensor:
-    """Totals per row, int64 [batch]; those of the contexts themselves where none are given."""
+def totals_per_row(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:
+    """Totals of each row for token dropout, see `ContextModel.prefill`.
+
+    Raises:
+        ValueError: a total is smaller than the context's own count, or their number is wrong.
+    """
     if given is None:
         return own
-    totals = torch.as_tensor(given, dtype=torch.int64)
-    if totals.shape not in ((), own.shape):
+    tensor = torch.as_tensor(given, dtype=torch.int64)
+    if tensor.shape not in ((), (len(own),)):
         raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {given}")
-    totals = totals.expand(len(own))
-    if bool((totals < own).any()):
-        raise ValueError(f"`{name}` must be at least the context's own {own.tolist()}, got {totals.tolist()}")
+    totals: list[int] = tensor.expand(len(own)).tolist()
+    if any(total < count for total, count in zip(totals, own, strict=True)):
+        raise ValueError(f"`{name}` must be at least the context's own {own}, got {totals}")
     return totals

@@ -16,11 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.context_model import ContextModel, as_list, totals_per_row
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
@@ -31,9 +32,6 @@ from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
 from esm_turbo.tasks.common.progress import Progress, silent
-
-if TYPE_CHECKING:
-    from esm_turbo.context_model import ContextModel
 
 __all__ = ["ContextStore", "is_store", "store_info"]
 
@@ -139,13 +137,10 @@ class ContextStore:
             jobs = _jobs(turbo, sequences, total_tokens, total_masks)
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
-            found: list[TurboKVCache | None] = []
-            for job in jobs:
-                context = self._look_up(partition, job.key, turbo.model.device)
-                if context is None:
-                    self._usage.count("missed")
-                found.append(None if context is None else context.clone().cache(spec))
-            return found
+            found = [self._look_up(partition, job.key, turbo.model.device) for job in jobs]
+            for _ in range(found.count(None)):
+                self._usage.count("missed")
+            return [None if context is None else context.clone().cache(spec) for context in found]
 
     def get_or_prefill(
         self,
@@ -364,30 +359,18 @@ def _jobs(
     total_tokens: int | Sequence[int] | None,
     total_masks: int | Sequence[int] | None,
 ) -> list[_Job]:
-    sequences = [sequences] if isinstance(sequences, str) else list(sequences)
-    if not sequences:
-        raise ValueError("`sequences` must hold at least one sequence")
+    sequences = as_list(sequences)
     rows = encode_rows(turbo.codes, sequences, eos=False)
     tokens = [len(row) for row in rows]
     masks = [int((row == turbo.codes.mask).sum()) for row in rows]
-    all_tokens = _totals("total_tokens", total_tokens, tokens)
-    all_masks = _totals("total_masks", total_masks, masks)
+    all_tokens = totals_per_row("total_tokens", total_tokens, tokens)
+    all_masks = totals_per_row("total_masks", total_masks, masks)
     jobs = []
     for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
         # Everything that a context depends on besides model, preset, calibration and dtype.
         content = row.tobytes() + f"|{counts[2]}|{counts[3]}".encode()
         jobs.append(_Job(hashlib.sha256(content).hexdigest(), sequence, *counts))
     return jobs
-
-
-def _totals(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:
-    """One number per sequence; `prefill` checks the numbers themselves."""
-    if given is None:
-        return own
-    totals = [given] * len(own) if isinstance(given, int) else [int(total) for total in given]
-    if len(totals) != len(own):
-        raise ValueError(f"`{name}` must be one number or one per sequence ({len(own)}), got {len(totals)}")
-    return totals
 
 
 def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_mode
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.storage import CacheStorage
-from esm_turbo.kv.tensors import OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, no_tokens
+from esm_turbo.kv.tensors import OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, layer_tensors, no_tokens
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class TurboKVCache(CacheStorage):
             summarize=self._has_empty_rows(),
             counters=None if append.counters is None else append.counters[layer_idx],
         )
-        append.layers.append((packed, protected, self._with_first(layer_idx, rows)))
+        append.layers.append(TurboCacheLayer(packed, protected, self._with_first(layer_idx, rows)))
 
     def _has_empty_rows(self) -> bool:
         """Whether rows may be empty: what is stored per row is made from the first tokens that are appended to it."""
@@ -234,7 +234,7 @@ class TurboKVCache(CacheStorage):
         new["protected_columns"] = protected.to(torch.int32)
         stored = {name for name, _ in self.named_tensors()}
         first = not self.layers[0].packed
-        for name, tensor in append.layer_tensors():
+        for name, tensor in layer_tensors(append.layers):
             # Refinements that have been dropped stay dropped.
             if first or name in stored or axis_of(name) is not Axis.COLUMN:
                 new[name] = tensor

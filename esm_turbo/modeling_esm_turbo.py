@@ -35,7 +35,7 @@ from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.checkpoints import CheckpointMixin, check_config, share_weights
+from esm_turbo.model.checkpoints import CheckpointMixin, check_config
 from esm_turbo.model.inputs import (
     check_inputs,
     check_not_all_masked,
@@ -196,18 +196,6 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         self.calibration: Calibration | None = None
         self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.backend: str | Backend = Backend.AUTO
-
-    @classmethod
-    def from_esm(cls, model: EsmModel, **turbo: Any) -> Self:
-        """Convert an `EsmModel`, which stays unchanged; both share their weights.
-
-        Args:
-            model: Hugging Face's model.
-            **turbo: as in `set_turbo`.
-        """
-        converted = share_weights(model, cls, add_pooling_layer=model.pooler is not None)
-        converted.set_turbo(**turbo)
-        return converted
 
     def set_turbo(
         self,
@@ -559,18 +547,6 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
         self.esm = TurboEsmModel(config, add_pooling_layer=False)
         self.lm_head = EsmLMHead(config)
         self.post_init()
-
-    @classmethod
-    def from_esm(cls, model: EsmForMaskedLM, **turbo: Any) -> Self:
-        """Convert an `EsmForMaskedLM`, which stays unchanged; both share their weights.
-
-        Args:
-            model: Hugging Face's model.
-            **turbo: as in `TurboEsmModel.set_turbo`.
-        """
-        converted = share_weights(model, cls)
-        converted.set_turbo(**turbo)
-        return converted
 
     def set_turbo(self, **turbo: Any) -> None:
         """See `TurboEsmModel.set_turbo`."""

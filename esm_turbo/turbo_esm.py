@@ -1,4 +1,4 @@
-"""`TurboEsm`, the entry point: a model with its tokenizer and calibration, and a method for every task.
+"""`TurboEsm`, the entry point.
 
 The modelling code is imported when a model is loaded, which keeps the import of this module fast.
 """
@@ -30,12 +30,7 @@ __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 
 class TurboEsm(ContextModel):
-    """ESM-2 with a compressed key/value cache.
-
-    Attributes:
-        model: `TurboEsmForMaskedLM`.
-        tokenizer: `EsmTokenizer`.
-    """
+    """ESM-2 with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
 
     @classmethod
     def from_pretrained(
@@ -98,7 +93,9 @@ class TurboEsm(ContextModel):
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)
         if calibration == "auto":
-            calibration = turbo._auto_calibration()
+            from esm_turbo.tasks.calibration.auto import auto_calibration
+
+            calibration = auto_calibration(turbo)
         loaded.set_turbo(calibration=calibration or loaded.esm.calibration, preset=preset, backend=backend)
         return turbo
 
@@ -187,11 +184,6 @@ class TurboEsm(ContextModel):
         from esm_turbo.evaluate import evaluate
 
         return evaluate(self, as_list(sequences), presets, max_proteins, **options)
-
-    def _auto_calibration(self) -> Calibration:
-        from esm_turbo.tasks.calibration.auto import auto_calibration
-
-        return auto_calibration(self)
 
 
 def _usable(name: str | torch.device) -> torch.device:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from esm_turbo.codecs import Packed
+from esm_turbo.kv.layer import TurboCacheLayer
 
 
 @dataclass
@@ -20,7 +19,7 @@ class Append:
         token_ids: of the tokens as ordered, uint8 [batch, n].
         positions: of the tokens as ordered, int32 [batch, n], or None for each row's next ones.
         protected: per slot the ordered token that it protects, -1 for none, [batch, slots].
-        layers: per layer the packed tokens, the protected tokens, and what is stored per row.
+        layers: what is stored of them in each layer that has been encoded.
         counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
     """
 
@@ -29,12 +28,5 @@ class Append:
     token_ids: Tensor
     positions: Tensor | None
     protected: Tensor
-    layers: list[tuple[Packed, Packed, Packed]] = field(default_factory=list)
+    layers: list[TurboCacheLayer] = field(default_factory=list)
     counters: Tensor | None = None
-
-    def layer_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What was encoded, by the names of a cache's tensors."""
-        for index, (packed, protected, rows) in enumerate(self.layers):
-            for group, tensors in (("packed", packed), ("protected", protected), ("rows", rows)):
-                for name, tensor in tensors.items():
-                    yield f"layers.{index}.{group}.{name}", tensor

@@ -24,11 +24,11 @@ class TurboCacheLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self) -> None:
+    def __init__(
+        self, packed: Packed | None = None, protected: Packed | None = None, rows: Packed | None = None
+    ) -> None:
         super().__init__()
-        self.packed: Packed = {}
-        self.protected: Packed = {}
-        self.rows: Packed = {}
+        self.packed, self.protected, self.rows = packed or {}, protected or {}, rows or {}
 
     @property
     def columns(self) -> int:

@@ -11,13 +11,13 @@ from transformers.cache_utils import Cache
 
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.tensors import (
-    LAYER_TENSORS,
     OWN_TENSORS,
     Axis,
     axis_of,
     dim_of,
     into_room,
     layer_tensor,
+    layer_tensors,
     no_tokens,
     with_room,
 )
@@ -70,10 +70,7 @@ class CacheStorage(Cache):
         for name in OWN_TENSORS:
             if (tensor := getattr(self, name)) is not None:
                 yield name, tensor
-        for index, layer in enumerate(self.layers):
-            for group in LAYER_TENSORS:
-                for name, tensor in getattr(layer, group).items():
-                    yield f"layers.{index}.{group}.{name}", tensor
+        yield from layer_tensors(self.layers)
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces all tensors by those named."""

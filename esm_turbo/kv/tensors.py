@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +47,14 @@ def axis_of(name: str) -> Axis:
     """What the tensor of a name has one entry for."""
     own = OWN_TENSORS.get(name)
     return LAYER_TENSORS[layer_tensor(name)[1]] if own is None else own
+
+
+def layer_tensors(layers: Sequence[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yields the tensors of layers (`TurboCacheLayer`) with their names."""
+    for index, layer in enumerate(layers):
+        for group in LAYER_TENSORS:
+            for name, tensor in getattr(layer, group).items():
+                yield f"layers.{index}.{group}.{name}", tensor
 
 
 def dim_of(name: str) -> int:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import copy
 import os
 import pickle
-from collections.abc import Iterable
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Literal, Self
 
 import torch
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import EsmConfig, PreTrainedConfig
+from torch import nn
+from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 
 from esm_turbo.calibration import CALIBRATION_FILE, Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
@@ -24,13 +23,31 @@ _CONVERT = (
     " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
     " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
 )
-_Model = TypeVar("_Model", bound=nn.Module)
 
 
 class CheckpointMixin:
-    """`from_pretrained` and `save_pretrained` of both model classes."""
+    """How models of both classes are made and saved."""
 
     config: EsmConfig
+
+    @classmethod
+    def from_esm(cls, model: EsmModel | EsmForMaskedLM, **turbo: Any) -> Self:
+        """Convert Hugging Face's model of the same kind, which stays unchanged; both share their weights.
+
+        Args:
+            model: an `EsmModel` or an `EsmForMaskedLM`.
+            **turbo: as in `TurboEsmModel.set_turbo`.
+        """
+        options = {"add_pooling_layer": model.pooler is not None} if isinstance(model, EsmModel) else {}
+        with torch.device("meta"):
+            converted = cls(copy.deepcopy(model.config), **options)  # type: ignore[call-arg]
+        for name, module in converted.named_modules():  # type: ignore[attr-defined]
+            source = model.get_submodule(name)
+            module._parameters.update(source._parameters)
+            module._buffers.update(source._buffers)
+            module.training = source.training
+        converted.set_turbo(**turbo)  # type: ignore[attr-defined]
+        return converted
 
     @classmethod
     def from_pretrained(
@@ -80,18 +97,28 @@ class CheckpointMixin:
         in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
         if calibration is None and os.path.isfile(in_folder):
             calibration = in_folder
-        _check_complete(pretrained_model_name_or_path, report["missing_keys"])
+        # Hugging Face fills missing weights with random ones. Heads and the pooler may be missing; rotary frequencies
+        # follow from the configuration.
+        keys = (key for key in report["missing_keys"] if not key.endswith(_INV_FREQ))
+        missing = sorted(key for key in keys if "encoder.layer." in key or "embeddings." in key)
+        if missing:
+            raise ValueError(
+                f"{pretrained_model_name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as"
+                f" {missing[0]}; is it ESM-2, and complete?"
+            )
         check_weights(loaded)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Save as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
-        state = kwargs.pop("state_dict", None) or self.state_dict()  # type: ignore[attr-defined]
+        state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
+        for name in [name for name in state if name.endswith(_INV_FREQ)]:
+            prefix, inv_freq = name.removesuffix(_INV_FREQ), state.pop(name)
+            for index in range(self.config.num_hidden_layers):
+                state[f"{prefix}encoder.layer.{index}.attention.self.{_INV_FREQ}"] = inv_freq.clone()
         kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(  # type: ignore[misc]
-            save_directory, state_dict=_published_keys(state, self.config.num_hidden_layers), **kwargs
-        )
+        super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
 
 
 def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
@@ -134,44 +161,3 @@ def check_weights(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter.detach().sum(dtype=torch.float32)):
             raise ValueError(f"the weights are damaged: {name} holds NaN or infinity")
-
-
-def share_weights(model: nn.Module, cls: type[_Model], **options: Any) -> _Model:
-    """A `cls` that holds the parameters and buffers of `model` themselves, not copies."""
-    with torch.device("meta"):
-        converted = cls(copy.deepcopy(model.config), **options)
-    for name, module in converted.named_modules():
-        source = model.get_submodule(name)
-        module._parameters.update(source._parameters)
-        module._buffers.update(source._buffers)
-        module.training = source.training
-    return converted
-
-
-def _check_complete(name_or_path: str | os.PathLike[str], missing_keys: Iterable[str]) -> None:
-    """Check that a checkpoint held the encoder: Hugging Face fills missing weights with random ones.
-
-    Raises:
-        ValueError: naming the first missing weight. Heads and the pooler may be missing.
-    """
-    # Rotary frequencies follow from the configuration.
-    keys = (key for key in missing_keys if not key.endswith(_INV_FREQ))
-    missing = sorted(key for key in keys if "encoder.layer." in key or "embeddings." in key)
-    if missing:
-        raise ValueError(
-            f"{name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as {missing[0]};"
-            " is it ESM-2, and complete?"
-        )
-
-
-def _published_keys(state: dict[str, Tensor], num_layers: int) -> dict[str, Tensor]:
-    """Rename the model's rotary frequencies to those of the published checkpoints, one copy per layer."""
-    published = {}
-    for name, tensor in state.items():
-        if name.endswith(_INV_FREQ):
-            prefix = name.removesuffix(_INV_FREQ)
-            for index in range(num_layers):
-                published[f"{prefix}encoder.layer.{index}.attention.self.{_INV_FREQ}"] = tensor.clone()
-        else:
-            published[name] = tensor
-    return published
