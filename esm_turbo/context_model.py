@@ -157,17 +157,28 @@ class ContextModel:
             raise ValueError(f"the cache has {cache.batch_size} rows, but there are {len(sequences)} sequences")
         if not bool((cache.lengths > 0).all()):
             raise ValueError("the cache has an empty row: prefill a context first")
-        tails = _tails(cache, refresh, len(sequences), self.codes.cls)
-        rows, kept = [], []
-        for number, (sequence, tail) in enumerate(zip(sequences, tails, strict=True), start=1):
-            new = self.codes.encode(sequence, f"sequence {number}")
-            rows.append([*tail.token_ids, *new, *([self.codes.eos] if eos else [])])
-            kept.append((len(tail.token_ids), len(tail.token_ids) + len(new)))
+        # The end of each context runs again; `<cls>` is never part of it.
+        ids, lengths, nexts = (x.cpu() for x in (cache.token_ids, cache.lengths, cache.next_positions))
+        first = torch.maximum(lengths - refresh, (ids[:, 0] == self.codes.cls).long())
+        bounds = zip(ids.tolist(), first.tolist(), lengths.tolist(), strict=True)
+        tails = [row[start:length] for row, start, length in bounds]
+        first, lengths, nexts = (x[:, None].expand(len(sequences), 1) for x in (first, lengths, nexts))
+        rows, ends = [], []
+        for number, sequence in enumerate(sequences, start=1):
+            tail, new = tails[(number - 1) % len(tails)], self.codes.encode(sequence, f"sequence {number}")
+            rows.append([*tail, *new, *([self.codes.eos] if eos else [])])
+            ends.append(len(tail) + len(new))
         input_ids, mask = self.codes.batch(rows)
+        begin, end = lengths - first, torch.tensor(ends)[:, None]
         steps = torch.arange(input_ids.shape[1])
-        begin, end = (torch.tensor(bound)[:, None] for bound in zip(*kept, strict=True))
-        past = torch.arange(cache.get_seq_length()) < torch.tensor([tail.column for tail in tails])[:, None]
-        positions = torch.stack([_positions(tail, len(steps)) for tail in tails])
+        columns = first + steps
+        positions = nexts + columns - lengths
+        if cache.positions is not None:
+            stored = cache.positions.cpu().long().expand(len(sequences), -1)
+            positions = torch.where(
+                columns < lengths, stored.gather(1, columns.clamp_max(cache.columns - 1)), positions
+            )
+        past = torch.arange(cache.get_seq_length()) < first
         device = self.model.device
         output = self.model(
             input_ids.to(device),
@@ -189,42 +200,6 @@ class ContextModel:
             output.logits.gather(1, index.expand(-1, -1, output.logits.shape[2])),
             new_mask.to(device),
         )
-
-
-@dataclass(frozen=True)
-class _Tail:
-    """The end of a context, which runs again.
-
-    Attributes:
-        column: first cache column of the tail.
-        token_ids: tokens of the tail.
-        positions: their positions.
-        next_position: position of the first new token.
-    """
-
-    column: int
-    token_ids: list[int]
-    positions: list[int]
-    next_position: int
-
-
-def _tails(cache: TurboKVCache, refresh: int, batch_size: int, cls_id: int) -> list[_Tail]:
-    """The refreshed tail of each row; `<cls>` is never part of it."""
-    lengths, ids, nexts = cache.lengths.tolist(), cache.token_ids.cpu(), cache.next_positions.tolist()
-    positions = None if cache.positions is None else cache.positions.cpu()
-    tails = []
-    for row, length in enumerate(lengths):
-        first_residue = 1 if int(ids[row, 0]) == cls_id else 0
-        column = max(first_residue, length - refresh)
-        own = list(range(column, length)) if positions is None else positions[row, column:length].tolist()
-        tails.append(_Tail(column, ids[row, column:length].tolist(), own, nexts[row]))
-    return tails * batch_size if len(tails) == 1 else tails
-
-
-def _positions(tail: _Tail, n: int) -> Tensor:
-    """Positions of the tail and the tokens after it, n in all."""
-    after = range(tail.next_position, tail.next_position + n - len(tail.positions))
-    return torch.tensor([*tail.positions, *after])
 
 
 def as_list(items: str | Sequence[str], noun: str = "sequence") -> list[str]:
