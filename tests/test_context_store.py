@@ -264,7 +264,7 @@ def test_a_damaged_header_is_an_error(tiny, tmp_path):
         ([], {}, "at least one sequence"),
         (["MKT", ""], {}, "sequence 2: holds no residues"),
         (["MKJ"], {}, "sequence 1: position 3 is 'J'"),
-        (["MKT", "M"], {"total_tokens": [9]}, r"`total_tokens` must be one number or one per sequence \(2\), got \[9\]"),
+        (["MKT", "M"], {"total_tokens": [9]}, r"one number or one per sequence \(2\), got \[9\]"),
         (["MKT"], {"total_tokens": 2}, "`total_tokens` must be at least"),
         (["MKT"], {"total_masks": 4}, "`total_masks` must be smaller"),
         (["MKT"], {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
