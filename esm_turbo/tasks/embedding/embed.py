@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 # Elements per parameter that identify a set of weights; hashing all of them would take minutes.
 _DIGESTED = 256
+_MEAN, _PER_TOK, _BOS = "mean_representations", "representations", "bos_representations"
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class ProteinEmbedding:
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by flat name, such as `mean_representations.12`, without the cache."""
         flat: dict[str, Tensor] = {}
-        for kind in ("representations", "mean_representations", "bos_representations"):
+        for kind in (_PER_TOK, _MEAN, _BOS):
             flat |= {f"{kind}.{layer}": tensor for layer, tensor in (getattr(self, kind) or {}).items()}
         return flat if self.contacts is None else flat | {"contacts": self.contacts}
 
@@ -181,7 +183,7 @@ def iter_embeddings(
     batches = remaining_batches([_size(row, request, toks_per_batch) for row in rows], toks_per_batch, done)
     reach = math.inf if request.windows is None else request.windows.reach
     warn_if_long((int(min(len(row) - 2, reach)) for row in rows), stacklevel=3)
-    return _iter_batches(turbo, sequences, rows, batches, request, on_failure)
+    return _iter_batches(turbo, rows, batches, request, on_failure)
 
 
 def _size(row: TokenRow, request: EmbeddingRequest, toks_per_batch: int) -> int:
@@ -190,48 +192,45 @@ def _size(row: TokenRow, request: EmbeddingRequest, toks_per_batch: int) -> int:
     return max(len(row), toks_per_batch + 1) if split else len(row)
 
 
+_Results = list[tuple[int, ProteinEmbedding]]
+
+
 def _iter_batches(
     turbo: ContextModel,
-    sequences: Sequence[str],
     rows: Sequence[TokenRow],
     batches: Iterable[Sequence[int]],
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
-) -> Iterator[list[tuple[int, ProteinEmbedding]]]:
-    """Launch each batch and yield its embeddings; on a GPU the next batch is launched first."""
+) -> Iterator[_Results]:
     # A GPU computes the next batch while the caller writes this one; a CPU gains nothing from that.
-    ahead = turbo.model.device.type == "cuda"
-    pending: list[_PendingBatch | _WindowedProtein] = []
+    ahead = 1 if turbo.model.device.type == "cuda" else 0
+    launched: deque[list[Callable[[], _Results]]] = deque()
     for batch in batches:
-        launched = _embed_or_halve(turbo, sequences, rows, batch, request, on_failure)
-        if pending:
-            yield [pair for part in pending for pair in part.collect()]
-        pending = launched
-        if pending and not ahead:
-            yield [pair for part in pending for pair in part.collect()]
-            pending = []
-    if pending:
-        yield [pair for part in pending for pair in part.collect()]
+        launched.append(_launch(turbo, rows, batch, request, on_failure))
+        if len(launched) > ahead:
+            yield [pair for collect in launched.popleft() for pair in collect()]
+    for parts in launched:
+        yield [pair for collect in parts for pair in collect()]
 
 
-def _embed_or_halve(
+def _launch(
     turbo: ContextModel,
-    sequences: Sequence[str],
     rows: Sequence[TokenRow],
     batch: Sequence[int],
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
-) -> list[_PendingBatch | _WindowedProtein]:
+) -> list[Callable[[], _Results]]:
     """Launch a batch, in halves if it does not fit into memory."""
     try:
-        return [_embed_batch(turbo, sequences, rows, batch, request)]
+        return [_embed_batch(turbo, rows, batch, request)]
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        # PyTorch has an exception class for devices only.
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
             raise
     # Outside the handler, which would keep the failed batch's tensors alive.
     if len(batch) > 1:
         halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-        return [part for half in halves for part in _embed_or_halve(turbo, sequences, rows, half, request, on_failure)]
+        return [part for half in halves for part in _launch(turbo, rows, half, request, on_failure)]
     [index] = batch
     reason = (
         f"its {len(rows[index]) - 2} residues need more memory than {turbo.model.device} has;"
@@ -243,102 +242,59 @@ def _embed_or_halve(
     return []
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    # PyTorch has an exception class for devices only.
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator" in str(error)
-
-
 @torch.no_grad()
 def _embed_batch(
-    turbo: ContextModel,
-    sequences: Sequence[str],
-    rows: Sequence[TokenRow],
-    batch: Sequence[int],
-    request: EmbeddingRequest,
-) -> _PendingBatch | _WindowedProtein:
-    if request.windows is not None and request.windows.splits(len(rows[batch[0]]) - 2):
+    turbo: ContextModel, rows: Sequence[TokenRow], batch: Sequence[int], request: EmbeddingRequest
+) -> Callable[[], _Results]:
+    """Launch a batch. The function returned waits for it and returns its embeddings."""
+    lengths = [len(rows[index]) - 2 for index in batch]
+    if request.windows is not None and request.windows.splits(lengths[0]):
         [index] = batch
-        residues = rows[index][1:-1]
-        parts = embed_in_windows(turbo, residues, request.windows, request.layers, request.include)
-        return _WindowedProtein(index, parts)
+        parts = embed_in_windows(turbo, rows[index][1:-1], request.windows, request.layers, request.include)
+        return lambda: [(index, ProteinEmbedding(**parts, contacts=None, cache=None))]
     device = turbo.model.device
     input_ids, attention_mask = (x.to(device) for x in turbo.codes.batch([rows[index] for index in batch]))
-    lengths = [len(rows[index]) - 2 for index in batch]
-    pending = _PendingBatch(batch, lengths, request)
+    found: dict[str, dict[int, Tensor]] = {}
     if request.include & {"mean", "per_tok", "bos"}:
         for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
-            pending.add_layer(layer, states)
+            residues = [states[row, 1 : n + 1] for row, n in enumerate(lengths)]
+            if "per_tok" in request.include:
+                # Without padding, and converted on the device, which is fastest.
+                found.setdefault(_PER_TOK, {})[layer] = _to_host(torch.cat(residues).float())
+            if "mean" in request.include:
+                means = torch.stack([x.float().mean(dim=0) for x in residues])
+                found.setdefault(_MEAN, {})[layer] = _to_host(means)
+            if "bos" in request.include:
+                found.setdefault(_BOS, {})[layer] = _to_host(states[:, 0].float())
+    contacts = caches = copied = None
     if "contacts" in request.include:
-        pending.contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
+        contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
-        pending.caches = turbo.prefill([sequences[index] for index in batch])
-    pending.record_end(device)
-    return pending
+        caches = turbo.prefill([turbo.codes.decode(rows[index][1:-1]) for index in batch])
+    if device.type == "cuda":
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(device))
 
-
-class _PendingBatch:
-    """Results of a batch that are being copied from the device, one tensor per kind for all proteins."""
-
-    def __init__(self, batch: Sequence[int], lengths: Sequence[int], request: EmbeddingRequest) -> None:
-        self.batch = batch
-        self.lengths = lengths
-        self.request = request
-        self.per_tok: dict[int, Tensor] = {}
-        self.mean: dict[int, Tensor] = {}
-        self.bos: dict[int, Tensor] = {}
-        self.contacts: Tensor | None = None
-        self.caches: TurboKVCache | None = None
-        self._copied: torch.cuda.Event | None = None
-
-    def add_layer(self, layer: int, states: Tensor) -> None:
-        """Copy the requested results from the hidden states [batch, n, hidden_size] of one layer."""
-        residues = [states[row, 1 : n + 1] for row, n in enumerate(self.lengths)]
-        if "per_tok" in self.request.include:
-            # Without padding, and converted on the device, which is fastest.
-            self.per_tok[layer] = _to_host(torch.cat(residues).float())
-        if "mean" in self.request.include:
-            self.mean[layer] = _to_host(torch.stack([x.float().mean(dim=0) for x in residues]))
-        if "bos" in self.request.include:
-            self.bos[layer] = _to_host(states[:, 0].float())
-
-    def record_end(self, device: torch.device) -> None:
-        """Mark the end of the batch's work on the device; call after everything is launched."""
-        if device.type == "cuda":
-            self._copied = torch.cuda.Event()
-            self._copied.record(torch.cuda.current_stream(device))
-
-    def collect(self) -> list[tuple[int, ProteinEmbedding]]:
-        """Wait for the batch and return its embeddings. Each owns its tensors, so none keeps the batch alive."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        ends = list(itertools.accumulate(self.lengths))
+    def collect() -> _Results:
+        if copied is not None:
+            copied.synchronize()
         embeddings = []
-        for row, (index, n) in enumerate(zip(self.batch, self.lengths, strict=True)):
-            parts: dict[str, dict[int, Tensor]] = {}
-            if self.per_tok:
-                own = slice(ends[row] - n, ends[row])
-                parts["representations"] = {layer: x[own].clone() for layer, x in self.per_tok.items()}
-            if self.mean:
-                parts["mean_representations"] = {layer: x[row].clone() for layer, x in self.mean.items()}
-            if self.bos:
-                parts["bos_representations"] = {layer: x[row].clone() for layer, x in self.bos.items()}
+        for row, (index, n, end) in enumerate(zip(batch, lengths, accumulate(lengths), strict=True)):
+            residues = slice(end - n, end)
+            # Copies, so that no embedding keeps the whole batch alive.
+            parts = {
+                kind: {layer: x[residues if kind == _PER_TOK else row].clone() for layer, x in layers.items()}
+                for kind, layers in found.items()
+            }
             embedding = ProteinEmbedding(
                 **parts,
-                contacts=None if self.contacts is None else self.contacts[row, :n, :n].to(torch.float32, copy=True),
-                cache=None if self.caches is None else self.caches.select(row),
+                contacts=None if contacts is None else contacts[row, :n, :n].to(torch.float32, copy=True),
+                cache=None if caches is None else caches.select(row),
             )
             embeddings.append((index, embedding))
         return embeddings
 
-
-class _WindowedProtein:
-    """A protein computed in windows, whose results are already on the host."""
-
-    def __init__(self, index: int, parts: dict[str, dict[int, Tensor]]) -> None:
-        self.embedding = (index, ProteinEmbedding(**parts, contacts=None, cache=None))
-
-    def collect(self) -> list[tuple[int, ProteinEmbedding]]:
-        return [self.embedding]
+    return collect
 
 
 def _hidden_states(

@@ -44,9 +44,9 @@ def computed(monkeypatch):
     batches = []
     original = embedding._embed_batch
 
-    def noting(turbo, sequences, rows, batch, request):
-        batches.append([sequences[index] for index in batch])
-        return original(turbo, sequences, rows, batch, request)
+    def noting(turbo, rows, batch, request):
+        batches.append([turbo.codes.decode(rows[index][1:-1]) for index in batch])
+        return original(turbo, rows, batch, request)
 
     monkeypatch.setattr(embedding, "_embed_batch", noting)
     return batches
