@@ -30,7 +30,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
-from esm_turbo.tasks.scoring.targets import CachedTarget, RecomputedTarget, StoredTarget, Target
+from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_target, stored_target
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -162,21 +162,20 @@ def score(
     """
     residues = _encode_candidates(turbo, candidates)
     check_count("refresh", refresh, 0)
-    target: Target
     if isinstance(context, TurboKVCache):
         arm, preset = resolve_arm(turbo, arm, context)
         if place not in (None, "empty"):
             raise ValueError(f"a cache was computed without candidates: `place` must be 'empty', got {place!r}")
         place = "empty"
-        target = StoredTarget(context, turbo.codes, refresh)
+        target = stored_target(context, turbo.codes, refresh)
     else:
         arm, preset = resolve_arm(turbo, arm)
         place = check_choice("place", "masked" if place is None else place, get_args(Place))
         token_ids = turbo.codes.encode(context, "the target")
         if arm == "full":
-            target = RecomputedTarget(turbo, token_ids)
+            target = recomputed_target(turbo, token_ids)
         else:
-            target = CachedTarget(turbo, token_ids, arm, place, refresh)
+            target = cached_target(turbo, token_ids, arm, place, refresh)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
     log_probs: dict[int, tuple[float, ...]] = {}

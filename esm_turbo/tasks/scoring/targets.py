@@ -6,7 +6,7 @@ residues of a target are refreshed, since they lie next to the candidate and dep
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -35,45 +35,34 @@ class TargetRun:
     options: dict[str, Any]
 
 
-class Target(ABC):
+@dataclass(frozen=True)
+class Target:
     """A target as one of the arms uses it.
 
     Attributes:
         residues: number of residues.
         refresh: number of refreshed residues; 0 if the whole target runs with every candidate.
+        run: returns the target's part in a forward of candidates of a given number of residues. Raises
+            NotEnoughMemoryError if the target does not fit into memory.
     """
 
     residues: int
     refresh: int
-
-    @abstractmethod
-    def run(self, length: int) -> TargetRun:
-        """The target's part in a forward of candidates of `length` residues.
-
-        Raises:
-            NotEnoughMemoryError: the target does not fit into memory.
-        """
+    run: Callable[[int], TargetRun]
 
 
-class RecomputedTarget(Target):
-    """A target that runs as a whole with every candidate.
+def recomputed_target(turbo: ContextModel, token_ids: list[int]) -> Target:
+    """A target, given as its residues, that runs as a whole with every candidate."""
+    prefix = [turbo.codes.cls, *token_ids]
 
-    Args:
-        turbo: the model.
-        token_ids: the target's residues.
-    """
+    def run(length: int) -> TargetRun:
+        check_memory(turbo.model.esm, len(prefix) + length + 1, stored=False)
+        return TargetRun(prefix, {})
 
-    def __init__(self, turbo: ContextModel, token_ids: list[int]) -> None:
-        self.turbo = turbo
-        self.prefix = [turbo.codes.cls, *token_ids]
-        self.residues, self.refresh = len(token_ids), 0
-
-    def run(self, length: int) -> TargetRun:
-        check_memory(self.turbo.model.esm, len(self.prefix) + length + 1, stored=False)
-        return TargetRun(self.prefix, {})
+    return Target(len(token_ids), 0, run)
 
 
-class CachedTarget(Target):
+def cached_target(turbo: ContextModel, token_ids: list[int], arm: Arm, place: Place, refresh: int) -> Target:
     """A target that is prefilled for its candidates.
 
     Args:
@@ -83,61 +72,56 @@ class CachedTarget(Target):
         place: contents of the candidate's positions during the prefill: `masked` or `empty`.
         refresh: number of residues at the end that run again with every candidate; at most all.
     """
+    codes, refresh = turbo.codes, min(refresh, len(token_ids))
+    kept = len(token_ids) - refresh
+    latest: TargetRun | None = None
 
-    def __init__(self, turbo: ContextModel, token_ids: list[int], arm: Arm, place: Place, refresh: int) -> None:
-        self.turbo = turbo
-        self.token_ids = token_ids
-        self.arm = arm
-        self.place = place
-        self.residues, self.refresh = len(token_ids), min(refresh, len(token_ids))
-        self._run: TargetRun | None = None
-
-    def run(self, length: int) -> TargetRun:
+    def run(length: int) -> TargetRun:
+        nonlocal latest
         # A context computed without the candidate serves all lengths.
-        if self._run is None or self.place == "masked":
-            codes, kept = self.turbo.codes, self.residues - self.refresh
-            after = [*[codes.mask] * length, codes.eos] if self.place == "masked" else []
+        if latest is None or place == "masked":
+            after = [*[codes.mask] * length, codes.eos] if place == "masked" else []
             # Frees the previous context before the next one is computed.
-            self._run = None
-            cache = prefill_ids(self.turbo, [codes.cls, *self.token_ids, *after], self.arm)
+            latest = None
+            cache = prefill_ids(turbo, [codes.cls, *token_ids, *after], arm)
             cache.crop(1 + kept)
-            self._run = TargetRun(self.token_ids[kept:], {"past_key_values": cache})
-        return self._run
+            latest = TargetRun(token_ids[kept:], {"past_key_values": cache})
+        return latest
+
+    return Target(len(token_ids), refresh, run)
 
 
-class StoredTarget(Target):
+def stored_target(cache: TurboKVCache, codes: TokenCodes, refresh: int) -> Target:
     """A target given as a cache, which is not changed.
 
     Args:
         cache: one row without `<eos>`.
         codes: token ids of the model's tokenizer.
-        refresh: as for `CachedTarget`.
+        refresh: as for `cached_target`.
 
     Raises:
         ValueError: the cache has several rows, no residues, or an `<eos>`.
     """
+    ids = single_row(cache, "a target")
+    residues = len(ids) - ids.count(codes.cls)
+    if codes.eos in ids:
+        raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
+    if residues == 0:
+        raise ValueError("the cache holds no residues: prefill a target first")
+    refresh = min(refresh, residues)
+    kept = len(ids) - refresh
+    next_position = int(cache.next_positions[0])
+    positions = None if cache.positions is None else cache.positions[0, kept : len(ids)].tolist()
+    context = cache
+    if refresh:
+        context = cache.select(0)
+        context.crop(kept)
 
-    def __init__(self, cache: TurboKVCache, codes: TokenCodes, refresh: int) -> None:
-        ids = single_row(cache, "a target")
-        length = len(ids)
-        special = ids.count(codes.cls)
-        if codes.eos in ids:
-            raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
-        if length == special:
-            raise ValueError("the cache holds no residues: prefill a target first")
-        self.residues, self.refresh = length - special, min(refresh, length - special)
-        self.prefix = ids[length - self.refresh :]
-        self.next_position = int(cache.next_positions[0])
-        positions = cache.positions
-        self.positions = None if positions is None else positions[0, length - self.refresh : length].tolist()
-        if self.refresh:
-            cache = cache.select(0)
-            cache.crop(length - self.refresh)
-        self.cache = cache
+    def run(length: int) -> TargetRun:
+        options: dict[str, Any] = {"past_key_values": context}
+        if positions is not None:
+            after = range(next_position, next_position + length + 1)
+            options["position_ids"] = torch.tensor([[*positions, *after]])
+        return TargetRun(ids[kept:], options)
 
-    def run(self, length: int) -> TargetRun:
-        options: dict[str, Any] = {"past_key_values": self.cache}
-        if self.positions is not None:
-            after = range(self.next_position, self.next_position + length + 1)
-            options["position_ids"] = torch.tensor([[*self.positions, *after]])
-        return TargetRun(self.prefix, options)
+    return Target(residues, refresh, run)
