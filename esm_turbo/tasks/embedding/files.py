@@ -16,7 +16,6 @@ import io
 import json
 import os
 import zipfile
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,48 +38,6 @@ _RESULTS = ("representations", "mean_representations", "bos_representations", "c
 
 SameSequence = Sequence[ProteinRecord]
 """Proteins with the same sequence, at least one; they share one embedding."""
-
-
-class EmbeddingWriter(ABC):
-    """Writes the embeddings of proteins.
-
-    Attributes:
-        damaged: names of existing files or entries that cannot be used and must be computed again.
-    """
-
-    def __init__(self) -> None:
-        self.damaged: list[str] = []
-
-    @abstractmethod
-    def has(self, proteins: SameSequence) -> bool:
-        """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
-
-    @abstractmethod
-    def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
-        """Write an embedding; it counts as done after the next `commit`.
-
-        Raises:
-            OSError: the file cannot be written. An earlier version of it stays as it was.
-        """
-
-    @abstractmethod
-    def commit(self) -> None:
-        """Make everything written since the last call count as done, even if the process is killed afterwards.
-
-        Raises:
-            OSError: as for `write`.
-        """
-
-    @abstractmethod
-    def finish(self, records: Sequence[ProteinRecord]) -> None:
-        """Complete the output; call at the end of a run that was not interrupted.
-
-        Args:
-            records: all records of the run.
-
-        Raises:
-            OSError: as for `write`.
-        """
 
 
 def sequence_hash(sequence: str) -> str:
@@ -135,7 +92,7 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
             )
 
 
-class FolderWriter(EmbeddingWriter):
+class FolderWriter:
     """Writes one file per sequence, and one for its cache.
 
     Args:
@@ -143,12 +100,16 @@ class FolderWriter(EmbeddingWriter):
         file_format: format of the files.
         settings: see `records.embedding_writer`.
 
+    Attributes:
+        damaged: names of existing files or entries that cannot be used and must be computed again.
+
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
+        OSError: by all methods that write, if a file cannot be written. An earlier version of it stays as it was.
     """
 
     def __init__(self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any]) -> None:
-        super().__init__()
+        self.damaged: list[str] = []
         self.folder = folder
         self.file_format = file_format
         self.settings = {"format": file_format, **settings}
@@ -166,6 +127,7 @@ class FolderWriter(EmbeddingWriter):
         remove_temporaries(folder)
 
     def has(self, proteins: SameSequence) -> bool:
+        """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
         names = self.names(proteins[0].sequence)
         if not self.index.holds(names) or not all(self._is_good(name) for name in names if name):
             return False
@@ -174,6 +136,7 @@ class FolderWriter(EmbeddingWriter):
         return True
 
     def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
+        """Write an embedding; it counts as done after the next `commit`."""
         self._write_settings()
         record, names = proteins[0], self.names(proteins[0].sequence)
         if names[0]:
@@ -185,10 +148,12 @@ class FolderWriter(EmbeddingWriter):
         self.index.stage(proteins, names)
 
     def commit(self) -> None:
+        """Make everything written since the last call count as done, even if the process is killed afterwards."""
         with file_errors(self.index.path):
             self.index.commit()
 
     def finish(self, records: Sequence[ProteinRecord]) -> None:
+        """Complete the output, at the end of a run of all these records that was not interrupted."""
         self.commit()
         with file_errors(self.index.path):
             self.index.sort([record.id for record in records])

@@ -25,7 +25,6 @@ from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 from esm_turbo.tasks.embedding.files import (
-    EmbeddingWriter,
     FolderWriter,
     SameSequence,
     check_same_settings,
@@ -57,32 +56,30 @@ def check_h5(out: Path) -> None:
             raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
 
-class H5Writer(EmbeddingWriter):
-    """Writes one HDF5 file for all sequences.
+class H5Writer(FolderWriter):
+    """Writes one HDF5 file for all sequences, over a folder of its parts.
 
     Args:
         out: the file; its entries are kept.
-        parts: writer of the unfinished embeddings.
         settings: see `records.embedding_writer`.
 
     Raises:
-        ValueError: the file holds embeddings made with other settings, or is not one of embeddings.
+        ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
     """
 
-    def __init__(self, out: Path, parts: FolderWriter, settings: Mapping[str, Any]) -> None:
-        super().__init__()
+    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
+        super().__init__(parts_folder(out), "safetensors", settings)
         self.out = out
-        self.parts = parts
-        self.settings = dict(settings)
+        self._h5_settings = dict(settings)
         self._entry_of: dict[str, str] = {}
         self._unusable: set[str] = set()
         self._changed = False
         remove_temporaries(out.parent, f".{out.name}.")
         self._old = self._open()
         if self._old is not None:
-            self._check_settings()
+            self._check_h5_settings()
             self._read_identifiers()
-        for identifier, _, file, _ in parts.index.rows:
+        for identifier, _, file, _ in self.index.rows:
             self._assign(identifier, file.removesuffix(".safetensors"))
 
     def close(self) -> None:
@@ -92,24 +89,21 @@ class H5Writer(EmbeddingWriter):
 
     def has(self, proteins: SameSequence) -> bool:
         name = sequence_hash(proteins[0].sequence)
-        if not self._holds(name) and not self.parts.has(proteins):
+        if not self._holds(name) and not super().has(proteins):
             return False
         self._assign_all(proteins, name)
         return True
 
     def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
-        self.parts.write(proteins, embedding)
+        super().write(proteins, embedding)
         self._assign_all(proteins, sequence_hash(proteins[0].sequence))
-
-    def commit(self) -> None:
-        self.parts.commit()
 
     def finish(self, records: Sequence[ProteinRecord]) -> None:
         self.commit()
         if self._changed or self._unusable:
             with file_errors(self.out), replacing(self.out) as temporary:
                 self._assemble(temporary)
-        shutil.rmtree(self.parts.folder)
+        shutil.rmtree(self.folder)
 
     def _assemble(self, path: Path) -> None:
         """Write a new file of the entries of the existing one and of the parts."""
@@ -118,12 +112,12 @@ class H5Writer(EmbeddingWriter):
             identifiers.setdefault(name, []).append(identifier)
         # Attributes above 64 KiB need the file format of HDF5 1.8.
         with _h5py().File(path, "w", libver=("v108", "v110")) as new:
-            new.attrs["settings"] = json.dumps(self.settings)
+            new.attrs["settings"] = json.dumps(self._h5_settings)
             for name, (first, *others) in identifiers.items():
                 if self._old is not None and name in self._old and name not in self._unusable:
                     self._old.copy(name, new)
-                elif (self.parts.folder / _part(name)).exists():
-                    _, tensors = read_embedding(self.parts.folder / _part(name))
+                elif (part := self.folder / f"{name}.safetensors").exists():
+                    _, tensors = read_embedding(part)
                     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
                     _put(new, name, arrays)
                     new[name].attrs["sha256"] = _digest(arrays)
@@ -174,12 +168,12 @@ class H5Writer(EmbeddingWriter):
             self._changed = True
             return None
 
-    def _check_settings(self) -> None:
+    def _check_h5_settings(self) -> None:
         try:
             existing = json.loads(self._old.attrs["settings"])
         except (KeyError, ValueError, TypeError):
             raise ValueError(f"{self.out}: holds no embeddings of esm-turbo; give another file") from None
-        check_same_settings(self.out, existing, self.settings)
+        check_same_settings(self.out, existing, self._h5_settings)
 
     def _read_identifiers(self) -> None:
         for name in self._old:
@@ -190,10 +184,6 @@ class H5Writer(EmbeddingWriter):
                 self._set_unusable(name)
                 continue
             self._entry_of |= dict.fromkeys(identifiers, name)
-
-
-def _part(name: str) -> str:
-    return f"{name}.safetensors"
 
 
 def _put(file: Any, name: str, arrays: _Arrays) -> None:

@@ -20,7 +20,7 @@ from esm_turbo.store.files import is_store
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
-from esm_turbo.tasks.embedding.files import INDEX_FILE, EmbeddingWriter, FolderWriter, SameSequence
+from esm_turbo.tasks.embedding.files import INDEX_FILE, FolderWriter, SameSequence
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def embed_records(
 @contextlib.contextmanager
 def embedding_writer(
     out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any]
-) -> Iterator[EmbeddingWriter]:
+) -> Iterator[FolderWriter]:
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
     Args:
@@ -134,11 +134,7 @@ def embedding_writer(
     check_writable(out if file_format == "h5" else out / INDEX_FILE)
     if file_format == "h5":
         check_h5(out)
-        parts = parts_folder(out)
-        with (
-            only_writer(parts),
-            contextlib.closing(H5Writer(out, FolderWriter(parts, "safetensors", settings), settings)) as writer,
-        ):
+        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings)) as writer:
             yield writer
     else:
         with only_writer(out):
@@ -162,7 +158,7 @@ def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:
     return list(groups.values())
 
 
-def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:
+def _find_done(writer: FolderWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:
     """Indices of the groups that an earlier run has embedded."""
     report = progress or silent
     done = set()
@@ -176,7 +172,7 @@ def _find_done(writer: EmbeddingWriter, groups: Sequence[SameSequence], progress
 
 
 def _write(
-    writer: EmbeddingWriter, groups: Sequence[SameSequence], batch: Sequence[tuple[int, ProteinEmbedding]]
+    writer: FolderWriter, groups: Sequence[SameSequence], batch: Sequence[tuple[int, ProteinEmbedding]]
 ) -> dict[int, str]:
     """Write a batch; return the indices that cannot be written, each with the reason."""
     failed = {}
