@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 from transformers.generation import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
@@ -15,17 +15,14 @@ from esm_turbo.proteins.tokens import TokenCodes
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 
 
-class AllowedResidues(LogitsProcessor):
-    """Masks the logits of all tokens that are not allowed at a position. Special tokens never are.
+class AllowedResidues:
+    """The tokens that are allowed at each position. Special tokens never are.
 
     Args:
         codes: token ids of the model's tokenizer.
         vocab_size: the model's vocabulary size.
         allowed: as in `GenerationOptions`.
         banned: as in `GenerationOptions`.
-
-    Attributes:
-        positions: the position of each row of the scores, [rows]; set before each call.
 
     Raises:
         ValueError: a letter is not a residue, a position is invalid, or no residue is left to choose.
@@ -46,11 +43,10 @@ class AllowedResidues(LogitsProcessor):
                 raise ValueError(f"`{name}`: positions are integers counted from 1")
             chosen = _residues(name, letters) - excluded
             self.by_position[position] = self._mask(vocab_size, chosen, f"at position {position}")
-        self.positions: Sequence[int] = ()
 
-    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:
-        rows = [self.by_position.get(position, self.everywhere) for position in self.positions]
-        return scores.masked_fill(~torch.stack(rows), -torch.inf)
+    def at(self, positions: Sequence[int]) -> Tensor:
+        """True for the tokens allowed at each of these positions, bool [n, vocab_size]."""
+        return torch.stack([self.by_position.get(position, self.everywhere) for position in positions])
 
     def _mask(self, vocab_size: int, letters: set[str], where: str) -> Tensor:
         if not letters:
@@ -79,8 +75,7 @@ class ResidueSampler:
 
     def scores(self, logits: Tensor, positions: Sequence[int]) -> Tensor:
         """Logits [n, vocab_size] with minus infinity for tokens not allowed at these positions; float32, on the CPU."""
-        self.allowed.positions = positions
-        return self.allowed(None, logits.to("cpu", torch.float32))
+        return logits.to("cpu", torch.float32).masked_fill(~self.allowed.at(positions), -torch.inf)
 
     def draw(self, logits: Tensor, rows: Sequence[int], positions: Sequence[int]) -> tuple[list[int], list[float]]:
         """Draw one residue from each of n distributions.
