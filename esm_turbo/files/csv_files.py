@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import csv
-import gzip
-import io
 import os
-import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from esm_turbo.files.text_files import text_lines
 from esm_turbo.files.writing import replacing
-
-_GZIP_MAGIC = b"\x1f\x8b"
 
 
 class CsvRow(dict[str, str]):
@@ -52,11 +48,9 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
     """
     try:
-        return _rows(_text(Path(path)), required, optional)
+        return _rows(text_lines(path, newline=""), required, optional)
     except UnicodeDecodeError:
         reason = "is not text; give a comma-separated table, encoded as UTF-8, plain or gzip"
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        reason = f"the gzip file is truncated or damaged ({error}); copy or download it again"
     except csv.Error as error:
         reason = f"is not CSV ({error})"
     except OSError as error:
@@ -78,15 +72,8 @@ def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterab
         writer.writerows(rows)
 
 
-def _text(path: Path) -> str:
-    content = path.read_bytes()
-    if content.startswith(_GZIP_MAGIC):
-        content = gzip.decompress(content)
-    return content.decode("utf-8-sig")
-
-
-def _rows(text: str, required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
-    lines = csv.reader(io.StringIO(text, newline=""), strict=True)
+def _rows(text: Iterable[str], required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
+    lines = csv.reader(text, strict=True)
     head = [name.strip().lower() for name in next(lines, [])]
     if not any(head):
         raise ValueError("is empty; its first line must name the columns")

@@ -4,15 +4,14 @@ Everything is checked here, before tokenisation: the ESM-2 tokenizer turns a run
 has tokens for `-` and `.`, so that it would accept a bad sequence silently.
 """
 
-import gzip
 import hashlib
-import io
 import os
 import re
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from esm_turbo.files.text_files import DamagedGzipError, text_lines
 
 __all__ = [
     "RESIDUES",
@@ -36,7 +35,6 @@ STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
 # str.upper would also change non-ASCII letters, some of them into two.
 _TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
-_GZIP_MAGIC = b"\x1f\x8b"
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
 _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
 _CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
@@ -259,12 +257,13 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
 
     parse: Callable[[Iterator[str]], Iterator[tuple[str, str]]] = SimpleFastaParser
     try:
-        yield from parse(_checked_lines(_text_lines(Path(path))))
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        reason = f"the gzip file is truncated or damaged ({error}); copy or download it again"
+        # Windows would report a folder as a missing permission.
+        if Path(path).is_dir():
+            raise IsADirectoryError(path)
+        yield from parse(_checked_lines(text_lines(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
-    except _Rejected as error:
+    except (DamagedGzipError, _Rejected) as error:
         reason = str(error)
     except FileNotFoundError:
         reason = "there is no such file; check the path"
@@ -275,16 +274,6 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     else:
         return
     raise FastaError(os.fspath(path), [BadRecord("", reason)]) from None
-
-
-def _text_lines(path: Path) -> Iterator[str]:
-    # Windows would report a folder as a missing permission.
-    if path.is_dir():
-        raise IsADirectoryError(path)
-    with path.open("rb") as raw:
-        stream = gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == _GZIP_MAGIC else raw
-        with io.TextIOWrapper(stream, encoding="utf-8-sig") as text:
-            yield from text
 
 
 def _checked_lines(lines: Iterable[str]) -> Iterator[str]:
