@@ -39,10 +39,6 @@ class KVBackend:
     rotate: ClassVar[Callable[..., tuple[Tensor, Tensor]]]
     gelu: ClassVar[Callable[..., Tensor]]
 
-    def can_run(self, device: torch.device) -> bool:
-        """Whether this backend runs on a device."""
-        return self.obstacle(device) is None
-
     def obstacle(self, device: torch.device) -> str | None:
         """Why this backend cannot run on a device; None where it can."""
         return None
@@ -139,7 +135,7 @@ def resolve_backend(backend: str | Backend, device: torch.device | str) -> KVBac
     device = torch.device(device)
     if backend is Backend.AUTO:
         # Triton's interpreter is slow, and only runs if asked for by name.
-        fast = device.type == "cuda" and _BACKENDS[Backend.TRITON].can_run(device)
+        fast = device.type == "cuda" and _BACKENDS[Backend.TRITON].obstacle(device) is None
         return _BACKENDS[Backend.TRITON if fast else Backend.TORCH]
     obstacle = _BACKENDS[backend].obstacle(device)
     if obstacle is not None:

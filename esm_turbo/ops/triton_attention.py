@@ -106,7 +106,7 @@ def extend_attention(
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
     tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
-    output = attend_packed(
+    return attend_packed(
         query,
         keys,
         values,
@@ -125,7 +125,6 @@ def extend_attention(
         [number for view in layout.keys for number in view.spec],
         [number for view in layout.values for number in view.spec],
     )
-    return output
 
 
 @operator("attend_packed")
@@ -235,7 +234,6 @@ def attend_packed(
         part_max_ptr=part_max,
         part_total_ptr=part_total,
         **strides(q=query),
-        stride_mb=columns,
         slab_columns=slab_columns,
         num_columns=columns,
         num_tokens=n,
@@ -401,12 +399,7 @@ def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tenso
 
 
 def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
-    """Updates in place what captured graphs read of protected tokens, after `layers` were written into.
-
-    Args:
-        codec: of the cache.
-        layers: each layer's protected tokens.
-    """
+    """See `KVBackend.refresh_protected`."""
     for layer_idx, protected in enumerate(layers):
         keys = protected.get("keys")
         if keys is not None and keys in _protected:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import or_
 from typing import Any
 
 import torch
@@ -111,8 +113,8 @@ def encode(
         layout.tensors,
         angles,
         counters if residual else None,
-        [layout.bytes_per_token, layout.levels, *layout.field_bits],
-        [layout.key_mapped, layout.value_mapped, residual],
+        [sum(num_bytes for _, num_bytes in layout.slabs), layout.levels, *layout.field_bits],
+        [*layout.mapped, residual],
     )
     packed: Packed = {}
     before, stored = 0, batch_size * heads * tokens
@@ -167,9 +169,8 @@ def encode_packed(
     slots = 0 if protected is None else protected.shape[1]
     if slots > tuning.tile:
         raise ValueError(f"at most {tuning.tile} tokens of a row can be protected, got {slots}")
-    bytes_per_token, levels, key_fields, value_fields = sizes
-    key_mapped, value_mapped, residual = flags
-    key_map, value_map, key_mean, value_mean, key_inverse, value_inverse, key_levels, value_levels, profiles = layout
+    bytes_per_token, levels, *field_bits = sizes
+    *mapped, residual = flags
     keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (keys, values))
     order, start, counts, protected = (None if x is None else x.contiguous() for x in (order, start, counts, protected))
     size = _operand_size(head_dim)
@@ -189,22 +190,17 @@ def encode_packed(
     limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     overlap = overlaps(keys.device)
     kernels.encode_context[splits, 2 * heads, batch_size](
-        key_ptr=keys,
-        value_ptr=values,
+        x_ptrs=(keys, values),
         order_ptr=order,
         start_ptr=start,
         count_ptr=counts,
         protected_ptr=protected,
-        key_map_ptr=key_map,
-        value_map_ptr=value_map,
-        key_mean_ptr=key_mean,
-        value_mean_ptr=value_mean,
-        key_inverse_ptr=key_inverse,
-        value_inverse_ptr=value_inverse,
-        key_levels_ptr=key_levels,
-        value_levels_ptr=value_levels,
+        map_ptrs=tuple(layout[0:2]),
+        mean_ptrs=tuple(layout[2:4]),
+        inverse_ptrs=tuple(layout[4:6]),
+        levels_ptrs=tuple(layout[6:8]),
         angle_ptr=angles,
-        profile_ptr=profiles,
+        profile_ptr=layout[8],
         codes_ptr=codes,
         residual_ptr=residuals,
         special_ptr=special,
@@ -222,10 +218,8 @@ def encode_packed(
         PARTS=_num_parts(tuning, size),
         SPLITS=splits,
         SLOTS=slots,
-        KEY_MAPPED=key_mapped,
-        VALUE_MAPPED=value_mapped,
-        KEY_FIELDS=key_fields,
-        VALUE_FIELDS=value_fields,
+        MAPPED=tuple(mapped),
+        FIELDS=tuple(field_bits),
         LEVELS=levels,
         RESIDUAL=residual,
         OVERLAP=overlap,
@@ -237,16 +231,8 @@ def encode_packed(
     return codes, residuals, special
 
 
-def _encode_packed_fake(
-    keys: Tensor,
-    values: Tensor,
-    order: Tensor | None,
-    start: Tensor | None,
-    counts: Tensor | None,
-    protected: Tensor | None,
-    *others: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    sizes, flags = others[-2:]
+def _encode_packed_fake(keys: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    protected, sizes, flags = others[4], *others[-2:]
     return _outputs(keys, protected, sizes[0], flags[2])
 
 
@@ -301,20 +287,14 @@ class EncodeLayout:
         slabs: name and bytes per token and head, in the order in memory.
         field_bits: unions (bitwise or) of the widths of all fields, of keys and of values.
         levels: of a table; 0 for uniform codes.
-        key_mapped: whether keys are mapped.
-        value_mapped: whether values are mapped.
+        mapped: whether keys are mapped, and whether values are.
     """
 
     tensors: list[Tensor]
     slabs: list[tuple[str, int]]
-    field_bits: tuple[int, int]
+    field_bits: list[int]
     levels: int
-    key_mapped: bool
-    value_mapped: bool
-
-    @property
-    def bytes_per_token(self) -> int:
-        return sum(num_bytes for _, num_bytes in self.slabs)
+    mapped: list[bool]
 
 
 @per_codec
@@ -341,14 +321,11 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> Encod
         found = codec.field_slabs(layer_idx, kind)
         profiles.append(profile(found, size, sum(num_bytes for _, num_bytes in slabs)))
         slabs += [(slab.name, _num_bytes(slab)) for slab in found]
-    field_bits = [0, 0]
-    for index, rows in enumerate(profiles):
-        for width in rows[0]:
-            field_bits[index] |= width
+    field_bits = [functools.reduce(or_, widths) for widths, *_ in profiles]
     tensors = [*maps, *means, *inverses, *tables, torch.tensor(profiles, dtype=torch.int32, device=device)]
     levels = tables[0].shape[-1] if isinstance(codec, LutCodec) else 0
     fence(device)
-    return EncodeLayout(tensors, slabs, (field_bits[0], field_bits[1]), levels, mapped[0], mapped[1])
+    return EncodeLayout(tensors, slabs, field_bits, levels, mapped)
 
 
 def column_order(size: int, parts: int) -> list[int]:

@@ -15,18 +15,9 @@ _BLOCK = 1024
 _HEADS = 8
 
 
+@operator("rotate")
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Scaled queries and keys after RoPE, see `torch_ops.rotate`; one launch."""
-    return _rotate(query, keys, cos, sin, scale)
-
-
-def gelu(x: Tensor) -> Tensor:
-    """The model's activation, see `torch_ops.gelu`; one launch."""
-    return _gelu(x)
-
-
-@operator("rotate")
-def _rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     from esm_turbo.ops.kernels import layer as kernels
 
     batch_size, heads, n, head_dim = query.shape
@@ -66,7 +57,8 @@ torch.library.register_fake("esm_turbo::rotate", _rotate_fake)
 
 
 @operator("gelu")
-def _gelu(x: Tensor) -> Tensor:
+def gelu(x: Tensor) -> Tensor:
+    """The model's activation, see `torch_ops.gelu`; one launch."""
     from esm_turbo.ops.kernels import layer as kernels
 
     x = x.contiguous()

@@ -71,7 +71,7 @@ CANNOT = {
 def test_only_auto_falls_back_on_cuda(options, message, machine):
     machine(**options)
     assert isinstance(resolve_backend("auto", CUDA), TorchBackend)
-    assert not TritonBackend().can_run(CUDA)
+    assert TritonBackend().obstacle(CUDA) is not None
     with pytest.raises(ValueError, match=f"backend 'triton' cannot run: .*{message}.*use 'auto' or 'torch'"):
         resolve_backend("triton", CUDA)
 
@@ -194,7 +194,7 @@ def test_no_kernel_runs_even_if_the_device_could(
     """As on CUDA: Triton could run on every device, but the model's backend is PyTorch."""
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, device: None)
     model = tiny_model(preset=preset, backend="torch")
-    assert TritonBackend().can_run(model.device)
+    assert TritonBackend().obstacle(model.device) is None
     assert use_a_cache(model) == set()
 
 
@@ -203,7 +203,7 @@ def test_no_kernel_runs_even_if_the_device_could(
 def test_operations_are_those_of_the_backend(
     backend: str, expected: set[str], tiny_model: Callable[..., TurboEsmForMaskedLM]
 ) -> None:
-    assert resolve_backend("triton", CPU).can_run(CPU)
+    assert resolve_backend("triton", CPU).obstacle(CPU) is None
     assert use_a_cache(tiny_model(preset="turbo3", heads=2, backend=backend)) == expected
 
 

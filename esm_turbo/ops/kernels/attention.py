@@ -137,72 +137,6 @@ def _accumulate_tile(
 
 
 @triton.jit
-def _visible_columns(
-    own_tile,
-    end,
-    length,
-    in_rows,
-    batch,
-    protected,
-    mask_ptr,
-    stride_mb,
-    num_columns,
-    T: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Columns of each row's own tile that the row sees, [ROWS, T].
-
-    Not visible are rows beyond the last query and tiles from `end` on, columns that belong to an earlier tile (the last
-    tile is loaded from the context's last columns), columns beyond the length, protected and masked ones.
-    """
-    own_start = _inside_branch(own_tile * T, ASM)
-    column = tile_start(own_tile, num_columns, T)[:, None] + tl.arange(0, T)[None, :]
-    visible = (in_rows & (own_tile < end))[:, None] & (column >= own_start[:, None]) & (column < length)
-    for slot in tl.static_range(len(protected)):
-        visible = visible & (column != protected[slot])
-    if mask_ptr is not None:
-        mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * stride_mb + column
-        visible = visible & (tl.load(mask_ptrs, mask=visible, other=0) != 0)
-    return visible
-
-
-@triton.jit
-def _store_part(
-    acc,
-    row_max,
-    total,
-    part_acc_ptr,
-    part_max_ptr,
-    part_total_ptr,
-    first_row,
-    row_tile,
-    num_rows,
-    VALUES: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    ROWS: tl.constexpr,
-    ASM: tl.constexpr,
-):
-    """Combines the `ROWS / QUERIES` copies of each query, and stores accumulator, maximum and total of a part."""
-    copies: tl.constexpr = ROWS // QUERIES
-    query = row_tile * QUERIES + tl.arange(0, QUERIES)
-    max_by_copy = tl.reshape(row_max, (copies, QUERIES))
-    query_max = tl.max(max_by_copy, 0)  # [QUERIES]
-    rescale = _exp2(max_by_copy - query_max[None, :], ASM)
-    start = 0
-    for slab in tl.static_range(len(VALUES)):
-        acc_by_copy = tl.reshape(acc[slab], (copies, QUERIES, slab_of(VALUES, slab).size))
-        query_acc = tl.sum(acc_by_copy * rescale[:, :, None], 0)  # [QUERIES, size]
-        component = tl.arange(0, slab_of(VALUES, slab).size)
-        acc_ptrs = part_acc_ptr + (first_row + query)[:, None] * VALUE_SIZE + start + component[None, :]
-        tl.store(acc_ptrs, query_acc, mask=(query < num_rows)[:, None])
-        start += slab_of(VALUES, slab).size
-    tl.store(part_max_ptr + first_row + query, query_max, mask=query < num_rows)
-    query_total = tl.sum(tl.reshape(total, (copies, QUERIES)) * rescale, 0)
-    tl.store(part_total_ptr + first_row + query, query_total, mask=query < num_rows)
-
-
-@triton.jit
 def attend_context(
     query_ptr,
     map_ptr,
@@ -224,7 +158,6 @@ def attend_context(
     stride_qb,
     stride_qh,
     stride_qn,
-    stride_mb,
     slab_columns,
     num_columns,
     num_tokens,
@@ -408,9 +341,17 @@ def attend_context(
             for slot in tl.static_range(SLOTS):
                 partial = partial | ((protected[slot] >= begin * T) & (protected[slot] < (begin + copies) * T))
             if mask_ptr is not None or partial:
-                visible = _visible_columns(
-                    own_tile, end, length, in_rows, batch, protected, mask_ptr, stride_mb, num_columns, T, ASM
-                )
+                # Not visible are rows beyond the last query and tiles from `end` on, columns that belong to an earlier
+                # tile (the last one is loaded from the context's last columns) or lie beyond the length, protected ones
+                # and masked ones.
+                own_start = _inside_branch(own_tile * T, ASM)
+                column = tile_start(own_tile, num_columns, T)[:, None] + tl.arange(0, T)[None, :]
+                visible = (in_rows & (own_tile < end))[:, None] & (column >= own_start[:, None]) & (column < length)
+                for slot in tl.static_range(SLOTS):
+                    visible = visible & (column != protected[slot])
+                if mask_ptr is not None:
+                    mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * num_columns + column
+                    visible = visible & (tl.load(mask_ptrs, mask=visible, other=0) != 0)
                 scores = tl.where(visible, scores, float("-inf"))
             bias = mapped[0] * scale
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale + bias)
@@ -447,22 +388,23 @@ def attend_context(
                     value_words = summed[len(VALUES) :]
                     tile += 1
 
-        _store_part(
-            acc,
-            row_max,
-            total,
-            part_acc_ptr,
-            part_max_ptr,
-            part_total_ptr,
-            (context_head * max_parts + part) * num_rows,
-            row_tile,
-            num_rows,
-            VALUES,
-            VALUE_SIZE,
-            QUERIES,
-            ROWS,
-            ASM,
-        )
+        # The copies of each query are combined.
+        query = row_tile * QUERIES + tl.arange(0, QUERIES)
+        is_query = query < num_rows
+        part_row = (context_head * max_parts + part) * num_rows + query
+        max_by_copy = tl.reshape(row_max, (copies, QUERIES))
+        query_max = tl.max(max_by_copy, 0)  # [QUERIES]
+        rescale = _exp2(max_by_copy - query_max[None, :], ASM)
+        start = 0
+        for slab in tl.static_range(len(VALUES)):
+            acc_by_copy = tl.reshape(acc[slab], (copies, QUERIES, slab_of(VALUES, slab).size))
+            query_acc = tl.sum(acc_by_copy * rescale[:, :, None], 0)  # [QUERIES, size]
+            component = tl.arange(0, slab_of(VALUES, slab).size)
+            acc_ptrs = part_acc_ptr + part_row[:, None] * VALUE_SIZE + start + component[None, :]
+            tl.store(acc_ptrs, query_acc, mask=is_query[:, None])
+            start += slab_of(VALUES, slab).size
+        tl.store(part_max_ptr + part_row, query_max, mask=is_query)
+        tl.store(part_total_ptr + part_row, tl.sum(tl.reshape(total, (copies, QUERIES)) * rescale, 0), mask=is_query)
 
         # The next item begins here, so that this is its first part. Counting up avoids slow divisions.
         part = part * 0

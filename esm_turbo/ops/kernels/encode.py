@@ -194,204 +194,22 @@ def _store_codes(
 
 
 @triton.jit
-def _source_offset(order_ptr, token, valid, stride_n):
-    """Offsets of ordered tokens of a row in the input."""
-    source = token.to(tl.int64)
-    if order_ptr is not None:
-        source = tl.load(order_ptr + token, mask=valid, other=0)
-    return source * stride_n
-
-
-@triton.jit
-def _load_protected(protected_ptr, SLOTS: tl.constexpr):
-    """Protected tokens, which are not read from their codes; -1 for an empty slot."""
-    protected = ()
-    for i in tl.static_range(SLOTS):
-        protected = protected + (tl.load(protected_ptr + i).to(tl.int32),)
-    return protected
-
-
-@triton.jit
-def _without(token, valid, protected):
-    """`valid`, except for protected tokens."""
-    read = valid
-    for i in tl.static_range(len(protected)):
-        read = read & (token != protected[i])
-    return read
-
-
-@triton.jit
-def _num_read(num_kept, protected):
-    """Number of tokens that are read from their codes, at least 1, as float32."""
-    for i in tl.static_range(len(protected)):
-        num_kept -= (protected[i] >= 0).to(tl.int32)
-    return tl.maximum(num_kept, 1).to(tl.float32)
-
-
-@triton.jit
 def _store_residual(mean, inverse, residual_ptr, n, in_head):
     """Writes a mean residual in the model's coordinates, where a reader adds it to the codec's means."""
     tl.store(residual_ptr + n, tl.sum(inverse * mean[None, :], 1).to(tl.bfloat16), mask=in_head)
 
 
 @triton.jit
-def _encode(
-    x_ptr,
-    stride_n,
-    order_ptr,
-    start_ptr,
-    count_ptr,
-    protected_ptr,
-    map_ptr,
-    mean_ptr,
-    inverse_ptr,
-    levels_ptr,
-    angle_ptr,
-    profile_ptr,
-    codes_ptr,
-    residual_ptr,
-    special_ptr,
-    partial_ptr,
-    counter_ptr,
-    row_head,
-    num_tokens,
-    num_blocks,
-    padded_tokens,
-    HEAD_DIM: tl.constexpr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    T: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SLOTS: tl.constexpr,
-    MAPPED: tl.constexpr,
-    FIELDS: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Encodes keys or values of one head of one row, or a split of their tiles, see `encode_context`.
-
-    Pointers are to the data of the head and row.
-    """
-    G: tl.constexpr = N // 8
-    half: tl.constexpr = HEAD_DIM // 2
-    split = tl.program_id(0)
-    n = tl.arange(0, N)
-    g = tl.arange(0, G)
-    k = tl.arange(0, K)
-    in_head = n < HEAD_DIM
-    in_half = k < (half if MAPPED else HEAD_DIM)
-
-    # All inputs are loaded at once, first those that no kernel writes.
-    mean = tl.load(mean_ptr + k, mask=in_half, other=0.0)  # [K]
-    upper_mean = mean
-    maps = ()
-    if MAPPED:
-        rounded = _load_half_map(map_ptr, 0, k, n, in_half, HEAD_DIM)  # [K, N]
-        rest = _load_half_map(map_ptr + N * HEAD_DIM, 0, k, n, in_half, HEAD_DIM)
-        upper_mean = tl.load(mean_ptr + half + k, mask=in_half, other=0.0)
-        upper_rounded = _load_half_map(map_ptr, half, k, n, in_half, HEAD_DIM)
-        upper_rest = _load_half_map(map_ptr + N * HEAD_DIM, half, k, n, in_half, HEAD_DIM)
-        maps = (rounded, rest, upper_rounded, upper_rest)
-    width = tl.load(profile_ptr + g)  # [G]
-    locations = ()
-    for profile_row in tl.static_range(1, _PROFILE_ROWS):
-        locations = locations + (tl.load(profile_ptr + profile_row * G + g),)
-    inverse_ptrs = inverse_ptr + n[:, None] * HEAD_DIM + n[None, :]
-    inside = in_head[:, None] & in_head[None, :]
-    early: tl.constexpr = RESIDUAL and N <= _MAX_EARLY_SIZE
-    if early:
-        inverse = tl.load(inverse_ptrs, mask=inside, other=0.0)  # [N, N]
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    begin = 0
-    if start_ptr is not None:
-        begin = tl.load(start_ptr).to(tl.int32)
-    num_kept = num_tokens
-    if count_ptr is not None:
-        num_kept = tl.load(count_ptr).to(tl.int32)
-    protected = _load_protected(protected_ptr, SLOTS)
-
-    highest = ((1 << width) - 1).to(tl.float32)[None, :, None]
-    # Tiles are aligned to columns, so that none crosses the boundary of a block.
-    lead = begin % T
-    tiles = tl.cdiv(lead + num_tokens, T)
-    residual = tl.zeros((T, G, 8), tl.float32)
-    for tile in tl.range(split, tiles + (SLOTS > 0), SPLITS, disable_licm=True):
-        t = tl.arange(0, T)
-        token = tile * T - lead + t
-        block = (begin - lead + tile * T) // BLOCK
-        valid = (token >= 0) & (token < num_tokens)
-        coded = valid
-        if SLOTS > 0:
-            # The last tile holds the protected tokens.
-            is_last = tile == tiles
-            coded = valid & (tile < tiles)
-            valid = coded | (is_last & (t < SLOTS))
-            slot_token = tl.maximum(tl.load(protected_ptr + t, mask=is_last & (t < SLOTS), other=0), 0)
-            token = tl.where(is_last, slot_token.to(tl.int32), token)
-            # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
-            block = tl.where(is_last, 0, block)
-        tile_angle_ptr = angle_ptr
-        if tile_angle_ptr is not None:
-            # Blocks beyond the end of the table have no valid tokens.
-            tile_angle_ptr += tl.minimum(block, num_blocks - 1) * HEAD_DIM
-        source = _source_offset(order_ptr, token, valid, stride_n)
-        x = _load_transformed(
-            x_ptr, source, valid, tile_angle_ptr, mean, upper_mean, maps, k, in_half, HEAD_DIM, N, T, PARTS
-        )  # [T, N]
-        if SLOTS > 0:  # noqa: SIM102 - evaluated at compile time
-            if is_last:
-                special_ptrs = special_ptr + t[:, None] * HEAD_DIM + n[None, :]
-                tl.store(special_ptrs, x.to(tl.bfloat16), mask=(t < SLOTS)[:, None] & in_head[None, :])
-        x = tl.reshape(x, (T, G, 8))
-        if LEVELS > 0:
-            codes = _table_codes(x, levels_ptr, LEVELS)
-        else:
-            codes = _uniform_codes(x, highest)
-            if RESIDUAL:
-                read = _without(token, coded & (token < num_kept), protected)
-                residual += tl.where(read[:, None, None], x - (codes - 0.5 * highest), 0.0)
-        row = row_head * num_tokens + token
-        _store_codes(codes_ptr, codes, width, locations, row, coded, padded_tokens, FIELDS, T, G)
-
-    if RESIDUAL:
-        total = tl.sum(tl.reshape(residual, (T, N)), 0)  # [N]
-        num_read = _num_read(num_kept, protected)
-        if not early:
-            inverse = tl.load(inverse_ptrs, mask=inside, other=0.0)
-        if SPLITS == 1:
-            _store_residual(total / num_read, inverse, residual_ptr, n, in_head)
-        else:
-            tl.store(partial_ptr + split * N + n, total)
-            tl.debug_barrier()
-            if tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
-                # Back to zero, for the next launch.
-                tl.store(counter_ptr, 0)
-                total = tl.zeros((N,), tl.float32)
-                for i in range(SPLITS):
-                    total += tl.load(partial_ptr + i * N + n, cache_modifier=".cg")
-                _store_residual(total / num_read, inverse, residual_ptr, n, in_head)
-
-
-@triton.jit
 def encode_context(
-    key_ptr,
-    value_ptr,
+    x_ptrs,
     order_ptr,
     start_ptr,
     count_ptr,
     protected_ptr,
-    key_map_ptr,
-    value_map_ptr,
-    key_mean_ptr,
-    value_mean_ptr,
-    key_inverse_ptr,
-    value_inverse_ptr,
-    key_levels_ptr,
-    value_levels_ptr,
+    map_ptrs,
+    mean_ptrs,
+    inverse_ptrs,
+    levels_ptrs,
     angle_ptr,
     profile_ptr,
     codes_ptr,
@@ -416,15 +234,13 @@ def encode_context(
     PARTS: tl.constexpr,
     SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
-    KEY_MAPPED: tl.constexpr,
-    VALUE_MAPPED: tl.constexpr,
-    KEY_FIELDS: tl.constexpr,
-    VALUE_FIELDS: tl.constexpr,
+    MAPPED: tl.constexpr,
+    FIELDS: tl.constexpr,
     LEVELS: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Encodes a layer's keys and values.
+    """Encodes a layer's keys and values; arguments in pairs are of keys and of values.
 
     For a vector x in a block that begins at column b, and a component of w bits:
 
@@ -439,91 +255,128 @@ def encode_context(
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
+    G: tl.constexpr = N // 8
+    half: tl.constexpr = HEAD_DIM // 2
+    early: tl.constexpr = RESIDUAL and N <= _MAX_EARLY_SIZE
+    split = tl.program_id(0)
     num_heads = tl.num_programs(1) // 2
-    kind = tl.program_id(1) % 2
     head = tl.program_id(1) // 2
     batch = tl.program_id(2).to(tl.int64)
     row_head = batch * num_heads + head
-    if order_ptr is not None:
-        order_ptr += batch * num_tokens
-    if start_ptr is not None:
-        start_ptr += batch
-    if count_ptr is not None:
-        count_ptr += batch
-    if SLOTS > 0:
-        protected_ptr += batch * SLOTS
-    if kind == 0:
-        _encode(
-            x_ptr=key_ptr + batch * stride_kb + head * stride_kh,
-            stride_n=stride_kn,
-            order_ptr=order_ptr,
-            start_ptr=start_ptr,
-            count_ptr=count_ptr,
-            protected_ptr=protected_ptr,
-            map_ptr=key_map_ptr + head * (2 * HEAD_DIM * N),
-            mean_ptr=key_mean_ptr + head * HEAD_DIM,
-            inverse_ptr=key_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
-            levels_ptr=key_levels_ptr + head * LEVELS,
-            angle_ptr=angle_ptr,
-            profile_ptr=profile_ptr,
-            codes_ptr=codes_ptr,
-            residual_ptr=residual_ptr + row_head * HEAD_DIM,
-            special_ptr=special_ptr + row_head * (SLOTS * HEAD_DIM),
-            partial_ptr=partial_ptr + row_head * (SPLITS * N),
-            counter_ptr=counter_ptr + row_head,
-            row_head=row_head,
-            num_tokens=num_tokens,
-            num_blocks=num_blocks,
-            padded_tokens=padded_tokens,
-            HEAD_DIM=HEAD_DIM,
-            N=N,
-            K=HALF if KEY_MAPPED else N,
-            T=T,
-            BLOCK=BLOCK,
-            PARTS=PARTS,
-            SPLITS=SPLITS,
-            SLOTS=SLOTS,
-            MAPPED=KEY_MAPPED,
-            FIELDS=KEY_FIELDS,
-            LEVELS=LEVELS,
-            RESIDUAL=RESIDUAL,
-            OVERLAP=OVERLAP,
-        )
-    else:
-        value_row_head = tl.num_programs(2) * num_heads + row_head
-        _encode(
-            x_ptr=value_ptr + batch * stride_vb + head * stride_vh,
-            stride_n=stride_vn,
-            order_ptr=order_ptr,
-            start_ptr=None,
-            count_ptr=count_ptr,
-            protected_ptr=protected_ptr,
-            map_ptr=value_map_ptr + head * (2 * HEAD_DIM * N),
-            mean_ptr=value_mean_ptr + head * HEAD_DIM,
-            inverse_ptr=value_inverse_ptr + head * (HEAD_DIM * HEAD_DIM),
-            levels_ptr=value_levels_ptr + head * LEVELS,
-            angle_ptr=None,
-            profile_ptr=profile_ptr + _PROFILE_ROWS * (N // 8),
-            codes_ptr=codes_ptr,
-            residual_ptr=residual_ptr + value_row_head * HEAD_DIM,
-            special_ptr=special_ptr + value_row_head * (SLOTS * HEAD_DIM),
-            partial_ptr=partial_ptr + value_row_head * (SPLITS * N),
-            counter_ptr=counter_ptr + value_row_head,
-            row_head=row_head,
-            num_tokens=num_tokens,
-            num_blocks=num_blocks,
-            padded_tokens=padded_tokens,
-            HEAD_DIM=HEAD_DIM,
-            N=N,
-            K=HALF if VALUE_MAPPED else N,
-            T=T,
-            BLOCK=BLOCK,
-            PARTS=PARTS,
-            SPLITS=SPLITS,
-            SLOTS=SLOTS,
-            MAPPED=VALUE_MAPPED,
-            FIELDS=VALUE_FIELDS,
-            LEVELS=LEVELS,
-            RESIDUAL=RESIDUAL,
-            OVERLAP=OVERLAP,
-        )
+    n = tl.arange(0, N)
+    g = tl.arange(0, G)
+    in_head = n < HEAD_DIM
+    for kind in tl.static_range(2):
+        if tl.program_id(1) % 2 == kind:
+            # Among the outputs of keys, which those of values follow.
+            output = kind * tl.num_programs(2) * num_heads + row_head
+            mapped: tl.constexpr = MAPPED[kind]
+            k = tl.arange(0, HALF if mapped else N)
+            in_half = k < (half if mapped else HEAD_DIM)
+
+            # All inputs are loaded at once, first those that no kernel writes.
+            mean = tl.load(mean_ptrs[kind] + head * HEAD_DIM + k, mask=in_half, other=0.0)  # [K]
+            upper_mean = mean
+            maps = ()
+            if mapped:
+                map_ptr = map_ptrs[kind] + head * (2 * HEAD_DIM * N)
+                rounded = _load_half_map(map_ptr, 0, k, n, in_half, HEAD_DIM)  # [K, N]
+                rest = _load_half_map(map_ptr + N * HEAD_DIM, 0, k, n, in_half, HEAD_DIM)
+                upper_mean = tl.load(mean_ptrs[kind] + head * HEAD_DIM + half + k, mask=in_half, other=0.0)
+                upper_rounded = _load_half_map(map_ptr, half, k, n, in_half, HEAD_DIM)
+                upper_rest = _load_half_map(map_ptr + N * HEAD_DIM, half, k, n, in_half, HEAD_DIM)
+                maps = (rounded, rest, upper_rounded, upper_rest)
+            profile_ptrs = profile_ptr + kind * (_PROFILE_ROWS * G) + g
+            width = tl.load(profile_ptrs)  # [G]
+            locations = ()
+            for profile_row in tl.static_range(1, _PROFILE_ROWS):
+                locations = locations + (tl.load(profile_ptrs + profile_row * G),)
+            inverse_ptr = inverse_ptrs[kind] + head * (HEAD_DIM * HEAD_DIM) + n[:, None] * HEAD_DIM + n[None, :]
+            inside = in_head[:, None] & in_head[None, :]
+            if early:
+                inverse = tl.load(inverse_ptr, mask=inside, other=0.0)  # [N, N]
+            if OVERLAP:
+                tl.extra.cuda.gdc_wait()
+            begin = 0
+            if kind == 0 and start_ptr is not None:
+                begin = tl.load(start_ptr + batch).to(tl.int32)
+            num_kept = num_tokens
+            if count_ptr is not None:
+                num_kept = tl.load(count_ptr + batch).to(tl.int32)
+            # Protected tokens are not read from their codes; -1 for an empty slot.
+            num_read = num_kept
+            protected = ()
+            for slot in tl.static_range(SLOTS):
+                protected = protected + (tl.load(protected_ptr + batch * SLOTS + slot).to(tl.int32),)
+                num_read -= (protected[slot] >= 0).to(tl.int32)
+
+            x_ptr = x_ptrs[kind] + (
+                batch * stride_kb + head * stride_kh if kind == 0 else batch * stride_vb + head * stride_vh
+            )
+            highest = ((1 << width) - 1).to(tl.float32)[None, :, None]
+            # Tiles are aligned to columns, so that none crosses the boundary of a block.
+            lead = begin % T
+            tiles = tl.cdiv(lead + num_tokens, T)
+            residual = tl.zeros((T, G, 8), tl.float32)
+            for tile in tl.range(split, tiles + (SLOTS > 0), SPLITS, disable_licm=True):
+                t = tl.arange(0, T)
+                token = tile * T - lead + t
+                block = (begin - lead + tile * T) // BLOCK
+                valid = (token >= 0) & (token < num_tokens)
+                coded = valid
+                if SLOTS > 0:
+                    # The last tile holds the protected tokens.
+                    is_last = tile == tiles
+                    coded = valid & (tile < tiles)
+                    valid = coded | (is_last & (t < SLOTS))
+                    slot_ptrs = protected_ptr + batch * SLOTS + t
+                    slot_token = tl.maximum(tl.load(slot_ptrs, mask=is_last & (t < SLOTS), other=0), 0)
+                    token = tl.where(is_last, slot_token.to(tl.int32), token)
+                    # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
+                    block = tl.where(is_last, 0, block)
+                tile_angle_ptr = angle_ptr if kind == 0 else None
+                if tile_angle_ptr is not None:
+                    # Blocks beyond the end of the table have no valid tokens.
+                    tile_angle_ptr += tl.minimum(block, num_blocks - 1) * HEAD_DIM
+                source = token.to(tl.int64)
+                if order_ptr is not None:
+                    source = tl.load(order_ptr + batch * num_tokens + token, mask=valid, other=0)
+                source *= stride_kn if kind == 0 else stride_vn
+                x = _load_transformed(
+                    x_ptr, source, valid, tile_angle_ptr, mean, upper_mean, maps, k, in_half, HEAD_DIM, N, T, PARTS
+                )  # [T, N]
+                if SLOTS > 0:  # noqa: SIM102 - evaluated at compile time
+                    if is_last:
+                        special_ptrs = special_ptr + output * (SLOTS * HEAD_DIM) + t[:, None] * HEAD_DIM + n[None, :]
+                        tl.store(special_ptrs, x.to(tl.bfloat16), mask=(t < SLOTS)[:, None] & in_head[None, :])
+                x = tl.reshape(x, (T, G, 8))
+                if LEVELS > 0:
+                    codes = _table_codes(x, levels_ptrs[kind] + head * LEVELS, LEVELS)
+                else:
+                    codes = _uniform_codes(x, highest)
+                    if RESIDUAL:
+                        read = coded & (token < num_kept)
+                        for slot in tl.static_range(SLOTS):
+                            read = read & (token != protected[slot])
+                        residual += tl.where(read[:, None, None], x - (codes - 0.5 * highest), 0.0)
+                row = row_head * num_tokens + token
+                _store_codes(codes_ptr, codes, width, locations, row, coded, padded_tokens, FIELDS[kind], T, G)
+
+            if RESIDUAL:
+                total = tl.sum(tl.reshape(residual, (T, N)), 0)  # [N]
+                num_read = tl.maximum(num_read, 1).to(tl.float32)
+                if not early:
+                    inverse = tl.load(inverse_ptr, mask=inside, other=0.0)
+                if SPLITS == 1:
+                    _store_residual(total / num_read, inverse, residual_ptr + output * HEAD_DIM, n, in_head)
+                else:
+                    partial_ptrs = partial_ptr + output * (SPLITS * N) + n
+                    tl.store(partial_ptrs + split * N, total)
+                    tl.debug_barrier()
+                    if tl.atomic_add(counter_ptr + output, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                        # Back to zero, for the next launch.
+                        tl.store(counter_ptr + output, 0)
+                        total = tl.zeros((N,), tl.float32)
+                        for i in range(SPLITS):
+                            total += tl.load(partial_ptrs + i * N, cache_modifier=".cg")
+                        _store_residual(total / num_read, inverse, residual_ptr + output * HEAD_DIM, n, in_head)

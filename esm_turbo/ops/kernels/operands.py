@@ -260,6 +260,12 @@ def load_keys(
     return words
 
 
+@triton.constexpr_function
+def _key_axes(shape):
+    """The axes of a stack of keys that make the components of an operand; axes 2 and 1 make its tokens."""
+    return (*range(len(shape) - 1, 5, -1), 3, 0, *range(min(len(shape) - 1, 5), 3, -1))
+
+
 @triton.jit
 def key_operand(
     x,
@@ -306,16 +312,7 @@ def key_operand(
     empty: tl.constexpr = count == 1 and SLAB.size > 2 * SLAB.elements
     if empty:
         stacked = tl.join(stacked, tl.zeros_like(stacked))
-    if count == 1 and not empty:
-        order: tl.constexpr = (3, 0, 4)
-    elif count <= 2:
-        order: tl.constexpr = (3, 0, 5, 4)
-    elif count == 4:
-        order: tl.constexpr = (6, 3, 0, 5, 4)
-    elif count == 8:
-        order: tl.constexpr = (7, 6, 3, 0, 5, 4)
-    else:
-        order: tl.constexpr = (8, 7, 6, 3, 0, 5, 4)
+    order: tl.constexpr = _key_axes(stacked.shape)
     columns: tl.constexpr = 2 * count * SLAB.elements * (2 if empty else 1)
     # Built in the orientation in which it is multiplied: a transposition would move it between lanes.
     if ROWS < MMA_ROWS:
@@ -354,6 +351,12 @@ def load_values(slab_ptrs, row, first, num_columns, T: tl.constexpr, MASK_LOADS:
     for i in tl.static_range(len(SLABS)):
         words = words + (load_value_slab(slab_ptrs[i], row, first, num_columns, T, MASK_LOADS, slab_of(SLABS, i)),)
     return words
+
+
+@triton.constexpr_function
+def _field_axes(shape):
+    """The axes of a stack of values that count an element's fields, from the highest bit of the index on."""
+    return tuple(range(len(shape) - 1, 2, -1))
 
 
 @triton.jit
@@ -396,17 +399,6 @@ def value_operand(
             )
             parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
     stacked = _stack(parts)
-    if count == 1:
-        operand = tl.permute(stacked, (0, 2, 1))
-    elif count == 2:
-        operand = tl.permute(stacked, (0, 2, 3, 1))
-    elif count == 4:
-        operand = tl.permute(stacked, (0, 2, 4, 3, 1))
-    elif count == 8:
-        operand = tl.permute(stacked, (0, 2, 5, 4, 3, 1))
-    elif count == 16:
-        operand = tl.permute(stacked, (0, 2, 6, 5, 4, 3, 1))
-    else:
-        operand = tl.permute(stacked, (0, 2, 7, 6, 5, 4, 3, 1))
+    operand = tl.permute(stacked, (0, 2) + _field_axes(stacked.shape) + (1,))
     columns: tl.constexpr = elements * count
     return _pad_columns(tl.reshape(operand, (T, columns)), T, columns, SLAB.size)
