@@ -22,7 +22,6 @@ TESTED_IN = {
     "ops/kernels/encode.py": "ops/test_triton_encode.py",
     "ops/kernels/encoder.py": "model/test_packed_encoder.py",
     "ops/kernels/layer.py": "ops/test_triton_layer.py",
-    "ops/kernels/merge.py": "ops/test_triton_attention.py",
     "ops/kernels/operands.py": "ops/test_triton_layout.py",
     "ops/kernels/products.py": "ops/test_triton_attention.py",
     "ops/kernels/queries.py": "ops/test_triton_attention.py",

@@ -23,7 +23,7 @@ from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import torch_ops, triton_attention
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
-from tests.helpers.attention_cases import LAYER, Case, codec_of, hiding_everything_from, make_case
+from tests.helpers.attention_cases import LAYER, Case, codec_of, make_case
 from tests.helpers.models import random_ids
 from tests.helpers.triton_devices import DTYPES, RecordedCalls, on_devices, right_triton  # noqa: F401 - the fixture
 
@@ -256,34 +256,6 @@ def test_lengths(device: str, n: int, columns: int, shared: bool, preset: str) -
     assert_close(attend(case, codec), case.expected())
 
 
-@on_devices(
-    "batch, n",
-    cpu=[(20, 1), (3, 7)],
-    gpu=[(1, 1), (2, 1), (5, 1), (20, 1), (3, 7), (300, 2)],
-)
-@pytest.mark.parametrize("merge_programs", [1, 264])
-def test_masks_of_every_row_over_a_shared_context(
-    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
-) -> None:
-    tune(monkeypatch, merge_programs=merge_programs)
-    codec = codec_of("turbo2", 24)
-    case = make_case(codec, batch=batch, shared=True, n=n, slots=2, masked=True, device=device)
-    assert_close(attend(case, codec), case.expected())
-
-
-@on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
-@pytest.mark.parametrize("merge_programs", [1, 30])
-def test_many_rows_with_separate_contexts(
-    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
-) -> None:
-    """Rows that share a tile of `merge`, whether it is full or not, do not see each other's tokens."""
-    tune(monkeypatch, merge_programs=merge_programs)
-    codec = codec_of("turbo2", 24)
-    lengths = tuple(70 - 3 * row % 69 for row in range(batch))
-    case = make_case(codec, batch=batch, n=n, slots=2, masked=True, lengths=lengths, device=device)
-    assert_close(attend(case, codec), case.expected())
-
-
 @on_devices("columns, programs", cpu=[(585, 1), (585, 4)], gpu=itertools.product((585, 1000, 2500), (1, 64, 2048)))
 @pytest.mark.parametrize("preset", ["turbo1", "paper"])
 @pytest.mark.parametrize("n", [1, 5])
@@ -320,47 +292,6 @@ def test_a_program_reads_the_end_of_one_context_and_the_beginning_of_the_next(
     codec = codec_of("turbo2", 16)
     lengths = tuple(columns - 67 * row % columns for row in range(batch))
     case = make_case(codec, batch=batch, n=n, columns=columns, slots=1, lengths=lengths, device=device)
-    assert_close(attend(case, codec), case.expected())
-
-
-@on_devices(cpu=["turbo3", "paper"], gpu=PRESETS, names="preset")
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_row_that_sees_nothing_is_zero(device: str, preset: str, shared: bool) -> None:
-    codec = codec_of(preset, 32)
-    case = hiding_everything_from(make_case(codec, batch=3, shared=shared, slots=1, device=device), 1)
-    output = attend(case, codec)
-    assert_close(output, case.expected())
-    assert (output[1] == 0).all()
-    assert (output[[0, 2]] != 0).all()
-
-
-@on_devices("hidden", cpu=["past", "protected", "new"], gpu=["past", "protected", "new"])
-def test_a_row_that_does_not_see_one_side(device: str, hidden: str) -> None:
-    codec = codec_of("turbo3", 16)
-    case = make_case(codec, slots=1, device=device)
-    dark = hiding_everything_from(case, 0)
-    columns, n = case.context.mask.shape[1], case.query.shape[2]
-    start, stop = {"past": (0, columns), "protected": (columns, columns + 1), "new": (columns + 1, None)}[hidden]
-    seen = case.seen.clone()
-    seen[:, start:stop] = dark.seen[:, start:stop]
-    context, mask = case.context, None
-    if hidden == "past":
-        context = replace(context, mask=dark.context.mask, visible=dark.context.visible)
-    elif hidden == "protected":
-        context = replace(context, protected_mask=dark.context.protected_mask)
-    else:
-        mask = dark.mask
-        assert not mask[0].any()
-    case = replace(case, mask=mask, context=context, seen=seen)
-    assert int(case.seen[0].sum()) == {"past": 1 + n, "protected": columns - 1 + n, "new": columns}[hidden]
-    assert_close(attend(case, codec), case.expected())
-
-
-@on_devices()
-def test_a_context_of_no_tokens(device: str) -> None:
-    """A row whose context is empty sees only the new tokens."""
-    codec = codec_of("turbo3", 16)
-    case = make_case(codec, lengths=(0, 70), device=device)
     assert_close(attend(case, codec), case.expected())
 
 
