@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread, worst
-from benchmarks.harness.names import COMPRESSED, EMPTY, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.harness.names import COMPRESSED, EMPTY, LAYER, PAPER_KERNEL, SDPA, SDPA_FLOAT32
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.calibration import CALIBRATION_FILE
@@ -59,7 +59,7 @@ def attention_cases(
         arms = Arms(shape)
         yield Case(
             name=name_of(shape),
-            model="maps and bits of a layer of esm2-mini, random codes",
+            model=LAYER,
             shape=arms.described(),
             check=arms.check,
             measure=arms.measure,

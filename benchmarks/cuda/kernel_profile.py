@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.cuda.decode_attention import Shape, embedded_codec, name_of, new_tokens, random_context
 from benchmarks.harness import records
-from benchmarks.harness.names import COUNTERS
+from benchmarks.harness.names import COUNTERS, LAYER
 
 KERNEL = "attend_context"
 CASES: tuple[tuple[str, Shape], ...] = (
@@ -58,8 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.add:
         names = options.names or [f"{preset}, {name_of(shape)}" for preset, shape in CASES]
         figures = {"kernel": KERNEL, "cases": figures_of(options.add, names)}
-        model = "maps and bits of a layer of esm2-mini, random codes"
-        records.append(options.out, "gpu_profile", figures, model=model, device="cuda")
+        records.append(options.out, "gpu_profile", figures, model=LAYER, device="cuda")
         return 0
     from esm_turbo.ops import triton_attention as triton_kernels
 

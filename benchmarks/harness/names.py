@@ -9,6 +9,8 @@ from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, PRODUCT_PRESETS
 COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
 
 # Attention on a CUDA device.
+LAYER = "maps and bits of a layer of esm2-mini, random codes"
+"""What rows of attention alone name as their model."""
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 PAPER_KERNEL = "one program a head, table in memory"
 EMPTY = "two empty launches"

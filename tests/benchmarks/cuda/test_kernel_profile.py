@@ -47,4 +47,4 @@ def test_a_page_is_appended_and_shown_in_a_table(results: Path, monkeypatch: pyt
     assert main(["--add", str(report), "--names", "only", "--out", out]) == 0
     text = tables_gpu.TABLES["gpu_profile"]()
     assert "| registers per thread | 1,000 |" in text
-    assert "random codes, on a device" in text
+    assert "Measured with the transforms and bit widths of one esm2-mini layer and random codes, on a device" in text
