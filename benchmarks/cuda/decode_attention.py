@@ -253,7 +253,7 @@ def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> T
 
 def _paper_error(query: Tensor, context: PackedContext, codec: KVCodec) -> float:
     """Error of the paper's kernel structure, on mapped queries, relative to the largest output."""
-    keys, values = codec.dequantize_keys(0, context.packed), codec.dequantize_values(0, context.packed)
+    keys, values = codec.unpack(0, "key", context.packed), codec.unpack(0, "value", context.packed)
     weights = torch.softmax(query.float() @ keys.transpose(2, 3), dim=-1)
     expected = weights @ values
     output = _paper_attention(query, context, codec)

@@ -89,7 +89,7 @@ class KVCodec(ABC):
     """Storage format of keys and values, fitted to one model.
 
     Shapes below: B batch, H heads, L tokens, D `head_dim`. Inputs may have any floating dtype; the maps and
-    `dequantize_*` return float32.
+    `unpack` return float32.
 
     Args:
         config: the options.
@@ -124,16 +124,16 @@ class KVCodec(ABC):
         """Fit the state of a codec to these statistics."""
 
     @abstractmethod
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        """Quantise and pack transformed keys (`kind` "key") or values ("value"), [B, H, L, D]."""
+
+    @abstractmethod
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        """Transformed keys or values [B, H, L, D] from all tensors of a layer, those of `summarize` included."""
+
     def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        """Pack transformed keys and values [B, H, L, D]."""
-
-    @abstractmethod
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        """Unpack transformed keys, [B, H, L, D]; `packed` includes the tensors of `summarize`."""
-
-    @abstractmethod
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        """Unpack transformed values, [B, H, L, D]; `packed` includes the tensors of `summarize`."""
+        """Quantise and pack transformed keys and values."""
+        return self.pack(layer_idx, "key", keys) | self.pack(layer_idx, "value", values)
 
     def summarize(self, layer_idx: int, keys: Tensor, values: Tensor, packed: Packed, mask: Tensor) -> Packed:
         """Compute the tensors stored once per row for a context that was just quantised, [B, H, 1, ...].
@@ -210,7 +210,7 @@ class KVCodec(ABC):
 
     def decode(self, layer_idx: int, packed: Packed) -> tuple[Tensor, Tensor]:
         """Unpack and map back: keys and values [B, H, L, D] at columns 0, 1, 2, ... (slow reference)."""
-        keys, values = self.dequantize_keys(layer_idx, packed), self.dequantize_values(layer_idx, packed)
+        keys, values = (self.unpack(layer_idx, kind, packed) for kind in ("key", "value"))
         return self.inverse_transform(layer_idx, keys, values)
 
     def inverse_transform(

@@ -21,11 +21,8 @@ class ExactCodec(KVCodec):
     ) -> tuple[Tensor, Tensor]:
         return keys, values
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        return {"keys": keys.contiguous(), "values": values.contiguous()}
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        return {f"{kind}s": x.contiguous()}
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return packed["keys"].float()
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return packed["values"].float()
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        return packed[f"{kind}s"].float()

@@ -60,58 +60,42 @@ class LutCodec(KVCodec):
             state |= {"value_map": value_map, "value_inverse": value_inverse}
         return {name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()}
 
-    @property
-    def _key_signs(self) -> bool:
-        return self.config.sign_correction != "none"
-
-    @property
-    def _value_signs(self) -> bool:
-        return self.config.sign_correction == "keys_and_values"
+    def _has_signs(self, kind: str) -> bool:
+        return self.config.sign_correction in ("keys_and_values", f"{kind}s")
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        for kind, signs in (("key", self._key_signs), ("value", self._value_signs)):
+        for kind in ("key", "value"):
             levels = tensors[f"{kind}_levels"]
             tensors[f"{kind}_boundaries"] = midpoints(levels)
             step = tensors[f"{kind}_step"][:, None]
-            fields = torch.cat([levels - step, levels + step], dim=1) if signs else levels
+            fields = torch.cat([levels - step, levels + step], dim=1) if self._has_signs(kind) else levels
             tensors[f"{kind}_fields"] = fields
             if fields.shape[1] == _KERNEL_FIELDS:
                 tensors[f"{kind}_pairs"] = _pair_table(fields)
         return tensors
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        state = self.layer_state(layer_idx, keys.device)
-        return {
-            "keys": self._pack(state, "key", keys, self._key_signs),
-            "values": self._pack(state, "value", values, self._value_signs),
-        }
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        state, bits = self.layer_state(layer_idx, x.device), self.config.bits
+        codes = quantize(x, state[f"{kind}_boundaries"])
+        if self._has_signs(kind):
+            residual = x - _look_up(state[f"{kind}_levels"], codes)
+            codes, bits = codes | (residual > 0).to(torch.uint8) << bits, bits + 1
+        return {f"{kind}s": pack_codes(codes, bits)}
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._unpack(self.layer_state(layer_idx, packed["keys"].device), "key", packed["keys"])
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._unpack(self.layer_state(layer_idx, packed["values"].device), "value", packed["values"])
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        codes = packed[f"{kind}s"]
+        state = self.layer_state(layer_idx, codes.device)
+        if f"{kind}_pairs" in state:
+            return _look_up(state[f"{kind}_pairs"], codes).view(torch.float32)
+        fields = state[f"{kind}_fields"]
+        return _look_up(fields, unpack_codes(codes, (fields.shape[1] - 1).bit_length()))
 
     def field_slabs(self, layer_idx: int, kind: str) -> list[FieldSlab]:
-        fields = self.state[f"{kind}_levels"].shape[-1] * (2 if getattr(self, f"_{kind}_signs") else 1)
+        fields = self.state[f"{kind}_levels"].shape[-1] * (2 if self._has_signs(kind) else 1)
         if fields != _KERNEL_FIELDS:
             return []
         every = tuple(range(self.geometry.head_dim))
         return [FieldSlab(f"{kind}s", 4, every, (1.0,) * len(every), f"{kind}_fields")]
-
-    def _pack(self, state: dict[str, Tensor], kind: str, x: Tensor, signs: bool) -> Tensor:
-        codes = quantize(x, state[f"{kind}_boundaries"])
-        if not signs:
-            return pack_codes(codes, self.config.bits)
-        residual = x - _look_up(state[f"{kind}_levels"], codes)
-        return pack_codes(codes | (residual > 0).to(torch.uint8) << self.config.bits, self.config.bits + 1)
-
-    def _unpack(self, state: dict[str, Tensor], kind: str, packed: Tensor) -> Tensor:
-        pairs = state.get(f"{kind}_pairs")
-        if pairs is not None:
-            return _look_up(pairs, packed).view(torch.float32)
-        fields = state[f"{kind}_fields"]
-        return _look_up(fields, unpack_codes(packed, (fields.shape[1] - 1).bit_length()))
 
 
 def _look_up(table: Tensor, codes: Tensor) -> Tensor:

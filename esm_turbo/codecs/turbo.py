@@ -190,22 +190,13 @@ class TurboCodec(KVCodec):
                 tensors[f"{kind}_middle_{index}"] = middle
         return tensors
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        return self._pack(layer_idx, "key", keys) | self._pack(layer_idx, "value", values)
-
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._unpack(layer_idx, "key", packed)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._unpack(layer_idx, "value", packed)
-
     def summarize(self, layer_idx: int, keys: Tensor, values: Tensor, packed: Packed, mask: Tensor) -> Packed:
         state = self.layer_state(layer_idx, keys.device)
         weights = mask[:, None, :, None].float()
         weights = weights / weights.sum(dim=2, keepdim=True).clamp_min(1)
         rows: Packed = {}
         for kind, x in (("key", keys), ("value", values)):
-            mean = ((x - self._unpack(layer_idx, kind, packed)) * weights).sum(dim=2, keepdim=True)
+            mean = ((x - self.unpack(layer_idx, kind, packed)) * weights).sum(dim=2, keepdim=True)
             # In the model's coordinates, where a reader adds it to the means of keys and values.
             rows[f"{kind}_residual"] = (mean @ state[f"{kind}_inverse"].transpose(-1, -2)).to(torch.bfloat16)
         return rows
@@ -227,7 +218,7 @@ class TurboCodec(KVCodec):
             names += one_bit if len(one_bit) < len(slabs) else []
         return names
 
-    def _pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         state = self.layer_state(layer_idx, x.device)
         # Boundaries between levels are whole numbers; ties go to the lower code, NaN to the lowest.
         codes = x.ceil().add_(state[f"{kind}_half"] - 1).nan_to_num_(nan=0.0).clamp_min_(0)
@@ -238,7 +229,7 @@ class TurboCodec(KVCodec):
             packed[f"{kind}_{index}"] = pack_codes(torch.cat(fields, dim=-1), slab.bits)
         return packed
 
-    def _unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         first_tensor = next(iter(packed.values()))
         device, shape = first_tensor.device, first_tensor.shape[:3]
         state = self.layer_state(layer_idx, device)

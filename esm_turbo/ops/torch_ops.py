@@ -122,8 +122,8 @@ def extend_attention(
         tokens = {name: tensor[:, :, columns] for name, tensor in context.packed.items()} | context.rows
         visible = None if context.mask is None else context.mask[:, columns]
         # The decoded keys are freed before the values are decoded.
-        past.add_scores(*mapped, codec.dequantize_keys(layer_idx, tokens), visible)
-        past.add_values(codec.dequantize_values(layer_idx, tokens))
+        past.add_scores(*mapped, codec.unpack(layer_idx, "key", tokens), visible)
+        past.add_values(codec.unpack(layer_idx, "value", tokens))
     new = _OnlineSoftmax(query)
     new.add_scores(query.float()[:, :, None], None, keys.float(), mask)
     new.add_values(values.float())

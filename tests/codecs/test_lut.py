@@ -193,8 +193,8 @@ def test_eight_codes_and_eight_signs_are_one_little_endian_word():
         assert word == WORD
         assert [word >> (4 * j) & 15 for j in range(8)] == FIELDS
     decoded = torch.tensor([-6.5, -5.5, -3.5, -0.5, 1.5, 3.5, 4.5, 7.5])
-    assert torch.equal(codec.dequantize_keys(0, packed).flatten(), decoded)
-    assert torch.equal(codec.dequantize_values(0, packed).flatten(), 10 * decoded)
+    assert torch.equal(codec.unpack(0, "key", packed).flatten(), decoded)
+    assert torch.equal(codec.unpack(0, "value", packed).flatten(), 10 * decoded)
 
 
 def test_codes_without_signs_fill_three_bytes():
@@ -203,7 +203,7 @@ def test_codes_without_signs_fill_three_bytes():
     word = sum(code << (3 * code) for code in range(8))
     assert packed["keys"].flatten().tolist() == list(word.to_bytes(3, "little"))
     assert packed["values"].tolist() == packed["keys"].tolist()
-    assert codec.dequantize_keys(0, packed).flatten().tolist() == [-7, -5, -3, -1, 1, 3, 5, 7]
+    assert codec.unpack(0, "key", packed).flatten().tolist() == [-7, -5, -3, -1, 1, 3, 5, 7]
 
 
 def test_signs_on_keys_only():
@@ -211,15 +211,15 @@ def test_signs_on_keys_only():
     packed = codec.quantize(0, COMPONENTS.view(1, 1, 1, 8), 10 * COMPONENTS.view(1, 1, 1, 8))
     assert packed["keys"].shape[-1] == 4
     assert packed["values"].shape[-1] == 3
-    assert codec.dequantize_keys(0, packed).flatten()[0] == -6.5
-    assert codec.dequantize_values(0, packed).flatten()[0] == -70
+    assert codec.unpack(0, "key", packed).flatten()[0] == -6.5
+    assert codec.unpack(0, "value", packed).flatten()[0] == -70
 
 
 def test_ties():
     """Half way between levels goes down; at a level the residual is not positive."""
     codec = handmade("keys_and_values")
     x = torch.tensor([-6.0, -4.0, 0.0, 6.0, -7.0, 1.0, 7.0, -0.0]).view(1, 1, 1, 8)
-    decoded = codec.dequantize_keys(0, codec.quantize(0, x, x)).flatten()
+    decoded = codec.unpack(0, "key", codec.quantize(0, x, x)).flatten()
     assert decoded.tolist() == [-6.5, -4.5, -0.5, 5.5, -7.5, 0.5, 6.5, -0.5]
 
 
@@ -227,9 +227,9 @@ def test_values_outside_the_levels_and_non_finite_values():
     codec = handmade("keys_and_values")
     x = torch.tensor([1e30, -1e30, float("inf"), -float("inf"), float("nan"), 1e-40, -1e-40, 100.0]).view(1, 1, 1, 8)
     packed = codec.quantize(0, x, x)
-    decoded = codec.dequantize_keys(0, packed).flatten()
+    decoded = codec.unpack(0, "key", packed).flatten()
     assert decoded.tolist() == [7.5, -7.5, 7.5, -7.5, -7.5, 0.5, -0.5, 7.5]
-    assert torch.isfinite(codec.dequantize_values(0, packed)).all()
+    assert torch.isfinite(codec.unpack(0, "value", packed)).all()
 
 
 @ablations
@@ -278,7 +278,7 @@ def test_codes_equal_the_reference_bit_for_bit(statistics, codec_of, config, hea
     layer = 1
     keys, values = codec.transform(layer, *keys_and_values(stats, layer, batch_size=1, tokens=3))
     packed = codec.quantize(layer, keys, values)
-    decoded = {"keys": codec.dequantize_keys(layer, packed), "values": codec.dequantize_values(layer, packed)}
+    decoded = {"keys": codec.unpack(layer, "key", packed), "values": codec.unpack(layer, "value", packed)}
     signed = {"keys": config.sign_correction != "none", "values": config.sign_correction == "keys_and_values"}
     for name, x in (("keys", keys), ("values", values)):
         levels, step = (codec.state[f"{name[:-1]}_{part}"][layer] for part in ("levels", "step"))
@@ -307,7 +307,7 @@ def test_stored_values_are_levels_plus_or_minus_a_step(data, signs):
     codec = handmade(signs)
     x = torch.tensor(data).view(1, 1, 2, 8)
     packed = codec.quantize(0, x, x)
-    decoded = codec.dequantize_keys(0, packed)
+    decoded = codec.unpack(0, "key", packed)
     step = 0.5 if signs != "none" else 0.0
     choices = {level + s * step for level in (-7, -5, -3, -1, 1, 3, 5, 7) for s in (-1, 1)}
     assert set(decoded.flatten().tolist()) <= choices
@@ -315,7 +315,7 @@ def test_stored_values_are_levels_plus_or_minus_a_step(data, signs):
     assert ((decoded - x).abs()[inside] <= 1.0).all()
     # What is stored decodes to the same when a part of it is read alone.
     part = {name: tensor[:, :, 1:] for name, tensor in packed.items()}
-    assert torch.equal(codec.dequantize_keys(0, part), decoded[:, :, 1:])
+    assert torch.equal(codec.unpack(0, "key", part), decoded[:, :, 1:])
 
 
 @ablations
@@ -345,7 +345,7 @@ def test_codes_do_not_depend_on_the_dtype_of_the_input(statistics, codec_of, con
     packed, expected = codec.encode(0, keys, values), codec.encode(0, keys.float(), values.float())
     for name, tensor in packed.items():
         assert torch.equal(tensor, expected[name])
-    assert codec.dequantize_keys(0, packed).dtype == torch.float32
+    assert codec.unpack(0, "key", packed).dtype == torch.float32
 
 
 def state_parts(config, stats):
@@ -515,7 +515,7 @@ def test_a_sign_lowers_the_distortion_by_the_square_of_its_step(statistics, code
         keys, values = (torch.from_numpy(x[1])[None] for x in (stats.sample.keys, stats.sample.values))
         mapped = codec.transform(1, keys, values)
         packed = codec.quantize(1, *mapped)
-        decoded = codec.dequantize_keys(1, packed), codec.dequantize_values(1, packed)
+        decoded = codec.unpack(1, "key", packed), codec.unpack(1, "value", packed)
         errors[signs] = [(x - y).square().mean(dim=(0, 2, 3)) for x, y in zip(mapped, decoded, strict=True)]
     for kind, with_sign, without in zip(("key", "value"), errors["keys_and_values"], errors["none"], strict=True):
         gain = codec.state[f"{kind}_step"][1].square()

@@ -146,13 +146,14 @@ def test_golden_bytes_are_those_of_the_documentation():
 
 def test_golden_components():
     codec, packed = golden()
-    for kind, widths, codes, read in (
-        ("key", GOLDEN_KEY_WIDTHS, GOLDEN_KEY_CODES, codec.dequantize_keys),
-        ("value", GOLDEN_VALUE_WIDTHS, GOLDEN_VALUE_CODES, codec.dequantize_values),
+    for kind, widths, codes in (
+        ("key", GOLDEN_KEY_WIDTHS, GOLDEN_KEY_CODES),
+        ("value", GOLDEN_VALUE_WIDTHS, GOLDEN_VALUE_CODES),
     ):
         expected = [code - (2**width - 1) / 2 for width, run in zip(widths, codes, strict=True) for code in run]
-        assert read(0, packed).flatten().tolist() == expected
-        assert_reads_slowly(codec, 0, packed, kind, read(0, packed))
+        read = codec.unpack(0, kind, packed)
+        assert read.flatten().tolist() == expected
+        assert_reads_slowly(codec, 0, packed, kind, read)
 
 
 def test_golden_components_without_the_one_bit_slabs():
@@ -164,8 +165,8 @@ def test_golden_components_without_the_one_bit_slabs():
     expected += [-63.0, -63.0, 1.0, 63.0, 21.0, -21.0, -49.0, 49.0]
     expected += [3.0, 3.0, 1.0, 1.0, -1.0, -1.0, -3.0, -3.0]
     expected += [0.0] * 8
-    assert codec.dequantize_keys(0, kept).flatten().tolist() == expected
-    assert torch.equal(codec.dequantize_values(0, kept), codec.dequantize_values(0, packed))
+    assert codec.unpack(0, "key", kept).flatten().tolist() == expected
+    assert torch.equal(codec.unpack(0, "value", kept), codec.unpack(0, "value", packed))
 
 
 def falling(size):
@@ -211,7 +212,7 @@ def test_the_code_is_the_number_of_boundaries_below(width, numbers):
     x[0, 0, 0, :8] = torch.tensor(numbers)
     before = x.clone()
     packed = codec.quantize(0, x, torch.zeros_like(x))
-    read = codec.dequantize_keys(0, packed)[0, 0, 0, :8].tolist()
+    read = codec.unpack(0, "key", packed)[0, 0, 0, :8].tolist()
     assert torch.equal(x.nan_to_num(7), before.nan_to_num(7))
     boundaries = range(-(2 ** (width - 1)) + 1, 2 ** (width - 1)) if width else ()
     levels = [code - (2**width - 1) / 2 for code in range(2**width)]
@@ -234,10 +235,11 @@ def test_any_widths_read_as_the_format_says(widths, seed):
     if not packed:
         assert widths == ([0] * len(widths[0]), [0] * len(widths[1]))
         return
-    for kind, read in (("key", codec.dequantize_keys), ("value", codec.dequantize_values)):
-        assert_reads_slowly(codec, 0, packed, kind, read(0, packed))
+    for kind in ("key", "value"):
+        read = codec.unpack(0, kind, packed)
+        assert_reads_slowly(codec, 0, packed, kind, read)
         slices = {name: tensor[:, :, 1:] for name, tensor in packed.items()}
-        assert torch.equal(read(0, slices), read(0, packed)[:, :, 1:])
+        assert torch.equal(codec.unpack(0, kind, slices), read[:, :, 1:])
 
 
 @settings(deadline=None, max_examples=150)
@@ -258,11 +260,11 @@ def test_dropping_the_one_bit_slabs_leaves_a_code_of_one_bit_less(width, numbers
     packed = fine.quantize(0, x, torch.zeros_like(x))
     last = max(name for name in packed if name.startswith("key"))
     assert fine.refinements(0) == [last] * (width % 2)
-    read = fine.dequantize_keys(0, {name: t for name, t in packed.items() if name not in fine.refinements(0)})
+    read = fine.unpack(0, "key", {name: t for name, t in packed.items() if name not in fine.refinements(0)})
     scale = 1 + width % 2
-    expected = scale * coarse.dequantize_keys(0, coarse.quantize(0, x / scale, torch.zeros_like(x)))
+    expected = scale * coarse.unpack(0, "key", coarse.quantize(0, x / scale, torch.zeros_like(x)))
     assert torch.equal(read, expected)
-    assert ((read - fine.dequantize_keys(0, packed)).abs()[..., :8] == 0.5 * (width % 2)).all()
+    assert ((read - fine.unpack(0, "key", packed)).abs()[..., :8] == 0.5 * (width % 2)).all()
 
 
 def test_one_bit_slabs_alone_are_not_refinements():
@@ -337,7 +339,7 @@ def test_reads_what_the_format_says(statistics, codec_of, bits, head_dim):
     keys, values, columns = some_tokens(statistics[head_dim], 1, tokens=2)
     mapped = codec.transform(1, keys, values, columns)
     packed = codec.quantize(1, *mapped)
-    decoded = codec.dequantize_keys(1, packed), codec.dequantize_values(1, packed)
+    decoded = codec.unpack(1, "key", packed), codec.unpack(1, "value", packed)
     for kind, x, x_hat in zip(("key", "value"), mapped, decoded, strict=True):
         assert_reads_slowly(codec, 1, packed, kind, x_hat)
         for component, width in enumerate(np.repeat(read_widths(codec, 1, kind), RUN_SIZES[head_dim]).tolist()):
@@ -458,7 +460,7 @@ def test_components_have_gaussian_distortion(statistics, codec_of, head_dim):
             keys, values = (torch.from_numpy(x[layer])[None] for x in (stats.sample.keys, stats.sample.values))
             mapped = codec.transform(layer, keys, values, torch.from_numpy(stats.sample.positions)[None])
             packed = codec.quantize(layer, *mapped)
-            decoded = codec.dequantize_keys(layer, packed), codec.dequantize_values(layer, packed)
+            decoded = codec.unpack(layer, "key", packed), codec.unpack(layer, "value", packed)
             for kind, x, x_hat in zip(("key", "value"), mapped, decoded, strict=True):
                 steps = codec.state[f"{kind}_steps"][layer]
                 size = (x * steps).square().mean(dim=2)
@@ -557,8 +559,8 @@ def test_row_residual_is_the_mean_quantisation_residual(statistics, codec_of, bi
     assert {(name, tensor.dtype, tensor.shape) for name, tensor in rows.items()} == {
         (f"{kind}_residual", torch.bfloat16, (2, HEADS, 1, head_dim)) for kind in ("key", "value")
     }
-    plain = codec.dequantize_keys(0, packed), codec.dequantize_values(0, packed)
-    read = codec.dequantize_keys(0, packed | rows), codec.dequantize_values(0, packed | rows)
+    plain = codec.unpack(0, "key", packed), codec.unpack(0, "value", packed)
+    read = codec.unpack(0, "key", packed | rows), codec.unpack(0, "value", packed | rows)
     for kind, x, before, after in zip(("key", "value"), mapped, plain, read, strict=True):
         inverse, steps = codec.state[f"{kind}_inverse"][0].double(), codec.state[f"{kind}_steps"][0].double()
         for row in range(2):
@@ -615,8 +617,8 @@ def test_nan_affects_only_its_token(statistics, codec_of, bits):
         changed = (tensor != expected[name]).any(dim=-1)
         changed[1, 0, 2] = False
         assert not changed.any()
-    assert torch.isfinite(codec.dequantize_keys(0, packed)).all()
-    assert torch.isfinite(codec.dequantize_values(0, packed)).all()
+    assert torch.isfinite(codec.unpack(0, "key", packed)).all()
+    assert torch.isfinite(codec.unpack(0, "value", packed)).all()
 
 
 @all_bits
@@ -668,7 +670,7 @@ def test_scores_and_values_are_better_than_the_papers_at_fewer_bits(statistics, 
     for name, codec in (("turbo3", codec_of(3, 32)), ("paper", fitted(PAPER, stats))):
         mapped = codec.transform(0, keys, values, columns)
         packed = codec.quantize(0, *mapped)
-        read = codec.inverse_transform(0, codec.dequantize_keys(0, packed), codec.dequantize_values(0, packed), columns)
+        read = codec.inverse_transform(0, codec.unpack(0, "key", packed), codec.unpack(0, "value", packed), columns)
         scores = (queries @ (read[0] - keys).transpose(2, 3)).square().mean()
         errors[name] = (scores + (read[1] - values).square().sum(dim=-1).mean()).item()
     assert errors["turbo3"] < 0.5 * errors["paper"]
@@ -698,4 +700,4 @@ def test_head_sizes_that_no_published_model_has():
     packed = codec.quantize(0, *codec.transform(0, keys, values, columns))
     # 54 bytes would be three bits; 52 are whole words.
     assert sum(tensor.shape[-1] for tensor in packed.values()) == 52
-    assert_reads_slowly(codec, 0, packed, "key", codec.dequantize_keys(0, packed))
+    assert_reads_slowly(codec, 0, packed, "key", codec.unpack(0, "key", packed))

@@ -51,7 +51,7 @@ def decoded(codec: KVCodec, x: Tensor) -> tuple[Tensor, Tensor]:
 def stored_scores(codec: KVCodec, query: Tensor, packed: dict[str, Tensor]) -> Tensor:
     """Scores of queries [B, H, n, D] in the codec's space, [B, H, n, L]."""
     mapped, offset = codec.map_query(0, query)
-    scores = mapped[:, :, 0] @ codec.dequantize_keys(0, packed).mT
+    scores = mapped[:, :, 0] @ codec.unpack(0, "key", packed).mT
     return scores if offset is None else scores + offset[:, :, 0]
 
 

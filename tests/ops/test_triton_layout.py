@@ -139,9 +139,9 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
     values = torch.cat(operands, dim=3) @ layout.value_map + layout.value_mean[:, None]
 
     expected_query, offset = codec.map_query(layer, query)
-    expected = expected_query[:, :, 0] @ codec.dequantize_keys(layer, packed).transpose(2, 3)
+    expected = expected_query[:, :, 0] @ codec.unpack(layer, "key", packed).transpose(2, 3)
     expected = expected if offset is None else expected + offset[:, :, 0]
-    expected_values = codec.unmap_output(layer, codec.dequantize_values(layer, packed))
+    expected_values = codec.unmap_output(layer, codec.unpack(layer, "value", packed))
     assert (scores - expected).abs().max() <= 1e-5 * expected.abs().max()
     assert (values - expected_values).abs().max() <= 1e-5 * expected_values.abs().max()
 

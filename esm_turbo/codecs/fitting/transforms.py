@@ -305,7 +305,7 @@ def _hadamard_like(size: int, rng: np.random.Generator) -> FloatArray:
     factor, rest = 1, size
     while (core := _paley(rest)) is None:
         if rest % 2:
-            core = _random_rotation(rest, rng)
+            core = haar_rotation(rest, rng)
             break
         factor, rest = 2 * factor, rest // 2
     return np.asarray(np.kron(_sylvester(factor), core), dtype=np.float64)
@@ -330,7 +330,8 @@ def _paley(size: int) -> FloatArray | None:
     return np.asarray((skew + np.eye(size)) / np.sqrt(size))
 
 
-def _random_rotation(size: int, rng: np.random.Generator) -> FloatArray:
+def haar_rotation(size: int, rng: np.random.Generator) -> FloatArray:
+    """An orthogonal matrix [size, size], uniform over all of them."""
     q, r = np.linalg.qr(rng.standard_normal((size, size)))
-    # Corrected for the signs of R's diagonal, the distribution is uniform over all orthogonal matrices.
+    # Without this correction the distribution depends on the signs of R's diagonal.
     return np.asarray(q * np.where(np.diagonal(r) < 0, -1.0, 1.0))

@@ -30,17 +30,11 @@ class Fp8Codec(KVCodec):
             state[f"{kind}_scale"] = torch.from_numpy(np.where(largest > 0, largest / _LARGEST, 1.0)[:, None]).float()
         return state
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        state = self.layer_state(layer_idx, keys.device)
-        packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            # The format has no infinity: larger numbers would become NaN.
-            scaled = (x / state[f"{kind}_scale"]).clamp(-_LARGEST, _LARGEST)
-            packed[f"{kind}s"] = scaled.to(FP8).contiguous().view(torch.uint8)
-        return packed
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        # The format has no infinity: larger numbers would become NaN.
+        scaled = (x / self.layer_state(layer_idx, x.device)[f"{kind}_scale"]).clamp(-_LARGEST, _LARGEST)
+        return {f"{kind}s": scaled.to(FP8).contiguous().view(torch.uint8)}
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return packed["keys"].view(FP8).float() * self.layer_state(layer_idx, packed["keys"].device)["key_scale"]
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return packed["values"].view(FP8).float() * self.layer_state(layer_idx, packed["values"].device)["value_scale"]
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        codes = packed[f"{kind}s"]
+        return codes.view(FP8).float() * self.layer_state(layer_idx, codes.device)[f"{kind}_scale"]

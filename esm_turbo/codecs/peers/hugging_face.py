@@ -54,26 +54,17 @@ class QuantoCodec(DataFreeCodec):
     def _layer(self) -> Any:
         return self._new_layer(self.config, self.geometry)
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            codes, ranges = self._groups(x.float().contiguous())
-            packed[f"{kind}_codes"] = pack_codes(codes.reshape(x.shape), self.config.bits)
-            packed[f"{kind}_ranges"] = ranges.reshape(*x.shape[:-1], -1)
-        return packed
-
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read("key", packed)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read("value", packed)
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        codes, ranges = self._groups(x.float().contiguous())
+        codes = pack_codes(codes.reshape(x.shape), self.config.bits)
+        return {f"{kind}_codes": codes, f"{kind}_ranges": ranges.reshape(*x.shape[:-1], -1)}
 
     def _groups(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Codes uint8, and scale and shift of every group, [groups, 2]."""
         quantized = self._layer._quantize(x, self.axis)
         return quantized._data.unpack(), torch.cat([quantized._scale, quantized._shift], dim=1)
 
-    def _read(self, kind: str, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         ranges = in_groups(packed[f"{kind}_ranges"].float(), 2)
         codes = unpack_codes(packed[f"{kind}_codes"], self.config.bits).float()
         groups = in_groups(codes, codes.shape[-1] // ranges.shape[-2])

@@ -50,28 +50,19 @@ class HybridCodec(KVCodec):
             shared[f"projection_{group}"] = transforms.random_hadamard(size, config.seed + 1).forward
         return state | every_layer(geometry, shared)
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        state = self.layer_state(layer_idx, keys.device)
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        state = self.layer_state(layer_idx, x.device)
         packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            for group, part in enumerate(torch.split(x, _group_sizes(self.geometry), dim=-1)):
-                name, levels = f"{kind}_{group}", state[f"levels_{group}"]
-                unit, packed[f"{name}_norms"] = split_norm(part)
-                codes = quantize(unit, midpoints(levels))
-                packed[f"{name}_codes"] = pack_codes(codes, self.config.bits - 1 - group)
-                residual = unit - levels[codes.int()]
-                packed[f"{name}_signs"], packed[f"{name}_residual_norms"] = sketch(
-                    state[f"projection_{group}"], residual
-                )
+        for group, part in enumerate(torch.split(x, _group_sizes(self.geometry), dim=-1)):
+            name, levels = f"{kind}_{group}", state[f"levels_{group}"]
+            unit, packed[f"{name}_norms"] = split_norm(part)
+            codes = quantize(unit, midpoints(levels))
+            packed[f"{name}_codes"] = pack_codes(codes, self.config.bits - 1 - group)
+            residual = unit - levels[codes.int()]
+            packed[f"{name}_signs"], packed[f"{name}_residual_norms"] = sketch(state[f"projection_{group}"], residual)
         return packed
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read(layer_idx, "key", packed)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read(layer_idx, "value", packed)
-
-    def _read(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         state = self.layer_state(layer_idx, packed[f"{kind}_0_codes"].device)
         parts = []
         for group, size in enumerate(_group_sizes(self.geometry)):

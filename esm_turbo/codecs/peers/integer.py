@@ -29,19 +29,11 @@ class Int8Codec(DataFreeCodec):
         check_head_dim(geometry.head_dim)
         return {}
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            codes, packed[f"{kind}_scales"] = quantize_symmetric(x, self.width)
-            packed[f"{kind}_codes"] = pack_codes(codes, self.width)
-        return packed
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        return pack_symmetric(kind, x, self.width)
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return dequantize_symmetric(unpack_codes(packed["key_codes"], self.width), packed["key_scales"], self.width)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        codes = unpack_codes(packed["value_codes"], self.width)
-        return dequantize_symmetric(codes, packed["value_scales"], self.width)
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        return unpack_symmetric(kind, packed, self.width)
 
 
 class Int4Codec(Int8Codec):
@@ -50,17 +42,18 @@ class Int4Codec(Int8Codec):
     width = 4
 
 
-def quantize_symmetric(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise vectors [..., n] to codes uint8 [..., n] and scales bfloat16 [..., 1]."""
-    limit = _limit(bits)
+def pack_symmetric(kind: str, x: Tensor, bits: int) -> Packed:
+    """Quantise vectors [..., n] to codes uint8 [..., n bits / 8] and scales bfloat16 [..., 1]."""
+    limit = 2 ** (bits - 1) - 1
     scale = (x.abs().amax(dim=-1, keepdim=True) / limit).to(NORM_DTYPE)
     codes = divide(x, scale.float()).round().clamp(-limit, limit) + limit
-    return codes.to(torch.uint8), scale
+    return {f"{kind}_scales": scale, f"{kind}_codes": pack_codes(codes.to(torch.uint8), bits)}
 
 
-def dequantize_symmetric(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Undo `quantize_symmetric`, float32 [..., n]."""
-    return (codes.float() - _limit(bits)) * scale.float()
+def unpack_symmetric(kind: str, packed: Packed, bits: int) -> Tensor:
+    """Undo `pack_symmetric`, float32 [..., n]."""
+    codes = unpack_codes(packed[f"{kind}_codes"], bits).float()
+    return (codes - (2 ** (bits - 1) - 1)) * packed[f"{kind}_scales"].float()
 
 
 def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
@@ -96,8 +89,3 @@ def unpack_asymmetric(packed: Tensor, ranges: Tensor, bits: int) -> Tensor:
 def in_groups(x: Tensor, size: int) -> Tensor:
     """Reshape [..., n] to [..., n / size, size]."""
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
-
-
-def _limit(bits: int) -> int:
-    """The largest symmetric integer of `bits` bits."""
-    return (1 << bits - 1) - 1

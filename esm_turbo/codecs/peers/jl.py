@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.fitting.statistics import Array
+from esm_turbo.codecs.fitting.transforms import haar_rotation
 from esm_turbo.codecs.packing import pack_codes, unpack_codes
 from esm_turbo.codecs.peers.data_free import split_norm
 from esm_turbo.codecs.peers.sphere import mean_absolute_component
@@ -37,12 +38,7 @@ def orthogonal_projection(num_rows: int, dim: int, seed: int) -> Array:
     The variance of the sketch is smaller than with independent rows (QJL paper, section 4).
     """
     rng = _rng(seed)
-    parts = []
-    for _ in range(-(-num_rows // dim)):
-        q, r = np.linalg.qr(rng.standard_normal((dim, dim)))
-        # With the signs of R's diagonal removed, Q is uniform over all orthogonal matrices.
-        parts.append((q * np.sign(np.diagonal(r))).T)
-    return np.concatenate(parts)[:num_rows]
+    return np.concatenate([haar_rotation(dim, rng).T for _ in range(-(-num_rows // dim))])[:num_rows]
 
 
 def orthogonal_gain(dim: int) -> float:

@@ -53,15 +53,15 @@ class KiviCodec(DataFreeCodec):
         mask = torch.ones(keys.shape[0], keys.shape[2], dtype=torch.bool, device=keys.device)
         return packed | self.summarize(layer_idx, keys, values, packed, mask)
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        """See `KVCodec.quantize`; `summarize` fills in the codes of the keys, since it knows the tokens of each row."""
-        codes, ranges = pack_asymmetric(values, self.config.bits)
-        groups = (torch.arange(keys.shape[2], device=keys.device) // KEY_GROUP).to(torch.uint8)
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        """See `KVCodec.pack`; `summarize` fills in the codes of the keys, since it knows the tokens of each row."""
+        if kind == "value":
+            codes, ranges = pack_asymmetric(x, self.config.bits)
+            return {"value_codes": codes, "value_ranges": ranges}
+        groups = (torch.arange(x.shape[2], device=x.device) // KEY_GROUP).to(torch.uint8)
         return {
-            "key_codes": torch.zeros_like(codes),
-            "key_groups": groups[:, None].expand(*keys.shape[:3], 1).contiguous(),
-            "value_codes": codes,
-            "value_ranges": ranges,
+            "key_codes": pack_codes(torch.zeros_like(x, dtype=torch.uint8), self.config.bits),
+            "key_groups": groups[:, None].expand(*x.shape[:3], 1).contiguous(),
         }
 
     def summarize(self, layer_idx: int, keys: Tensor, values: Tensor, packed: Packed, mask: Tensor) -> Packed:
@@ -76,12 +76,11 @@ class KiviCodec(DataFreeCodec):
         packed["key_codes"].copy_(pack_codes(codes_in_range(keys, scale, zero, self.config.bits), self.config.bits))
         return rows
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        if kind == "value":
+            return unpack_asymmetric(packed["value_codes"], packed["value_ranges"], self.config.bits)
         scale, zero = self._ranges(packed)
         return unpack_codes(packed["key_codes"], self.config.bits).float() * scale.float() + zero.float()
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return unpack_asymmetric(packed["value_codes"], packed["value_ranges"], self.config.bits)
 
     def _ranges(self, packed: Packed) -> tuple[Tensor, Tensor]:
         """Scale and zero of every token's group, float16 [B, H, L, D] each."""

@@ -35,26 +35,23 @@ class PolarQuantCodec(DataFreeCodec):
         }
         return every_layer(geometry, arrays)
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        state = self.layer_state(layer_idx, keys.device)
-        packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            unit, packed[f"{kind}_norms"] = split_norm(x)
-            packed[f"{kind}_codes"] = self._encode_unit(state["radii"], unit)
-            if kind == "key":
-                residual = unit - self._decode_unit(state["radii"], packed["key_codes"])
-                packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        state = self.layer_state(layer_idx, x.device)
+        unit, norms = split_norm(x)
+        packed = {f"{kind}_norms": norms, f"{kind}_codes": self._encode_unit(state["radii"], unit)}
+        if kind == "key":
+            residual = unit - self._decode_unit(state["radii"], packed["key_codes"])
+            packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
         return packed
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        state = self.layer_state(layer_idx, packed["key_codes"].device)
-        unit = self._decode_unit(state["radii"], packed["key_codes"])
-        unit = unit + unsketch(state["projection"], GAUSSIAN_GAIN, packed["key_signs"], packed["key_residual_norms"])
-        return unit * packed["key_norms"].float()
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        state = self.layer_state(layer_idx, packed["value_codes"].device)
-        return self._decode_unit(state["radii"], packed["value_codes"]) * packed["value_norms"].float()
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        codes = packed[f"{kind}_codes"]
+        state = self.layer_state(layer_idx, codes.device)
+        unit = self._decode_unit(state["radii"], codes)
+        if kind == "key":
+            signs, norms = packed["key_signs"], packed["key_residual_norms"]
+            unit = unit + unsketch(state["projection"], GAUSSIAN_GAIN, signs, norms)
+        return unit * packed[f"{kind}_norms"].float()
 
     def _encode_unit(self, radii: Tensor, unit: Tensor) -> Tensor:
         """Codes of all angles, then of all radii; pairs are (2 i, 2 i + 1)."""

@@ -25,16 +25,16 @@ class QjlCodec(DataFreeCodec):
         dim = geometry.head_dim
         return every_layer(geometry, {"projection": orthogonal_projection(config.bits * dim, dim, config.seed)})
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        projection = self.layer_state(layer_idx, keys.device)["projection"]
-        signs, norms = sketch(projection, keys)
-        codes, ranges = pack_asymmetric(values, self.config.bits)
-        return {"key_signs": signs, "key_norms": norms, "value_codes": codes, "value_ranges": ranges}
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        if kind == "key":
+            signs, norms = sketch(self.layer_state(layer_idx, x.device)["projection"], x)
+            return {"key_signs": signs, "key_norms": norms}
+        codes, ranges = pack_asymmetric(x, self.config.bits)
+        return {"value_codes": codes, "value_ranges": ranges}
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        if kind == "value":
+            return unpack_asymmetric(packed["value_codes"], packed["value_ranges"], self.config.bits)
         projection = self.layer_state(layer_idx, packed["key_signs"].device)["projection"]
         gain = orthogonal_gain(self.geometry.head_dim)
         return unsketch(projection, gain, packed["key_signs"], packed["key_norms"])
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return unpack_asymmetric(packed["value_codes"], packed["value_ranges"], self.config.bits)

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.packing import pack_codes, unpack_codes
 from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
-from esm_turbo.codecs.peers.integer import dequantize_symmetric, quantize_symmetric
+from esm_turbo.codecs.peers.integer import pack_symmetric, unpack_symmetric
 from esm_turbo.config import Geometry, TurboConfig
 
 _KEPT_FRACTION = 12 / 64
@@ -36,27 +35,21 @@ class SpectralCodec(DataFreeCodec):
         """F, the number of frequency pairs stored per key."""
         return max(_STEP, round(_KEPT_FRACTION * self.geometry.head_dim / 2 / _STEP) * _STEP)
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        if kind == "value":
+            return pack_symmetric(kind, x, self.config.bits)
         # In units of the largest component: squares of large numbers leave the range of float32.
-        largest = keys.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
-        first, second = keys.chunk(2, dim=-1)
+        largest = x.abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
+        first, second = x.chunk(2, dim=-1)
         energy = (first / largest).square() + (second / largest).square()
         pairs = energy.topk(self.num_pairs, dim=-1).indices
         kept = torch.cat([first.gather(-1, pairs), second.gather(-1, pairs)], dim=-1)
-        packed: Packed = {"key_pairs": pairs.to(torch.uint8)}
-        for kind, x in (("key", kept), ("value", values)):
-            codes, packed[f"{kind}_scales"] = quantize_symmetric(x, self.config.bits)
-            packed[f"{kind}_codes"] = pack_codes(codes, self.config.bits)
-        return packed
+        return {"key_pairs": pairs.to(torch.uint8)} | pack_symmetric(kind, kept, self.config.bits)
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        kept, pairs = self._integers("key", packed), packed["key_pairs"].long()
-        keys = kept.new_zeros(*kept.shape[:-1], self.geometry.head_dim)
-        return keys.scatter(-1, torch.cat([pairs, pairs + self.geometry.head_dim // 2], dim=-1), kept)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._integers("value", packed)
-
-    def _integers(self, kind: str, packed: Packed) -> Tensor:
-        codes = unpack_codes(packed[f"{kind}_codes"], self.config.bits)
-        return dequantize_symmetric(codes, packed[f"{kind}_scales"], self.config.bits)
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        numbers = unpack_symmetric(kind, packed, self.config.bits)
+        if kind == "value":
+            return numbers
+        pairs = packed["key_pairs"].long()
+        keys = numbers.new_zeros(*numbers.shape[:-1], self.geometry.head_dim)
+        return keys.scatter(-1, torch.cat([pairs, pairs + self.geometry.head_dim // 2], dim=-1), numbers)

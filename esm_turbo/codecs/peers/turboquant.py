@@ -29,21 +29,13 @@ class TurboQuantCodec(DataFreeCodec):
         levels = sphere_levels(geometry.head_dim, config.bits)
         return every_layer(geometry, {**random_rotation(config, geometry), "levels": levels})
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        levels = self.layer_state(layer_idx, keys.device)["levels"]
-        packed: Packed = {}
-        for kind, x in (("key", keys), ("value", values)):
-            unit, packed[f"{kind}_norms"] = split_norm(x)
-            packed[f"{kind}_codes"] = pack_codes(quantize(unit, midpoints(levels)), self.config.bits)
-        return packed
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        levels = self.layer_state(layer_idx, x.device)["levels"]
+        unit, norms = split_norm(x)
+        codes = pack_codes(quantize(unit, midpoints(levels)), self.config.bits)
+        return {f"{kind}_norms": norms, f"{kind}_codes": codes}
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read(layer_idx, "key", packed)
-
-    def dequantize_values(self, layer_idx: int, packed: Packed) -> Tensor:
-        return self._read(layer_idx, "value", packed)
-
-    def _read(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
         codes = packed[f"{kind}_codes"]
         levels = self.layer_state(layer_idx, codes.device)["levels"]
         return levels[unpack_codes(codes, self.config.bits).int()] * packed[f"{kind}_norms"].float()
@@ -61,17 +53,20 @@ class TurboQuantProdCodec(TurboQuantCodec):
         own = every_layer(geometry, {"key_levels": key_levels, "projection": projection})
         return super().state_for(config, geometry) | own
 
-    def quantize(self, layer_idx: int, keys: Tensor, values: Tensor) -> Packed:
-        state = self.layer_state(layer_idx, keys.device)
-        packed = super().quantize(layer_idx, keys, values)
-        unit, packed["key_norms"] = split_norm(keys)
+    def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
+        if kind == "value":
+            return super().pack(layer_idx, kind, x)
+        state = self.layer_state(layer_idx, x.device)
+        unit, norms = split_norm(x)
         codes = quantize(unit, midpoints(state["key_levels"]))
-        packed["key_codes"] = pack_codes(codes, self.config.bits - 1)
         residual = unit - state["key_levels"][codes.int()]
+        packed = {"key_norms": norms, "key_codes": pack_codes(codes, self.config.bits - 1)}
         packed["key_signs"], packed["key_residual_norms"] = sketch(state["projection"], residual)
         return packed
 
-    def dequantize_keys(self, layer_idx: int, packed: Packed) -> Tensor:
+    def unpack(self, layer_idx: int, kind: str, packed: Packed) -> Tensor:
+        if kind == "value":
+            return super().unpack(layer_idx, kind, packed)
         state = self.layer_state(layer_idx, packed["key_codes"].device)
         unit = state["key_levels"][unpack_codes(packed["key_codes"], self.config.bits - 1).int()]
         unit = unit + unsketch(state["projection"], GAUSSIAN_GAIN, packed["key_signs"], packed["key_residual_norms"])

@@ -59,7 +59,7 @@ def test_kivi_rows_do_not_depend_on_their_padding(tiny_model: MakeModel, random_
         alone = model(ids[1:, :37], use_cache=True).past_key_values
     for mine, other in zip(together.layers, alone.layers, strict=True):
         keys = [
-            alone.codec.dequantize_keys(0, {name: t[-1:] for name, t in (layer.packed | layer.rows).items()})[:, :, :37]
+            alone.codec.unpack(0, "key", {name: t[-1:] for name, t in (layer.packed | layer.rows).items()})[:, :, :37]
             for layer in (mine, other)
         ]
         # Batched matrix products round differently, and a code may lie on the border.
@@ -73,7 +73,7 @@ def test_kivi_groups_exclude_protected_tokens(tiny_model: MakeModel, random_prot
     x[:, :, 0] = 1e4
     mask = torch.arange(40)[None] > 0
     packed = codec.quantize(0, x, x)
-    keys = codec.dequantize_keys(0, packed | codec.summarize(0, x, x, packed, mask))
+    keys = codec.unpack(0, "key", packed | codec.summarize(0, x, x, packed, mask))
     assert relative_mse(x[:, :, 1:], keys[:, :, 1:]) < 0.01
 
 

@@ -126,7 +126,7 @@ def test_scores_and_outputs_are_those_of_decoded_keys_and_values(preset: str, he
     scores = stored_scores(codec, query, packed)
     torch.testing.assert_close(scores, query @ read_keys.mT, rtol=1e-4, atol=1e-3)
     weights = torch.softmax(scores, dim=-1)
-    output = codec.unmap_output(0, weights @ codec.dequantize_values(0, packed))
+    output = codec.unmap_output(0, weights @ codec.unpack(0, "value", packed))
     torch.testing.assert_close(output, weights @ read_values, rtol=1e-4, atol=1e-4)
     assert relative_mse(values, read_values) < 0.25
     assert relative_mse(keys, read_keys) < 0.6
@@ -230,8 +230,8 @@ def test_appended_tokens_are_stored_as_prefilled_ones(
         model(ids[:, 15:], past_key_values=cache, use_cache=True)
     assert cache.lengths.tolist() == [20]
     codec = whole.codec
-    for read in (codec.dequantize_keys, codec.dequantize_values):
-        a, b = (read(0, c.layers[0].packed) for c in (whole, cache))
+    for kind in ("key", "value"):
+        a, b = (codec.unpack(0, kind, c.layers[0].packed) for c in (whole, cache))
         # Matrix products of other shapes round differently, and a code may lie on the border.
         assert float((a - b).abs().mean()) < 0.01 * float(a.abs().mean())
 

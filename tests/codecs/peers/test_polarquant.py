@@ -39,6 +39,6 @@ def test_polarquant_angles_wrap():
     codec = make_codec("polarquant4", 16, heads=1)
     for y in (1e-4, -1e-4, 0.0, -0.0):
         x = torch.tensor([-1.0, y]).repeat(8)[None, None, None] / math.sqrt(8)
-        values = codec.dequantize_values(0, codec.quantize(0, x, x))
+        values = codec.unpack(0, "value", codec.quantize(0, x, x))
         angle = torch.atan2(values[..., 1], values[..., 0])
         assert float(angle.abs()) == pytest.approx(math.pi * 15 / 16, abs=1e-4)
