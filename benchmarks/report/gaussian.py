@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from scipy.linalg import solve_banded
 from scipy.special import ndtr, ndtri
 
-from esm_turbo.codecs.fitting.lloyd_max import LloydMax, gaussian_uniform
+from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform
 from esm_turbo.codecs.fitting.statistics import Array
 
 _MAX_NEWTON_STEPS = 100
+
+
+class LloydMax(NamedTuple):
+    """Ascending levels, the midpoints between them, and the mean squared error."""
+
+    levels: Array
+    boundaries: Array
+    distortion: float
 
 
 def lloyd_max(bits: int) -> tuple[float, float]:

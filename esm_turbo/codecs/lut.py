@@ -131,7 +131,7 @@ def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Ar
 def _fit_levels(samples: Array, bits: int) -> Array:
     """Lloyd-Max levels per head, over all its components, [layers, heads, 2^bits]."""
     layers, heads = samples.shape[:2]
-    levels = [lloyd_max(samples[layer, head], 2**bits).levels for layer, head in np.ndindex(layers, heads)]
+    levels = [lloyd_max(samples[layer, head], 2**bits) for layer, head in np.ndindex(layers, heads)]
     return np.reshape(levels, (layers, heads, -1))
 
 

@@ -2,11 +2,10 @@
 
 A quantiser of n levels c_1 <= ... <= c_n maps x to the nearest level: cell i is the interval between the
 boundaries (midpoints) on either side of c_i, the upper one included, which is the tie rule of
-`esm_turbo.codecs.packing.quantize`. Its distortion is the mean squared error. A quantiser of least distortion
-satisfies two conditions at once (Lloyd 1957, published in IEEE Trans. Inf. Theory 28, 129 (1982); Max, IRE
-Trans. Inf. Theory 6, 7 (1960)): boundaries are midpoints of levels, and each level is the mean of its cell.
-A sample can have many such quantisers. The best is sought by dynamic programming on bins of the sorted sample,
-followed by Lloyd's iteration on the sample itself.
+`esm_turbo.codecs.packing.quantize`. A quantiser of least mean squared error satisfies two conditions at once (Lloyd
+1957, published in IEEE Trans. Inf. Theory 28, 129 (1982); Max, IRE Trans. Inf. Theory 6, 7 (1960)): boundaries are
+midpoints of levels, and each level is the mean of its cell. A sample can have many such quantisers. The best is sought
+by dynamic programming on bins of the sorted sample, followed by Lloyd's iteration on the sample itself.
 """
 
 from functools import lru_cache
@@ -16,14 +15,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import ndtr
-
-__all__ = [
-    "LloydMax",
-    "UniformQuantizer",
-    "gaussian_uniform",
-    "lloyd_max",
-    "uniform_quantizer",
-]
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.intp]
@@ -39,25 +30,11 @@ _MIN_BINS = 128
 _BINS_PER_LEVEL = 4
 
 
-class LloydMax(NamedTuple):
-    """A scalar quantiser.
-
-    Attributes:
-        levels: decoded value of each code, ascending, float64 [levels].
-        boundaries: midpoints of neighbouring levels, float64 [levels - 1].
-        distortion: mean squared error on the sample, in the squared unit of the levels.
-    """
-
-    levels: FloatArray
-    boundaries: FloatArray
-    distortion: float
-
-
-def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> LloydMax:
-    """The Lloyd-Max quantiser of a sample.
+def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None) -> FloatArray:
+    """Levels of the Lloyd-Max quantiser of a sample.
 
     The result does not depend on the order of the sample, and shifts and scales with it. If the sample has no more
-    distinct values than levels, each value is a level, the largest one is repeated, and the distortion is 0.
+    distinct values than levels, each value is a level, and the largest one is repeated.
 
     Args:
         samples: real numbers of any shape, pooled; sorted in their own dtype.
@@ -65,14 +42,27 @@ def lloyd_max(samples: ArrayLike, levels: int, weights: ArrayLike | None = None)
         weights: non-negative weight of each sample, of the same shape; samples of weight 0 are ignored.
 
     Returns:
-        The quantiser, with its (weighted) mean squared error on the sample.
+        Decoded value of each code, ascending, float64 [levels].
 
     Raises:
         ValueError: no samples, NaN or infinity, weights that are negative, not finite, all zero or of another
             shape, or `levels` outside 1 to 256.
     """
     _check_levels(levels)
-    return _quantiser(*_ascending(samples, weights), levels)
+    x, w = _ascending(samples, weights)
+    starts = _run_starts(x)
+    if len(starts) > levels:
+        # Centred and scaled to 1, so that squares neither overflow nor cancel; distinct values may merge.
+        scale = float(np.abs(x).max())
+        unit = x / scale
+        middle = float(np.average(unit, weights=w))
+        unit -= middle
+        starts = _run_starts(unit)
+    if len(starts) <= levels:
+        values = x[starts]
+        return np.concatenate((values, np.full(levels - len(values), values[-1])))
+    sums = _PrefixSums(unit, w)
+    return (_lloyd(sums, starts, _initial_ends(sums, starts, levels)) + middle) * scale
 
 
 class UniformQuantizer(NamedTuple):
@@ -217,38 +207,9 @@ def _gaussian_cells(centres: FloatArray) -> tuple[FloatArray, FloatArray]:
     return mass, (density[:-1] - density[1:]) / mass
 
 
-def _quantiser(x: FloatArray, weights: FloatArray | None, levels: int) -> LloydMax:
-    """Quantiser of an ascending sample."""
-    starts = _run_starts(x)
-    if len(starts) > levels:
-        # Centred and scaled to 1, so that squares neither overflow nor cancel; distinct values may merge.
-        scale = float(np.abs(x).max())
-        unit = x / scale
-        middle = float(np.average(unit, weights=weights))
-        unit -= middle
-        starts = _run_starts(unit)
-    if len(starts) <= levels:
-        values = x[starts]
-        values = np.concatenate((values, np.full(levels - len(values), values[-1])))
-    else:
-        sums = _PrefixSums(unit, weights)
-        values = (_lloyd(sums, starts, _initial_ends(sums, starts, levels)) + middle) * scale
-    boundaries = _midpoints(values)
-    return LloydMax(values, boundaries, _distortion(x, weights, values, boundaries))
-
-
 def _run_starts(x: FloatArray) -> IntArray:
     """Index of the first element of each run of equal values in an ascending sample."""
     return np.concatenate(([0], np.flatnonzero(x[1:] != x[:-1]) + 1))
-
-
-def _distortion(x: FloatArray, weights: FloatArray | None, levels: FloatArray, boundaries: FloatArray) -> float:
-    counts = np.diff(np.searchsorted(x, boundaries, side="right"), prepend=0, append=len(x))
-    residuals = x - np.repeat(levels, counts)
-    scale = float(np.abs(residuals).max())
-    if scale == 0.0:
-        return 0.0
-    return float(np.average(np.square(residuals / scale), weights=weights)) * scale * scale
 
 
 class _PrefixSums:

@@ -22,16 +22,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 from scipy.linalg import hadamard
 
-__all__ = [
-    "Transform",
-    "component_variances",
-    "identity",
-    "query_aware",
-    "random_hadamard",
-    "standardized",
-    "svd_rotation",
-]
-
 FloatArray = NDArray[np.float64]
 
 _MIN_RELATIVE_STD = 1e-6
@@ -55,19 +45,7 @@ class Transform(NamedTuple):
 
 
 def identity(shape: Sequence[int]) -> Transform:
-    """The map that changes nothing.
-
-    Args:
-        shape: (*stack, head_dim).
-
-    Returns:
-        T = T^-1 = 1, [*stack, head_dim, head_dim].
-
-    Raises:
-        ValueError: no head_dim, or one below 1.
-    """
-    if not shape or shape[-1] < 1:
-        raise ValueError(f"`shape` must end in a head_dim of at least 1, got {tuple(shape)}")
+    """The map that changes nothing, [*stack, head_dim, head_dim] for `shape` (*stack, head_dim)."""
     eye = np.broadcast_to(np.eye(shape[-1]), (*shape, shape[-1]))
     return Transform(eye.copy(), eye.copy())
 
@@ -89,7 +67,8 @@ def svd_rotation(second_moment: ArrayLike) -> Transform:
         ValueError: not square, not symmetric, NaN or infinity.
     """
     _, vectors = _falling_eigh(_checked_moment(second_moment, "second_moment"))
-    rows = _with_fixed_signs(_transposed(vectors))
+    rows = _transposed(vectors)
+    rows = rows * _row_signs(rows)
     return Transform(rows, _transposed(rows).copy())
 
 
@@ -108,14 +87,7 @@ def random_hadamard(head_dim: int, seed: int, stack: Sequence[int] = ()) -> Tran
 
     Returns:
         An orthogonal T [*stack, head_dim, head_dim]; its inverse is its transpose.
-
-    Raises:
-        ValueError: `head_dim` below 1 or `seed` below 0.
     """
-    if head_dim < 1:
-        raise ValueError(f"`head_dim` must be at least 1, got {head_dim}")
-    if seed < 0:
-        raise ValueError(f"`seed` must not be negative, got {seed}")
     rng = np.random.default_rng(seed)
     signs = rng.choice((-1.0, 1.0), size=(*stack, 1, head_dim))
     rows = _hadamard_like(head_dim, rng) * signs
@@ -137,9 +109,6 @@ def standardized(
 
     Returns:
         diag(1 / s) T and T^-1 diag(s), with s_i^2 = (T second_moment T^T)_ii.
-
-    Raises:
-        ValueError: shapes differ, or `second_moment` is not a valid second moment.
     """
     forward, inverse = (np.asarray(part, dtype=np.float64) for part in transform)
     std = np.sqrt(component_variances((forward, inverse), second_moment))
@@ -149,22 +118,13 @@ def standardized(
 
 
 def component_variances(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> FloatArray:
-    """Mean square of each component after a map, the diagonal of T second_moment T^T.
+    """Mean square of each component after a map, the diagonal of T second_moment T^T, float64 [..., head_dim].
 
     Args:
         transform: the map (T, T^-1), [..., head_dim, head_dim].
         second_moment: second moment of the map's input, the same shape; about zero or about the mean.
-
-    Returns:
-        Non-negative float64 [..., head_dim].
-
-    Raises:
-        ValueError: shapes differ, or `second_moment` is not a valid second moment.
     """
-    forward = np.asarray(transform[0], dtype=np.float64)
-    moment = _checked_moment(second_moment, "second_moment")
-    if forward.shape != moment.shape:
-        raise ValueError(f"`transform` is {forward.shape} but `second_moment` is {moment.shape}")
+    forward, moment = np.asarray(transform[0], dtype=np.float64), np.asarray(second_moment, dtype=np.float64)
     # Rounding may leave slightly negative numbers.
     return np.asarray(np.maximum(np.sum((forward @ moment) * forward, axis=-1), 0.0))
 
@@ -197,20 +157,12 @@ def query_aware(
         T and T^-1. In each row of T, the entry with the largest effect on its component is positive.
 
     Raises:
-        ValueError: shapes differ or are not square, NaN or infinity, `shrinkage` outside 0 to 1, or an odd head_dim
-            with `rotary_pairs`.
+        ValueError: not square, not symmetric, NaN or infinity.
     """
     keys = _checked_moment(key_covariance, "key_covariance")
     queries = _checked_moment(query_second_moment, "query_second_moment")
-    if keys.shape != queries.shape:
-        raise ValueError(f"`key_covariance` is {keys.shape} but `query_second_moment` is {queries.shape}")
-    if not 0.0 <= shrinkage <= 1.0:
-        raise ValueError(f"`shrinkage` must be from 0 to 1, got {shrinkage}")
-    if rotary_pairs and keys.shape[-1] % 2:
-        raise ValueError(f"RoPE pairs need an even head_dim, got {keys.shape[-1]}")
     # In units of the queries' own scale, planted outliers vanish before anything is rounded.
-    scale = np.sqrt(_diagonal(queries, rotary_pairs))
-    scale = _with_zeros_replaced(scale)
+    scale = _with_zeros_replaced(np.sqrt(_diagonal(queries, rotary_pairs)))
     outer = scale[..., :, None] * scale[..., None, :]
     keys = _shrunk(keys * outer, shrinkage, rotary_pairs)
     queries = _shrunk(queries / outer, shrinkage, rotary_pairs)
@@ -261,10 +213,6 @@ def _row_signs(rows: FloatArray) -> FloatArray:
     """Sign of the entry of largest magnitude in each row, [..., n, 1]."""
     index = np.abs(rows).argmax(axis=-1)[..., None]
     return np.where(np.take_along_axis(rows, index, axis=-1) < 0, -1.0, 1.0)
-
-
-def _with_fixed_signs(rows: FloatArray) -> FloatArray:
-    return rows * _row_signs(rows)
 
 
 def _diagonal(matrix: FloatArray, rotary_pairs: bool) -> FloatArray:

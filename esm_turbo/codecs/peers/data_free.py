@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Mapping
 
 import numpy as np
@@ -21,16 +20,28 @@ NORM_DTYPE = torch.bfloat16
 
 
 class DataFreeCodec(KVCodec):
-    """Codec whose state follows from the options and the model's geometry alone."""
+    """Codec whose state follows from the options and the model's geometry alone.
+
+    Attributes:
+        allowed_bits: values of the option `bits`; empty if the codec ignores it.
+    """
+
+    allowed_bits: tuple[int, ...] = ()
 
     @classmethod
-    @abstractmethod
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
+        """The state of one layer; all layers are alike."""
+        return {}
+
+    @classmethod
     def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
         """The state, see `KVCodec`.
 
         Raises:
             ValueError: the codec does not support these `bits` or this `head_dim`.
         """
+        check_options(config, geometry, cls.allowed_bits)
+        return every_layer(geometry, cls.arrays(config, geometry))
 
     @classmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
@@ -42,9 +53,9 @@ def check_options(config: TurboConfig, geometry: Geometry, allowed_bits: tuple[i
     """Check that a codec supports `bits` and that codes can be packed.
 
     Raises:
-        ValueError: `config.bits` is not in `allowed_bits`, or `head_dim` is not a multiple of 8.
+        ValueError: `allowed_bits` is neither empty nor holds `config.bits`, or `head_dim` is not a multiple of 8.
     """
-    if config.bits not in allowed_bits:
+    if allowed_bits and config.bits not in allowed_bits:
         raise ValueError(f"`bits` of codec {config.codec!r} must be one of {list(allowed_bits)}, got {config.bits}")
     check_head_dim(geometry.head_dim)
 

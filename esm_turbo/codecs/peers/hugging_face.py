@@ -8,15 +8,17 @@ extra `compare`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
 from esm_turbo.codecs.packing import pack_codes, unpack_codes
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
+from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.integer import in_groups
 from esm_turbo.config import Geometry, TurboConfig
 
@@ -31,8 +33,7 @@ class QuantoCodec(DataFreeCodec):
     allowed_bits: tuple[int, ...] = (2, 4)
 
     @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, cls.allowed_bits)
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
         if geometry.head_dim > _GROUP and geometry.head_dim % _GROUP:
             raise ValueError(f"`head_dim` must be at most {_GROUP} or a multiple of it, got {geometry.head_dim}")
         cls._new_layer(config, geometry)

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.packing import check_head_dim, pack_codes, unpack_codes
+from esm_turbo.codecs.packing import pack_codes, unpack_codes
 from esm_turbo.codecs.peers.data_free import NORM_DTYPE, DataFreeCodec, divide
-from esm_turbo.config import Geometry, TurboConfig
 
 VALUE_GROUP = 32
 """Components of a value that share scale and zero, if `head_dim` is a multiple of it; else all of them share."""
@@ -23,11 +22,6 @@ class Int8Codec(DataFreeCodec):
     """int8, symmetric, one scale per token and head."""
 
     width = 8
-
-    @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_head_dim(geometry.head_dim)
-        return {}
 
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         return pack_symmetric(kind, x, self.width)
@@ -52,8 +46,8 @@ def pack_symmetric(kind: str, x: Tensor, bits: int) -> Packed:
 
 def unpack_symmetric(kind: str, packed: Packed, bits: int) -> Tensor:
     """Undo `pack_symmetric`, float32 [..., n]."""
-    codes = unpack_codes(packed[f"{kind}_codes"], bits).float()
-    return (codes - (2 ** (bits - 1) - 1)) * packed[f"{kind}_scales"].float()
+    limit = int(2 ** (bits - 1) - 1)
+    return (unpack_codes(packed[f"{kind}_codes"], bits).float() - limit) * packed[f"{kind}_scales"].float()
 
 
 def range_of(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -13,9 +13,8 @@ from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
 from esm_turbo.codecs.packing import pack_codes, unpack_codes
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
+from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.integer import codes_in_range, pack_asymmetric, range_of, unpack_asymmetric
-from esm_turbo.config import Geometry, TurboConfig
 
 KEY_GROUP = 32
 _MAX_COLUMNS = 256 * KEY_GROUP
@@ -24,10 +23,7 @@ _MAX_COLUMNS = 256 * KEY_GROUP
 class KiviCodec(DataFreeCodec):
     """Asymmetric integers, keys grouped along the context."""
 
-    @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (1, 2, 3, 4, 5, 6, 7))
-        return {}
+    allowed_bits = (1, 2, 3, 4, 5, 6, 7)
 
     def transform(
         self, layer_idx: int, keys: Tensor, values: Tensor, columns: Tensor | None = None

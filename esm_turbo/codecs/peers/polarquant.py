@@ -10,13 +10,15 @@ the estimate is sqrt(pi / 2), which makes it unbiased (`jl`); that implementatio
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
 from esm_turbo.codecs.packing import GROUP_SIZE, midpoints, pack_codes, quantize, unpack_codes
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, random_rotation, split_norm
 from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
 from esm_turbo.codecs.peers.sphere import rayleigh_levels
 from esm_turbo.config import Geometry, TurboConfig
@@ -25,15 +27,17 @@ from esm_turbo.config import Geometry, TurboConfig
 class PolarQuantCodec(DataFreeCodec):
     """Angles and radii of pairs of components."""
 
+    allowed_bits = (2, 3, 4, 5, 6)
+
     @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (2, 3, 4, 5, 6))
-        arrays = {
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
+        quarter = geometry.head_dim // 4
+        num_projections = -(-quarter // GROUP_SIZE) * GROUP_SIZE
+        return {
             **random_rotation(config, geometry),
             "radii": rayleigh_levels(geometry.head_dim, config.bits),
-            "projection": gaussian_projection(_num_projections(geometry), geometry.head_dim, config.seed),
+            "projection": gaussian_projection(num_projections, geometry.head_dim, config.seed),
         }
-        return every_layer(geometry, arrays)
 
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         state = self.layer_state(layer_idx, x.device)
@@ -66,8 +70,3 @@ class PolarQuantCodec(DataFreeCodec):
         angles, lengths = unpack_codes(packed, self.config.bits).chunk(2, dim=-1)
         angle = (angles.float() + 0.5) * (2 * math.pi / 2**self.config.bits) - math.pi
         return torch.stack([angle.cos(), angle.sin()], dim=-1).mul(radii[lengths.int()][..., None]).flatten(-2)
-
-
-def _num_projections(geometry: Geometry) -> int:
-    quarter = geometry.head_dim // 4
-    return -(-quarter // GROUP_SIZE) * GROUP_SIZE

@@ -7,10 +7,13 @@ paper's separate treatment of a few outlier channels of language models is left 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer
+from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.integer import pack_asymmetric, unpack_asymmetric
 from esm_turbo.codecs.peers.jl import orthogonal_gain, orthogonal_projection, sketch, unsketch
 from esm_turbo.config import Geometry, TurboConfig
@@ -19,11 +22,12 @@ from esm_turbo.config import Geometry, TurboConfig
 class QjlCodec(DataFreeCodec):
     """Sign sketches of keys, integers for values."""
 
+    allowed_bits = (1, 2, 3, 4, 5, 6)
+
     @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (1, 2, 3, 4, 5, 6))
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
         dim = geometry.head_dim
-        return every_layer(geometry, {"projection": orthogonal_projection(config.bits * dim, dim, config.seed)})
+        return {"projection": orthogonal_projection(config.bits * dim, dim, config.seed)}
 
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         if kind == "key":

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options
+from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.integer import pack_symmetric, unpack_symmetric
-from esm_turbo.config import Geometry, TurboConfig
 
 _KEPT_FRACTION = 12 / 64
 _STEP = 4
@@ -25,10 +24,7 @@ _STEP = 4
 class SpectralCodec(DataFreeCodec):
     """The frequency pairs of highest energy of every key."""
 
-    @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (3, 4, 5, 6, 7))
-        return {}
+    allowed_bits = (3, 4, 5, 6, 7)
 
     @property
     def num_pairs(self) -> int:

@@ -27,14 +27,14 @@ def sphere_levels(dim: int, bits: int) -> Array:
         bits: bits per code.
     """
     shape = (dim - 1) / 2
-    levels = lloyd_max(2 * betaincinv(shape, shape, _QUANTILES) - 1, 2**bits).levels
+    levels = lloyd_max(2 * betaincinv(shape, shape, _QUANTILES) - 1, 2**bits)
     return (levels - levels[::-1]) / 2
 
 
 @lru_cache
 def rayleigh_levels(dim: int, bits: int) -> Array:
     """Lloyd-Max levels of the radius of two such components, Rayleigh with scale dim^(-1/2), ascending, [2^bits]."""
-    return lloyd_max(np.sqrt(-2 * np.log1p(-_QUANTILES) / dim), 2**bits).levels
+    return lloyd_max(np.sqrt(-2 * np.log1p(-_QUANTILES) / dim), 2**bits)
 
 
 def mean_absolute_component(dim: int) -> float:

@@ -10,11 +10,14 @@ its norm in bfloat16, a `prod` key also the norm of its residual.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from esm_turbo.codecs.base import Packed
 from esm_turbo.codecs.packing import midpoints, pack_codes, quantize, unpack_codes
-from esm_turbo.codecs.peers.data_free import DataFreeCodec, check_options, every_layer, random_rotation, split_norm
+from esm_turbo.codecs.peers.data_free import DataFreeCodec, random_rotation, split_norm
 from esm_turbo.codecs.peers.jl import GAUSSIAN_GAIN, gaussian_projection, sketch, unsketch
 from esm_turbo.codecs.peers.sphere import sphere_levels
 from esm_turbo.config import Geometry, TurboConfig
@@ -23,11 +26,11 @@ from esm_turbo.config import Geometry, TurboConfig
 class TurboQuantCodec(DataFreeCodec):
     """Variant `mse`: least squared error."""
 
+    allowed_bits: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+
     @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (1, 2, 3, 4, 5, 6))
-        levels = sphere_levels(geometry.head_dim, config.bits)
-        return every_layer(geometry, {**random_rotation(config, geometry), "levels": levels})
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
+        return {**random_rotation(config, geometry), "levels": sphere_levels(geometry.head_dim, config.bits)}
 
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         levels = self.layer_state(layer_idx, x.device)["levels"]
@@ -44,14 +47,16 @@ class TurboQuantCodec(DataFreeCodec):
 class TurboQuantProdCodec(TurboQuantCodec):
     """Variant `prod`: unbiased scores."""
 
+    allowed_bits = (2, 3, 4, 5, 6)
+
     @classmethod
-    def state_for(cls, config: TurboConfig, geometry: Geometry) -> dict[str, Tensor]:
-        check_options(config, geometry, (2, 3, 4, 5, 6))
+    def arrays(cls, config: TurboConfig, geometry: Geometry) -> Mapping[str, ArrayLike]:
         dim = geometry.head_dim
-        key_levels = sphere_levels(dim, config.bits - 1)
-        projection = gaussian_projection(dim, dim, config.seed)
-        own = every_layer(geometry, {"key_levels": key_levels, "projection": projection})
-        return super().state_for(config, geometry) | own
+        return {
+            **super().arrays(config, geometry),
+            "key_levels": sphere_levels(dim, config.bits - 1),
+            "projection": gaussian_projection(dim, dim, config.seed),
+        }
 
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:
         if kind == "value":

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,14 +15,8 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
 from benchmarks.report.gaussian import gaussian_lloyd_max
-from esm_turbo.codecs.fitting.lloyd_max import (
-    _lloyd,
-    _PrefixSums,
-    _run_starts,
-    gaussian_uniform,
-    lloyd_max,
-    uniform_quantizer,
-)
+from esm_turbo.codecs.fitting import lloyd_max as module
+from esm_turbo.codecs.fitting.lloyd_max import _lloyd, _PrefixSums, _run_starts, gaussian_uniform, uniform_quantizer
 
 # A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
 GAUSSIAN_GRID = ndtri((np.arange(200_000) + 0.5) / 200_000)
@@ -49,16 +44,27 @@ def hard_samples():
 HARD_SAMPLES = hard_samples()
 
 
-def mean_squared_error(x, levels):
-    return np.square(x[:, None] - levels).min(axis=1).mean()
+def mean_squared_error(x, levels, weights=None):
+    x = np.ravel(x).astype(np.float64)
+    middles = 0.5 * levels[1:] + 0.5 * levels[:-1]
+    return np.average(np.square(x - levels[np.searchsorted(middles, x)]), weights=weights)
+
+
+class Quantiser(NamedTuple):
+    levels: np.ndarray
+    distortion: float
+
+
+def lloyd_max(x, levels, weights=None):
+    """The levels, and their mean squared error on the sample."""
+    found = module.lloyd_max(x, levels, weights)
+    return Quantiser(found, mean_squared_error(x, found, weights))
 
 
 def assert_is_quantiser(quantiser, levels):
     assert quantiser.levels.shape == (levels,)
     assert quantiser.levels.dtype == np.float64
     assert (np.diff(quantiser.levels) >= 0).all()
-    middles = 0.5 * quantiser.levels[1:] + 0.5 * quantiser.levels[:-1]
-    np.testing.assert_array_equal(quantiser.boundaries, middles)
 
 
 @pytest.mark.parametrize("levels", [2, 8, 16])
@@ -66,7 +72,6 @@ def assert_is_quantiser(quantiser, levels):
 def test_no_worse_than_kmeans(x, levels):
     quantiser = lloyd_max(x, levels)
     assert_is_quantiser(quantiser, levels)
-    assert quantiser.distortion == pytest.approx(mean_squared_error(x, quantiser.levels), rel=1e-9)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)
         kmeans = KMeans(levels, n_init=4, random_state=0).fit(x[:, None])
@@ -106,7 +111,6 @@ def test_order_does_not_matter(x):
     for given_weights, shuffled_weights in ((None, None), (weights, weights[order])):
         first, second = lloyd_max(x, 8, given_weights), lloyd_max(x[order], 8, shuffled_weights)
         np.testing.assert_array_equal(first.levels, second.levels)
-        assert first.distortion == second.distortion
 
 
 @pytest.mark.parametrize("factor", [2.0**-40, 1e-150, 3.7, 1e6, 1e150])
@@ -130,9 +134,8 @@ def test_shift_and_mirror(shift):
 def test_largest_numbers_do_not_overflow():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        quantiser = lloyd_max([-1.7e308, -1.6e308, 1.6e308, 1.7e308], 2)
-    np.testing.assert_allclose(quantiser.levels, [-1.65e308, 1.65e308], rtol=1e-12)
-    assert np.isfinite(quantiser.boundaries).all()
+        levels = module.lloyd_max([-1.7e308, -1.6e308, 1.6e308, 1.7e308], 2)
+    np.testing.assert_allclose(levels, [-1.65e308, 1.65e308], rtol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
@@ -158,7 +161,6 @@ def test_few_distinct_values(levels):
 def test_constant_input(value):
     quantiser = lloyd_max(np.full(100, value), 8)
     np.testing.assert_array_equal(quantiser.levels, value)
-    np.testing.assert_array_equal(quantiser.boundaries, value)
     assert quantiser.distortion == 0.0
 
 
@@ -186,7 +188,6 @@ def test_any_sample_gives_a_sound_quantiser(values, levels, random):
     assert quantiser.levels[-1] <= x.max() + 1e-9 * np.abs(x).max()
     scale = np.abs(x).max() ** 2
     assert quantiser.distortion <= x.var() + 1e-12 * scale
-    assert quantiser.distortion == pytest.approx(mean_squared_error(x, quantiser.levels), abs=1e-12 * scale)
     random.shuffle(values)
     np.testing.assert_array_equal(lloyd_max(values, levels).levels, quantiser.levels)
 

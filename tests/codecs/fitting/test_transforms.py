@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from esm_turbo.codecs.fitting.transforms import (
-    Transform,
     component_variances,
     identity,
     query_aware,
@@ -63,12 +62,6 @@ def test_identity():
     np.testing.assert_array_equal(transform.forward, np.broadcast_to(np.eye(16), (2, 3, 16, 16)))
     transform.forward[0, 0, 0, 0] = 5.0
     assert transform.forward[1, 0, 0, 0] == transform.inverse[0, 0, 0, 0] == 1.0
-
-
-@pytest.mark.parametrize("shape", [(), (2, 0)])
-def test_identity_needs_a_head_dim(shape):
-    with pytest.raises(ValueError, match="`shape`"):
-        identity(shape)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -135,13 +128,6 @@ def test_hadamard_seeds_and_stack():
     heads = first.reshape(15, 24, 24)
     assert all(not np.array_equal(heads[i], heads[j]) for i, j in itertools.combinations(range(15), 2))
     assert random_hadamard(16, 0).forward.shape == (16, 16)
-
-
-def test_hadamard_bad_arguments():
-    with pytest.raises(ValueError, match="`head_dim`"):
-        random_hadamard(0, seed=0)
-    with pytest.raises(ValueError, match="`seed`"):
-        random_hadamard(16, seed=-1)
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -306,8 +292,6 @@ def test_bad_moments(moment, message):
     good = np.eye(moment.shape[-1])
     for call in (
         lambda: svd_rotation(moment),
-        lambda: standardized((good, good), moment),
-        lambda: component_variances((good, good), moment),
         lambda: query_aware(moment, good),
         lambda: query_aware(good, moment),
     ):
@@ -327,16 +311,3 @@ def test_a_little_rounding_is_accepted():
     moment[0, 1] = 1e-12
     assert_orthogonal(svd_rotation(moment))
     assert_inverse(query_aware(moment, moment), atol=1e-6)
-
-
-def test_query_aware_bad_arguments():
-    eye = np.eye(4)
-    with pytest.raises(ValueError, match="but `query_second_moment` is"):
-        query_aware(eye, np.eye(6))
-    for shrinkage in (-0.1, 1.1, float("nan")):
-        with pytest.raises(ValueError, match="`shrinkage`"):
-            query_aware(eye, eye, shrinkage)
-    with pytest.raises(ValueError, match="even"):
-        query_aware(np.eye(5), np.eye(5))
-    with pytest.raises(ValueError, match="`transform` is"):
-        standardized(Transform(np.eye(3), np.eye(3)), eye)
