@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -104,30 +104,15 @@ class Calibration:
         """Write a safetensors file atomically."""
         statistics = self.statistics
         tensors = {"fingerprint": torch.from_numpy(self.fingerprint), "output_gram": _f32(statistics.output_gram)}
-        counts = {}
-        for kind in _TOKEN_KINDS:
-            for state in _STATES:
-                moments: Moments = getattr(getattr(statistics, kind), state)
-                tensors[f"moments.{kind}.{state}.mean"] = _f32(moments.mean)
-                tensors[f"moments.{kind}.{state}.covariance"] = _f32(moments.covariance)
-                counts[kind] = moments.count
-        sensitivity = statistics.sensitivity
-        counts["sensitivity"] = sensitivity.count
-        for name in ("key_mean", "queries", "attention"):
-            tensors[f"sensitivity.{name}"] = _f32(getattr(sensitivity, name))
-        for name in ("keys", "values"):
-            moments = getattr(sensitivity, name)
-            tensors[f"sensitivity.{name}.count"] = _f32(np.asarray(moments.count))
-            tensors[f"sensitivity.{name}.mean"] = _f32(moments.mean)
-            tensors[f"sensitivity.{name}.covariance"] = _f32(moments.covariance)
-        sample = statistics.sample
-        tensors["sample.keys"] = torch.from_numpy(sample.keys).to(torch.bfloat16)
-        tensors["sample.values"] = torch.from_numpy(sample.values).to(torch.bfloat16)
-        tensors["sample.is_special"] = torch.from_numpy(sample.is_special)
-        tensors["sample.positions"] = torch.from_numpy(sample.positions)
-        tensors["sample.key_weights"] = torch.from_numpy(sample.key_weights)
-        tensors["sample.value_weights"] = torch.from_numpy(sample.value_weights)
         tensors["inv_freq"] = _f32(statistics.inv_freq)
+        tensors |= {f"sample.{name}": torch.from_numpy(array) for name, array in vars(statistics.sample).items()}
+        for name in ("sample.keys", "sample.values"):
+            tensors[name] = tensors[name].to(torch.bfloat16)
+        for kind in _TOKEN_KINDS:
+            tensors |= _arrays(f"moments.{kind}", getattr(statistics, kind))
+        tensors |= _arrays("sensitivity", statistics.sensitivity)
+        counts = {kind: getattr(statistics, kind).keys.count for kind in _TOKEN_KINDS}
+        counts["sensitivity"] = statistics.sensitivity.count
         presets = {}
         for config, codec in self._codecs.items():
             presets[config.name] = config.to_dict()
@@ -199,6 +184,17 @@ def _f32(array: npt.NDArray[np.float64]) -> Tensor:
     return torch.from_numpy(array.astype(np.float32))
 
 
+def _arrays(prefix: str, statistics: Any) -> dict[str, Tensor]:
+    """The arrays of a dataclass and of the dataclasses in it; counts that are one number are metadata."""
+    found: dict[str, Tensor] = {}
+    for name, value in vars(statistics).items():
+        if is_dataclass(value):
+            found |= _arrays(f"{prefix}.{name}", value)
+        elif isinstance(value, np.ndarray):
+            found[f"{prefix}.{name}"] = _f32(value)
+    return found
+
+
 def _statistics(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> KVStatistics:
     def f64(name: str) -> npt.NDArray[np.float64]:
         return tensors[name].numpy().astype(np.float64)
@@ -220,20 +216,15 @@ def _statistics(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> K
         f64("sensitivity.queries"),
         f64("sensitivity.attention"),
     )
-    sample = TokenSample(
-        tensors["sample.keys"].float().numpy(),
-        tensors["sample.values"].float().numpy(),
-        tensors["sample.is_special"].numpy(),
-        tensors["sample.positions"].numpy(),
-        tensors["sample.key_weights"].numpy(),
-        tensors["sample.value_weights"].numpy(),
-    )
+    sample = {field.name: tensors[f"sample.{field.name}"] for field in fields(TokenSample)}
+    for name in ("keys", "values"):
+        sample[name] = sample[name].float()
     return KVStatistics(
         Geometry(**metadata["geometry"]),
         moments("residues"),
         moments("specials"),
         sensitivity,
-        sample,
+        TokenSample(**{name: tensor.numpy() for name, tensor in sample.items()}),
         f64("inv_freq"),
         f64("output_gram"),
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,62 +23,15 @@ NEW_RESIDUES = 8
 _EVALUATION_LENGTHS = range(60, 161)
 
 
-@dataclass(frozen=True)
-class Example:
-    """A protein whose last residues extend a cache of the others.
-
-    Attributes:
-        protein: its identifier.
-        context: number of residues in the cache.
-        new: number of residues that extend it.
-        preset: of the cache.
-        nbytes: of the cache.
-        cosine: mean cosine of the final hidden states of the new residues with those of the exact run.
-        top1: number of new residues for which the most likely residue is that of the exact run.
-    """
-
-    protein: str
-    context: int
-    new: int
-    preset: str
-    nbytes: int
-    cosine: float
-    top1: int
-
-
-@dataclass(frozen=True)
-class Demo:
-    """Results of the demo.
-
-    Attributes:
-        calibrated_on: numbers of proteins and residues.
-        example: prefill and extension of one protein.
-        evaluation: all presets on proteins that the calibration has not seen.
-        seconds: per step.
-    """
-
-    calibrated_on: tuple[int, int]
-    example: Example
-    evaluation: Evaluation
-    seconds: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        """JSON values."""
-        proteins, residues = self.calibrated_on
-        return {
-            "calibration": {"proteins": proteins, "residues": residues},
-            "example": asdict(self.example),
-            "evaluation": self.evaluation.to_dict(),
-            "seconds": self.seconds,
-        }
-
-
-def run_demo(device: str | None = None, progress: Progress | None = None) -> Demo:
+def run_demo(device: str | None = None, progress: Progress | None = None) -> tuple[dict[str, Any], Evaluation]:
     """Run the demo. It writes nothing and needs no network.
 
     Args:
         device: of the model; None as for `TurboEsm.from_pretrained`.
         progress: called in every stage, see `Progress`.
+
+    Returns:
+        The results as JSON values, and the evaluation among them as an object.
     """
     clock = _Clock()
     # Without the shipped calibration: the demo makes its own.
@@ -87,13 +39,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
     clock.lap("load")
     fasta = calibration_proteins()
     records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]
-    calibration = calibrate_records(
-        turbo,
-        records,
-        source=fasta,
-        presets=PRODUCT_PRESETS,
-        progress=progress,
-    )
+    calibration = calibrate_records(turbo, records, source=fasta, presets=PRODUCT_PRESETS, progress=progress)
     turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
     clock.lap("calibrate")
     unseen = [r for r in read_fasta_strict(evaluation_proteins()) if len(r.sequence) in _EVALUATION_LENGTHS]
@@ -110,11 +56,18 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> Dem
         progress=progress,
     )
     clock.lap("compare")
-    return Demo((len(records), sum(len(r.sequence) for r in records)), example, evaluation, clock.laps)
+    result = {
+        "calibration": {"proteins": len(records), "residues": sum(len(r.sequence) for r in records)},
+        "example": example,
+        "evaluation": evaluation.to_dict(),
+        "seconds": clock.laps,
+    }
+    return result, evaluation
 
 
 @torch.no_grad()
-def _example(turbo: TurboEsm, record: ProteinRecord) -> Example:
+def _example(turbo: TurboEsm, record: ProteinRecord) -> dict[str, Any]:
+    """Extend a cache of a protein by its last residues, and compare them with the exact run."""
     context, new = record.sequence[:-NEW_RESIDUES], record.sequence[-NEW_RESIDUES:]
     cache = turbo.prefill(context)
     extended = turbo.extend(cache, new, refresh=DEFAULT_REFRESH)
@@ -126,9 +79,15 @@ def _example(turbo: TurboEsm, record: ProteinRecord) -> Example:
         extended.hidden_states[0, :NEW_RESIDUES].float(), exact.hidden_states[-1][0, new_tokens].float(), dim=-1
     )
     same = extended.logits[0, :NEW_RESIDUES].argmax(-1) == exact.logits[0, new_tokens].argmax(-1)
-    return Example(
-        record.id, len(context), len(new), cache.config.name, cache.nbytes, float(cosines.mean()), int(same.sum())
-    )
+    return {
+        "protein": record.id,
+        "context": len(context),
+        "new": len(new),
+        "preset": cache.config.name,
+        "nbytes": cache.nbytes,
+        "cosine": float(cosines.mean()),
+        "top1": int(same.sum()),
+    }
 
 
 class _Clock:

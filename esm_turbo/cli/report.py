@@ -12,17 +12,16 @@ from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
-    from esm_turbo.cli.demo import Demo
+    from esm_turbo.evaluate import Evaluation
     from esm_turbo.evaluate.metrics import Accuracy
     from esm_turbo.proteins.fasta import BadRecord
 
 _COUNTED = ("sequences", "residues")
 
 
-def demo_report(demo: Demo) -> list[object]:
-    """Steps and figures of the demo."""
-    example, evaluation, seconds = demo.example, demo.evaluation, demo.seconds
-    proteins, residues = demo.calibrated_on
+def demo_report(result: Mapping[str, Any], evaluation: Evaluation) -> list[object]:
+    """Steps and figures of the demo, from `run_demo`."""
+    calibration, example, seconds = result["calibration"], result["example"], result["seconds"]
     compared = evaluation.provenance
     took = {step: f"{time:.1f} s" for step, time in seconds.items()}
     steps = text_table(
@@ -30,17 +29,21 @@ def demo_report(demo: Demo) -> list[object]:
         ["step", "details", "time"],
         [
             ["load", "the embedded model", took["load"]],
-            ["calibrate", f"{proteins} shipped proteins, {residues:,} residues", took["calibrate"]],
+            [
+                "calibrate",
+                f"{calibration['proteins']} shipped proteins, {calibration['residues']:,} residues",
+                took["calibrate"],
+            ],
             [
                 "prefill",
-                f"{example.protein} without its last residues: {example.context} residues in"
-                f" {bytes_text(example.nbytes)} ({example.preset})",
+                f"{example['protein']} without its last residues: {example['context']} residues in"
+                f" {bytes_text(example['nbytes'])} ({example['preset']})",
                 "",
             ],
             [
                 "extend",
-                f"by its last {example.new} residues: cosine {example.cosine:.4f} with the exact run,"
-                f" {example.top1} of {example.new} most likely residues agree",
+                f"by its last {example['new']} residues: cosine {example['cosine']:.4f} with the exact run,"
+                f" {example['top1']} of {example['new']} most likely residues agree",
                 took["prefill and extend"],
             ],
             [

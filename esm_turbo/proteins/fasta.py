@@ -13,19 +13,6 @@ from pathlib import Path
 
 from esm_turbo.files.text_files import DamagedGzipError, text_lines
 
-__all__ = [
-    "RESIDUES",
-    "STANDARD_RESIDUES",
-    "BadRecord",
-    "FastaError",
-    "ProteinRecord",
-    "normalize_sequence",
-    "read_fasta",
-    "read_fasta_strict",
-    "sha256_file",
-    "token_batches",
-]
-
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 """The residue codes of ESM-2's vocabulary, in its order: the 20 standard residues and X, B, U, Z, O."""
 

@@ -18,8 +18,9 @@ def result():
 
 
 def test_steps_are_timed_and_reported(result):
-    found, stages = result
-    assert list(found.seconds) == ["load", "calibrate", "prefill and extend", "compare"]
+    (found, evaluation), stages = result
+    assert found["evaluation"] == evaluation.to_dict()
+    assert list(found["seconds"]) == ["load", "calibrate", "prefill and extend", "compare"]
     assert list(dict.fromkeys(stage for stage, _, _ in stages)) == ["calibrate", "leave-one-out", "extend"]
     for stage in ("calibrate", "leave-one-out", "extend"):
         _, done, total = [report for report in stages if report[0] == stage][-1]
@@ -27,10 +28,10 @@ def test_steps_are_timed_and_reported(result):
 
 
 def test_the_example_agrees_with_the_exact_run(result):
-    example = result[0].example
-    assert example.preset == "turbo3"
-    assert example.new == 8 and 0 <= example.top1 <= 8
-    assert 0.95 < example.cosine <= 1
+    example = result[0][0]["example"]
+    assert example["preset"] == "turbo3"
+    assert example["new"] == 8 and 0 <= example["top1"] <= 8
+    assert 0.95 < example["cosine"] <= 1
     # 3 of 32 bits per element, and the overhead of a short context.
-    elements = 2 * 12 * 256 * (example.context + 1)
-    assert 3 * elements / 8 < example.nbytes < 8 * elements / 8
+    elements = 2 * 12 * 256 * (example["context"] + 1)
+    assert 3 * elements / 8 < example["nbytes"] < 8 * elements / 8

@@ -23,5 +23,5 @@ def demo(*, device: Device = None, json: JsonFile = None) -> None:
     # Two threads gain little on so small a model, and on a busy machine they mostly wait for each other.
     torch.set_num_threads(1)
     with progress_bar("done") as progress:
-        result = run_demo(device, progress)
-    show(*demo_report(result), to_json=json, result=result.to_dict())
+        result, evaluation = run_demo(device, progress)
+    show(*demo_report(result, evaluation), to_json=json, result=result)
