@@ -98,7 +98,7 @@ def _preset_case(
 
 def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig]) -> Case:
     def measure(repeats: int) -> list[Figures]:
-        tested = [Protein(i, p.id, p.sequence, p.structural_class) for i, p in enumerate(proteins)]
+        tested = [Protein(p.id, p.sequence, p.structural_class) for p in proteins]
         planted, accuracies = planted_accuracy(
             embedded(), tested, presets, scale, OUTLIER_CALIBRATION_PROTEINS, lambda done: None
         )

@@ -39,8 +39,8 @@ def _case(preset: str, proteins: Sequence[ProteinRecord]) -> Case:
         whole, dropped = Comparison(f"{preset} against frozen"), Comparison(f"{preset} without planes against frozen")
         stored = {"whole": 0, "dropped": 0}
         tokens = 0
-        for index, record in enumerate(proteins):
-            protein = Protein(index, record.id, record.sequence, record.structural_class)
+        for record in proteins:
+            protein = Protein(record.id, record.sequence, record.structural_class)
             ids = torch.tensor([protein.token_ids(turbo.codes)])
             special = np.isin(ids[0].numpy(), turbo.model.esm.special_ids)
             _, caches = prefill(turbo.model, [FROZEN, config], ids, torch.ones_like(ids))

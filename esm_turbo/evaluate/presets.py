@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS, TurboConfig
@@ -43,8 +43,14 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
         configs = {name: TurboConfig.from_preset(preset) for name, preset in presets.items()}
         required = set(configs)
     else:
-        configs = {config.name: config for config in _expanded(presets)}
-        required = {TurboConfig.from_preset(preset).name for preset in presets if preset != ALL}
+        configs, required = {}, set()
+        for preset in presets:
+            if preset == ALL:
+                configs |= {config.name: config for config in (PRESETS | OPTIONAL_PRESETS).values()}
+            else:
+                config = TurboConfig.from_preset(preset)
+                configs[config.name] = config
+                required.add(config.name)
     if not configs:
         raise ValueError("`presets` must name at least one preset")
     if esm.calibration is None:
@@ -57,19 +63,6 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
         except ValueError as error:
             if name in required:
                 raise
-            unavailable[name] = _reason(error)
+            missing = isinstance(error.__cause__, ImportError)
+            unavailable[name] = "not installed: pip install 'esm-turbo[compare]'" if missing else str(error)
     return {name: config for name, config in configs.items() if name not in unavailable}, unavailable
-
-
-def _expanded(presets: Iterable[str | TurboConfig]) -> Iterator[TurboConfig]:
-    for preset in presets:
-        if preset == ALL:
-            yield from (PRESETS | OPTIONAL_PRESETS).values()
-        else:
-            yield TurboConfig.from_preset(preset)
-
-
-def _reason(error: ValueError) -> str:
-    if isinstance(error.__cause__, ImportError):
-        return "not installed: pip install 'esm-turbo[compare]'"
-    return str(error)

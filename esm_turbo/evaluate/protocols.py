@@ -38,13 +38,11 @@ class Protein:
     """One protein to evaluate on.
 
     Attributes:
-        index: position among all evaluated proteins.
         name: for messages.
         sequence: residues, upper case.
         structural_class: None if unknown.
     """
 
-    index: int
     name: str
     sequence: str
     structural_class: str | None = None
@@ -63,14 +61,17 @@ class Comparison:
 
     Attributes:
         names: of the two computations, for messages.
+        proteins: the protein of each residue.
+        positions: position of each residue in its protein, from 1.
+        layers: errors of the hidden states by layer.
     """
 
     names: str
+    proteins: list[Protein] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    layers: LayerErrors = field(default_factory=LayerErrors)
     _residues: list[TokenErrors] = field(default_factory=list)
     _specials: list[TokenErrors] = field(default_factory=list)
-    _proteins: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    _positions: list[npt.NDArray[np.int64]] = field(default_factory=list)
-    layers: LayerErrors = field(default_factory=LayerErrors)
 
     def add(
         self, protein: Protein, position: int, reference: Outputs, other: Outputs, special: npt.NDArray[np.bool_]
@@ -93,8 +94,9 @@ class Comparison:
             raise ValueError(f"{self.names}, {protein.name}: {error}") from None
         self._residues.append(errors[~special])
         self._specials.append(errors[special])
-        self._positions.append((position + np.arange(len(special)))[~special])
-        self._proteins.append(np.full(int((~special).sum()), protein.index))
+        positions = (position + np.arange(len(special)))[~special].tolist()
+        self.positions += positions
+        self.proteins += [protein] * len(positions)
         if reference.layers is not None and other.layers is not None:
             self.layers.add(reference.layers[:, ~special], other.layers[:, ~special])
 
@@ -105,16 +107,6 @@ class Comparison:
     @property
     def special_tokens(self) -> TokenErrors:
         return TokenErrors.join(self._specials)
-
-    @property
-    def proteins(self) -> npt.NDArray[np.int64]:
-        """Index of the protein of each residue."""
-        return np.concatenate(self._proteins)
-
-    @property
-    def positions(self) -> npt.NDArray[np.int64]:
-        """Position of each residue in its protein, from 1."""
-        return np.concatenate(self._positions)
 
     def __len__(self) -> int:
         return len(self._residues)

@@ -141,8 +141,8 @@ def _proteins(
     names = [f"sequence {number}" for number in range(1, len(sequences) + 1)] if names is None else names
     classes = [None] * len(sequences) if classes is None else classes
     return [
-        Protein(index, name, normalize_sequence(sequence, name=name), structural_class)
-        for index, (name, sequence, structural_class) in enumerate(zip(names, sequences, classes, strict=True))
+        Protein(name, normalize_sequence(sequence, name=name), structural_class)
+        for name, sequence, structural_class in zip(names, sequences, classes, strict=True)
     ]
 
 

@@ -45,10 +45,9 @@ def preset_figures(
 ) -> PresetEvaluation:
     """All figures of one preset."""
     against_frozen = loo.turbo_frozen[name]
-    of_residue = against_frozen.proteins
-    classes = [proteins[i].structural_class for i in of_residue]
-    lengths = [length_bin(len(proteins[i])) for i in of_residue]
-    positions = [range_of(int(position), _POSITION_BOUNDS) for position in against_frozen.positions]
+    classes = [protein.structural_class for protein in against_frozen.proteins]
+    lengths = [length_bin(len(protein)) for protein in against_frozen.proteins]
+    positions = [range_of(position, _POSITION_BOUNDS) for position in against_frozen.positions]
     return PresetEvaluation(
         name,
         config.to_dict(),

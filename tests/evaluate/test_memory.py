@@ -31,7 +31,7 @@ def test_memory_equals_that_of_a_real_cache(tiny: TurboEsm, evaluation: Evaluati
 
 
 def test_memory_of_other_lengths(tiny: TurboEsm) -> None:
-    protein = protocols.Protein(0, "it", SEQUENCES[0])
+    protein = protocols.Protein("it", SEQUENCES[0])
     short, long = (measure_memory(tiny, [protein], [PRESETS["paper"]], tokens)[0] for tokens in (64, 128))
     assert (short.tokens, long.tokens) == (64, 128)
     assert long.nbytes - 8 == 2 * (short.nbytes - 8)

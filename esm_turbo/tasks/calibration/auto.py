@@ -30,14 +30,15 @@ def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> C
     being kept.
 
     Args:
-        turbo: the model.
         progress: as for `calibrate_records`; not called if the calibration is read.
 
     Raises:
         ValueError: the model's weights are not finite.
     """
     fasta = calibration_proteins()
-    folder, prefix = calibration_folder(), _prefix(turbo, fasta)
+    folder = calibration_folder()
+    # A file's name begins with a digest of the file format, the proteins and the model's shape.
+    prefix = _digest(f"{FORMAT_VERSION} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
     calibration = _saved(folder, prefix, turbo)
     if calibration is not None:
         return calibration
@@ -56,11 +57,6 @@ def calibration_folder() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("esm_turbo", appauthor=False) / "calibrations"
-
-
-def _prefix(turbo: ContextModel, fasta: Path) -> str:
-    """First part of a file's name: a digest of the file format, the proteins and the model's shape."""
-    return _digest(f"{FORMAT_VERSION} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
 
 
 def _digest(data: bytes) -> str:

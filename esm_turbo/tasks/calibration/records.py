@@ -38,7 +38,6 @@ def calibrate_records(
     The result depends neither on the order of the proteins nor on `toks_per_batch`.
 
     Args:
-        turbo: the model.
         records: the proteins.
         source: the FASTA file of the proteins, whose name and SHA-256 are recorded.
         presets: the presets whose codecs are fitted now; others are fitted on first use.

@@ -4,8 +4,7 @@ An arm is one way to compute a score. `full` runs the whole input for every mask
 full precision. `turbo` extends a context cached under the model's preset. Frozen against full is the freezing error,
 turbo against frozen the quantisation error.
 
-How many residues of a cached context are refreshed (run again with the new tokens) is the `refresh` argument of each
-task; `scoring.targets` and `variants.score` decide which ones.
+Each task decides which of its `refresh` residues of a cached context run again with the new tokens.
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
     """Decide which arm runs.
 
     Args:
-        turbo: the model.
         arm: the requested arm; None is `turbo`, or the arm of `cache`.
         cache: the context, if the caller has one; its preset fixes the arm.
 
@@ -113,7 +111,6 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     """Predicted log-probabilities at one or several tokens of every row.
 
     Args:
-        turbo: the model.
         input_ids: [batch, n].
         at: index of the token in each row, int64 [batch]; or of k tokens, [batch, k].
         **options: further arguments of `TurboEsmModel.forward`.

@@ -111,7 +111,6 @@ def embed(
     """Embed proteins. `iter_embeddings` does the same without keeping all results.
 
     Args:
-        turbo: the model.
         sequences: residues; `<mask>` may stand for one.
         repr_layers: from 0, the input of the first layer, to the number of layers; negative ones count from the end.
         include: some of `mean`, `per_tok`, `bos` (`<cls>`), `contacts` and `cache`.
@@ -165,10 +164,8 @@ def iter_embeddings(
     All arguments are checked before the first batch. A batch that does not fit into memory is halved.
 
     Args:
-        turbo: the model.
-        sequences: as for `embed`.
+        sequences: as for `embed`, and so is `toks_per_batch`.
         request: the results to compute.
-        toks_per_batch: as for `embed`.
         done: indices to leave out. The other proteins keep their batches, see `remaining_batches`.
         on_failure: called with the index of a protein that does not fit into memory, and the reason; None raises.
 

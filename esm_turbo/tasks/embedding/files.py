@@ -113,7 +113,9 @@ class FolderWriter:
         self.folder = folder
         self.file_format = file_format
         self.settings = {"format": file_format, **settings}
-        self._known_settings = self._check_settings()
+        self._known_settings = (folder / SETTINGS_FILE).exists()
+        if self._known_settings:
+            check_same_settings(folder, _read_settings(folder), self.settings)
         self.index = _Index(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
@@ -191,13 +193,6 @@ class FolderWriter:
         except ArtifactError:
             self.damaged.append(os.fspath(path))
             return False
-        return True
-
-    def _check_settings(self) -> bool:
-        """Whether the folder has settings; raises a ValueError if they differ from the new ones."""
-        if not (self.folder / SETTINGS_FILE).exists():
-            return False
-        check_same_settings(self.folder, _read_settings(self.folder), self.settings)
         return True
 
     def _write_settings(self) -> None:

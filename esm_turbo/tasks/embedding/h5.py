@@ -77,7 +77,11 @@ class H5Writer(FolderWriter):
         remove_temporaries(out.parent, f".{out.name}.")
         self._old = self._open()
         if self._old is not None:
-            self._check_h5_settings()
+            try:
+                existing = json.loads(self._old.attrs["settings"])
+            except (KeyError, ValueError, TypeError):
+                raise ValueError(f"{out}: holds no embeddings of esm-turbo; give another file") from None
+            check_same_settings(out, existing, self._h5_settings)
             self._read_identifiers()
         for identifier, _, file, _ in self.index.rows:
             self._assign(identifier, file.removesuffix(".safetensors"))
@@ -91,12 +95,14 @@ class H5Writer(FolderWriter):
         name = sequence_hash(proteins[0].sequence)
         if not self._holds(name) and not super().has(proteins):
             return False
-        self._assign_all(proteins, name)
+        for record in proteins:
+            self._assign(record.id, name)
         return True
 
     def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
         super().write(proteins, embedding)
-        self._assign_all(proteins, sequence_hash(proteins[0].sequence))
+        for record in proteins:
+            self._assign(record.id, sequence_hash(record.sequence))
 
     def finish(self, records: Sequence[ProteinRecord]) -> None:
         self.commit()
@@ -148,10 +154,6 @@ class H5Writer(FolderWriter):
         self._unusable.add(name)
         self.damaged.append(f"{self.out}, entry {name}")
 
-    def _assign_all(self, proteins: SameSequence, name: str) -> None:
-        for record in proteins:
-            self._assign(record.id, name)
-
     def _assign(self, identifier: str, name: str) -> None:
         # An identifier whose sequence has changed moves to another entry.
         self._changed |= self._entry_of.get(identifier) != name
@@ -167,13 +169,6 @@ class H5Writer(FolderWriter):
             self.damaged.append(os.fspath(self.out))
             self._changed = True
             return None
-
-    def _check_h5_settings(self) -> None:
-        try:
-            existing = json.loads(self._old.attrs["settings"])
-        except (KeyError, ValueError, TypeError):
-            raise ValueError(f"{self.out}: holds no embeddings of esm-turbo; give another file") from None
-        check_same_settings(self.out, existing, self._h5_settings)
 
     def _read_identifiers(self) -> None:
         for name in self._old:

@@ -63,7 +63,6 @@ def embed_records(
     proteins and `toks_per_batch` are the same.
 
     Args:
-        turbo: the model.
         records: the proteins.
         out: a folder for `pt` and `safetensors`, a file for `h5`.
         request: the results to compute.

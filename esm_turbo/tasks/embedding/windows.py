@@ -119,7 +119,6 @@ def iter_windows(
     """Compute the hidden states of a protein window by window.
 
     Args:
-        turbo: the model.
         residues: token ids without `<cls>` and `<eos>`.
         windows: the split into windows.
         layers: layers whose hidden states are returned, from 0 to the number of layers.
@@ -222,7 +221,6 @@ def embed_in_windows(
     """Embed one long protein.
 
     Args:
-        turbo: the model.
         residues: token ids without `<cls>` and `<eos>`.
         windows: the split into windows.
         layers: layers whose hidden states are used.

@@ -53,7 +53,6 @@ def generate(
     one batch; no row depends on another.
 
     Args:
-        turbo: the model.
         sequences: residues; `<mask>` may stand for one. With `max_new_tokens`, also a cache of such contexts, as
             `ContextModel.prefill` makes it; it is not changed.
         options: see `GenerationOptions`.

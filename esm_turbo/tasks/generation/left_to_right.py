@@ -24,7 +24,6 @@ class LeftToRight:
     """A batch whose rows grow by one residue per step.
 
     Args:
-        turbo: the model.
         cache: contexts without `<eos>`, one per row; it is changed.
         refresh: number of tokens at the end of each row that a refresh computes again; a number of at least the row's
             tokens computes the whole row.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.generation.generate import GenerationOutput, allowed_residues, generate
+from esm_turbo.tasks.generation.generate import allowed_residues, generate
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 from esm_turbo.tasks.generation.sampling import row_seeds
 
@@ -63,7 +63,6 @@ def generate_records(
     Results do not depend on batches; they depend on the preceding records only through the seeds derived from `seed`.
 
     Args:
-        turbo: the model.
         records: the input proteins.
         options: see `GenerationOptions`; the same for all records.
         seed: seed from which those of all rows are derived.
@@ -100,26 +99,16 @@ def generate_records(
                 [index] = batch
                 bad[index] = BadRecord(records[index].id, str(error).removeprefix("sequence 1: "))
             return
-        for k, index in enumerate(batch):
-            generated[index] = _samples(records[index], output, own, range(k * samples, (k + 1) * samples))
+        rows = zip(output.sequences, output.positions, output.log_probs, own, strict=True)
+        for number, row in enumerate(rows):
+            k, sample = divmod(number, samples)
+            generated.setdefault(batch[k], []).append(GeneratedSequence(records[batch[k]].id, sample + 1, *row))
 
     for batch in token_batches(sizes, toks_per_batch):
         run(batch)
         counter.advance(len(batch))
     in_order = [one for index in sorted(generated) for one in generated[index]]
     return in_order, [bad[index] for index in sorted(bad)]
-
-
-def _samples(
-    record: ProteinRecord, output: GenerationOutput, seeds: Sequence[int], rows: range
-) -> list[GeneratedSequence]:
-    """The samples of one record, from its rows of a batch."""
-    return [
-        GeneratedSequence(
-            record.id, sample, output.sequences[row], output.positions[row], output.log_probs[row], seeds[row]
-        )
-        for sample, row in enumerate(rows, start=1)
-    ]
 
 
 def parse_positions(text: str) -> list[int]:

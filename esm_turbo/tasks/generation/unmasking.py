@@ -13,7 +13,7 @@ chosen position is masked again and drawn given all others.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,7 +31,6 @@ class MaskedBatch:
     """Proteins of which some columns change, and the cache of the rest.
 
     Args:
-        turbo: the model.
         rows: token ids of each protein, with `<cls>` and `<eos>`.
         chosen: the columns of each protein that change.
         refresh: number of residues on either side of a chosen column that run with it.
@@ -140,11 +139,21 @@ def unmask(
             if not by_confidence:
                 waiting = [set(columns[start : start + per_step]) for columns in orders]
                 batch.put(waiting, mask_id)
-            logits = batch.logits()
-            for index, column, token, log_prob in _draws(batch, sampler, logits, waiting, per_step, by_confidence):
-                batch.rows[index][column] = token
-                log_probs[index][column] = log_prob
-                waiting[index].discard(column)
+            for row, (logits, columns) in enumerate(zip(batch.logits(), waiting, strict=True)):
+                indices = [index for index, column in enumerate(batch.chosen[row]) if column in columns]
+                if not indices:
+                    continue
+                # With <cls> in column 0, a residue's column is its position.
+                positions, own = [batch.chosen[row][index] for index in indices], logits[indices]
+                if by_confidence:
+                    certainty = sampler.scores(own, positions).softmax(dim=1).amax(dim=1)
+                    best = certainty.argsort(descending=True, stable=True)[:per_step].tolist()
+                    positions, own = [positions[i] for i in best], own[best]
+                drawn = zip(positions, *sampler.draw(own, [row] * len(positions), positions), strict=True)
+                for column, token, log_prob in drawn:
+                    batch.rows[row][column] = token
+                    log_probs[row][column] = log_prob
+                    columns.discard(column)
     return log_probs
 
 
@@ -164,27 +173,3 @@ def _order(
         # The least likely residue goes first.
         return sorted(columns, key=lambda column: log_probs[column])
     return [columns[i] for i in torch.randperm(len(columns), generator=sampler.generators[row]).tolist()]
-
-
-def _draws(
-    batch: MaskedBatch,
-    sampler: ResidueSampler,
-    logits: Sequence[Tensor],
-    waiting: Sequence[set[int]],
-    per_step: int,
-    by_confidence: bool,
-) -> Iterator[tuple[int, int, int, float]]:
-    """Row, column, token and log-probability of each residue drawn in a step."""
-    for row, columns in enumerate(waiting):
-        indices = [(column, index) for index, column in enumerate(batch.chosen[row]) if column in columns]
-        if not indices:
-            continue
-        # With <cls> in column 0, a residue's column is its position.
-        positions = [column for column, _ in indices]
-        own = logits[row][[index for _, index in indices]]
-        if by_confidence:
-            certainty = sampler.scores(own, positions).softmax(dim=1).amax(dim=1)
-            best = certainty.argsort(descending=True, stable=True)[:per_step].tolist()
-            positions, own = [positions[i] for i in best], own[best]
-        tokens, log_probs = sampler.draw(own, [row] * len(positions), positions)
-        yield from zip([row] * len(positions), positions, tokens, log_probs, strict=True)

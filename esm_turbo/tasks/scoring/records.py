@@ -148,7 +148,6 @@ def score_records(
     """Score candidates on targets. Those that cannot be scored are set apart and reported.
 
     Args:
-        turbo: the model.
         targets: the targets, scored one after the other.
         candidates: each is scored on its own target, or on all.
         arms: one arm or several.

@@ -142,7 +142,6 @@ def score(
     """Score candidates as continuations of a target, each residue masked in turn.
 
     Args:
-        turbo: the model.
         context: residues of the target; or a cache of one row without `<eos>`, from `turbo.prefill` or a store.
         candidates: residues of each candidate, of any lengths.
         arm: `full` runs target and candidate again for every mask; `frozen` extends a context kept at full precision;
@@ -160,7 +159,11 @@ def score(
             the cache is empty, has several rows or belongs to another model.
         NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
     """
-    residues = _encode_candidates(turbo, candidates)
+    residues = []
+    for number, sequence in enumerate(as_list(candidates, "candidate"), start=1):
+        residues.append(turbo.codes.encode(sequence, f"candidate {number}"))
+        if turbo.codes.mask in residues[-1]:
+            raise ValueError(f"candidate {number}: holds a <mask>, which has no likelihood; give residues only")
     check_count("refresh", refresh, 0)
     if isinstance(context, TurboKVCache):
         arm, preset = resolve_arm(turbo, arm, context)
@@ -180,7 +183,9 @@ def score(
     warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
     log_probs: dict[int, tuple[float, ...]] = {}
     counter = StageProgress(progress, "score", sum(map(len, residues)))
-    for length, group in _by_length(residues):
+    # Candidates of one length need no padding and share one context.
+    for length in sorted({len(ids) for ids in residues}):
+        group = [index for index, ids in enumerate(residues) if len(ids) == length]
         flat: list[float] = []
         same_length = torch.tensor([residues[index] for index in group])
         for values in _masked_log_probabilities(turbo, target, same_length, toks_per_batch):
@@ -206,21 +211,3 @@ def _masked_log_probabilities(
         predicted = log_probabilities(turbo, input_ids, len(prefix) + at, **run.options)
         values: list[float] = predicted.gather(1, candidates[rows, at][:, None])[:, 0].tolist()
         yield values
-
-
-def _encode_candidates(turbo: ContextModel, candidates: str | Sequence[str]) -> list[list[int]]:
-    """Token ids of each candidate's residues."""
-    sequences = as_list(candidates, "candidate")
-    encoded = [turbo.codes.encode(one, f"candidate {number}") for number, one in enumerate(sequences, start=1)]
-    for number, ids in enumerate(encoded, start=1):
-        if turbo.codes.mask in ids:
-            raise ValueError(f"candidate {number}: holds a <mask>, which has no likelihood; give residues only")
-    return encoded
-
-
-def _by_length(residues: Sequence[Sequence[int]]) -> list[tuple[int, list[int]]]:
-    """Indices of the candidates of each length. A group needs no padding and shares one context."""
-    groups: dict[int, list[int]] = {}
-    for index, ids in enumerate(residues):
-        groups.setdefault(len(ids), []).append(index)
-    return sorted(groups.items())

@@ -66,7 +66,6 @@ def cached_target(turbo: ContextModel, token_ids: list[int], arm: Arm, place: Pl
     """A target that is prefilled for its candidates.
 
     Args:
-        turbo: the model.
         token_ids: the target's residues.
         arm: `frozen` or `turbo`.
         place: contents of the candidate's positions during the prefill: `masked` or `empty`.

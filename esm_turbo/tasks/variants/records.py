@@ -132,7 +132,6 @@ def score_file(
     """Score variants in one or several arms.
 
     Args:
-        turbo: the model.
         wild_type: the protein.
         variants: its variants; None for all single substitutions.
         arms: one arm or several.

@@ -99,7 +99,6 @@ def score_variants(
     """Score variants of a protein.
 
     Args:
-        turbo: the model.
         wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on.
         variants: such as `H24C`, or `H24C:E26K` for several substitutions at once; None for all single ones.
         method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
