@@ -79,7 +79,10 @@ def embed_records(
     """
     _check_identifiers(records)
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
-    groups = _by_sequence(records)
+    by_sequence: dict[str, list[ProteinRecord]] = {}
+    for record in records:
+        by_sequence.setdefault(record.sequence, []).append(record)
+    groups = list(by_sequence.values())
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     failed: dict[int, str] = {}
     with embedding_writer(out, file_format, settings) as writer:
@@ -147,14 +150,6 @@ def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
             raise ValueError(f"identifier {record.id!r} has a tab or a line break; remove it")
         if known.setdefault(record.id, record.sequence) != record.sequence:
             raise ValueError(f"identifier {record.id!r} names two sequences; rename one of them")
-
-
-def _by_sequence(records: Sequence[ProteinRecord]) -> list[SameSequence]:
-    """Groups of proteins with the same sequence, in order of first appearance."""
-    groups: dict[str, list[ProteinRecord]] = {}
-    for record in records:
-        groups.setdefault(record.sequence, []).append(record)
-    return list(groups.values())
 
 
 def _find_done(writer: FolderWriter, groups: Sequence[SameSequence], progress: Progress | None) -> set[int]:

@@ -63,25 +63,31 @@ def generate(
         ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, or the preset needs
             a calibration and there is none.
     """
-    inputs = _Inputs.of(turbo, sequences)
+    cache = sequences if isinstance(sequences, TurboKVCache) else None
+    if isinstance(sequences, TurboKVCache):
+        rows = _rows_of_cache(turbo, sequences)
+    else:
+        rows = [turbo.codes.encode(sequence, f"sequence {i}") for i, sequence in enumerate(sequences, start=1)]
     repeats = options.num_return_sequences
-    sampler = ResidueSampler(options, allowed_residues(turbo, options), row_seeds(seed, len(inputs.rows) * repeats))
+    sampler = ResidueSampler(options, allowed_residues(turbo, options), row_seeds(seed, len(rows) * repeats))
     refresh = DEFAULT_REFRESH if options.refresh is None else options.refresh
     if options.max_new_tokens is not None:
-        ends = [len(row) + options.max_new_tokens for row in inputs.rows]
-        new = [range(len(row) + 1, end + 1) for row, end in zip(inputs.rows, ends, strict=True)]
+        ends = [len(row) + options.max_new_tokens for row in rows]
+        new = [range(len(row) + 1, end + 1) for row, end in zip(rows, ends, strict=True)]
         _check_constrained_positions(sampler.allowed, new)
         warn_if_long(ends, stacklevel=3)
-        decoder = LeftToRight(turbo, inputs.contexts(turbo, repeats), refresh, options.refresh_every or _APPEND_EVERY)
+        cache = turbo.prefill([turbo.codes.decode(row) for row in rows]) if cache is None else cache
+        cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
+        decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY)
         return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
-    if inputs.cache is not None:
+    if cache is not None:
         raise ValueError("a cache can only be appended to: give `max_new_tokens`")
-    positions = _positions(turbo, inputs.rows, options.positions)
+    positions = _positions(turbo, rows, options.positions)
     _check_constrained_positions(sampler.allowed, positions)
-    warn_if_long([len(row) for row in inputs.rows], stacklevel=3)
+    warn_if_long([len(row) for row in rows], stacklevel=3)
     batch = MaskedBatch(
         turbo,
-        [[turbo.codes.cls, *row, turbo.codes.eos] for row in inputs.rows for _ in range(repeats)],
+        [[turbo.codes.cls, *row, turbo.codes.eos] for row in rows for _ in range(repeats)],
         # With <cls> in column 0, a residue's column is its position.
         [columns for columns in positions for _ in range(repeats)],
         refresh,
@@ -104,42 +110,18 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
     return AllowedResidues(turbo.codes, turbo.model.config.vocab_size, options.allowed, options.banned)
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Starting point of generation.
-
-    Attributes:
-        rows: token ids of the residues of each row.
-        cache: their cache, if one was given.
-    """
-
-    rows: list[list[int]]
-    cache: TurboKVCache | None = None
-
-    @classmethod
-    def of(cls, turbo: ContextModel, sequences: Sequence[str] | TurboKVCache) -> _Inputs:
-        codes = turbo.codes
-        if not isinstance(sequences, TurboKVCache):
-            return cls([codes.encode(sequence, f"sequence {i}") for i, sequence in enumerate(sequences, start=1)])
-        turbo.model.claim_cache(sequences)
-        ids, lengths = sequences.token_ids.tolist(), sequences.lengths.tolist()
-        rows = [row[:n] for row, n in zip(ids, lengths, strict=True)]
-        for number, row in enumerate(rows, start=1):
-            if row[:1] != [codes.cls] or len(row) < 2 or codes.eos in row:
-                raise ValueError(
-                    f"row {number} of the cache is not a context of <cls> and residues without <eos>, as `prefill`"
-                    " makes it"
-                )
-        if not rows:
-            raise ValueError("the cache is empty: prefill a context first")
-        return cls([row[1:] for row in rows], sequences)
-
-    def contexts(self, turbo: ContextModel, repeats: int) -> TurboKVCache:
-        """A new cache with one row per returned sequence."""
-        cache = self.cache
-        if cache is None:
-            cache = turbo.prefill([turbo.codes.decode(row) for row in self.rows])
-        return cache.select([row for row in range(len(self.rows)) for _ in range(repeats)])
+def _rows_of_cache(turbo: ContextModel, cache: TurboKVCache) -> list[list[int]]:
+    """Token ids of the residues of each row of a cache of contexts."""
+    turbo.model.claim_cache(cache)
+    rows = [row[:n] for row, n in zip(cache.token_ids.tolist(), cache.lengths.tolist(), strict=True)]
+    for number, row in enumerate(rows, start=1):
+        if row[:1] != [turbo.codes.cls] or len(row) < 2 or turbo.codes.eos in row:
+            raise ValueError(
+                f"row {number} of the cache is not a context of <cls> and residues without <eos>, as `prefill` makes it"
+            )
+    if not rows:
+        raise ValueError("the cache is empty: prefill a context first")
+    return [row[1:] for row in rows]
 
 
 def _append(

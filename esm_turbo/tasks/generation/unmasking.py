@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
@@ -131,8 +131,10 @@ def unmask(
     batch.put(batch.chosen, mask_id)
     for sweep in range(sweeps):
         by_confidence = order == "confidence" and sweep == 0
-        orders = [_order(batch, sampler, row, order, log_probs[row], by_confidence) for row in range(len(batch.rows))]
         waiting = [set(columns) for columns in batch.chosen]
+        if not by_confidence:
+            rows = zip(batch.chosen, log_probs, sampler.generators, strict=True)
+            orders = [_order(columns, order, scores, generator) for columns, scores, generator in rows]
         # Every sweep begins with a refresh; a protein with fewer chosen columns than others waits for them.
         batch.steps = 0
         for start in range(0, max(map(len, batch.chosen)), per_step):
@@ -157,19 +159,11 @@ def unmask(
     return log_probs
 
 
-def _order(
-    batch: MaskedBatch,
-    sampler: ResidueSampler,
-    row: int,
-    order: UnmaskingOrder,
-    log_probs: dict[int, float],
-    by_confidence: bool,
-) -> list[int]:
+def _order(columns: list[int], order: UnmaskingOrder, log_probs: dict[int, float], generator: Generator) -> list[int]:
     """The columns of a row in the order in which a sweep draws them, if that is known in advance."""
-    columns = batch.chosen[row]
-    if by_confidence or order == "left_to_right":
+    if order == "left_to_right":
         return columns
     if order == "confidence":
         # The least likely residue goes first.
-        return sorted(columns, key=lambda column: log_probs[column])
-    return [columns[i] for i in torch.randperm(len(columns), generator=sampler.generators[row]).tolist()]
+        return sorted(columns, key=log_probs.__getitem__)
+    return [columns[i] for i in torch.randperm(len(columns), generator=generator).tolist()]
