@@ -1,7 +1,8 @@
 """ESM-2 as in Hugging Face Transformers, with a key/value cache.
 
-Without a cache every computation is Hugging Face's own code. With one, the self-attention passes its queries, keys and
-values to a session (model/sessions.py), which encodes them (prefill) or attends to a cache (extension).
+Without a cache every computation is Hugging Face's own code. With one, the self-attention rotates its queries and keys
+(RoPE) and passes them and the values to a session (model/sessions.py), which encodes them (prefill) or attends to a
+cache (extension). The rotations of stored keys are those of their codec (codecs/base.py).
 """
 
 from __future__ import annotations

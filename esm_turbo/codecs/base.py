@@ -1,11 +1,11 @@
-"""The interface of a codec, and the linear maps that every codec shares.
+"""The interface of a codec, and the per-head rotation, or other linear map, of keys and values that every codec shares.
 
 A codec works in two steps. `transform` maps keys and values into the space in which they are stored,
 
     k' = T_k (k - mu_k),    v' = T_v (v - mu_v),
 
 and `quantize` turns k' and v' into packed tensors. Attention over a cache never maps a stored key or
-value back: the query is mapped once and the output once (docs/math.md),
+value back: the query is mapped once and the output once (docs/math.md; the maps are fitted in `fitting.transforms`),
 
     q . k = (T_k^-T q) . k' + q . mu_k,    sum_j p_j v_j = T_v^-1 (sum_j p_j v'_j) + mu_v.
 

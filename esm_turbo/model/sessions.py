@@ -1,6 +1,7 @@
 """Sessions: how one forward of the model writes or reads a cache.
 
 A session is passed through the layers as a keyword argument, so that neither the model nor the library keeps state.
+RoPE is applied before: in a prefill by Hugging Face's code, in an extension by `Extension.rotate` (ops/).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The backends: implementations of encoding, attention to packed contexts, rotation and activation."""
+"""The backends: implementations of encoding, attention to packed contexts, RoPE and activation."""
 
 from __future__ import annotations
 

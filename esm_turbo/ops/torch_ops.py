@@ -1,4 +1,4 @@
-"""Encoding and attention over packed contexts in PyTorch: the path of CPU and MPS, and the fallback on CUDA."""
+"""Encoding, attention over packed contexts and RoPE in PyTorch: the path of CPU and MPS, and the fallback on CUDA."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def embed(
         truncation_seq_length: Truncate proteins to this number of residues. By default, they are not truncated.
         window: Compute longer proteins in windows of this number of residues. By default, they are computed whole.
         overlap: Residues that consecutive windows share, 64 by default.
-        memory: Residues before a window that it attends to through the compressed cache, by default as many as
-            --window.
+        memory: Number of residues before each window to attend to through the compressed cache. By default, the value
+            of --window.
         format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files.
     """
     check_outputs(json, proteins)

@@ -42,7 +42,7 @@ def variants(
         method: masked masks each position in turn; wild_type masks none, which is cheaper and less accurate.
         arm: How the protein is computed: full recomputes it for every position, frozen stores it at full precision,
             turbo compressed.
-        refresh: Residues around a position that are recomputed with its mask.
+        refresh: Number of residues around each masked position to recompute.
         first_position: Number of the protein's first residue.
         measured: Column of the CSV file to compare with, higher is better. By default, fitness.
         top: Number of top-scoring variants to print.

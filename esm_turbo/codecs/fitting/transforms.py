@@ -1,4 +1,6 @@
-"""Linear maps applied to keys and values before quantisation, fitted in float64 on the CPU.
+"""Per-head rotations and other linear maps of keys and values before quantisation, fitted in float64 on the CPU.
+
+`KVCodec.transform` (codecs/base.py) applies them, after RoPE.
 
 Every function takes or returns stacks [..., head_dim, head_dim], one matrix per head, and returns a `Transform`: T,
 which acts on column vectors (k' = T k), and its inverse. A query passes through the transposed inverse, q' = T^-T q, so
