@@ -81,7 +81,10 @@ class KVCalibrator:
         self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
         self._sensitivity = Sensitivity.empty(*shape)
         self._output_gram = _output_gram(self._encoder, self.geometry)
-        self._output_root = torch.from_numpy(_matrix_root(self._output_gram).astype(np.float32))
+        # R with R R^T the Gram matrix of every head.
+        eigenvalues, vectors = np.linalg.eigh(self._output_gram)
+        root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
+        self._output_root = torch.from_numpy(root.astype(np.float32))
         self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().float().cpu()
         self._sample = SampleBuffer(sample_size)
         self.n_sequences_seen_ = 0
@@ -207,13 +210,6 @@ def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:
         heads = weight.reshape(weight.shape[0], geometry.num_heads, geometry.head_dim)
         grams.append(np.einsum("ohi,ohj->hij", heads, heads, optimize=True))
     return np.stack(grams).astype(np.float32).astype(np.float64)
-
-
-def _matrix_root(matrices: Array) -> Array:
-    """R with R R^T = A for every positive semidefinite A of a stack [..., n, n]."""
-    values, vectors = np.linalg.eigh(matrices)
-    root: Array = vectors * np.sqrt(np.maximum(values, 0))[..., None, :]
-    return root
 
 
 def _as_saved(statistics: _Dataclass) -> _Dataclass:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
-    from esm_turbo.calibration import Calibration
+    from esm_turbo.config import Geometry
     from esm_turbo.evaluate import Evaluation
     from esm_turbo.evaluate.metrics import Accuracy
     from esm_turbo.proteins.fasta import BadRecord
@@ -99,17 +98,12 @@ def failures(bad: Sequence[BadRecord]) -> list[dict[str, str]]:
     return [{"record": one.record, "reason": one.reason} for one in bad]
 
 
-def calibration_result(calibration: Calibration, out: str | os.PathLike[str]) -> dict[str, Any]:
-    """The summary of a calibration as JSON values."""
-    return {"out": os.fspath(out), "provenance": calibration.provenance, "bytes": os.path.getsize(out)}
-
-
-def calibration_report(calibration: Calibration, out: str | os.PathLike[str]) -> list[object]:
+def calibration_report(result: Mapping[str, Any], geometry: Geometry) -> list[object]:
     """The summary of a calibration by class and length."""
-    record = calibration.provenance
+    record = result["provenance"]
     done = (
-        f"{record['model']} ({calibration.geometry}) calibrated on {record['sequences']:,} proteins,"
-        f" {record['residues']:,} residues: {out}, {bytes_text(os.path.getsize(out))}"
+        f"{record['model']} ({geometry}) calibrated on {record['sequences']:,} proteins,"
+        f" {record['residues']:,} residues: {result['out']}, {bytes_text(result['bytes'])}"
     )
     return [*_count_tables(record), done]
 
@@ -126,14 +120,6 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
         if rows:
             tables.append(text_table("", [title, "proteins", "residues", "% of residues"], rows))
     return tables
-
-
-def store_report(result: Mapping[str, Any]) -> str:
-    """Number of contexts computed, and the size of the store."""
-    return (
-        f"{result['computed']:,} contexts computed; {result['out']} holds {result['contexts']:,},"
-        f" {bytes_text(result['bytes'])}"
-    )
 
 
 def info_report(result: Mapping[str, Any]) -> list[object]:

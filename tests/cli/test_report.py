@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from esm_turbo.cli.report import bytes_text, calibration_report, failures, info_report, store_report
+from esm_turbo.cli.report import bytes_text, calibration_report, failures, info_report
 from esm_turbo.proteins.fasta import BadRecord
 
 
@@ -41,15 +41,11 @@ def test_failures() -> None:
     ]
 
 
-def test_store() -> None:
-    result = {"computed": 1200, "contexts": 3400, "out": "store", "bytes": 2**20}
-    assert store_report(result) == "1,200 contexts computed; store holds 3,400, 1.0 MiB"
-
-
-def test_calibration_by_class_and_length(turbo: Any, tmp_path: Any) -> None:
-    turbo.calibration.save(tmp_path / "c")
-    text = text_of(*calibration_report(turbo.calibration, tmp_path / "c"))
+def test_calibration_by_class_and_length(turbo: Any) -> None:
     record = turbo.calibration.provenance
+    result = {"out": "c.safetensors", "provenance": record, "bytes": 2**20}
+    text = text_of(*calibration_report(result, turbo.calibration.geometry))
+    assert "c.safetensors, 1.0 MiB" in text.replace("\n", " ")
     for name, group in {**record["classes"], **record["lengths"]}.items():
         [row] = [line.split() for line in text.splitlines() if name in line.split()]
         assert f"{group['sequences']:,}" in row and f"{group['residues']:,}" in row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from esm_turbo.cli.console import progress_bar, show, working
@@ -34,7 +35,7 @@ def calibrate(
     check_outputs(json, proteins, out=out)
     records = read_fasta_strict(proteins, unknown=unknown)
     turbo = load_model(model)
-    from esm_turbo.cli.report import calibration_report, calibration_result
+    from esm_turbo.cli.report import calibration_report
     from esm_turbo.tasks.calibration.records import calibrate_records
 
     with progress_bar("residues") as progress:
@@ -48,4 +49,5 @@ def calibrate(
         )
     with working("writing"):
         calibration.save(out)
-    show(*calibration_report(calibration, out), to_json=json, result=calibration_result(calibration, out))
+    result = {"out": os.fspath(out), "provenance": calibration.provenance, "bytes": os.path.getsize(out)}
+    show(*calibration_report(result, calibration.geometry), to_json=json, result=result)

@@ -8,7 +8,7 @@ from pathlib import Path
 from esm_turbo.cli.console import progress_bar, show
 from esm_turbo.cli.inputs import check_outputs, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import BatchTokens, CacheOptions, JsonFile, Unknown
-from esm_turbo.cli.report import failures, store_report
+from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 
 
@@ -50,5 +50,7 @@ def store(
         "bytes": held["bytes"],
         "failed": failures(bad),
     }
-    show(store_report(result), to_json=json, result=result)
+    size = bytes_text(held["bytes"])
+    text = f"{computed:,} contexts computed; {folder} holds {held['contexts']:,}, {size}"
+    show(text, to_json=json, result=result)
     return 1 if bad else 0

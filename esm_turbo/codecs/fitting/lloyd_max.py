@@ -174,12 +174,12 @@ def _check_samples(x: NDArray[Any]) -> None:
         raise ValueError(f"`samples` holds {np.count_nonzero(~np.isfinite(x))} values that are NaN or infinite")
 
 
-def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray | None]:
+def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArray, FloatArray]:
     """Samples and weights in ascending order, without samples of weight 0, scaled to a largest weight of 1."""
     x = np.asarray(samples).ravel()
     _check_samples(x)
     if weights is None:
-        return np.sort(x).astype(np.float64), None
+        return np.sort(x).astype(np.float64), np.ones(x.size)
     w = np.asarray(weights, dtype=np.float64)
     if w.shape != np.shape(samples):
         raise ValueError(f"`weights` must have the shape of `samples` {np.shape(samples)}, got {w.shape}")
@@ -215,19 +215,11 @@ def _run_starts(x: FloatArray) -> IntArray:
 class _PrefixSums:
     """Sums of weights, values and squares over any run of an ascending sample, each in constant time."""
 
-    def __init__(self, x: FloatArray, weights: FloatArray | None) -> None:
+    def __init__(self, x: FloatArray, weights: FloatArray) -> None:
         self.x = x
-        self.zeroth = np.zeros(len(x) + 1)
-        self.first = np.zeros(len(x) + 1)
-        self.second = np.zeros(len(x) + 1)
-        if weights is None:
-            self.zeroth[1:] = np.arange(1, len(x) + 1)
-            np.cumsum(x, out=self.first[1:])
-            np.cumsum(x * x, out=self.second[1:])
-        else:
-            np.cumsum(weights, out=self.zeroth[1:])
-            np.cumsum(weights * x, out=self.first[1:])
-            np.cumsum(weights * x * x, out=self.second[1:])
+        self.zeroth, self.first, self.second = np.zeros((3, len(x) + 1))
+        for sums, terms in ((self.zeroth, weights), (self.first, weights * x), (self.second, weights * x * x)):
+            np.cumsum(terms, out=sums[1:])
 
     def means(self, edges: IntArray) -> FloatArray:
         """Mean of each run between neighbouring edges; no run may be empty."""

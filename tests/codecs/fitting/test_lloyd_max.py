@@ -202,7 +202,7 @@ def test_more_levels_are_never_worse():
 def test_a_level_that_loses_its_samples_is_used_elsewhere():
     # The middle cell of the start holds 0 and 10, which are nearer to -1 and 11 than to their mean.
     x = np.array([-1.0, -1.0, 0.0, 10.0, 11.0, 11.0, 12.0])
-    levels = _lloyd(_PrefixSums(x, None), _run_starts(x), np.array([0, 2, 4, 7]))
+    levels = _lloyd(_PrefixSums(x, np.ones(len(x))), _run_starts(x), np.array([0, 2, 4, 7]))
     assert (np.diff(levels) > 0).all()
     assert mean_squared_error(x, levels) == pytest.approx(mean_squared_error(x, lloyd_max(x, 3).levels))
 
