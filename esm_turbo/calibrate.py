@@ -24,7 +24,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.files.fingerprint import model_fingerprint
+from esm_turbo.files.fingerprint import attention_fingerprint, model_fingerprint
 from esm_turbo.files.hub import model_name
 from esm_turbo.model.checkpoints import check_weights
 from esm_turbo.model.collectors import (
@@ -165,7 +165,9 @@ class KVCalibrator:
             "max_positions": self.max_positions,
             "versions": package_versions(),
         }
-        return Calibration(statistics, model_fingerprint(self._encoder), record | (provenance or {})).fit(presets)
+        weights = model_fingerprint(self._encoder)
+        attention = attention_fingerprint(weights, self.geometry.num_layers)
+        return Calibration(statistics, attention, record | (provenance or {}), weights=weights).fit(presets)
 
     def _checked(self, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Checked ids and bool mask, [batch, n] each, on the CPU."""

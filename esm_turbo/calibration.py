@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from pathlib import Path
@@ -19,7 +20,14 @@ from esm_turbo.codecs import KVCodec, codec_class
 from esm_turbo.codecs.fitting.statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.fingerprint import model_fingerprint, same_model
+from esm_turbo.files.fingerprint import (
+    Fingerprint,
+    attention_fingerprint,
+    is_adapted,
+    model_fingerprint,
+    same_attention,
+    same_model,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,25 +37,32 @@ _TOKEN_KINDS = ("residues", "specials")
 _STATES = ("keys", "values")
 
 
+class OtherWeightsWarning(UserWarning):
+    """A calibration is used for a model whose weights have changed since, or that has adapters."""
+
+
 class Calibration:
     """Statistics of one model's queries, keys and values, and the codecs fitted to them.
 
     Args:
         statistics: statistics from which codecs are fitted.
-        fingerprint: fingerprint of the model, see `model_fingerprint`.
+        fingerprint: of the model's attention weights, see `attention_fingerprint`: another model is refused.
         provenance: model id, counts, source of the proteins and package versions, as JSON values.
         fitted: states of fitted codecs by options; other codecs are fitted on first use.
+        weights: of all weights, see `model_fingerprint`: other ones are warned about. None in older files.
     """
 
     def __init__(
         self,
         statistics: KVStatistics,
-        fingerprint: npt.NDArray[np.float32],
+        fingerprint: Fingerprint,
         provenance: Mapping[str, Any],
         fitted: Mapping[TurboConfig, Mapping[str, Tensor]] | None = None,
+        weights: Fingerprint | None = None,
     ) -> None:
         self.statistics = statistics
         self.fingerprint = fingerprint
+        self.weights = weights
         self.provenance = dict(provenance)
         self._codecs: dict[TurboConfig, KVCodec] = {}
         for config, state in (fitted or {}).items():
@@ -87,6 +102,8 @@ class Calibration:
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that this calibration belongs to a model.
 
+        Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted.
+
         Args:
             model: an `EsmModel` or a model with one in `model.esm`.
 
@@ -96,14 +113,24 @@ class Calibration:
         geometry = Geometry.of(model.config)
         if geometry != self.geometry:
             raise ValueError(f"the calibration is for {self.geometry}, the model has {geometry}; {_REMEDY}")
-        if not same_model(self.fingerprint, model_fingerprint(getattr(model, "esm", model))):
-            source = self.provenance.get("model", "another model")
+        weights = model_fingerprint(getattr(model, "esm", model))
+        source = self.provenance.get("model", "another model")
+        if not same_attention(self.fingerprint, attention_fingerprint(weights, geometry.num_layers)):
             raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
+        if is_adapted(weights) if self.weights is None else not same_model(self.weights, weights):
+            warnings.warn(
+                f"the calibration was made for {source} before its weights were fine-tuned or adapted: caches are less"
+                " accurate than with one of its own",
+                OtherWeightsWarning,
+                stacklevel=3,
+            )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically."""
         statistics = self.statistics
         tensors = {"fingerprint": torch.from_numpy(self.fingerprint), "output_gram": _f32(statistics.output_gram)}
+        if self.weights is not None:
+            tensors["weights"] = torch.from_numpy(self.weights)
         tensors["inv_freq"] = _f32(statistics.inv_freq)
         tensors |= {f"sample.{name}": torch.from_numpy(array) for name, array in vars(statistics.sample).items()}
         for name in ("sample.keys", "sample.values"):
@@ -149,6 +176,7 @@ class Calibration:
                 tensors["fingerprint"].numpy(),
                 metadata["provenance"],
                 _fitted(tensors, metadata["presets"]),
+                tensors["weights"].numpy() if "weights" in tensors else None,
             )
             for codec in calibration._codecs.values():
                 codec.layer_state(0, torch.device("cpu"))

@@ -103,6 +103,7 @@ class ContextModel:
             ValueError: a sequence is empty or has a letter that is not a residue, or a total is smaller than the
                 context's own count.
         """
+        self.model.check_weights()
         sequences = as_list(sequences)
         rows = [[self.codes.cls, *self.codes.encode(s, f"sequence {i + 1}")] for i, s in enumerate(sequences)]
         input_ids, attention_mask = self.codes.batch(rows)
@@ -150,6 +151,7 @@ class ContextModel:
             ValueError: the batch does not match the cache, the cache is empty or belongs to another model, or a
                 sequence is invalid.
         """
+        self.model.check_weights()
         sequences = as_list(sequences)
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT_VERSION", "Append", "TurboCacheLayer", "TurboKVCache"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2

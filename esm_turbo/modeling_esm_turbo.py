@@ -34,7 +34,7 @@ from transformers.models.esm.modeling_esm import (
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
+from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin, check_config
 from esm_turbo.model.inputs import (
@@ -195,6 +195,8 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             layer.attention.self.layer_idx = index
         self.rotary_embeddings.__class__ = TurboEsmRotaryEmbedding
         self.calibration: Calibration | None = None
+        # Fingerprint of the weights for which the calibration has been checked.
+        self._calibrated: Fingerprint | None = None
         self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.backend: str | Backend = Backend.AUTO
 
@@ -224,6 +226,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             if not isinstance(calibration, Calibration):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
+            self._calibrated = model_fingerprint(self)
         self.calibration, self.turbo_config, self.backend = calibration, config, backend
 
     @property
@@ -242,6 +245,9 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             ValueError: the options need a calibration and the model has none, or another model's.
         """
         if self.calibration is not None:
+            if self._calibrated is not (fingerprint := model_fingerprint(self)):
+                self.calibration.check_model(self)
+                self._calibrated = fingerprint
             return self.calibration.codec(config)
         codec = codec_without_calibration(config, Geometry.of(self.config))
         if codec is not None:
@@ -262,22 +268,37 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             self.device,
         )
 
+    def check_weights(self) -> None:
+        """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
+
+        Waits for the device. Caches that were written with other weights are refused afterwards.
+        """
+        model_fingerprint(self, sampled=True)
+
     def claim_cache(self, cache: TurboKVCache) -> None:
-        """Check that a cache is this model's, and set the codec that reads it.
+        """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
 
         Raises:
             ValueError: the cache is another model's, or this model has no calibration or another one.
         """
+        self.check_weights()
+        self._claim(cache)
+
+    def _claim(self, cache: TurboKVCache) -> None:
+        fingerprint, codec = model_fingerprint(self), cache.codec
+        if codec is not None and cache.fingerprint is fingerprint and codec is self.codec(cache.config):
+            return
         geometry = Geometry.of(self.config)
         if cache.geometry != geometry:
             raise ValueError(f"the cache is for {cache.geometry}, the model has {geometry}")
-        if not same_model(cache.fingerprint, model_fingerprint(self)):
+        if not same_model(cache.fingerprint, fingerprint):
             raise ValueError("the cache belongs to another model: the weights differ")
         codec = self.codec(cache.config)
         if not same_codec(cache.codec_fingerprint, codec.fingerprint):
             raise ValueError("the cache was written with another calibration: this one cannot read its codes")
         cache.check_layout(codec)
-        cache.codec = codec
+        # The same array, so that the next check is one of identity.
+        cache.codec, cache.fingerprint = codec, fingerprint
 
     def forward(
         self,
@@ -368,7 +389,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         row_lengths: Sequence[int] | None,
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        self.claim_cache(cache)
+        self._claim(cache)
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
@@ -459,8 +480,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         if kwargs.get("output_attentions"):
             raise ValueError("`output_attentions` is not available for an extension: its scores are never materialised")
-        if cache.codec is None or cache.codec is not self._known_codec(cache.config):
-            self.claim_cache(cache)
+        self._claim(cache)
         batch_size, n = input_ids.shape
         if cache.batch_size not in (1, batch_size):
             raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared")
@@ -495,9 +515,6 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         if append is not None:
             cache.commit(append)
         return output
-
-    def _known_codec(self, config: TurboConfig) -> KVCodec | None:
-        return None if self.calibration is None else self.calibration.codec(config)
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -557,6 +574,10 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
     def kv_backend(self) -> KVBackend:
         """See `TurboEsmModel.kv_backend`."""
         return self.esm.kv_backend
+
+    def check_weights(self) -> None:
+        """See `TurboEsmModel.check_weights`."""
+        self.esm.check_weights()
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """See `TurboEsmModel.claim_cache`."""

@@ -1,5 +1,6 @@
 """The context store: results, damage, killed processes, full disks, concurrency, memory and counts."""
 
+import copy
 import errno
 import hashlib
 import json
@@ -29,6 +30,7 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.store import files as store_files
+from esm_turbo.store.files import FORMAT_VERSION
 from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
@@ -224,11 +226,23 @@ def test_another_model_is_refused(tiny, tmp_path):
     assert entries(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", ["intermediate.dense.weight", "attention.LayerNorm.bias", "output.dense.weight"])
+def test_a_fine_tuned_model_is_refused(tiny, tmp_path, name):
+    """Also by a store that has just served it."""
+    turbo = copy.deepcopy(tiny())
+    store = ContextStore(tmp_path)
+    store.get_or_prefill(turbo, "MKTAY")
+    turbo.model.esm.encoder.layer[0].get_parameter(name).data[:4].add_(0.1)
+    for opened in (store, ContextStore(tmp_path)):
+        with pytest.raises(ValueError, match="contexts of another model"):
+            opened.get(turbo, "MKTAY")
+
+
 def test_another_version_is_refused(tiny, tmp_path, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         patch.setattr(store_files, "FORMAT_VERSION", 7)
         ContextStore(tmp_path).get_or_prefill(tiny(), "MKTAY")
-    with pytest.raises(ValueError, match="context_store format version 7, this release reads 1"):
+    with pytest.raises(ValueError, match=f"context_store format version 7, this release reads {FORMAT_VERSION}"):
         ContextStore(tmp_path)
     assert cli.run(["info", str(tmp_path)]) == 2
     assert "context_store format version 7" in capsys.readouterr().err
@@ -253,7 +267,7 @@ def test_a_damaged_header_is_an_error(tiny, tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"store.safetensors: damaged"):
             ContextStore(tmp_path)
-    write_artifact(path, "context_store", 1, {}, {"model": "tiny"})
+    write_artifact(path, "context_store", FORMAT_VERSION, {}, {"model": "tiny"})
     with pytest.raises(ValueError, match="an entry is missing or wrong"):
         ContextStore(tmp_path)
 
@@ -321,15 +335,15 @@ def swap(path):
 
 
 def rewrite(path):
-    tensors, metadata = read_artifact(path, "context", 1)
-    write_artifact(path, "context", 1, tensors, metadata | {"layout": metadata["layout"][1:]})
+    tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
+    write_artifact(path, "context", FORMAT_VERSION, tensors, metadata | {"layout": metadata["layout"][1:]})
 
 
 @pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite])
 def test_a_damaged_context_is_reported_and_computed_again(compressed, tmp_path, prefilled, caplog, damage):
     ContextStore(tmp_path).get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
     expected = entries(tmp_path)
-    [path] = [one for one in contexts(tmp_path) if read_artifact(one, "context", 1)[0]["data"].numel()][:1]
+    [path] = [one for one in contexts(tmp_path) if read_artifact(one, "context", FORMAT_VERSION)[0]["data"].numel()][:1]
     sequence = "MKTAYIAK" if bytes(_tokens_in(path)) == bytes(_tokens(compressed, "MKTAYIAK")) else "GSGSWKDL"
     damage(path)
     assert entries_or_none(tmp_path) != expected
@@ -352,7 +366,7 @@ def _tokens(turbo, sequence):
 
 
 def _tokens_in(path):
-    tensors, metadata = read_artifact(path, "context", 1)
+    tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
     context = FlatContext.from_description(tensors["data"], metadata["layout"])
     [part] = [part for part in context.parts if part.name == "token_ids"]
     return context.buffer[part.start : part.start + part.nbytes].tolist()

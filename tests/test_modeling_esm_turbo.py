@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
+from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from tests.helpers.models import CLS, EOS, MASK, make_config, make_esm, random_ids
 
@@ -400,3 +402,85 @@ def test_presets_all_write_and_read(tiny_model: MakeModel) -> None:
             error = (output - reference).square().mean().sqrt() / reference.square().mean().sqrt()
             assert error < 0.5, name
             assert (error < 1e-5) == (name == "exact")
+
+
+class LowRank(torch.nn.Module):
+    """An adapter as PEFT makes them: it holds the layer that it adapts."""
+
+    def __init__(self, base_layer: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base_layer.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        adapted: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x))
+        return adapted
+
+
+def _key_in_place(model: TurboEsmForMaskedLM) -> None:
+    model.esm.encoder.layer[1].attention.self.key.weight.mul_(1.5)
+
+
+def _key_through_data(model: TurboEsmForMaskedLM) -> None:
+    model.esm.encoder.layer[1].attention.self.key.weight.data.mul_(1.5)
+
+
+def _feed_forward(model: TurboEsmForMaskedLM) -> None:
+    model.esm.encoder.layer[0].intermediate.dense.weight.data[:8].mul_(3)
+
+
+def _adapter(model: TurboEsmForMaskedLM) -> None:
+    attention = model.esm.encoder.layer[0].attention.self
+    attention.value = LowRank(attention.value)
+
+
+CHANGES = (_key_in_place, _key_through_data, _feed_forward, _adapter)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::esm_turbo.calibration.OtherWeightsWarning")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("preset", ["exact", DEFAULT_PRESET])
+def test_a_changed_model_never_reads_its_old_cache(
+    tiny_model: MakeModel, tmp_path: Path, preset: str, change: Callable[[TurboEsmForMaskedLM], None]
+) -> None:
+    """Neither the one in memory, whose codec is the model's own, nor a copy, nor one on disk."""
+    model = copy.deepcopy(tiny_model(preset=preset))
+    ids, _ = random_ids([12])
+    cache = model(ids, use_cache=True).past_key_values
+    other = cache.select(0)
+    cache.save(tmp_path / "cache.safetensors")
+    model(NEW[:1], past_key_values=cache)
+    change(model)
+    for old in (cache, other, TurboKVCache.load(tmp_path / "cache.safetensors")):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"weights differ|weights are not this model's"):
+                model(NEW[:1], past_key_values=old)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("change", [_feed_forward, _adapter])
+def test_a_calibration_from_before_a_change_warns_once(
+    tiny_model: MakeModel, change: Callable[[TurboEsmForMaskedLM], None]
+) -> None:
+    model = copy.deepcopy(tiny_model(preset=DEFAULT_PRESET))
+    ids, _ = random_ids([12])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(ids, use_cache=True)
+    change(model)
+    with pytest.warns(OtherWeightsWarning, match="before its weights were fine-tuned or adapted"):
+        cache = model(ids, use_cache=True).past_key_values
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(NEW[:1], past_key_values=cache)
+        model(ids, use_cache=True)
+
+
+@torch.no_grad()
+def test_a_calibration_is_refused_after_the_attention_weights_change(tiny_model: MakeModel) -> None:
+    model = copy.deepcopy(tiny_model(preset=DEFAULT_PRESET))
+    _key_in_place(model)
+    with pytest.raises(ValueError, match="the weights are not this model's"):
+        model(random_ids([12])[0], use_cache=True)

@@ -2,7 +2,7 @@
 
 A fingerprint describes every tensor that decides keys and values: embeddings, weights, biases and norms of all layers,
 rotary frequencies, and adapters. Each tensor, rounded to bfloat16, has its Frobenius norm and, for each of four
-contiguous blocks of rows, four fixed random projections u^T W v, divided by the norm. Rounding makes the fingerprints of
+contiguous blocks of rows, four fixed random projections u^T W v, divided by the norm. Rounding makes fingerprints of
 one checkpoint in float32 and bfloat16 equal up to the order of sums, so that the comparison can be tight.
 
 A calibration fits statistics rather than bits. It is compared with a tolerance by `attention_fingerprint`, the part of
@@ -15,7 +15,6 @@ import functools
 import hashlib
 import itertools
 import json
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ _OUTSIDE = ("pooler", "contact_head")
 _ROW = 1 + _NUM_PROJECTIONS * _NUM_BLOCKS
 # Columns of the first row: whether a tensor is float16, layer_norm_eps, token_dropout, then a hash of adapters.
 _HASH = 3
+_KEPT_AS = "_seen_weights"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Where modules are defined that compute what their parameters say.
 _PLAIN = ("transformers.models.esm.", "torch.nn.modules.", "esm_turbo.")
@@ -61,13 +61,13 @@ def model_fingerprint(model: Any, *, sampled: bool | None = None) -> Fingerprint
         model: the model.
         sampled: whether to compare the sample as well, for which a device must be waited for; None for on the CPU only.
     """
-    seen = _SEEN.get(model)
+    seen: _Weights | None = model.__dict__.get(_KEPT_AS)
     if seen is None or not seen.are_current(sampled):
         before, seen = seen, _Weights(model)
         if before is not None and same_model(before.fingerprint, seen.fingerprint):
             # Tensors were moved, but not changed.
             seen.fingerprint = before.fingerprint
-        _SEEN[model] = seen
+        model.__dict__[_KEPT_AS] = seen
     return seen.fingerprint
 
 
@@ -98,7 +98,7 @@ def weights_digest(model: nn.Module) -> str:
         rows, columns = (bits.sum(dim, dtype=torch.int64).cpu().numpy() for dim in (1, 0))
         sums = [int((x * np.arange(1, len(x) + 1) ** 3).sum()) for x in (rows, columns)]
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {int(rows.sum())} {sums}\n".encode())
-    return digest.hexdigest()
+    return digest.hexdigest()[:16]
 
 
 def version_of(tensor: Tensor) -> int:
@@ -156,9 +156,13 @@ class _Weights:
         header = torch.from_numpy(self._header(model.config))
         self.fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
 
+    def __reduce__(self) -> Any:
+        """Copies and pickles of a model have not been seen."""
+        return type(None), ()
+
     def are_current(self, sampled: bool | None) -> bool:
         """Whether nothing has changed, see `model_fingerprint`."""
-        if self._traces() != self.traces or not all([group.get(name) is entry for group, name, entry in self.entries]):
+        if any(group.get(name) is not entry for group, name, entry in self.entries) or self._traces() != self.traces:
             return False
         if not (self.on_cpu if sampled is None else sampled):
             return True
@@ -186,10 +190,6 @@ class _Weights:
         return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
 
 
-# Not attributes of the models, so that these can be copied, pickled and sent elsewhere.
-_SEEN: weakref.WeakKeyDictionary[nn.Module, _Weights] = weakref.WeakKeyDictionary()
-
-
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((name, module) for name, module in model.named_modules() if name.partition(".")[0] not in _OUTSIDE)
 
@@ -199,10 +199,13 @@ def _tensors(model: Any) -> Iterator[Tensor]:
     linears = [
         linear
         for layer in model.encoder.layer
-        for linear in (*map(layer.attention.self.get_submodule, ("query", "key", "value")), layer.attention.output.dense)
+        for linear in (
+            *map(layer.attention.self.get_submodule, ("query", "key", "value")),
+            layer.attention.output.dense,
+        )
     ]
-    # An adapter holds the layer that it adapts.
-    first = [getattr(linear, "base_layer", linear).weight.detach() for linear in linears]
+    # PEFT's adapters hold the layer that they adapt.
+    first = [getattr(linear, "base_layer", getattr(linear, "original_module", linear)).weight for linear in linears]
     yield from first
     known = {tensor.data_ptr() for tensor in first}
     for _, module in _modules(model):
@@ -241,8 +244,8 @@ def _sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in tensors:
         # An odd step, so that a sample of a matrix does not stay in one column.
         step = tensor.numel() // _SAMPLED | 1
-        flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        groups.setdefault((tensor.device, tensor.dtype), []).append(flat[step // 2 :: step])
+        stored = tensor.detach() if tensor.is_contiguous() else tensor.detach().movedim(-1, 0)
+        groups.setdefault((tensor.device, tensor.dtype), []).append(stored.reshape(-1)[step // 2 :: step])
     return list(groups.values())
 
 

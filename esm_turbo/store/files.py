@@ -34,7 +34,7 @@ from esm_turbo.store.flat import ContextSpec, FlatContext
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 STORE_FILE = "store.safetensors"
 PARTITION_FILE = "shelf.safetensors"
 _SUFFIX = ".safetensors"

@@ -1,12 +1,21 @@
 """Fingerprints: one model in any dtype, and no other model."""
 
 import copy
+import gc
+import weakref
 
 import numpy as np
 import pytest
 import torch
 
-from esm_turbo.files.fingerprint import model_fingerprint, same_model
+from esm_turbo.files.fingerprint import (
+    attention_fingerprint,
+    is_adapted,
+    model_fingerprint,
+    same_attention,
+    same_model,
+    weights_digest,
+)
 
 MATRICES = ("query", "key", "value", "output")
 
@@ -25,22 +34,38 @@ def weight(model, layer, matrix):
 def test_shape_and_norms(tiny_esm, head_dim):
     model = tiny_esm(head_dim=head_dim, heads=2, layers=3).esm
     fingerprint = model_fingerprint(model)
-    assert fingerprint.shape[:2] == (3, 4)
-    assert fingerprint.shape[2] > 1
+    deciding = [name for name, _ in model.named_parameters() if not name.startswith(("pooler", "contact_head"))]
+    # A row for the configuration and one for the rotary frequencies.
+    assert fingerprint.shape == (len(deciding) + 2, 17)
     assert fingerprint.dtype == np.float32
+    attention = attention_fingerprint(fingerprint, 3)
+    assert attention.shape == (3, 4, 5)
     for layer in range(3):
         for index, matrix in enumerate(MATRICES):
-            norm = np.linalg.norm(weight(model, layer, matrix).detach().double().numpy())
-            assert fingerprint[layer, index, 0] == pytest.approx(norm, rel=1e-5)
+            rounded = weight(model, layer, matrix).detach().bfloat16().double().numpy()
+            norm = np.linalg.norm(rounded)
+            assert attention[layer, index, 0] == pytest.approx(norm, rel=1e-5)
+            signs = [
+                np.random.Generator(np.random.PCG64(size)).integers(0, 2, (4, size)) * 2.0 - 1 for size in rounded.shape
+            ]
+            expected = np.einsum("ir,rc,ic->i", signs[0], rounded, signs[1]) / norm
+            np.testing.assert_allclose(attention[layer, index, 1:], expected, atol=1e-4)
 
 
 def test_projections_are_fixed(tiny_esm):
     one, other = (model_fingerprint(tiny_esm(head_dim=8, heads=2, layers=2).esm) for _ in range(2))
     np.testing.assert_array_equal(one, other)
     # Random signs on both sides: about a unit normal variable for any matrix.
-    spread = np.concatenate([model_fingerprint(tiny_esm(layers=6, seed=s).esm)[..., 1:].ravel() for s in range(3)])
+    parts = [attention_fingerprint(model_fingerprint(tiny_esm(layers=6, seed=s).esm), 6)[..., 1:] for s in range(3)]
+    spread = np.concatenate(parts).ravel()
     assert 0.7 < spread.std() < 1.4
     assert abs(spread.mean()) < 0.25
+
+
+def test_the_shipped_calibration_is_of_the_shipped_model(turbo):
+    fingerprint = attention_fingerprint(model_fingerprint(turbo.model.esm), 12)
+    assert same_attention(turbo.calibration.fingerprint, fingerprint)
+    assert not same_attention(turbo.calibration.fingerprint[::-1], fingerprint)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -50,7 +75,8 @@ def test_casts_are_the_same_model(model, dtype):
     assert same_model(model_fingerprint(cast), expected)
     assert same_model(expected, model_fingerprint(cast))
     back = copy.deepcopy(cast).to(torch.float32)
-    assert same_model(model_fingerprint(back), expected)
+    # Roundings to float16 are not those to bfloat16, and in float32 nothing tells that they happened.
+    assert same_model(model_fingerprint(back), expected) is (dtype != torch.float16)
 
 
 def test_embedded_model_in_half_precision_is_itself(turbo):
@@ -95,13 +121,15 @@ def test_layers_in_another_order_are_another_model(model):
     assert not same_model(before, model_fingerprint(model))
 
 
-def test_rounding_within_the_tolerance_is_the_same_model(model):
+def test_a_calibration_tolerates_more_than_rounding(model):
     before = model_fingerprint(model)
     with torch.no_grad():
         for layer in range(3):
             for matrix in MATRICES:
                 weight(model, layer, matrix).mul_(1.002)
-    assert same_model(before, model_fingerprint(model))
+    after = model_fingerprint(model)
+    assert not same_model(before, after)
+    assert same_attention(attention_fingerprint(before, 3), attention_fingerprint(after, 3))
 
 
 def test_an_in_place_change_is_detected(model):
@@ -122,11 +150,12 @@ def test_other_shapes_are_another_model(model):
     fingerprint = model_fingerprint(model)
     assert not same_model(fingerprint, fingerprint[:2])
     assert not same_model(fingerprint, fingerprint[..., :-1])
+    assert not same_model(fingerprint, fingerprint[0])
 
 
 def test_nan_equals_nothing(model):
     fingerprint = model_fingerprint(model).copy()
-    fingerprint[1, 2, 3] = np.nan
+    fingerprint[1, 2] = np.nan
     assert not same_model(fingerprint, model_fingerprint(model))
     assert not same_model(model_fingerprint(model), fingerprint)
     assert not same_model(fingerprint, fingerprint)
@@ -137,15 +166,160 @@ def test_zero_weights_have_a_fingerprint(model):
         weight(model, 0, "key").zero_()
     fingerprint = model_fingerprint(model)
     assert np.isfinite(fingerprint).all()
-    assert not fingerprint[0, 1].any()
+    assert not fingerprint[2].any()
     assert same_model(fingerprint, fingerprint)
 
 
-def test_biases_and_other_weights_do_not_matter(model):
+DECIDING = [
+    "embeddings.word_embeddings.weight",
+    "encoder.layer.0.attention.self.key.bias",
+    "encoder.layer.1.attention.self.value.weight",
+    "encoder.layer.1.attention.output.dense.bias",
+    "encoder.layer.1.attention.LayerNorm.weight",
+    "encoder.layer.0.intermediate.dense.weight",
+    "encoder.layer.2.LayerNorm.bias",
+    "encoder.layer.1.output.dense.weight",
+]
+
+
+@pytest.mark.parametrize("name", DECIDING)
+@pytest.mark.parametrize("part", ["all", "first", "last", "column"])
+def test_every_row_and_column_of_every_tensor_counts(model, name, part):
+    before = model_fingerprint(model)
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        changed = {"all": parameter, "first": parameter[:1], "last": parameter[-1:], "column": parameter[..., 1:2]}[
+            part
+        ]
+        changed.mul_(1.5).add_(0.01)
+    after = model_fingerprint(model)
+    assert not same_model(before, after)
+    assert not same_model(before, model_fingerprint(copy.deepcopy(model).bfloat16()))
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_writes_through_data_are_noticed(model, name):
+    before = model_fingerprint(model)
+    model.get_parameter(name).data.mul_(1.1)
+    assert not same_model(before, model_fingerprint(model))
+    before = model_fingerprint(model)
+    data = model.get_parameter(name).data
+    # A sixteenth, somewhere; a sample is taken of every thirty-second part.
+    data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
+    assert not same_model(before, model_fingerprint(model))
+
+
+def test_casting_to_half_precision_and_back_is_noticed(model):
+    before = model_fingerprint(model)
+    model.half().float()
+    after = model_fingerprint(model)
+    assert after is not before
+    assert not same_model(before, after)
+
+
+def test_moved_tensors_keep_the_fingerprint(model):
+    before = model_fingerprint(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    assert model_fingerprint(model) is before
+
+
+class Adapter(torch.nn.Module):
+    """A low-rank adapter as in PEFT."""
+
+    def __init__(self, base_layer, scaling=2.0):
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = torch.nn.Linear(base_layer.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base_layer.out_features, bias=False)
+        torch.nn.init.zeros_(self.lora_B.weight)
+        self.scaling = {"default": scaling}
+        self.disable_adapters = False
+
+    def forward(self, x):
+        return self.base_layer(x) + self.scaling["default"] * self.lora_B(self.lora_A(x))
+
+
+@pytest.mark.parametrize("path", ["attention.self.key", "attention.self.query", "intermediate.dense"])
+def test_adapters_make_another_model(model, path):
+    """Whether they do anything yet or not; their scaling, weights and state count."""
+    base = model_fingerprint(model)
+    assert not is_adapted(base)
+    parent, _, name = path.rpartition(".")
+    module = model.encoder.layer[1].get_submodule(parent)
+    original = getattr(module, name)
+    adapter = Adapter(original)
+    setattr(module, name, adapter)
+    seen = [base, model_fingerprint(model)]
+    adapter.scaling["default"] = 1.0
+    seen.append(model_fingerprint(model))
+    adapter.disable_adapters = True
+    seen.append(model_fingerprint(model))
+    with torch.no_grad():
+        adapter.lora_B.weight.fill_(0.01)
+    seen.append(model_fingerprint(model))
+    for index, one in enumerate(seen[1:], start=1):
+        assert is_adapted(one)
+        assert not any(same_model(one, other) for other in seen[:index])
+    setattr(module, name, original)
+    assert same_model(base, model_fingerprint(model))
+    # As in `merge_and_unload`: the product is added through `.data`.
+    original.weight.data += 0.1 * torch.outer(torch.ones(original.out_features), torch.ones(original.in_features))
+    assert not same_model(base, model_fingerprint(model))
+
+
+def test_a_replaced_forward_makes_another_model(model):
+    base = model_fingerprint(model)
+    dense = model.encoder.layer[0].output.dense
+    dense.forward = lambda x: torch.nn.functional.linear(x, dense.weight) * 2
+    assert is_adapted(model_fingerprint(model))
+    del dense.forward
+    assert same_model(base, model_fingerprint(model))
+
+
+@pytest.mark.parametrize("option", [{"token_dropout": False}, {"layer_norm_eps": 1e-3}])
+def test_options_that_decide_numbers_make_another_model(tiny_esm, option):
+    one, other = (model_fingerprint(tiny_esm(layers=2, **options).esm) for options in ({}, option))
+    assert not same_model(one, other)
+
+
+def test_what_does_not_decide_keys_and_values(model):
     before = model_fingerprint(model)
     with torch.no_grad():
-        model.encoder.layer[0].intermediate.dense.weight.mul_(2)
-    np.testing.assert_array_equal(model_fingerprint(model), before)
+        for parameter in model.contact_head.parameters():
+            parameter.mul_(2)
+    model.encoder.layer[0].register_forward_hook(lambda *_: None)
+    assert model_fingerprint(model) is before
+
+
+def test_a_model_that_is_copied_or_freed_keeps_nothing(model):
+    before = model_fingerprint(model)
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.get_parameter(DECIDING[0]).mul_(2)
+    assert not same_model(before, model_fingerprint(twin))
+    assert model_fingerprint(model) is before
+    gone = weakref.ref(twin)
+    del twin
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_the_digest_sees_every_bit(model, name):
+    digests = {weights_digest(model), weights_digest(copy.deepcopy(model).bfloat16())}
+    parameter = model.get_parameter(name)
+    with torch.no_grad():
+        for change in (
+            lambda x: x.view(-1)[:1].neg_(),
+            lambda x: x.view(-1)[-1:].mul_(1 + 2**-20),
+            lambda x: x.copy_(x.flip(0)),
+            lambda x: x.copy_(x.flip(-1)),
+        ):
+            change(parameter.data)
+            digests.add(weights_digest(model))
+    assert len(digests) == (6 if parameter.dim() == 2 else 5)
+    assert weights_digest(model) == weights_digest(copy.deepcopy(model))
 
 
 def test_models_made_under_inference_mode(tiny_esm):

@@ -72,8 +72,8 @@ def _saved(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None
     for path in sorted(folder.glob(f"{prefix}-*.safetensors")):
         try:
             with safe_open(path, framework="numpy") as file:
-                fingerprint = file.get_tensor("fingerprint")
-            if same_model(fingerprint, own):
+                weights = file.get_tensor("weights")
+            if same_model(weights, own):
                 return Calibration.load(path, model=turbo.model)
         except (SafetensorError, ValueError, OSError) as error:
             _log.warning("%s is ignored: %s", path, error)

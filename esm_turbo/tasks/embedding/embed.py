@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.fingerprint import weights_digest
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.options import Include
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
-# Elements per parameter that identify a set of weights; hashing all of them would take minutes.
-_DIGESTED = 256
 _MEAN, _PER_TOK, _BOS = "mean_representations", "representations", "bos_representations"
 
 
@@ -137,7 +136,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     """Everything that determines the values of embeddings up to rounding, as JSON values."""
     settings: dict[str, Any] = {
         "model": turbo.name,
-        "weights": _digest((name, p.detach().reshape(-1)[:_DIGESTED]) for name, p in turbo.model.named_parameters()),
+        "weights": weights_digest(turbo.model),
         "dtype": str(turbo.model.dtype).removeprefix("torch."),
         "repr_layers": sorted(request.layers),
         "include": sorted(request.include),

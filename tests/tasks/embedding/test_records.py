@@ -1,5 +1,6 @@
 """Embedding records: runs that are killed and resumed, full disks, concurrent writers, and records that fail."""
 
+import copy
 import json
 import os
 import shutil
@@ -358,3 +359,14 @@ def test_progress(run, tmp_path):
     assert ("check", 9, 9) in calls
     # Existing embeddings do not count towards the rate.
     assert calls[-1] == ("embed", LENGTHS[8], LENGTHS[8])
+
+
+@torch.no_grad()
+def test_embeddings_of_other_weights_are_not_resumed(turbo, tmp_path):
+    """Whatever part of a matrix differs."""
+    request = EmbeddingRequest.of(turbo, [-1], ["mean"])
+    embed_records(turbo, proteins()[:1], tmp_path / "out", request)
+    other = copy.deepcopy(turbo)
+    other.model.esm.encoder.layer[3].attention.self.value.weight[128:] = 0
+    with pytest.raises(ValueError, match="holds embeddings made with weights"):
+        embed_records(other, proteins()[:1], tmp_path / "out", request)
