@@ -669,7 +669,7 @@ def random_kv(codec: KVCodec, lengths: list[int], seed: int) -> tuple[Tensor, Te
 
 
 def new_cache(codec: KVCodec, cls: type[TurboKVCache] = TurboKVCache) -> TurboKVCache:
-    fingerprint = torch.zeros(codec.geometry.num_layers, 4, 5).numpy()
+    fingerprint = torch.zeros(1 + 4 * codec.geometry.num_layers, 17).numpy()
     return cls(codec.config, codec.geometry, fingerprint, codec)
 
 

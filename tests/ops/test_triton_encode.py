@@ -556,7 +556,7 @@ def test_strides_of_any_kind(device: str, preset: str) -> None:
 
 def new_cache(codec: KVCodec, device: str) -> TurboKVCache:
     geometry = codec.geometry
-    return TurboKVCache(codec.config, geometry, np.zeros((geometry.num_layers, 4, 5), np.float32), codec, device)
+    return TurboKVCache(codec.config, geometry, np.zeros((1 + 4 * geometry.num_layers, 17), np.float32), codec, device)
 
 
 def cache_codec(preset: str, head_dim: int) -> KVCodec:
