@@ -28,6 +28,7 @@ from esm_turbo.files.fingerprint import (
     same_attention,
     same_model,
 )
+from esm_turbo.files.kinds import CALIBRATION_FILE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -189,7 +190,6 @@ class Calibration:
         return calibration
 
 
-CALIBRATION_FILE = "calibration.safetensors"
 _REMEDY = "make one with `esm-turbo calibrate PROTEINS.fasta --model MODEL --out calibration.safetensors`"
 
 

@@ -23,11 +23,12 @@ import torch
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.context_model import ContextModel, as_list, totals_per_row
 from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.kinds import is_store
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.batches import encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec, is_store
+from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates

@@ -101,7 +101,7 @@ class TurboEsm(ContextModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them."""
-        from esm_turbo.calibration import CALIBRATION_FILE
+        from esm_turbo.files.kinds import CALIBRATION_FILE
 
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -11,10 +11,11 @@ from transformers import EsmModel
 
 from esm_turbo import Calibration, KVCalibrator, TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.calibration import CALIBRATION_FILE, FORMAT_VERSION
+from esm_turbo.calibration import FORMAT_VERSION
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.kinds import CALIBRATION_FILE
 
 SIZES = {"head_dim": 16, "heads": 2, "layers": 2}
 PROVENANCE = {"fasta": {"name": "µ.fasta", "sha256": "0" * 64}, "model": "tiny-esm2"}

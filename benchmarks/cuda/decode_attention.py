@@ -21,9 +21,9 @@ from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spre
 from benchmarks.harness.names import COMPRESSED, EMPTY, LAYER, PAPER_KERNEL, SDPA, SDPA_FLOAT32
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.calibration import CALIBRATION_FILE
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.kinds import CALIBRATION_FILE
 
 Shape = tuple[int, int, int]
 """Rows of a batch, context tokens per row, and new tokens per row."""

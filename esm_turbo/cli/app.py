@@ -24,6 +24,7 @@ from esm_turbo.cli.commands.score import score
 from esm_turbo.cli.commands.store import store
 from esm_turbo.cli.commands.variants import variants
 from esm_turbo.cli.console import quiet, say
+from esm_turbo.cli.inputs import with_checked_outputs
 
 app = App(
     name="esm-turbo",
@@ -34,7 +35,7 @@ app = App(
     " job failed; 2 wrong arguments or unusable input.",
 )
 for command in (demo, calibrate, embed, generate, store, evaluate, score, variants, info):
-    app.command(command)
+    app.command(with_checked_outputs(command))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

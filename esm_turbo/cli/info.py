@@ -15,11 +15,12 @@ from safetensors import SafetensorError, safe_open
 from transformers import EsmConfig
 
 from esm_turbo.calibrate import KVCalibrator
-from esm_turbo.calibration import CALIBRATION_FILE, Calibration
+from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact
 from esm_turbo.files.hub import local_files_only, not_found
+from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import check_is_esm2
 from esm_turbo.modeling_esm_turbo import TurboEsmModel

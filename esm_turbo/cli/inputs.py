@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
-from esm_turbo.cli.options import ModelOptions
-from esm_turbo.files.paths import check_apart, check_writable
+from esm_turbo.cli.options import READS, ModelOptions, Writes
+from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 
 if TYPE_CHECKING:
     from esm_turbo.turbo_esm import TurboEsm
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
-def check_outputs(to_json: str | None, *inputs: Path | str | None, out: Path | None = None) -> None:
-    """Make sure that outputs can be written, and that none of them is an input.
 
-    Raises:
-        ValueError: an output is an input, another output, or cannot be written.
-    """
-    if to_json not in (None, "-") and to_json.startswith("-"):
-        raise ValueError(f"--json needs a file, or - for standard output; got {to_json}")
-    outputs = [path for path in (to_json, out) if path not in (None, "-")]
-    for path in outputs:
-        check_writable(path)
-    check_apart(outputs, [path for path in inputs if path is not None])
+def with_checked_outputs(command: Callable[_P, _R]) -> Callable[_P, _R]:
+    """A command that first checks its outputs, see `check_outputs`; the types of its arguments say which these are."""
+
+    @functools.wraps(command)
+    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        arguments = inspect.signature(command).bind(*args, **kwargs)
+        arguments.apply_defaults()
+        inputs, outputs = _paths(command, arguments.arguments)
+        check_outputs(outputs, inputs)
+        return command(*args, **kwargs)
+
+    return checked
+
+
+def _paths(declared_by: Any, values: Mapping[str, Any]) -> tuple[list[str | Path], list[Output]]:
+    """Inputs and outputs among the arguments of a command, or the fields of its options."""
+    inputs: list[str | Path] = []
+    outputs: list[Output] = []
+    for name, hint in get_type_hints(declared_by, include_extras=True).items():
+        value: Any = values.get(name)
+        if value is None or value == "-":
+            continue
+        if is_dataclass(value):
+            inputs += _paths(type(value), vars(value))[0]
+        for mark in getattr(hint, "__metadata__", ()):
+            if mark is READS:
+                inputs.append(value)
+            elif isinstance(mark, Writes):
+                if isinstance(value, str) and value.startswith("-"):
+                    raise ValueError(f"--{name} needs a file, or - for standard output; got {value}")
+                one_file = mark.holds == "embeddings" and values["format"] == "h5"
+                outputs.append(Output(value, "HDF5" if one_file else mark.holds))
+    return inputs, outputs
 
 
 def check_minimum(minimum: int, **options: int | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Literal
 
 from cyclopts import Group, Parameter
@@ -13,6 +14,21 @@ from esm_turbo.tasks.common.options import Arm
 DType = Literal["float32", "bfloat16", "float16"]
 
 _MODEL = Group("Model")
+
+READS = object()
+"""Marks an argument that names an input, which no output may replace."""
+
+
+@dataclass(frozen=True)
+class Writes:
+    """Marks an argument that names an output."""
+
+    holds: Literal["text", "calibration", "embeddings", "contexts"]
+
+
+InputFile = Annotated[Path, READS]
+OptionalInput = Annotated[Path | None, READS]
+TextFile = Annotated[Path | None, Writes("text")]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
 MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))
@@ -34,6 +50,7 @@ Unknown = Annotated[
 JsonFile = Annotated[
     str | None,
     Parameter(help="Write the result as JSON to this file; - for standard output.", allow_leading_hyphen=True),
+    Writes("text"),
 ]
 
 
@@ -43,7 +60,9 @@ class ModelOptions:
     """Which model runs, where, and at which precision."""
 
     model: Annotated[
-        str | None, Parameter(help="Hub id or folder of an ESM-2 checkpoint. By default, the embedded esm2-mini.")
+        str | None,
+        Parameter(help="Hub id or folder of an ESM-2 checkpoint. By default, the embedded esm2-mini."),
+        READS,
     ] = None
     device: Device = None
     dtype: Annotated[
@@ -63,6 +82,7 @@ class CalibratedModelOptions(ModelOptions):
             help="Calibration of the model: a file, or auto to calibrate on the shipped proteins."
             " By default, the one saved with the model."
         ),
+        READS,
     ] = None
 
 

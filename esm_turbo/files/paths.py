@@ -1,4 +1,4 @@
-"""Check that a file can be written, before any work is done for it."""
+"""Check where files may be written, before any work is done for them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import os
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal, NamedTuple
+
+from esm_turbo.files.kinds import CALIBRATION_FILE, binary_kind, is_checkpoint, is_embeddings, is_store
 
 
 class NotWritableError(OSError, ValueError):
@@ -39,24 +42,65 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         raise NotWritableError(f"{path}: cannot be written ({reason}); choose another path") from error
 
 
-def check_apart(outputs: Iterable[str | os.PathLike[str]], inputs: Iterable[str | os.PathLike[str]]) -> None:
-    """Make sure that no output overwrites an input or another output.
+class Output(NamedTuple):
+    """A file or folder to write.
+
+    Attributes:
+        path: as given.
+        holds: what is written; embeddings and contexts are folders.
+    """
+
+    path: str | os.PathLike[str]
+    holds: Literal["text", "calibration", "HDF5", "embeddings", "contexts"]
+
+
+def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[str]]) -> None:
+    """Make sure that no output replaces an input, another output or an artifact, or lies inside one.
+
+    A calibration may replace a calibration, and be the `calibration.safetensors` of a model. Embeddings and contexts
+    may be added to a folder of their kind.
 
     Raises:
-        NotWritableError: an output is the same file as an input or another output, under any name.
+        NotWritableError: an output does, under any name, or cannot be written.
     """
-    read = {os.path.realpath(path) for path in inputs}
-    written: set[str] = set()
-    for path in outputs:
-        target = os.path.realpath(path)
-        # A device or a pipe has no content to lose, and may be both.
-        if os.path.exists(target) and not os.path.isfile(target):
+    taken = [(path, "an input of this command") for path in inputs]
+    for output in outputs:
+        path = Path(output.path)
+        is_folder = output.holds in ("embeddings", "contexts")
+        if not is_folder:
+            check_writable(path)
+        # A device or a pipe has no content to lose, and may be an input too.
+        if is_device(path):
             continue
-        if target in read:
-            raise NotWritableError(f"{os.fspath(path)}: is an input of this command; name another file to write")
-        if target in written:
-            raise NotWritableError(f"{os.fspath(path)}: is named for two outputs; name another file for one of them")
-        written.add(target)
+        place = Path(os.path.realpath(path))
+        of_a_model = output.holds == "calibration" and place.name == CALIBRATION_FILE
+        for other, what in taken:
+            if _same(place, other):
+                raise NotWritableError(f"{path}: is {what}; name another path to write")
+            inside = place.is_relative_to(os.path.realpath(other)) and not os.path.isfile(other)
+            if inside and not (of_a_model and _same(place.parent, other)):
+                raise NotWritableError(f"{path}: lies in {os.fspath(other)}, {what}; name another path to write")
+        own = place if is_folder else None
+        for folder in (place, *place.parents):
+            kinds = {
+                "a store of contexts": is_store(folder) and (folder, output.holds) != (own, "contexts"),
+                "a folder of embeddings": is_embeddings(folder) and (folder, output.holds) != (own, "embeddings"),
+                "the folder of a model": folder in (place, place.parent) and is_checkpoint(folder) and not of_a_model,
+            }
+            for kind in (kind for kind, applies in kinds.items() if applies):
+                where = f"is {kind}" if folder == place else f"lies in {folder}, {kind}"
+                raise NotWritableError(f"{path}: {where}; name another path to write")
+        replaced = binary_kind(place) if output.holds in ("text", "calibration") else None
+        if replaced is not None and replaced != f"a {output.holds}":
+            raise NotWritableError(f"{path}: is {replaced}, which would be replaced; name another path to write")
+        taken.append((path, "another output"))
+
+
+def _same(place: Path, other: str | os.PathLike[str]) -> bool:
+    """Whether two paths lead to the same file, also where names are case-insensitive."""
+    if place == Path(os.path.realpath(other)):
+        return True
+    return place.exists() and os.path.exists(other) and os.path.samefile(place, other)
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:

@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 
-from esm_turbo.calibration import CALIBRATION_FILE, Calibration
+from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+from esm_turbo.files.kinds import CALIBRATION_FILE
 
 _INV_FREQ = "rotary_embeddings.inv_freq"
 # transformers 5 saves one key for all layers, with an asterisk for the layer's number.

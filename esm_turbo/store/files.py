@@ -28,6 +28,7 @@ import torch
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import same_codec, same_model
+from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
 from esm_turbo.store.flat import ContextSpec, FlatContext
 
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 FORMAT_VERSION = 2
-STORE_FILE = "store.safetensors"
 PARTITION_FILE = "shelf.safetensors"
 _SUFFIX = ".safetensors"
 _log = logging.getLogger("esm_turbo")
@@ -280,11 +280,6 @@ class Partition:
             "contexts": len(sizes),
             "bytes": sum(sizes),
         }
-
-
-def is_store(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a context store, of any version."""
-    return (Path(folder) / STORE_FILE).is_file()
 
 
 def context_spec(turbo: ContextModel) -> ContextSpec:

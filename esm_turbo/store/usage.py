@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from esm_turbo.files.kinds import is_store
 from esm_turbo.files.writing import replacing
-from esm_turbo.store.files import is_store
 
 USAGE_FILE = "usage.jsonl"
 FOUND = ("device", "host", "disk")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from esm_turbo import ContextStore
 from tests.helpers.command_inputs import (
     ONE_RECORD,
     WHOLE_FILE,
@@ -84,6 +86,12 @@ def test_an_output_that_cannot_be_written_is_refused(esm, fasta, tmp_path, tiny_
         ["variants", "IN", "--out", "LINK"],
         ["info", "IN", "--json", "IN"],
         ["generate", "IN", "--max-new-tokens", "1", "--out", "new", "--json", "new"],
+        ["embed", "IN", "new.h5", "--format", "h5", "--json", "new.h5"],
+        ["embed", "IN", "new", "--json", "new/index.tsv"],
+        ["embed", "IN", "IN", "--format", "h5"],
+        ["store", "IN", "new", "--json", "new/store.safetensors"],
+        ["calibrate", "IN", "--out", "new", "--json", "new"],
+        ["evaluate", "IN", "--json", "new", "--calibration", "new"],
     ],
     ids=" ".join,
 )
@@ -94,9 +102,66 @@ def test_no_output_is_an_input_or_another_output(esm, fasta, tmp_path, monkeypat
     (tmp_path / "link").symlink_to(path)
     result = esm(*({"IN": path, "LINK": "link"}.get(word, word) for word in command))
     assert (result.code, result.out) == (2, "")
-    assert "is an input of this command" in result.error or "is named for two outputs" in result.error
+    assert "an input of this command" in result.error or "another output" in result.error
     assert path.read_bytes() == before
     assert {entry.name for entry in tmp_path.iterdir()} == {path.name, "link"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["calibrate", "IN", "--out", "MODEL/model.safetensors"],
+        ["calibrate", "IN", "--out", "STORE/store.safetensors"],
+        ["calibrate", "IN", "--out", "EMBEDDINGS/x"],
+        ["calibrate", "IN", "--out", "CACHE"],
+        ["embed", "IN", "MODEL"],
+        ["embed", "IN", "STORE"],
+        ["embed", "IN", "STORE/x.h5", "--format", "h5"],
+        ["embed", "IN", "new", "--json", "CALIBRATION"],
+        ["store", "IN", "MODEL"],
+        ["store", "IN", "EMBEDDINGS"],
+        ["store", "IN", "EMBEDDINGS/below"],
+        ["store", "IN", "new", "--json", "MODEL/config.json"],
+        ["generate", "IN", "--max-new-tokens", "1", "--out", "MODEL/vocab.txt"],
+        ["generate", "IN", "--max-new-tokens", "1", "--json", "CACHE"],
+        ["evaluate", "IN", "--json", "MODEL/results.json", "--model", "MODEL"],
+        ["score", "IN", "IN", "--out", "EMBEDDINGS/index.tsv"],
+        ["score", "IN", "IN", "--out", "CALIBRATION"],
+        ["variants", "IN", "--out", "EMBEDDINGS/settings.json"],
+        ["variants", "IN", "--json", "WEIGHTS"],
+        ["info", "STORE", "--json", "STORE/info.json"],
+        ["info", "--json", "CALIBRATION"],
+        ["demo", "--json", "MODEL/tokenizer_config.json"],
+    ],
+    ids=" ".join,
+)
+def test_no_output_replaces_an_artifact_or_a_part_of_one(
+    esm, fasta, tmp_path, monkeypatch, tiny_folder, tiny_calibration, tiny, command
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(tiny_folder, tmp_path / "model")
+    shutil.copyfile(tiny_calibration(), tmp_path / "calibration")
+    shutil.copyfile(tiny_folder / "model.safetensors", tmp_path / "weights")
+    tiny.prefill("MKTAYIAK").save(tmp_path / "cache")
+    with ContextStore(tmp_path / "store") as contexts:
+        contexts.add(tiny, ["MKTAYIAK"])
+    (tmp_path / "embeddings").mkdir()
+    for name in ("index.tsv", "settings.json"):
+        (tmp_path / "embeddings" / name).write_text("as it was")
+    before = files(tmp_path)
+    result = esm(*(fasta if word == "IN" else re.sub("[A-Z]{4,}", lambda m: m[0].lower(), word) for word in command))
+    assert (result.code, result.out) == (2, "")
+    folder = "(a store of contexts|a folder of embeddings|the folder of a model|an input of this command);"
+    replaced = "a (calibration|cache|file of tensors), which would be replaced;"
+    assert re.search(f"(is|lies in [^ ]+,) {folder}|is {replaced}", result.error)
+    assert files(tmp_path) == before
+
+
+def test_the_calibration_of_a_model_may_be_written_beside_it(esm, fasta, tmp_path, tiny_folder):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    for _ in range(2):
+        assert esm("calibrate", fasta, "--model", model, "--out", model / "calibration.safetensors").code == 0
 
 
 def test_a_device_may_be_named_for_two_outputs(esm, fasta, tmp_path, tiny_folder):

@@ -2,9 +2,11 @@
 
 import os
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
-from esm_turbo.files.paths import NotWritableError, check_apart, check_writable, is_device
+from esm_turbo.files.paths import NotWritableError, Output, check_outputs, check_writable, is_device
 
 
 @pytest.mark.parametrize("name", ["x", "new/folder/x", "old", "link", "dangling"])
@@ -53,10 +55,96 @@ def test_outputs_are_apart_from_inputs_and_each_other(tmp_path):
     first, second, link = tmp_path / "first", tmp_path / "second", tmp_path / "link"
     first.write_text("")
     link.symlink_to(first)
-    check_apart([second, tmp_path / "third"], [first, first])
-    check_apart([os.devnull, os.devnull], [os.devnull])
+    check(second, tmp_path / "third", reads=[first, first])
+    check(os.devnull, os.devnull, reads=[os.devnull])
     for alias in (first, link, tmp_path / "x" / ".." / "first"):
         with pytest.raises(NotWritableError, match="is an input of this command"):
-            check_apart([second, alias], [first])
-    with pytest.raises(NotWritableError, match="is named for two outputs"):
-        check_apart([second, tmp_path / "x" / ".." / "second"], [first])
+            check(second, alias, reads=[first])
+    with pytest.raises(NotWritableError, match="is another output"):
+        check(second, tmp_path / "x" / ".." / "second", reads=[first])
+
+
+def test_names_that_differ_in_case_may_be_one_file(tmp_path, monkeypatch):
+    (tmp_path / "a.fasta").write_text("")
+    (tmp_path / "A.fasta").write_text("")
+    check(tmp_path / "A.fasta", reads=[tmp_path / "a.fasta"])
+    monkeypatch.setattr(os.path, "samefile", lambda *_: True)
+    with pytest.raises(NotWritableError, match="is an input"):
+        check(tmp_path / "A.fasta", reads=[tmp_path / "a.fasta"])
+
+
+def checkpoint(folder):
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_text("")
+
+
+def store(folder):
+    folder.mkdir()
+    (folder / "store.safetensors").write_text("")
+
+
+def embeddings(folder):
+    folder.mkdir()
+    (folder / "index.tsv").write_text("")
+    (folder / "settings.json").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "own"),
+    [
+        (checkpoint, "the folder of a model", ()),
+        (store, "a store of contexts", ("contexts",)),
+        (embeddings, "a folder of embeddings", ("embeddings",)),
+    ],
+)
+def test_no_output_lies_in_an_artifact(tmp_path, make, kind, own):
+    folder = tmp_path / "artifact"
+    make(folder)
+    (tmp_path / "link").symlink_to(folder)
+    for holds in ("text", "calibration", "HDF5"):
+        for place in (folder / "x", tmp_path / "link" / "x"):
+            with pytest.raises(NotWritableError, match=f"{place}: lies in {folder}, {kind}; name another path"):
+                check(place, holds=holds)
+    for holds in ("embeddings", "contexts"):
+        with pytest.raises(NotWritableError, match=f"lies in {folder}, {kind}"):
+            check(folder / "x", holds=holds)
+        if holds in own:
+            check(folder, holds=holds)
+        else:
+            with pytest.raises(NotWritableError, match=f"{folder}: is {kind}; name another path"):
+                check(folder, holds=holds)
+
+
+def test_a_calibration_may_be_that_of_its_model(tmp_path):
+    folder = tmp_path / "model"
+    checkpoint(folder)
+    check(folder / "calibration.safetensors", reads=[folder], holds="calibration")
+    for name in ("model.safetensors", "other.safetensors"):
+        with pytest.raises(NotWritableError, match="an input of this command"):
+            check(folder / name, reads=[folder], holds="calibration")
+    with pytest.raises(NotWritableError, match="an input of this command"):
+        check(folder / "calibration.safetensors", reads=[folder], holds="text")
+
+
+def test_outputs_do_not_lie_in_each_other(tmp_path):
+    with pytest.raises(NotWritableError, match=r"x.json: lies in .*/new, another output"):
+        check_outputs([Output(tmp_path / "new", "embeddings"), Output(tmp_path / "new" / "x.json", "text")], [])
+
+
+def test_an_artifact_is_replaced_by_its_own_kind_only(tmp_path):
+    path = tmp_path / "x"
+    for kind, own in (("calibration", ("calibration",)), ("cache", ()), ("context", ())):
+        save_file({"x": np.zeros(2)}, path, metadata={"kind": kind})
+        for holds in ("text", "calibration"):
+            if holds in own:
+                check(path, holds=holds)
+            else:
+                with pytest.raises(NotWritableError, match=f"{path}: is a {kind}, which would be replaced"):
+                    check(path, holds=holds)
+    path.write_text("old results")
+    check(path)
+
+
+def check(*paths, reads=(), holds="text"):
+    check_outputs([Output(path, holds) for path in paths], reads)

@@ -18,10 +18,10 @@ import pytest
 from safetensors import safe_open
 
 from esm_turbo.files import artifacts
+from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
 from esm_turbo.tasks.embedding import files as embedding_files
 from esm_turbo.tasks.embedding import h5 as embedding_h5
-from esm_turbo.tasks.embedding.files import INDEX_FILE
 
 # Two or three proteins per batch, some of equal length, two of the same sequence.
 LENGTHS = (5, 12, 12, 17, 18, 19, 26, 33, 34)

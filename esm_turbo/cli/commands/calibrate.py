@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, working
-from esm_turbo.cli.inputs import check_outputs, load_model
-from esm_turbo.cli.options import BatchTokens, JsonFile, ModelOptions, Unknown
+from esm_turbo.cli.inputs import load_model
+from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, Unknown, Writes
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import read_fasta_strict
 
 
 def calibrate(
-    proteins: Path,
+    proteins: InputFile,
     /,
     *,
-    out: Path,
+    out: Annotated[Path, Writes("calibration")],
     max_residues: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     unknown: Unknown = None,
@@ -32,7 +33,6 @@ def calibrate(
         out: Calibration to write, a safetensors file.
         max_residues: Use only the first proteins, up to this total number of residues.
     """
-    check_outputs(json, proteins, out=out)
     records = read_fasta_strict(proteins, unknown=unknown)
     turbo = load_model(model)
     from esm_turbo.cli.report import calibration_report

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from esm_turbo.cli.console import progress_bar, quiet_transformers, show, working
-from esm_turbo.cli.inputs import check_outputs
 from esm_turbo.cli.options import Device, JsonFile
 
 
@@ -12,7 +11,6 @@ def demo(*, device: Device = None, json: JsonFile = None) -> None:
 
     Calibrates on 60 proteins, prefills contexts, extends them, and compares the results with the exact run.
     """
-    check_outputs(json)
     with working("loading libraries"):
         quiet_transformers()
         from esm_turbo.cli.demo import run_demo

@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, say, show
-from esm_turbo.cli.inputs import check_minimum, check_outputs, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import check_minimum, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import EmbeddingFormat, Include
 
 
 def embed(
-    proteins: Path,
-    out: Path,
+    proteins: InputFile,
+    out: Annotated[Path, Writes("embeddings")],
     /,
     *,
     repr_layers: Annotated[tuple[int, ...], MANY] = (-1,),
@@ -49,7 +49,6 @@ def embed(
             of --window.
         format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files.
     """
-    check_outputs(json, proteins)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if format == "h5" and "cache" in include:
         raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")

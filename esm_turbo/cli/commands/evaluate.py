@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, width
-from esm_turbo.cli.inputs import check_minimum, check_outputs, load_model
-from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import check_minimum, load_model
+from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, Unknown
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
 
 
 def evaluate(
-    proteins: Path,
+    proteins: InputFile,
     /,
     *,
     preset: Annotated[tuple[str, ...], MANY] = ("exact", DEFAULT_PRESET),
@@ -43,7 +42,6 @@ def evaluate(
         outlier_proteins: Number of proteins evaluated with planted outliers.
         outlier_calibration_proteins: Number of shipped proteins that each model with outliers is calibrated on.
     """
-    check_outputs(json, proteins)
     if not preset:
         raise ValueError("--preset must name at least one preset")
     for name in preset:

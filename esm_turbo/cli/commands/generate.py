@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import check_outputs, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, TextFile, Unknown
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.writing import replacing
@@ -21,7 +20,7 @@ _NO_DEFAULT = Parameter(show_default=False)
 
 
 def generate(
-    proteins: Path,
+    proteins: InputFile,
     /,
     *,
     max_new_tokens: int | None = None,
@@ -40,7 +39,7 @@ def generate(
     refresh_every: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     unknown: Unknown = None,
-    out: Path | None = None,
+    out: TextFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
 ) -> int:
@@ -67,7 +66,6 @@ def generate(
         refresh_every: Steps from one refresh to the next; by default 1 with --max-new-tokens, 8 with --positions.
         out: FASTA file to write. By default, standard output.
     """
-    check_outputs(json, proteins, out=out)
     if (max_new_tokens is None) == (positions is None):
         raise ValueError(
             "give --max-new-tokens to append residues, or --positions to replace some"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 from esm_turbo.cli.console import quiet_transformers, show, working
-from esm_turbo.cli.inputs import check_outputs, unusable_input
-from esm_turbo.cli.options import JsonFile
+from esm_turbo.cli.inputs import unusable_input
+from esm_turbo.cli.options import READS, JsonFile, OptionalInput
 from esm_turbo.cli.report import info_report
 
 
 def info(
-    target: str | None = None,
+    target: Annotated[str | None, READS] = None,
     /,
     *,
-    calibration: Path | None = None,
+    calibration: OptionalInput = None,
     length: int = 1024,
     batch: int = 1,
     json: JsonFile = None,
@@ -29,13 +30,13 @@ def info(
         length: Tokens per protein in the caches, special tokens included.
         batch: Proteins in each cache.
     """
-    check_outputs(json, target, calibration)
     with working("loading libraries"):
         quiet_transformers()
     from esm_turbo.assets import EMBEDDED_MODEL
     from esm_turbo.cli.info import file_info, model_info
     from esm_turbo.context_store import is_store, store_info
-    from esm_turbo.tasks.embedding.files import embeddings_info, is_embeddings
+    from esm_turbo.files.kinds import is_embeddings
+    from esm_turbo.tasks.embedding.files import embeddings_info
 
     with unusable_input(f"{target} cannot be read"):
         if target is None:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import check_minimum, check_outputs, check_usable, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import Arms, AutoBatchTokens, BackendOption, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.options import (
+    Arms,
+    AutoBatchTokens,
+    BackendOption,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    TextFile,
+    Unknown,
+)
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
 from esm_turbo.config import DEFAULT_REFRESH, Backend
@@ -14,8 +21,8 @@ from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Place
 
 
 def score(
-    targets: Path,
-    candidates: Path,
+    targets: InputFile,
+    candidates: InputFile,
     /,
     *,
     arm: Arms = ("turbo",),
@@ -25,7 +32,7 @@ def score(
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
-    out: Path | None = None,
+    out: TextFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
@@ -48,7 +55,6 @@ def score(
         top_k: Number of top candidates used to compare arms.
         out: CSV file to write all scores to.
     """
-    check_outputs(json, targets, candidates, out=out)
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
     if not arm:

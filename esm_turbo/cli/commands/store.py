@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import check_outputs, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import BatchTokens, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
+from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 
 
 def store(
-    proteins: Path,
-    folder: Path,
+    proteins: InputFile,
+    folder: Annotated[Path, Writes("contexts")],
     /,
     *,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
@@ -31,7 +32,6 @@ def store(
         proteins: FASTA file, plain or gzip.
         folder: Folder of the store, created if needed.
     """
-    check_outputs(json, proteins)
     good, bad = read_proteins(proteins, unknown)
     turbo = load_model(model)
     from esm_turbo.context_store import ContextStore

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import check_minimum, check_outputs, check_usable, list_bad, load_model
-from esm_turbo.cli.options import Arms, AutoBatchTokens, BackendOption, CacheOptions, JsonFile, Unknown
+from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model
+from esm_turbo.cli.options import (
+    Arms,
+    AutoBatchTokens,
+    BackendOption,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    OptionalInput,
+    TextFile,
+    Unknown,
+)
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import variants_report
 from esm_turbo.config import DEFAULT_REFRESH, Backend
@@ -15,8 +23,8 @@ from esm_turbo.tasks.common.options import MarginalMethod
 
 
 def variants(
-    wild_type: Path,
-    variants: Path | None = None,
+    wild_type: InputFile,
+    variants: OptionalInput = None,
     /,
     *,
     method: MarginalMethod = "masked",
@@ -27,7 +35,7 @@ def variants(
     top: int = 10,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
-    out: Path | None = None,
+    out: TextFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
@@ -48,7 +56,6 @@ def variants(
         top: Number of top-scoring variants to print.
         out: CSV file to write all scores to.
     """
-    check_outputs(json, wild_type, variants, out=out)
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, toks_per_batch=toks_per_batch)
     if not arm:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -30,8 +31,6 @@ from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 
 FORMAT_VERSION = 1
-INDEX_FILE = "index.tsv"
-SETTINGS_FILE = "settings.json"
 _INDEX_HEADER = "id\tresidues\tembedding\tcache"
 _COLUMNS = 4
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
@@ -56,11 +55,6 @@ def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[s
     """
     tensors, metadata = read_artifact(path, "embedding", FORMAT_VERSION)
     return metadata, tensors
-
-
-def is_embeddings(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder of embeddings."""
-    return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
 
 
 def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.writing import only_writer
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.store.files import is_store
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
-from esm_turbo.tasks.embedding.files import INDEX_FILE, FolderWriter, SameSequence
+from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
 
 if TYPE_CHECKING:

@@ -60,7 +60,7 @@ def test_embeddings_are_not_written_into_a_store(esm, fasta, tmp_path, tiny_fold
     before = files(contexts)
     result = esm("embed", fasta, contexts, "--model", tiny_folder)
     assert result.code == 2
-    assert "is a context store; give a new or an empty folder" in result.error
+    assert "is a store of contexts; name another path to write" in result.error
     assert files(contexts) == before
 
 

@@ -17,11 +17,12 @@ from safetensors import SafetensorError
 
 from esm_turbo.cli import app as cli
 from esm_turbo.files import artifacts
+from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
-from esm_turbo.tasks.embedding.files import INDEX_FILE, SETTINGS_FILE, sequence_hash
+from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records, embedding_writer
 from tests.helpers.embedding_files import (
     LENGTHS,

@@ -1,0 +1,52 @@
+"""What a file or folder holds, told by names and first bytes alone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+CALIBRATION_FILE = "calibration.safetensors"
+STORE_FILE = "store.safetensors"
+INDEX_FILE = "index.tsv"
+SETTINGS_FILE = "settings.json"
+
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "vocab.txt")
+_HEAD_BYTES = 4096
+# A larger header would not be one of safetensors.
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def is_store(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder is a context store, of any version."""
+    return (Path(folder) / STORE_FILE).is_file()
+
+
+def is_embeddings(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is a folder of embeddings."""
+    return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
+
+
+def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
+    """Whether a folder holds a model in the format of Hugging Face."""
+    folder = Path(folder)
+    return (folder / "config.json").is_file() and any(next(folder.glob(name), None) for name in _WEIGHTS)
+
+
+def binary_kind(path: str | os.PathLike[str]) -> str | None:
+    """What a file that is not text holds, such as `a calibration`; None for text, an empty file or none at all."""
+    path = Path(path)
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+        size = int.from_bytes(head[:8], "little")
+        if head[8:9] == b"{" and size <= _MAX_HEADER_BYTES:
+            file.seek(8)
+            try:
+                kind = json.loads(file.read(size)).get("__metadata__", {}).get("kind", "file of tensors")
+            except ValueError:
+                kind = "damaged file of tensors"
+            return f"a {kind}"
+    # Compressed files may begin with bytes other than zero.
+    return "a binary file" if b"\0" in head or head.startswith(b"\x1f\x8b") else None
