@@ -57,10 +57,6 @@ class Outputs:
     logits: Array
     layers: npt.NDArray[np.float32] | None = None
 
-    def __getitem__(self, tokens: Any) -> Outputs:
-        layers = None if self.layers is None else self.layers[:, tokens]
-        return Outputs(self.hidden[tokens], self.logits[tokens], layers)
-
     @classmethod
     def join(cls, parts: Sequence[Outputs]) -> Self:
         """Concatenate outputs along the tokens."""

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.evaluate.results import Evaluation, Extend, Memory, PresetEvaluation, TokenAccuracy
+from esm_turbo.evaluate.results import Evaluation, Memory, PresetEvaluation, TokenAccuracy
 from esm_turbo.files.text_tables import text_table
 
 _UNLIMITED = 10_000
@@ -24,7 +24,13 @@ def render(evaluation: Evaluation, width: int | None) -> str:
     """All tables, wrapped to `width` columns without cutting any figure; None does not wrap."""
     out = io.StringIO()
     console = Console(file=out, width=_UNLIMITED, color_system=None, highlight=False, markup=False)
-    console.print(_headline(evaluation))
+    about = evaluation.provenance
+    console.print(
+        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {_count(about.proteins)},"
+        f" {about.residues} residues\n"
+        "full: the whole sequence recomputed; frozen: a context stored at full precision; turbo: as stored by the"
+        " preset\n"
+    )
     _print(console, _overview(evaluation), width)
     for name, reason in evaluation.unavailable.items():
         console.print(f"{name}: {reason}")
@@ -46,16 +52,6 @@ def _print(console: Console, table: Table, width: int | None) -> None:
     title, table.title = table.title, None
     console.print(title)
     console.print(table, width=None if width is None else max(width, console.measure(table).minimum))
-
-
-def _headline(evaluation: Evaluation) -> str:
-    about = evaluation.provenance
-    return (
-        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {_count(about.proteins)},"
-        f" {about.residues} residues\n"
-        "full: the whole sequence recomputed; frozen: a context stored at full precision; turbo: as stored by the"
-        " preset\n"
-    )
 
 
 def _memory(evaluation: Evaluation) -> Table:
@@ -105,7 +101,9 @@ def _extend(evaluation: Evaluation) -> Table | None:
     table = _table(title, "arm", *(f"w = {w}" for w in ws))
     for k in dict.fromkeys(result.new_residues for result in frozen):
         at = [index for index, result in enumerate(frozen) if result.new_residues == k]
-        table.add_row(f"k = {k}, {_proteins(evaluation.presets[0].extend[at[0]])}")
+        first = evaluation.presets[0].extend[at[0]]
+        skipped = f" ({first.skipped} too short)" if first.skipped else ""
+        table.add_row(f"k = {k}, {_count(first.proteins)}{skipped}")
         table.add_row("  frozen - full", *(_brief(frozen[i].against_full) for i in at))
         for preset in _compressed(evaluation):
             table.add_row(f"  {preset.name} - frozen", *(_brief(preset.extend[i].against_frozen) for i in at))
@@ -154,7 +152,7 @@ def _outliers(evaluation: Evaluation) -> Table | None:
     for preset in evaluation.presets:
         if preset.outliers:
             table.add_row(preset.name, *(_brief(outlier.against_frozen) for outlier in preset.outliers))
-    drifts = (f"{_small(model.drift.residues.relative_rms_error)}" for model in setup.models)
+    drifts = (_small(model.drift.residues.relative_rms_error) for model in setup.models)
     table.add_row("the model itself, rel. RMS", *drifts)
     return table
 
@@ -187,11 +185,6 @@ def _brief(accuracy: TokenAccuracy | None) -> str:
 
 def _cosines(accuracy: Accuracy) -> str:
     return f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
-
-
-def _proteins(extend: Extend) -> str:
-    skipped = f" ({extend.skipped} too short)" if extend.skipped else ""
-    return f"{_count(extend.proteins)}{skipped}"
 
 
 def _count(proteins: int) -> str:
