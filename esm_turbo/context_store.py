@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -26,12 +26,14 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_store
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
+from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.progress import Progress, silent
 
 __all__ = ["ContextStore", "is_store", "store_info"]
@@ -189,17 +191,20 @@ class ContextStore:
         *,
         toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
         progress: Progress | None = None,
+        on_failure: Callable[[str, str], None] | None = None,
     ) -> int:
         """Computes and stores missing contexts, batch by batch, in memory that does not grow with their number.
 
         Contexts in the store are read and checked. An interrupted run continues where it stopped, with the same bits.
 
-        `progress` is called with stage `check` and contexts, then with `prefill` and residues, see `Progress`.
+        `progress` is called with stage `check` and contexts, then with `prefill` and residues, see `Progress`;
+        `on_failure` with each sequence that does not fit into memory, and the reason. The others are stored.
 
         Returns:
             Number of contexts computed.
 
         Raises:
+            NotEnoughMemoryError: a sequence does not fit into memory, and `on_failure` is None.
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`, and if the store is `read_only`.
         """
         if self.read_only:
@@ -218,7 +223,9 @@ class ContextStore:
             residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
             report("prefill", 0, total)
             computed = 0
-            for batch, filled in self._fill(turbo, spec, jobs, done, toks_per_batch, counted=False):
+            for batch, filled in self._fill(
+                turbo, spec, jobs, done, toks_per_batch, counted=False, on_failure=on_failure
+            ):
                 computed += len(filled)
                 residues += sum(jobs[index].tokens - 1 for index in batch)
                 report("prefill", residues, total)
@@ -304,6 +311,7 @@ class ContextStore:
         toks_per_batch: int,
         *,
         counted: bool = True,
+        on_failure: Callable[[str, str], None] | None = None,
     ) -> Iterator[tuple[list[int], dict[str, FlatContext]]]:
         """Computes and stores contexts batch by batch, without the jobs that are `done`; `counted` as misses.
 
@@ -318,7 +326,7 @@ class ContextStore:
                 # Also a miss if another process writes it in the meantime.
                 self._usage.count("missed")
             if self.read_only:
-                yield batch, dict(self._prefill(turbo, wanted))
+                yield batch, dict(self._prefill(turbo, wanted, on_failure))
                 continue
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 partition = self._files.make_partition(spec)
@@ -332,7 +340,8 @@ class ContextStore:
                     context = self._read(partition, job.key)
                     if context is not None:
                         filled[job.key] = self._keep((partition.name, job.key), context, device)
-                for key, context in self._prefill(turbo, [job for job in wanted if job.key not in filled]):
+                missing = [job for job in wanted if job.key not in filled]
+                for key, context in self._prefill(turbo, missing, on_failure):
                     partition.write_context(key, context)
                     self._reported.discard((partition.name, key))
                     filled[key] = self._keep((partition.name, key), context, device)
@@ -340,17 +349,36 @@ class ContextStore:
                 self._usage.compact()
             yield batch, filled
 
-    def _prefill(self, turbo: ContextModel, jobs: Sequence[_Job]) -> Iterator[tuple[str, FlatContext]]:
-        if not jobs:
-            return
-        totals: dict[str, list[int]] = {}
-        if any((job.total_tokens, job.total_masks) != (job.tokens, job.masks) for job in jobs):
-            totals = {
-                "total_tokens": [job.total_tokens for job in jobs],
-                "total_masks": [job.total_masks for job in jobs],
-            }
-        cache = turbo.prefill([job.sequence for job in jobs], **totals)
-        for row, job in enumerate(jobs):
+    def _prefill(
+        self, turbo: ContextModel, jobs: Sequence[_Job], on_failure: Callable[[str, str], None] | None
+    ) -> Iterator[tuple[str, FlatContext]]:
+        esm = turbo.model.esm
+
+        def prefill(part: Sequence[int]) -> TurboKVCache:
+            own = [jobs[index] for index in part]
+            longest = max(job.tokens for job in own)
+            check_memory(esm, longest, rows=len(own), more=cache_bytes(esm, longest * len(own)))
+            totals: dict[str, list[int]] = {}
+            if any((job.total_tokens, job.total_masks) != (job.tokens, job.masks) for job in own):
+                totals = {
+                    "total_tokens": [job.total_tokens for job in own],
+                    "total_masks": [job.total_masks for job in own],
+                }
+            return turbo.prefill([job.sequence for job in own], **totals)
+
+        failed: set[int] = set()
+
+        def fail(index: int, error: Exception) -> None:
+            reason = too_large(jobs[index].tokens - 1, turbo.model.device)
+            if on_failure is None:
+                raise NotEnoughMemoryError(f"a sequence: {reason}")
+            failed.add(index)
+            on_failure(jobs[index].sequence, reason)
+
+        parts = halve_until_it_fits(prefill, range(len(jobs)), fail) if jobs else []
+        good = [job for index, job in enumerate(jobs) if index not in failed]
+        rows = ((cache, row) for cache in parts for row in range(cache.batch_size))
+        for job, (cache, row) in zip(good, rows, strict=True):
             yield job.key, FlatContext.of(cache.select(row))
 
 

@@ -73,6 +73,10 @@ def run(arguments: Sequence[str]) -> int:
     except OSError as error:
         return _fail(1, f"error: {error}", debug)
     except Exception as error:
+        from esm_turbo.model.memory import is_out_of_memory
+
+        if is_out_of_memory(error):
+            return _fail(1, f"error: not enough memory ({str(error) or type(error).__name__})", debug)
         return _fail(1, f"error: {type(error).__name__}: {error}; --debug shows where", debug)
 
 

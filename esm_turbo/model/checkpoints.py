@@ -15,6 +15,7 @@ from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.model.memory import is_out_of_memory
 
 _INV_FREQ = "rotary_embeddings.inv_freq"
 # transformers 5 saves one key for all layers, with an asterisk for the layer's number.
@@ -88,9 +89,9 @@ class CheckpointMixin:
                 f"{pretrained_model_name_or_path}: pytorch_model.bin is damaged, or contains code, which is not"
                 f" executed; if you trust its source, convert it: {_CONVERT}"
             ) from error
-        except torch.OutOfMemoryError:
-            raise
         except (SafetensorError, EOFError, RuntimeError) as error:
+            if is_out_of_memory(error):
+                raise
             reason = str(error).partition(". ")[0]
             raise ValueError(
                 f"{pretrained_model_name_or_path}: the weights are damaged or do not fit config.json ({reason})"

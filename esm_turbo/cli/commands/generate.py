@@ -91,7 +91,7 @@ def generate(
         refresh=refresh,
         refresh_every=refresh_every,
     )
-    with progress_bar("proteins") as progress:
+    with progress_bar("samples") as progress:
         generated, failed = generate_records(
             turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, progress=progress
         )

@@ -11,6 +11,7 @@ from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
 from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.proteins.fasta import BadRecord
 
 
 def store(
@@ -36,12 +37,18 @@ def store(
     turbo = load_model(model)
     from esm_turbo.context_store import ContextStore
 
+    failed: dict[str, str] = {}
     # Nothing reads the contexts afterwards, so none is kept in memory.
     with ContextStore(folder, host_bytes=0, device_bytes=0) as contexts, progress_bar("residues") as progress:
         computed = contexts.add(
-            turbo, [record.sequence for record in good], toks_per_batch=toks_per_batch, progress=progress
+            turbo,
+            [record.sequence for record in good],
+            toks_per_batch=toks_per_batch,
+            progress=progress,
+            on_failure=failed.__setitem__,
         )
         held = contexts.info()
+    bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]
     list_bad(proteins, bad)
     result = {
         "out": os.fspath(folder),

@@ -19,7 +19,7 @@ from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.tasks.common.checks import check_choice
-from esm_turbo.tasks.common.memory import check_memory
+from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import Arm
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def prefill_ids(turbo: ContextModel, token_ids: Sequence[int], arm: str) -> Turb
     config = FROZEN if arm == "frozen" else esm.turbo_config
     geometry = Geometry.of(esm.config)
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
-    check_memory(esm, len(token_ids), stored=True)
+    check_memory(esm, len(token_ids), more=cache_bytes(esm, len(token_ids), config))
     input_ids = torch.tensor([list(token_ids)], device=esm.device)
     esm(input_ids, past_key_values=cache, use_cache=True, row_lengths=[len(token_ids)])
     return cache

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from esm_turbo.config import Geometry
+from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.model.memory import NotEnoughMemoryError, available_bytes, is_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import EsmConfig
 
     from esm_turbo.modeling_esm_turbo import TurboEsmModel
 
+_Result = TypeVar("_Result")
+
 # Tensors of one layer alive at its peak, in the feed-forward network's activation: this many of the intermediate size,
 # and this many of the hidden size (residual stream, norm and its input).
 _INNER, _HIDDEN = 4, 4
-
-
-class NotEnoughMemoryError(MemoryError):
-    """An input needs more memory than the device has free."""
 
 
 def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool = False, batch_size: int = 1) -> int:
@@ -39,18 +38,22 @@ def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool 
     return total
 
 
-def cache_bytes(geometry: Geometry, tokens: int, bits: float) -> int:
-    """Bytes of the keys and values of `tokens` tokens at `bits` bits per element."""
-    return round(geometry.elements_per_token * tokens * bits / 8)
+def cache_bytes(model: TurboEsmModel, tokens: int, config: TurboConfig | None = None) -> int:
+    """Estimate the bytes of the keys and values of `tokens` tokens under a preset; None is the model's own."""
+    options = config or model.turbo_config
+    bits = {"exact": 8.0 * model.dtype.itemsize, "turbo": options.mean_bits}.get(options.codec, 8.0)
+    total: int = round(Geometry.of(model.config).elements_per_token * tokens * bits / 8)
+    return total
 
 
-def check_memory(model: TurboEsmModel, tokens: int, *, stored: bool) -> None:
-    """Check that a single row of tokens fits into memory.
+def check_memory(model: TurboEsmModel, tokens: int, *, rows: int = 1, more: int = 0) -> None:
+    """Check that a forward fits into memory.
 
     Args:
         model: the encoder.
-        tokens: number of tokens in the row.
-        stored: whether a cache is written.
+        tokens: number of tokens in each row.
+        rows: number of rows.
+        more: bytes that are needed besides, such as those of a cache or of outputs.
 
     Raises:
         NotEnoughMemoryError: the estimate exceeds the free memory; the message names both.
@@ -58,55 +61,53 @@ def check_memory(model: TurboEsmModel, tokens: int, *, stored: bool) -> None:
     free = available_bytes(model.device)
     if free is None:
         return
-    itemsize = model.dtype.itemsize
-    needed = forward_bytes(model.config, tokens, itemsize, eager=model.config._attn_implementation == "eager")
-    if stored:
-        options = model.turbo_config
-        bits = {"exact": 8.0 * itemsize, "turbo": options.mean_bits}.get(options.codec, 8.0)
-        needed += cache_bytes(Geometry.of(model.config), tokens, bits)
+    eager, total = model.config._attn_implementation == "eager", rows * tokens
+    needed = more + forward_bytes(model.config, total, model.dtype.itemsize, eager=eager, batch_size=rows)
     if needed > free:
         raise NotEnoughMemoryError(
-            f"{tokens:,} tokens at once need about {_text(needed)} of memory, {_text(free)} are free on {model.device};"
-            " use a shorter protein, a smaller model or a larger machine"
+            f"{total:,} tokens at once need about {size_text(needed)} of memory, {size_text(free)} are free on"
+            f" {model.device}; use fewer tokens, a smaller model or a larger machine"
         )
 
 
-def available_bytes(device: torch.device) -> int | None:
-    """Free memory of a device in bytes; None if the system does not report it."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        # PyTorch holds on to freed memory for reuse.
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return _available_in_system() if device.type == "cpu" else None
+def halve_until_it_fits(
+    run: Callable[[Sequence[int]], _Result], batch: Sequence[int], on_failure: Callable[[int, Exception], None]
+) -> list[_Result]:
+    """Run a batch; if it does not fit into memory, run its halves, and so on.
 
+    Args:
+        run: runs the items of these indices.
+        batch: indices of the items.
+        on_failure: called with an item that does not fit alone, and the error.
 
-def _available_in_system() -> int | None:
-    """Linux: the kernel's estimate of available memory, or what the control group has left if that is less."""
-    found = [_meminfo(), _control_group()]
-    return min((size for size in found if size is not None), default=None)
-
-
-def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
+    Returns:
+        The results of the parts that fit, in the order of the batch.
+    """
     try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+        return [run(batch)]
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        # The error holds the frames of the failed run, and these its tensors.
+        failure = error.with_traceback(None)
+        failure.__context__ = failure.__cause__ = None
+    if len(batch) == 1:
+        on_failure(batch[0], failure)
+        return []
+    middle = len(batch) // 2
+    return [part for half in (batch[:middle], batch[middle:]) for part in halve_until_it_fits(run, half, on_failure)]
 
 
-def _control_group(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    try:
-        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
-        used = int((folder / "memory.current").read_text(encoding="ascii"))
-        entries = (line.split() for line in (folder / "memory.stat").read_text(encoding="ascii").splitlines())
-        # Inactive file pages are reclaimed first.
-        reclaimable = sum(int(size) for name, size in entries if name == "inactive_file")
-    except (OSError, ValueError):
-        return None
-    return None if limit == "max" else int(limit) - used + reclaimable
+def too_large(residues: int, device: torch.device, error: Exception | None = None) -> str:
+    """The reason why a protein failed that does not fit into memory; that of the estimate, if this is the error."""
+    if isinstance(error, NotEnoughMemoryError):
+        return str(error)
+    return (
+        f"its {residues} residues need more memory than {device} has;"
+        " cut it, request less, or use a device with more memory"
+    )
 
 
-def _text(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+def size_text(count: int) -> str:
+    """A number of bytes, such as `1.5 GiB` or `20 MiB`."""
+    return f"{count / 2**30:,.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

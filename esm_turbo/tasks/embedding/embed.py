@@ -15,8 +15,10 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
 
@@ -173,7 +175,7 @@ def iter_embeddings(
 
     Raises:
         ValueError: a sequence is empty or has a letter that is not a residue.
-        MemoryError: a protein does not fit into memory, and `on_failure` is None.
+        NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
     """
     rows = encode_rows(turbo.codes, sequences)
     batches = remaining_batches([_size(row, request, toks_per_batch) for row in rows], toks_per_batch, done)
@@ -217,25 +219,14 @@ def _launch(
     on_failure: Callable[[int, str], None] | None,
 ) -> list[Callable[[], _Results]]:
     """Launch a batch, in halves if it does not fit into memory."""
-    try:
-        return [_embed_batch(turbo, rows, batch, request)]
-    except (MemoryError, RuntimeError) as error:
-        # PyTorch has an exception class for devices only.
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and "DefaultCPUAllocator" not in str(error):
-            raise
-    # Outside the handler, which would keep the failed batch's tensors alive.
-    if len(batch) > 1:
-        halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
-        return [part for half in halves for part in _launch(turbo, rows, half, request, on_failure)]
-    [index] = batch
-    reason = (
-        f"its {len(rows[index]) - 2} residues need more memory than {turbo.model.device} has;"
-        " cut it, request less, or use a device with more memory"
-    )
-    if on_failure is None:
-        raise MemoryError(f"sequence {index + 1}: {reason}")
-    on_failure(index, reason)
-    return []
+
+    def failed(index: int, error: Exception) -> None:
+        reason = too_large(len(rows[index]) - 2, turbo.model.device)
+        if on_failure is None:
+            raise NotEnoughMemoryError(f"sequence {index + 1}: {reason}")
+        on_failure(index, reason)
+
+    return halve_until_it_fits(lambda part: _embed_batch(turbo, rows, part, request), batch, failed)
 
 
 @torch.no_grad()
@@ -244,6 +235,7 @@ def _embed_batch(
 ) -> Callable[[], _Results]:
     """Launch a batch. The function returned waits for it and returns its embeddings."""
     lengths = [len(rows[index]) - 2 for index in batch]
+    _check_memory(turbo, lengths, request)
     if request.windows is not None and request.windows.splits(lengths[0]):
         [index] = batch
         parts = embed_in_windows(turbo, rows[index][1:-1], request.windows, request.layers, request.include)
@@ -291,6 +283,26 @@ def _embed_batch(
         return embeddings
 
     return collect
+
+
+def _check_memory(turbo: ContextModel, lengths: Sequence[int], request: EmbeddingRequest) -> None:
+    """Check that a batch of proteins, or one that is split into windows, fits into memory with its results."""
+    config, tokens = turbo.model.config, max(lengths) + 2
+    split = request.windows is not None and request.windows.splits(lengths[0])
+    more = 0
+    if "per_tok" in request.include:
+        more += 4 * config.hidden_size * sum(lengths) * len(request.layers)
+    if "contacts" in request.include:
+        # The weights of all layers and heads, stacked, masked and symmetrised.
+        pairs = len(lengths) * tokens**2
+        more += 4 * turbo.model.dtype.itemsize * config.num_hidden_layers * config.num_attention_heads * pairs
+    if request.windows is not None and split:
+        tokens = request.windows.window
+    if set(request.layers) != {config.num_hidden_layers}:
+        more += turbo.model.dtype.itemsize * config.hidden_size * tokens * len(lengths) * config.num_hidden_layers
+    if "cache" in request.include:
+        more += cache_bytes(turbo.model.esm, tokens * len(lengths))
+    check_memory(turbo.model.esm, tokens, rows=len(lengths), more=more)
 
 
 def _hidden_states(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
@@ -62,6 +63,7 @@ def generate(
     Raises:
         ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, or the preset needs
             a calibration and there is none.
+        NotEnoughMemoryError: all rows together need more memory than is free.
     """
     cache = sequences if isinstance(sequences, TurboKVCache) else None
     if isinstance(sequences, TurboKVCache):
@@ -69,6 +71,7 @@ def generate(
     else:
         rows = [turbo.codes.encode(sequence, f"sequence {i}") for i, sequence in enumerate(sequences, start=1)]
     repeats = options.num_return_sequences
+    _check_memory(turbo, rows, options)
     sampler = ResidueSampler(options, allowed_residues(turbo, options), row_seeds(seed, len(rows) * repeats))
     refresh = DEFAULT_REFRESH if options.refresh is None else options.refresh
     if options.max_new_tokens is not None:
@@ -76,8 +79,15 @@ def generate(
         new = [range(len(row) + 1, end + 1) for row, end in zip(rows, ends, strict=True)]
         _check_constrained_positions(sampler.allowed, new)
         warn_if_long(ends, stacklevel=3)
-        cache = turbo.prefill([turbo.codes.decode(row) for row in rows]) if cache is None else cache
-        cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
+        begins = list(range(len(rows)))
+        if cache is None:
+            # Rows that begin alike share one context.
+            contexts = [turbo.codes.decode(row) for row in rows]
+            distinct = list(dict.fromkeys(contexts))
+            number_of = {context: number for number, context in enumerate(distinct)}
+            begins = [number_of[context] for context in contexts]
+            cache = turbo.prefill(distinct)
+        cache = cache.select([begin for begin in begins for _ in range(repeats)])
         decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY)
         return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
     if cache is not None:
@@ -108,6 +118,21 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
         ValueError: a letter is not a residue, or no residue is left.
     """
     return AllowedResidues(turbo.codes, turbo.model.config.vocab_size, options.allowed, options.banned)
+
+
+def _check_memory(turbo: ContextModel, rows: Sequence[Sequence[int]], options: GenerationOptions) -> None:
+    """Check that all rows fit into memory, before anything is made for each of them."""
+    esm, count = turbo.model.esm, len(rows) * options.num_return_sequences
+    longest = max(map(len, rows), default=0) + 2
+    if options.max_new_tokens is None:
+        check_memory(esm, longest, rows=count, more=cache_bytes(esm, count * longest))
+        return
+    whole = longest + options.max_new_tokens
+    step = DEFAULT_REFRESH if options.refresh is None else options.refresh
+    step = min(whole, step + (options.refresh_every or _APPEND_EVERY))
+    more = cache_bytes(esm, count * whole)
+    check_memory(esm, longest, rows=len(rows), more=more)
+    check_memory(esm, step, rows=count, more=more)
 
 
 def _rows_of_cache(turbo: ContextModel, cache: TurboKVCache) -> list[list[int]]:

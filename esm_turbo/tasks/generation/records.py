@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
+from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import allowed_residues, generate
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
@@ -16,6 +20,8 @@ from esm_turbo.tasks.generation.sampling import row_seeds
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
+# Python objects of a sample, and of the position and log-probability of a new residue.
+_SAMPLE_BYTES, _NEW_BYTES = 1000, 72
 # Far beyond the longest protein.
 _MAX_POSITION = 1_000_000
 
@@ -66,49 +72,79 @@ def generate_records(
         records: the input proteins.
         options: see `GenerationOptions`; the same for all records.
         seed: seed from which those of all rows are derived.
-        toks_per_batch: padded tokens per batch.
-        progress: called with stage `generate` and records, see `Progress`.
+        toks_per_batch: padded tokens per batch, in which every sample is a row.
+        progress: called with stage `generate` and samples, see `Progress`.
 
     Returns:
         The sequences in the order of the records, and the bad records with the reason.
 
     Raises:
-        ValueError: no residue is allowed, or the preset needs a calibration and there is none.
+        ValueError: no residue is allowed, the preset needs a calibration and there is none, or the results do not fit
+            into memory.
     """
     # Errors that concern all records are raised before any of them runs.
     allowed_residues(turbo, options)
     turbo.model.new_cache()
     samples = options.num_return_sequences
-    counter = StageProgress(progress, "generate", len(records))
+    _check_results(records, options)
+    counter = StageProgress(progress, "generate", len(records) * samples)
     seeds = row_seeds(seed, len(records) * samples)
-    sizes = [(len(record.sequence) + 2 + (options.max_new_tokens or 0)) * samples for record in records]
-    generated: dict[int, list[GeneratedSequence]] = {}
+    sizes = [len(record.sequence) + 2 + (options.max_new_tokens or 0) for record in records for _ in range(samples)]
+    generated: dict[int, GeneratedSequence] = {}
     bad: dict[int, BadRecord] = {}
     counter.advance(0)
 
-    def run(batch: Sequence[int]) -> None:
-        own = [seeds[index * samples + k] for index in batch for k in range(samples)]
+    def run(rows: Sequence[int]) -> None:
+        """Generate some of the rows, of which each record has one per sample."""
+        rows = [row for row in rows if row // samples not in bad]
+        own = sorted({row // samples for row in rows})
+        if not rows:
+            return
+        sequences = [records[row // samples].sequence for row in rows]
         try:
-            output = generate(turbo, [records[index].sequence for index in batch], options, own)
+            output = generate(turbo, sequences, replace(options, num_return_sequences=1), [seeds[row] for row in rows])
         except ValueError as error:
-            if len(batch) > 1:
+            if len(own) > 1:
                 # A single record may be the cause, for example if it is too short for a position.
-                for index in batch:
-                    run([index])
+                for index in own:
+                    run([row for row in rows if row // samples == index])
             else:
-                [index] = batch
+                [index] = own
                 bad[index] = BadRecord(records[index].id, str(error).removeprefix("sequence 1: "))
             return
-        rows = zip(output.sequences, output.positions, output.log_probs, own, strict=True)
         for number, row in enumerate(rows):
-            k, sample = divmod(number, samples)
-            generated.setdefault(batch[k], []).append(GeneratedSequence(records[batch[k]].id, sample + 1, *row))
+            index, sample = divmod(row, samples)
+            results = output.sequences[number], output.positions[number], output.log_probs[number]
+            generated[row] = GeneratedSequence(records[index].id, sample + 1, *results, seeds[row])
+
+    def too_large_alone(row: int, error: Exception) -> None:
+        record = records[row // samples]
+        bad[row // samples] = BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error))
 
     for batch in token_batches(sizes, toks_per_batch):
-        run(batch)
+        halve_until_it_fits(run, batch, too_large_alone)
         counter.advance(len(batch))
-    in_order = [one for index in sorted(generated) for one in generated[index]]
+    in_order = [generated[row] for row in sorted(generated) if row // samples not in bad]
     return in_order, [bad[index] for index in sorted(bad)]
+
+
+def _check_results(records: Sequence[ProteinRecord], options: GenerationOptions) -> None:
+    """Check that the generated sequences can be held in memory.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    free = available_bytes(torch.device("cpu"))
+    residues = sum(len(record.sequence) for record in records)
+    # Positions are the same for all records, or else no more than the residues.
+    own = options.max_new_tokens or len(options.positions or ())
+    new = own * len(records) if own else residues
+    needed = options.num_return_sequences * (_SAMPLE_BYTES * len(records) + residues + _NEW_BYTES * new)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"{options.num_return_sequences:,} samples of {len(records):,} proteins and their log-probabilities need"
+            f" about {size_text(needed)} of memory, {size_text(free)} are free; generate fewer at a time"
+        )
 
 
 def parse_positions(text: str) -> list[int]:

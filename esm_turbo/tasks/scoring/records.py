@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from esm_turbo.files.csv_files import CsvRow, is_csv, read_csv, write_csv
+from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.common.memory import too_large
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
@@ -169,8 +168,11 @@ def score_records(
                 part = part_of(progress, start=done, total=total)
                 scores[arm] = score(turbo, target.sequence, sequences, arm=arm, progress=part, **options)
                 done += sum(map(len, sequences))
-        except (NotEnoughMemoryError, torch.OutOfMemoryError) as error:
-            run.failed.append(BadRecord(target.id, str(error)))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            reason = too_large(len(target.sequence), turbo.model.device, error)
+            run.failed.append(BadRecord(target.id, reason))
             continue
         result, failed = _result(target, own, scores, top_k)
         run.failed += failed

@@ -138,7 +138,7 @@ def score_variants(
     refresh = min(refresh, len(residues) - 1) if method == "masked" and arm != "full" else 0
     positions = sorted({one.index for substitutions in parsed for one in substitutions})
     if arm == "full":
-        check_memory(turbo.model.esm, len(ids), stored=False)
+        check_memory(turbo.model.esm, len(ids))
         batches = _recomputed(turbo, ids, positions, method, toks_per_batch)
     else:
         cache = prefill_ids(turbo, ids, arm) if cache is None else cache

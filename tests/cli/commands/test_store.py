@@ -7,6 +7,7 @@ import pytest
 
 from esm_turbo import ContextStore
 from esm_turbo.files import artifacts
+from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from tests.helpers.command_inputs import files
 
 
@@ -68,3 +69,18 @@ def test_a_store_inside_a_file_is_refused(esm, fasta, tiny_folder):
     result = esm("store", fasta, fasta / "contexts", "--model", tiny_folder)
     assert (result.code, result.out) == (2, "")
     assert f"{fasta}: is a file; a store is a folder" in result.error
+
+
+def test_a_protein_that_does_not_fit_does_not_stop_the_others(esm, write, tmp_path, tiny_folder, monkeypatch):
+    def small(self, input_ids, *arguments, **options):
+        if input_ids.numel() > 30:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+        return original(self, input_ids, *arguments, **options)
+
+    original = TurboEsmModel.forward
+    monkeypatch.setattr(TurboEsmModel, "forward", small)
+    fasta, folder = write("some.fasta", f">a\nMKTAYIAK\n>b\nGSGS\n>c\n{'MK' * 20}\n>d\nMMM\n"), tmp_path / "store"
+    result = esm("store", fasta, folder, "--model", tiny_folder, "--preset", "exact")
+    assert result.code == 1
+    assert "record 'c': its 40 residues need more memory than cpu has; cut it, request less" in result.error
+    assert result.out.startswith(f"3 contexts computed; {folder} holds 3, ")

@@ -1,16 +1,18 @@
-"""Memory estimates against PyTorch's allocations, and the free memory that systems report."""
+"""Memory estimates against PyTorch's allocations, and batches that are halved."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 
 from benchmarks.harness.measure import peak_allocation
 from esm_turbo import TurboEsm
-from esm_turbo.config import Geometry
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common import memory
-from esm_turbo.tasks.common.arms import prefill_ids
-from esm_turbo.tasks.common.memory import NotEnoughMemoryError, cache_bytes, check_memory, forward_bytes
+from esm_turbo.tasks.common.arms import FROZEN, prefill_ids
+from esm_turbo.tasks.common.memory import cache_bytes, check_memory, forward_bytes, halve_until_it_fits
 from tests.helpers.models import random_ids
 
 
@@ -19,12 +21,11 @@ def test_the_estimate_matches_a_forward(turbo: TurboEsm, arm: str) -> None:
     ids, _ = random_ids([600])
     esm = turbo.model.esm
     needed = forward_bytes(esm.config, 600, 4)
-    geometry = Geometry.of(esm.config)
     if arm == "plain":
         with torch.no_grad():
             peak = peak_allocation(lambda: esm(ids))
     else:
-        needed += cache_bytes(geometry, 600, 32 if arm == "frozen" else esm.turbo_config.mean_bits)
+        needed += cache_bytes(esm, 600, FROZEN if arm == "frozen" else None)
         peak = peak_allocation(lambda: prefill_ids(turbo, ids[0].tolist(), arm))
     assert 0.75 * peak < needed < 1.5 * peak
 
@@ -38,41 +39,41 @@ def test_eager_attention_materialises_its_scores(turbo: TurboEsm) -> None:
 
 def test_the_error_names_both_sizes(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 3 * 2**30)
-    check_memory(turbo.model.esm, 1000, stored=True)
+    esm = turbo.model.esm
+    check_memory(esm, 1000, more=cache_bytes(esm, 1000))
     with pytest.raises(NotEnoughMemoryError) as caught:
-        check_memory(turbo.model.esm, 1_000_000, stored=True)
+        check_memory(esm, 1_000_000, more=cache_bytes(esm, 1_000_000))
     assert str(caught.value) == (
         f"1,000,000 tokens at once need about {_needed(turbo, 1_000_000):.1f} GiB of memory, 3.0 GiB are free on cpu;"
-        " use a shorter protein, a smaller model or a larger machine"
+        " use fewer tokens, a smaller model or a larger machine"
     )
     monkeypatch.setattr(memory, "available_bytes", lambda device: None)
-    check_memory(turbo.model.esm, 1_000_000, stored=True)
+    check_memory(esm, 1_000_000, more=cache_bytes(esm, 1_000_000))
 
 
 def _needed(turbo: TurboEsm, tokens: int) -> float:
     esm = turbo.model.esm
-    stored = cache_bytes(Geometry.of(esm.config), tokens, esm.turbo_config.mean_bits)
-    return (forward_bytes(esm.config, tokens, 4) + stored) / 2**30
+    return (forward_bytes(esm.config, tokens, 4) + cache_bytes(esm, tokens)) / 2**30
 
 
-def test_free_memory_of_this_machine() -> None:
-    free = memory.available_bytes(torch.device("cpu"))
-    assert free is None or 2**20 < free < 2**50
+@pytest.mark.parametrize("largest", [4, 3, 1, 0])
+def test_a_batch_is_halved_until_it_fits(largest: int) -> None:
+    def run(batch: Sequence[int]) -> list[int]:
+        if len(batch) > largest or 5 in batch:
+            raise RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 1 bytes")
+        return list(batch)
+
+    failed: list[int] = []
+    parts = halve_until_it_fits(run, range(8), lambda index, error: failed.append(index))
+    good = [index for part in parts for index in part]
+    assert all(0 < len(part) <= largest for part in parts)
+    assert sorted(good + failed) == list(range(8)) and good == sorted(good)
+    assert failed == ([5] if largest else list(range(8)))
 
 
-def test_free_memory_from_the_kernel(tmp_path) -> None:
-    path = tmp_path / "meminfo"
-    path.write_text("MemTotal:       100 kB\nMemAvailable:    64 kB\n")
-    assert memory._meminfo(path) == 64 * 1024
-    path.write_text("MemTotal:       100 kB\n")
-    assert memory._meminfo(path) is None
-    assert memory._meminfo(tmp_path / "missing") is None
+def test_other_errors_are_not_halved() -> None:
+    def run(batch: Sequence[int]) -> None:
+        raise RuntimeError(f"a mistake in {len(batch)}")
 
-
-@pytest.mark.parametrize(("limit", "left"), [("1000", 1000 - 700 + 250), ("max", None)])
-def test_free_memory_of_a_control_group(tmp_path, limit: str, left: int | None) -> None:
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text("700\n")
-    (tmp_path / "memory.stat").write_text("anon 300\ninactive_file 250\nactive_file 150\n")
-    assert memory._control_group(tmp_path) == left
-    assert memory._control_group(tmp_path / "missing") is None
+    with pytest.raises(RuntimeError, match="a mistake in 8"):
+        halve_until_it_fits(run, range(8), lambda index, error: None)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from esm_turbo import TurboEsm
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.records import (
@@ -35,7 +39,59 @@ def test_batches_do_not_matter(exact: TurboEsm) -> None:
     assert [one.sequence for one in generated] == [one.sequence for one in expected]
     assert [one.seed for one in generated] == [one.seed for one in expected]
     assert [(one.record, one.sample) for one in generated] == [(r, k) for r in "abc" for k in (1, 2)]
-    assert calls == [("generate", n, 3) for n in range(4)]
+    assert calls == [("generate", n, 6) for n in range(7)]
+
+
+def test_samples_are_rows_of_a_batch(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many samples are asked for, no batch has more tokens than allowed, and none computes a context twice."""
+    forwards: list[tuple[int, int]] = []
+    original = exact.model.esm.forward
+
+    def noting(input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+        forwards.append(tuple(input_ids.shape))
+        return original(input_ids, *arguments, **options)
+
+    monkeypatch.setattr(exact.model.esm, "forward", noting)
+    options = GenerationOptions(max_new_tokens=2, num_return_sequences=20)
+    generated, bad = generate_records(exact, RECORDS[:1], options, toks_per_batch=60)
+    assert (len(generated), bad) == (20, [])
+    # A row has <cls>, 22 residues, two new ones and a mask.
+    assert max(rows for rows, _ in forwards) == 2
+    assert sum(tokens == 23 for _, tokens in forwards) == 10
+    forwards.clear()
+    options = GenerationOptions(positions=[3, 4], num_return_sequences=20)
+    assert [one.sample for one in generate_records(exact, RECORDS[:1], options, toks_per_batch=60)[0]] == [
+        *range(1, 21)
+    ]
+    assert max(rows for rows, _ in forwards) == 2
+
+
+def test_a_record_that_does_not_fit_does_not_stop_the_others(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The allocator of the CPU raises a plain RuntimeError; a batch is halved until only the large record is left."""
+    original = exact.model.esm.forward
+
+    def small(input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
+        if input_ids.shape[1] > 24:
+            raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
+        return original(input_ids, *arguments, **options)
+
+    monkeypatch.setattr(exact.model.esm, "forward", small)
+    generated, bad = generate_records(exact, RECORDS, GenerationOptions(positions=[2], num_return_sequences=2))
+    assert [(one.record, one.sample) for one in generated] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    [(record, reason)] = [(one.record, one.reason) for one in bad]
+    assert record == "c" and reason.startswith("its 26 residues need more memory than cpu has")
+
+
+@pytest.mark.parametrize("more", [{"num_return_sequences": 10**9}, {"max_new_tokens": 10**9}])
+def test_what_cannot_fit_is_refused_before_it_begins(exact: TurboEsm, more: dict[str, int]) -> None:
+    options = GenerationOptions(**({"max_new_tokens": 3} | more))
+    with pytest.raises(ValueError, match=r"log-probabilities need about [\d,.]+ GiB of memory, .* are free"):
+        generate_records(exact, RECORDS, options)
+    with pytest.raises(NotEnoughMemoryError, match=r"need about [\d,.]+ GiB of memory, .* are free on cpu"):
+        exact.generate([one.sequence for one in RECORDS], **({"max_new_tokens": 3} | more))
+    if "num_return_sequences" in more:
+        with pytest.raises(NotEnoughMemoryError, match=r"need about [\d,.]+ GiB of memory, .* are free on cpu"):
+            exact.generate(RECORDS[0].sequence, positions=[2], **more)
 
 
 @pytest.mark.parametrize("toks_per_batch", [1, 10_000])
