@@ -115,13 +115,13 @@ class Calibration:
         if geometry != self.geometry:
             raise ValueError(f"the calibration is for {self.geometry}, the model has {geometry}; {_REMEDY}")
         weights = model_fingerprint(getattr(model, "esm", model))
-        source = self.provenance.get("model", "another model")
         if not same_attention(self.fingerprint, attention_fingerprint(weights, geometry.num_layers)):
+            source = self.provenance.get("model", "another model")
             raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
-        if is_adapted(weights) if self.weights is None else not same_model(self.weights, weights):
+        if is_adapted(weights) if self.weights is None else not same_model(self.weights, weights, rounded=True):
             warnings.warn(
-                f"the calibration was made for {source} before its weights were fine-tuned or adapted: caches are less"
-                " accurate than with one of its own",
+                "the calibration was made before the model was fine-tuned or adapted: caches are less accurate than"
+                " with a calibration of its own",
                 OtherWeightsWarning,
                 stacklevel=3,
             )

@@ -470,7 +470,7 @@ def test_a_calibration_from_before_a_change_warns_once(
         warnings.simplefilter("error")
         model(ids, use_cache=True)
     change(model)
-    with pytest.warns(OtherWeightsWarning, match="before its weights were fine-tuned or adapted"):
+    with pytest.warns(OtherWeightsWarning, match="before the model was fine-tuned or adapted"):
         cache = model(ids, use_cache=True).past_key_values
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -117,13 +117,19 @@ def same_codec(a: Fingerprint, b: Fingerprint) -> bool:
     return a.shape == b.shape and np.allclose(a, b, rtol=CODEC_RTOL, atol=CODEC_RTOL)
 
 
-def same_model(a: Fingerprint, b: Fingerprint) -> bool:
-    """Whether two fingerprints are of one model, up to the rounding of its weights to half precision."""
+def same_model(a: Fingerprint, b: Fingerprint, *, rounded: bool = False) -> bool:
+    """Whether two fingerprints are of one model, in any dtype.
+
+    Args:
+        a: a fingerprint.
+        b: another one.
+        rounded: whether weights that were rounded to float16 and cast back are the same model.
+    """
     if a is b:
         return not np.isnan(a).any()
     if a.shape != b.shape or a.ndim != 2 or not np.array_equal(a[0, 1:], b[0, 1:]):
         return False
-    return _close(a[1:], b[1:], _HALF_RTOL if a[0, 0] or b[0, 0] else _MODEL_RTOL)
+    return _close(a[1:], b[1:], _HALF_RTOL if rounded or a[0, 0] or b[0, 0] else _MODEL_RTOL)
 
 
 def same_attention(a: Fingerprint, b: Fingerprint) -> bool:
