@@ -40,8 +40,8 @@ FORMAT_VERSION = 2
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2
-# More than any row has, and within the range of any integer type.
-_MOST_TOKENS = 2**31 - 1
+# Positions are stored as int32. More than the tokens of any row.
+MAX_POSITION = 2**31 - 1
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
 
 
@@ -107,6 +107,10 @@ class TurboKVCache(CacheStorage):
             f"TurboKVCache({self.config.name}, {self.geometry}, batch_size={self.batch_size}, "
             f"columns={self.columns}, device={self.device})"
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A pickled cache comes without its codec, which is as large as a model: as a saved one, it must be claimed."""
+        return super().__getstate__() | {"codec": None}
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         """Length of the longest row. On a device the first call after a change forces a sync."""
@@ -296,7 +300,7 @@ class TurboKVCache(CacheStorage):
         elif isinstance(tokens, float | bool):
             raise ValueError(f"`tokens` must be an integer, got {tokens}")
         else:
-            tokens = max(min(tokens, _MOST_TOKENS), -_MOST_TOKENS)
+            tokens = max(min(tokens, MAX_POSITION), -MAX_POSITION)
             lengths = self.lengths.clamp_max(tokens) if tokens >= 0 else (self.lengths + tokens).clamp_min(0)
             at_most = tokens if tokens >= 0 else max(self.columns + tokens, 0)
         self._maybe_empty |= isinstance(tokens, Tensor) or tokens <= 0
@@ -377,6 +381,9 @@ class TurboKVCache(CacheStorage):
         indices = torch.as_tensor(indices).to(self.device)
         if indices.dim() != 1 or indices.is_floating_point():
             raise ValueError(f"rows are integers [rows] or bool [batch], got {indices.dtype} {list(indices.shape)}")
+        if indices.dtype != torch.bool:
+            # As indices, uint8 would be a mask.
+            indices = indices.to(torch.int64)
         self._map_tensors(lambda tensor, dim: tensor[indices.to(tensor.device)])
         self._changed()
 

@@ -36,10 +36,11 @@ from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.checkpoints import CheckpointMixin, check_config
+from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders, check_config
 from esm_turbo.model.inputs import (
     check_inputs,
     check_not_all_masked,
+    check_positions,
     count_tokens,
     positions_to_store,
     split_attention_mask,
@@ -64,7 +65,7 @@ class TurboMaskedLMOutput(MaskedLMOutput):
     past_key_values: TurboKVCache | None = None
 
 
-class TurboEsmSelfAttention(QKVProjections, EsmSelfAttention):
+class TurboEsmSelfAttention(WithoutRecorders, QKVProjections, EsmSelfAttention):
     """Self-attention that passes queries, keys and values to a session where there is one."""
 
     def forward(
@@ -119,7 +120,7 @@ class TurboEsmSelfAttention(QKVProjections, EsmSelfAttention):
         return output.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
 
 
-class TurboEsmLayer(EsmLayer):
+class TurboEsmLayer(WithoutRecorders, EsmLayer):
     """Transformer layer that lets a session compute the activation."""
 
     def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
@@ -495,6 +496,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         given = position_ids
         if position_ids is None:
             position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
+            check_positions(position_ids)
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask

@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 import os
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -270,6 +271,46 @@ def test_a_shallow_copy_is_independent(model: TurboEsmForMaskedLM) -> None:
     append(model, other, [4, 4], seed=3)
     assert cache.lengths.tolist() == [6, 9]
     assert_caches_equal(cache, prefill(model, [6, 9]))
+
+
+def test_a_pickle_holds_what_a_file_does(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+    """Neither the codec nor spare columns; the copy is claimed when it is used."""
+    cache = prefill(model, [70, 9])
+    append(model, cache, [3, 3])
+    cache.crop(-60)
+    cache.save(tmp_path / "cache.safetensors")
+    pickled = pickle.dumps(cache)
+    assert len(pickled) < (tmp_path / "cache.safetensors").stat().st_size + 20_000
+    other = pickle.loads(pickled)
+    assert other.codec is None
+    assert_caches_equal(other, cache)
+    assert torch.equal(probe(model, other), probe(model, cache))
+    append(model, other, [2, 2])
+    assert cache.lengths.tolist() == [13, 0]
+    # A copy in the same process shares the codec.
+    assert copy.deepcopy(cache).codec is cache.codec
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_rows_are_indices_in_every_integer_dtype(model: TurboEsmForMaskedLM, dtype: torch.dtype) -> None:
+    cache = prefill(model, [6, 9, 4])
+    rows = torch.tensor([1, 0, 1], dtype=dtype)
+    assert_rows_equal(cache.select(rows), [0, 1, 2], cache, [1, 0, 1])
+    assert_rows_equal(cache.select(rows[0]), [0], cache, [1])
+    reordered = copy.copy(cache)
+    reordered.reorder_cache(rows)
+    assert_rows_equal(reordered, [0, 1, 2], cache, [1, 0, 1])
+    with pytest.raises(IndexError):
+        cache.select(rows + 2)
+
+
+def test_positions_are_never_stored_beyond_their_dtype(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [6])
+    with torch.no_grad():
+        model(torch.tensor([[7]]), None, torch.tensor([[2**31 - 1]]), past_key_values=cache, use_cache=True)
+        assert cache.positions.max() == 2**31 - 1
+        with pytest.raises(ValueError, match="must lie in 0 to 2147483647, got 2147483648"):
+            model(torch.tensor([[7]]), past_key_values=cache, use_cache=True)
 
 
 def buffer_of(cache: TurboKVCache, name: str = "token_ids") -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -402,6 +403,33 @@ def test_presets_all_write_and_read(tiny_model: MakeModel) -> None:
             error = (output - reference).square().mean().sqrt() / reference.square().mean().sqrt()
             assert error < 0.5, name
             assert (error < 1e-5) == (name == "exact")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_model_can_be_pickled_after_a_forward(attention: str) -> None:
+    """transformers' recorders of hidden states and attentions cannot; the copy installs its own."""
+    model = TurboEsmForMaskedLM.from_esm(make_esm(layers=2, attn_implementation=attention), preset="exact")
+    ids, mask = random_ids([9, 5])
+    wanted = {"output_hidden_states": True, "output_attentions": attention == "eager", "use_cache": True}
+    expected = model(ids, mask, **wanted)
+    seen = []
+    model.esm.encoder.layer[0].register_forward_hook(_note)
+    other = pickle.loads(pickle.dumps(model))
+    for one in (model, other, copy.deepcopy(model)):
+        output = one(ids, mask, **wanted)
+        assert_same_output(output, {name: x for name, x in expected.items() if name != "past_key_values"})
+        with pytest.raises(ValueError, match="another model"):
+            TurboEsmForMaskedLM.from_esm(make_esm(layers=2, seed=1), preset="exact")(
+                NEW, past_key_values=output.past_key_values
+            )
+        seen += one.esm.encoder.layer[0]._forward_hooks.values()
+    # One's own hooks are kept.
+    assert seen.count(_note) == 3
+
+
+def _note(*_: object) -> None:
+    """A hook."""
 
 
 class LowRank(torch.nn.Module):

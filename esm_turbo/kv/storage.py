@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -56,11 +56,24 @@ class CacheStorage(Cache):
     def __copy__(self) -> Self:
         """Copies the cache, but not its tensors. The next append to either copies those."""
         self._capacity = 0
-        shared = type(self).__new__(type(self))
-        shared.__dict__.update(self.__dict__)
-        shared.layers = [TurboCacheLayer() for _ in self.layers]
-        shared._set_tensors(dict(self.named_tensors()))
-        return shared
+        return self._with(lambda tensor: tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copies the cache and its tensors, without spare columns."""
+        return self._with(torch.clone)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A view would be pickled with all of the tensor that it is a part of.
+        return self._with(torch.clone).__dict__
+
+    def _with(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """A cache of a function of each tensor, which it must not write into in place."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made.layers = [TurboCacheLayer() for _ in self.layers]
+        made._capacity = made._written = 0
+        made._set_tensors({name: function(tensor) for name, tensor in self.named_tensors()})
+        return made
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yields all stored tensors with their names in files, such as `lengths` and `layers.3.packed.key_0`.

@@ -16,6 +16,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.memory import is_out_of_memory
+from esm_turbo.model.packed_encoder import is_recorder
 
 _INV_FREQ = "rotary_embeddings.inv_freq"
 # transformers 5 saves one key for all layers, with an asterisk for the layer's number.
@@ -27,7 +28,21 @@ _CONVERT = (
 )
 
 
-class CheckpointMixin:
+class WithoutRecorders:
+    """Pickles and copies a module without what transformers installs to record hidden states, which is not picklable.
+
+    The next forward that needs it installs it again.
+    """
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_output_capturing_hooks_installed", None)
+        hooks = state["_forward_hooks"]
+        state["_forward_hooks"] = type(hooks)((key, hook) for key, hook in hooks.items() if not is_recorder(hook))
+        return state
+
+
+class CheckpointMixin(WithoutRecorders):
     """How models of both classes are made and saved."""
 
     config: EsmConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 
 
 def check_inputs(
@@ -30,12 +30,24 @@ def check_inputs(
     if input_ids.device.type == "cpu":
         if bool(((input_ids < 0) | (input_ids >= vocab_size)).any()):
             raise ValueError(f"`input_ids` must lie in 0 to {vocab_size - 1}")
-        if position_ids is not None and bool((position_ids < 0).any()):
-            raise ValueError("`position_ids` must not be negative")
+        if position_ids is not None:
+            check_positions(position_ids)
         if attention_mask is not None and bool(((attention_mask != 0) & (attention_mask != 1)).any()):
             raise ValueError("`attention_mask` must hold zeros and ones")
         if attention_mask is not None and attention_mask.shape == input_ids.shape:
             _check_right_padded(attention_mask != 0)
+
+
+def check_positions(position_ids: Tensor) -> None:
+    """Check that positions can be stored (on the CPU only).
+
+    Raises:
+        ValueError: a position is negative, or does not fit into int32.
+    """
+    if position_ids.device.type == "cpu":
+        outside = position_ids[(position_ids < 0) | (position_ids > MAX_POSITION)]
+        if outside.numel():
+            raise ValueError(f"`position_ids` must lie in 0 to {MAX_POSITION}, got {int(outside[0])}")
 
 
 def token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -89,13 +89,13 @@ def is_plain(encoder: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
         module = stack.pop()
         own = module.__dict__
         hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
-        if type(module) not in allowed or "forward" in own or not all(map(_is_recorder, hooks)):
+        if type(module) not in allowed or "forward" in own or not all(map(is_recorder, hooks)):
             return False
         stack.extend(child for child in own["_modules"].values() if child is not None)
     return True
 
 
-def _is_recorder(hook: Any) -> bool:
+def is_recorder(hook: Any) -> bool:
     """Whether a hook is the library's own, which records hidden states while a forward asks for them."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 

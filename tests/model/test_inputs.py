@@ -58,7 +58,7 @@ PREFILLS = {
     "positions of another length": ({"position_ids": torch.arange(5)[None]}, r"`position_ids` must be \[batch, 4\]"),
     "positions of another batch": ({"position_ids": torch.arange(4).repeat(3, 1)}, "`position_ids` must be"),
     "positions of one dimension": ({"position_ids": torch.arange(4)}, "`position_ids` must be"),
-    "negative positions": ({"position_ids": torch.arange(4)[None] - 1}, "`position_ids` must not be negative"),
+    "negative positions": ({"position_ids": torch.arange(4)[None] - 1}, "must lie in 0 to 2147483647, got -1"),
     "another kind of past": ({"past_key_values": ((torch.zeros(1),),)}, "must be a TurboKVCache, got tuple"),
 }  # fmt: skip
 
@@ -102,7 +102,8 @@ EXTENSIONS = {
     "attentions": ({"output_attentions": True}, "`output_attentions` is not available"),
     "positions of another length": ({"position_ids": torch.arange(4)[None]}, r"`position_ids` must be \[batch, 3\]"),
     "positions of another batch": ({"position_ids": torch.arange(3).repeat(3, 1)}, "`position_ids` must be"),
-    "negative positions": ({"position_ids": torch.tensor([[-1, 0, 1]])}, "`position_ids` must not be negative"),
+    "negative positions": ({"position_ids": torch.tensor([[-1, 0, 1]])}, "must lie in 0 to 2147483647, got -1"),
+    "large positions": ({"position_ids": torch.tensor([[0, 1, 2**31]])}, "must lie in 0 to 2147483647, got 2147483648"),
     "an append mask of another shape": (
         {"use_cache": True, "append_mask": torch.ones(2, 4, dtype=torch.bool)}, "`append_mask` must be"),
     "an append mask that keeps padding": (
