@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from esm_turbo.cli.app import app
+from esm_turbo.cli.commands import app
 
 MODEL = {"--model": None, "--device": None, "--dtype": None}
 CALIBRATED = MODEL | {"--calibration": None}

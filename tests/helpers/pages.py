@@ -28,7 +28,7 @@ from sybil import Document, Example, Sybil
 from sybil.evaluators.python import PythonEvaluator
 from sybil.parsers.markdown import CodeBlockParser
 
-from esm_turbo.cli.app import app
+from esm_turbo.cli.commands import app
 
 LANGUAGES = ("python", "sh", "output", "text")
 _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+) -->\n\Z")

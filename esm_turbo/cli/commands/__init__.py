@@ -1,1 +1,26 @@
-"""One module per command."""
+"""The commands of `esm-turbo`, one module each."""
+
+from cyclopts import App
+
+from esm_turbo import __version__
+from esm_turbo.cli.commands.calibrate import calibrate
+from esm_turbo.cli.commands.demo import demo
+from esm_turbo.cli.commands.embed import embed
+from esm_turbo.cli.commands.evaluate import evaluate
+from esm_turbo.cli.commands.generate import generate
+from esm_turbo.cli.commands.info import info
+from esm_turbo.cli.commands.score import score
+from esm_turbo.cli.commands.store import store
+from esm_turbo.cli.commands.variants import variants
+from esm_turbo.cli.inputs import with_checked_outputs
+
+app = App(
+    name="esm-turbo",
+    version=__version__,
+    suppress_keyboard_interrupt=False,
+    help="A compressed key/value cache for the ESM-2 protein language model.\n\n"
+    "`--debug` with any command adds the traceback to an error. Exit codes: 0 success; 1 some records failed, or the"
+    " job failed; 2 wrong arguments or unusable input.",
+)
+for command in (demo, calibrate, embed, generate, store, evaluate, score, variants, info):
+    app.command(with_checked_outputs(command))
