@@ -242,7 +242,9 @@ class TurboKVCache(CacheStorage):
             # Refinements that have been dropped stay dropped.
             if first or name in stored or axis_of(name) is not Axis.COLUMN:
                 new[name] = tensor
-        self._write(new, append.counts)
+        # Autocast refuses to concatenate tensors of the other half precision.
+        with torch.autocast(self.device.type, enabled=False):
+            self._write(new, append.counts)
         self._changed()
 
     def _default_positions(self, columns: int) -> Tensor:
@@ -468,7 +470,8 @@ class TurboKVCache(CacheStorage):
             raise ValueError(
                 "refinements were dropped from some of the caches only: call drop_refinements on the others"
             )
-        whole._set_tensors({name: cat_rows(name, [tensors[name] for tensors in named]) for name in named[0]})
+        with torch.autocast(whole.device.type, enabled=False):
+            whole._set_tensors({name: cat_rows(name, [tensors[name] for tensors in named]) for name in named[0]})
         whole._maybe_empty = any(cache._maybe_empty for cache in caches)
         whole._changed()
         return whole

@@ -100,7 +100,14 @@ class TurboEsmSelfAttention(WithoutRecorders, QKVProjections, EsmSelfAttention):
         else:
             query, keys = apply_rotary_pos_emb(query * scale, keys, *position_embeddings)
         weights = None
-        output = kv_session.attend(self.layer_idx, query, keys, values)
+        # Under autocast, rotations return another dtype than linear layers.
+        query, keys = query.to(values.dtype), keys.to(values.dtype)
+        device_type = hidden_states.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                output = kv_session.attend(self.layer_idx, query, keys, values)
+        else:
+            output = kv_session.attend(self.layer_idx, query, keys, values)
         if output is not None:
             output = output.transpose(1, 2)
         else:

@@ -235,7 +235,8 @@ class KVCodec(ABC):
         key = (layer_idx, device)
         if key not in self._on_device:
             tensors = {name: stack[layer_idx].to(device) for name, stack in self.state.items()}
-            self._on_device[key] = self.prepare(tensors)
+            with torch.autocast(device.type, enabled=False):
+                self._on_device[key] = self.prepare(tensors)
         return self._on_device[key]
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -185,8 +185,8 @@ class _Weights:
         )
 
     def _sample(self) -> list[Tensor]:
-        """Bits of the sampled elements, one tensor for each device and dtype."""
-        return [torch.cat(views).view(_INTEGERS[views[0].element_size()]) for views in self.views]
+        """Bits of the sampled elements, one tensor for each device and width."""
+        return [torch.cat(views) for views in self.views]
 
     def _header(self, config: Any) -> Fingerprint:
         shown = "\n".join(_shown(name, module) for name, module in self.foreign)
@@ -251,7 +251,9 @@ def _sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         # An odd step, so that a sample of a matrix does not stay in one column.
         step = tensor.numel() // _SAMPLED | 1
         stored = tensor.detach() if tensor.is_contiguous() else tensor.detach().movedim(-1, 0)
-        groups.setdefault((tensor.device, tensor.dtype), []).append(stored.reshape(-1)[step // 2 :: step])
+        # As integers, NaN is equal to itself, and autocast leaves them alone.
+        bits = stored.reshape(-1).view(_INTEGERS[tensor.element_size()])
+        groups.setdefault((tensor.device, bits.dtype), []).append(bits[step // 2 :: step])
     return list(groups.values())
 
 
@@ -267,7 +269,8 @@ def _describe(matrix: Tensor, blocks: int) -> Tensor:
     # Projections on random sign vectors are of the size of the norm for any matrix.
     rows, columns = (_signs(size).to(matrix.device) for size in matrix.shape)
     parts = zip(rows.tensor_split(blocks, 1), matrix.tensor_split(blocks), strict=True)
-    projections = torch.stack([((signs @ part) * columns).sum(-1) for signs, part in parts], dim=-1)
+    with torch.autocast(matrix.device.type, enabled=False):
+        projections = torch.stack([((signs @ part) * columns).sum(-1) for signs, part in parts], dim=-1)
     scale = norm.clamp_min(_SMALL * matrix.numel() ** 0.5 if blocks > 1 else 1e-30)
     return torch.cat([norm[None], projections.flatten() / scale])
 

@@ -143,6 +143,8 @@ class CacheStorage(Cache):
         axis, dim = axis_of(name), dim_of(name)
         if axis is Axis.ROW:
             return new
+        # Exact keys and values stay in the dtype in which the first were stored.
+        new = new.to(old.dtype)
         if axis is Axis.SLOT:
             return torch.cat([old, new], dim=dim)
         before, after = self.columns, self.columns + new.shape[dim]
