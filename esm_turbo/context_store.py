@@ -195,7 +195,9 @@ class ContextStore:
     ) -> int:
         """Computes and stores missing contexts, batch by batch, in memory that does not grow with their number.
 
-        Contexts in the store are read and checked. An interrupted run continues where it stopped, with the same bits.
+        Contexts in the store are read and checked. A run that was interrupted anywhere ends in the same bits as another
+        if sequences, `toks_per_batch` and memory are the same: it computes the same batches. Sequences that are added
+        to others, and damaged contexts, are computed in batches of their own and may differ by rounding.
 
         `progress` is called with stage `check` and contexts, then with `prefill` and residues, see `Progress`;
         `on_failure` with each sequence that does not fit into memory, and the reason. The others are stored.
@@ -214,6 +216,9 @@ class ContextStore:
             jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
+            if self._files.is_unfinished():
+                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                    self._files.discard_unfinished()
             done: set[int] = set()
             for index, job in enumerate(jobs):
                 if self._read(partition, job.key) is not None:
@@ -334,6 +339,7 @@ class ContextStore:
                     # Temporary files of killed writers: no other process uses them while this one writes.
                     self._files.remove_temporaries()
                     self._swept = True
+                self._files.discard_unfinished()
                 filled: dict[str, FlatContext] = {}
                 for job in wanted:
                     # Another process may have written it while this one waited for the lock.
@@ -341,10 +347,11 @@ class ContextStore:
                     if context is not None:
                         filled[job.key] = self._keep((partition.name, job.key), context, device)
                 missing = [job for job in wanted if job.key not in filled]
-                for key, context in self._prefill(turbo, missing, on_failure):
-                    partition.write_context(key, context)
-                    self._reported.discard((partition.name, key))
-                    filled[key] = self._keep((partition.name, key), context, device)
+                with self._files.batch(partition, [job.key for job in missing]):
+                    for key, context in self._prefill(turbo, missing, on_failure):
+                        partition.write_context(key, context)
+                        self._reported.discard((partition.name, key))
+                        filled[key] = self._keep((partition.name, key), context, device)
                 self._usage.flush()
                 self._usage.compact()
             yield batch, filled

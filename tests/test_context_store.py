@@ -454,8 +454,9 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
     sequences, whole = proteins(), tmp_path / "whole"
     ContextStore(whole).add(turbo, sequences, toks_per_batch=60)
     expected = entries(whole)
-    # The store, its partition, eight contexts.
-    ends = [(number, when) for number in range(1, 11) for when in ("before", "half", "after")]
+    # The store, its partition, and eight contexts in batches of one, two, two and three; each but the first has a list.
+    writes = ["", "", "0", "list", "1", "2", "list", "3", "4", "list", "5", "6", "7"]
+    ends = [(number, when) for number in range(1, len(writes) + 1) for when in ("before", "half", "after")]
     jobs = [
         {
             "job": "store", "out": str(tmp_path / f"{number}-{when}"), "kill_at": number, "when": when,
@@ -463,7 +464,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
         }
         for number, when in ends
     ]  # fmt: skip
-    last = jobs[-1] | {"kill_at": 11, "out": str(tmp_path / "last")}
+    last = jobs[-1] | {"kill_at": len(writes) + 1, "out": str(tmp_path / "last")}
     path = tmp_path / "jobs.json"
     path.write_text(json.dumps([*jobs, last]))
     done = subprocess.run(
@@ -480,21 +481,14 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
         prefilled.clear()
         store = ContextStore(job["out"], lock_timeout=0)
         computed = store.add(turbo, sequences, toks_per_batch=60)
-        # No complete context is lost or computed again.
-        stored = max(0, number - 3 + (when == "after"))
-        assert computed == 8 - stored
-        found_again += stored
-        assert not [p for p in Path(job["out"]).rglob("*") if p.name.endswith(".tmp")]
-        if stored in (0, 1, 3, 5):
-            # Whole batches: the same bits.
-            assert entries(job["out"]) == expected
-        else:
-            assert entries(job["out"]).keys() == expected.keys()
-            caches = store.get(turbo, sequences), ContextStore(whole).get(turbo, sequences)
-            for mine, theirs in zip(*caches, strict=True):
-                for name, tensor in mine.named_tensors():
-                    # Another batch, another order of float32 sums.
-                    torch.testing.assert_close(tensor, dict(theirs.named_tensors())[name], rtol=1e-5, atol=1e-5)
+        # No whole batch is lost or computed again.
+        stored = sum(write.isdigit() for write in writes[: number - 1])
+        stored += when == "after" and number == 3
+        whole_batches = max(size for size in (0, 1, 3, 5) if size <= stored)
+        assert computed == 8 - whole_batches
+        found_again += whole_batches
+        assert {p.name for p in Path(job["out"]).iterdir() if p.is_file()} == {"store.safetensors", LOCK_FILE}
+        assert entries(job["out"]) == expected
     assert found_again > 50
 
 

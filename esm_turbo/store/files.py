@@ -4,6 +4,7 @@
     turbo3-float32-1f2e3d4c/            a partition: contexts of one preset, calibration and dtype
         shelf.safetensors               its options, and the fingerprint of its calibration
         5a/5a0c...b1.safetensors        a context, named by a hash of its tokens
+    unfinished.json                     contexts of the batch that is being written
     usage.jsonl                         counts of look-ups
     .lock                               held by the process that is writing
 
@@ -12,11 +13,14 @@ Fingerprints are compared with a tolerance and so cannot be part of a name: a pa
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import json
 import logging
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +33,7 @@ from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import same_codec, same_model
 from esm_turbo.files.kinds import STORE_FILE
-from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries
+from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries, replacing
 from esm_turbo.store.flat import ContextSpec, FlatContext
 
 if TYPE_CHECKING:
@@ -37,7 +41,9 @@ if TYPE_CHECKING:
 
 FORMAT_VERSION = 2
 PARTITION_FILE = "shelf.safetensors"
+_UNFINISHED_FILE = "unfinished.json"
 _SUFFIX = ".safetensors"
+_KEY = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger("esm_turbo")
 
 
@@ -124,6 +130,37 @@ class StoreFiles:
                         _log.warning("%s; its contexts are ignored until it is written again", error)
                     continue
             yield self._partitions[name]
+
+    @contextlib.contextmanager
+    def batch(self, partition: Partition, keys: Sequence[str]) -> Iterator[None]:
+        """Stores the contexts of a batch together; only for the writer.
+
+        What a writer that fails or is killed has written of them is removed by the next one (`discard_unfinished`), so
+        that the batch is computed again as it was: the rounding of a result depends on its batch.
+        """
+        if len(keys) < 2:
+            yield
+            return
+        path = self.folder / _UNFINISHED_FILE
+        with file_errors(path), replacing(path) as temporary:
+            temporary.write_text(json.dumps({"shelf": partition.name, "keys": list(keys)}), encoding="utf-8")
+        yield
+        path.unlink()
+
+    def is_unfinished(self) -> bool:
+        """Whether a batch is being written, or was when its writer was killed."""
+        return (self.folder / _UNFINISHED_FILE).exists()
+
+    def discard_unfinished(self) -> None:
+        """Removes the contexts of a batch whose writer was killed; only for the writer."""
+        path = self.folder / _UNFINISHED_FILE
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            batch = json.loads(path.read_text(encoding="utf-8"))
+            for partition in self.partitions():
+                if partition.name == batch["shelf"]:
+                    for key in filter(_KEY.fullmatch, batch["keys"]):
+                        partition.path(key).unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
 
     def remove_temporaries(self) -> None:
         """Removes temporary files of killed writers; only for the writer."""
