@@ -225,6 +225,7 @@ class ContextStore:
                     done.add(index)
                 if done:
                     report("check", index + 1, len(jobs))
+            self._sweep()
             residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
             report("prefill", 0, total)
             computed = 0
@@ -307,6 +308,12 @@ class ContextStore:
         self._device.put(entry, context)
         return context
 
+    def _sweep(self) -> None:
+        """Removes, once, the temporary files of killed writers."""
+        if not self._swept and self.folder.exists():
+            self._files.remove_temporaries()
+            self._swept = True
+
     def _fill(
         self,
         turbo: ContextModel,
@@ -335,10 +342,7 @@ class ContextStore:
                 continue
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 partition = self._files.make_partition(spec)
-                if not self._swept:
-                    # Temporary files of killed writers: no other process uses them while this one writes.
-                    self._files.remove_temporaries()
-                    self._swept = True
+                self._sweep()
                 self._files.discard_unfinished()
                 filled: dict[str, FlatContext] = {}
                 for job in wanted:

@@ -870,3 +870,33 @@ def test_contexts_written_by_a_device_are_read_on_the_host(tiny, tmp_path):
     assert_same(read, written.to("cpu"))
     # Contexts in memory for one device do not serve another.
     assert_same(store.get_or_prefill(on_device, SEQUENCES).to("cpu"), read)
+
+
+def test_links_planted_in_a_store_are_not_followed(compressed, tmp_path):
+    folder, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    ContextStore(folder).add(compressed, SEQUENCES)
+    paths = contexts(folder)
+    # A file, whose target stays as it is.
+    target = elsewhere / "context"
+    paths[0].rename(target)
+    paths[0].symlink_to(target)
+    before = target.read_bytes()
+    assert ContextStore(folder).add(compressed, SEQUENCES) == 1
+    assert not paths[0].is_symlink() and target.read_bytes() == before
+    # The file of counts.
+    counts = elsewhere / "counts"
+    counts.write_text("mine")
+    (folder / USAGE_FILE).unlink(missing_ok=True)
+    (folder / USAGE_FILE).symlink_to(counts)
+    ContextStore(folder).get_or_prefill(compressed, SEQUENCES[0])
+    assert counts.read_text() == "mine"
+    # A folder.
+    inner = paths[1].parent
+    moved = elsewhere / "inner"
+    inner.rename(moved)
+    inner.symlink_to(moved)
+    (moved / paths[1].name).unlink()
+    with pytest.raises(ValueError, match="is a symbolic link, which is not followed here; remove it"):
+        ContextStore(folder).add(compressed, SEQUENCES)
+    assert paths[1].name not in os.listdir(moved)

@@ -15,42 +15,103 @@ from safetensors import SafetensorError
 from esm_turbo.files.paths import is_device
 
 LOCK_FILE = ".lock"
-# What `replacing`, and safetensors by itself, leave behind when their process is killed.
-_TEMPORARY = re.compile(r"\..+\.[a-z0-9_]{8}\.tmp|\.tmp[A-Za-z0-9]{6}")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
 
 
 class FolderBusyError(OSError, ValueError):
     """Another process is writing into the folder."""
 
 
+class WritingError(OSError):
+    """A file or folder cannot be written.
+
+    Attributes:
+        reason: why.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], reason: str, number: int | None) -> None:
+        super().__init__(f"{os.fspath(path)}: cannot be written ({reason})")
+        self.reason, self.errno = reason, number
+
+
 @contextlib.contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, renamed to `path` on success and removed on failure.
+def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator[Path]:
+    """Yield a temporary path on the same disk, renamed to `path` on success and removed on failure.
+
+    The temporary lies in a hidden folder of its own beside `path`, with all that libraries write beside it. The folder
+    is locked as long as its process lives, so that others can tell what killed processes left behind.
 
     If `path` is a link, the file that it points to is replaced. A device or a pipe, such as `/dev/stdout`, is kept and
     written to on success.
+
+    Args:
+        path: the file.
+        inside: it lies in a folder of this package, where a link is replaced and not followed; the folder's writer
+            removes what killed processes left. Elsewhere, what they left of the same file is removed here.
+
+    Raises:
+        OSError: the file cannot be written; the message names it.
     """
     path = Path(path)
-    copied = is_device(path)
-    if path.is_symlink() and not copied:
+    if is_temporary(path.parent.name):
+        # Part of a larger write, which renames it.
+        yield path
+        return
+    copied = not inside and is_device(path)
+    if not (inside or copied) and path.is_symlink():
         path = Path(os.path.realpath(path))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.gettempdir() if copied else path.parent
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=folder)
-    os.close(handle)
-    temporary = Path(name)
+    with file_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not (inside or copied):
+            remove_temporaries(path.parent, path.name)
+        with _own_folder(Path(tempfile.gettempdir()) if copied else path.parent, path.name) as folder:
+            temporary = folder / path.name
+            temporary.touch()
+            mode = temporary.stat().st_mode
+            yield temporary
+            if copied:
+                with temporary.open("rb") as source, path.open("wb") as target:
+                    shutil.copyfileobj(source, target)
+                return
+            os.chmod(temporary, mode)
+            os.replace(temporary, path)
+
+
+@contextlib.contextmanager
+def _own_folder(parent: Path, name: str) -> Iterator[Path]:
+    """A temporary folder that is locked by this process, and removed in the end."""
+    claim = None
+    # Another process may remove a new folder before it is locked. Where locks do not work, there is no claim.
+    for _ in range(3):
+        folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent))
+        claim = _claim(folder)
+        if claim is not None or folder.exists():
+            break
     try:
-        yield temporary
-        if copied:
-            with temporary.open("rb") as source, path.open("wb") as target:
-                shutil.copyfileobj(source, target)
-            return
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, path)
+        yield folder
     finally:
-        temporary.unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if claim is not None:
+            os.close(claim)
+
+
+def _claim(path: Path) -> int | None:
+    """Lock a temporary until the handle is closed or the process ends; None if another process holds or removed it."""
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        # Imported here because Windows lacks it.
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(handle), os.lstat(path)):
+            return handle
+    except (OSError, ImportError):
+        pass
+    os.close(handle)
+    return None
 
 
 @contextlib.contextmanager
@@ -64,6 +125,7 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
 
     Raises:
         FolderBusyError: another process is writing into it, still after `timeout`.
+        ValueError: its lock file is a symbolic link.
     """
     # Imported here because it loads asyncio, which `--help` does not need.
     from filelock import FileLock, Timeout
@@ -71,6 +133,7 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / LOCK_FILE
+    refuse_links(path, folder)
     lock = FileLock(path, timeout=timeout)
     try:
         lock.acquire()
@@ -100,30 +163,49 @@ def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
-        raise _named(path, error.strerror or str(error), error.errno) from error
-    except SafetensorError as error:
-        raise _named(path, str(error), None) from error
+    except BrokenPipeError:
+        # Whoever reads the output has gone.
+        raise
+    except (OSError, SafetensorError) as error:
+        number = error.errno if isinstance(error, OSError) else None
+        # What is written in several steps is named after the last of them.
+        reason = error.reason if isinstance(error, WritingError) else getattr(error, "strerror", None) or str(error)
+        raise WritingError(path, reason, number) from error
 
 
-def remove_temporaries(folder: str | os.PathLike[str], prefix: str = ".") -> None:
-    """Remove the half-written files that a killed process left in a folder; for its writer only.
+def remove_temporaries(folder: str | os.PathLike[str], name: str | None = None) -> None:
+    """Remove the half-written files of processes that no longer run. Those of running ones are locked, and stay.
 
     Args:
         folder: searched without its subfolders.
-        prefix: of the names to remove.
+        name: of the file that was being written; None for all files.
     """
     for path in Path(folder).iterdir():
-        if path.name.startswith(prefix) and is_temporary(path.name):
-            path.unlink(missing_ok=True)
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is None or name not in (None, found["name"]):
+            continue
+        claim = _claim(path)
+        if claim is not None:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+            os.close(claim)
+
+
+def refuse_links(path: Path, root: Path) -> None:
+    """Make sure that nothing between a folder of this package and a file in it is a symbolic link.
+
+    Raises:
+        ValueError: something is; writing would reach files elsewhere.
+    """
+    for each in (path, *path.parents):
+        if each == root:
+            return
+        if each.is_symlink():
+            raise ValueError(f"{each}: is a symbolic link, which is not followed here; remove it")
 
 
 def is_temporary(name: str) -> bool:
     """Whether a file name is that of a file being written, or left half-written."""
     return _TEMPORARY.fullmatch(name) is not None
-
-
-def _named(path: str | os.PathLike[str], reason: str, number: int | None) -> OSError:
-    error = OSError(f"{os.fspath(path)}: cannot be written ({reason})")
-    error.errno = number
-    return error

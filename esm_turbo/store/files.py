@@ -33,7 +33,7 @@ from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import same_codec, same_model
 from esm_turbo.files.kinds import STORE_FILE
-from esm_turbo.files.writing import LOCK_FILE, file_errors, is_temporary, remove_temporaries, replacing
+from esm_turbo.files.writing import LOCK_FILE, is_temporary, refuse_links, remove_temporaries, replacing
 from esm_turbo.store.flat import ContextSpec, FlatContext
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class StoreFiles:
             yield
             return
         path = self.folder / _UNFINISHED_FILE
-        with file_errors(path), replacing(path) as temporary:
+        with replacing(path, inside=True) as temporary:
             temporary.write_text(json.dumps({"shelf": partition.name, "keys": list(keys)}), encoding="utf-8")
         yield
         path.unlink()
@@ -165,12 +165,9 @@ class StoreFiles:
     def remove_temporaries(self) -> None:
         """Removes temporary files of killed writers; only for the writer."""
         remove_temporaries(self.folder)
-        for folder in self.folder.glob("*-*"):
-            if folder.is_dir():
+        for folder in (*self.folder.glob("*-*"), *self.folder.glob("*-*/*")):
+            if folder.is_dir() and not (folder.is_symlink() or folder.parent.is_symlink()):
                 remove_temporaries(folder)
-                for inner in folder.iterdir():
-                    if inner.is_dir():
-                        remove_temporaries(inner)
 
 
 @dataclass(frozen=True)
@@ -196,10 +193,9 @@ class StoreHeader:
 
     def write(self, path: Path) -> None:
         metadata = {"model": self.model, "geometry": asdict(self.geometry)}
-        with file_errors(path):
-            write_artifact(
-                path, "context_store", FORMAT_VERSION, {"fingerprint": torch.from_numpy(self.fingerprint)}, metadata
-            )
+        with replacing(path, inside=True) as temporary:
+            fingerprint = {"fingerprint": torch.from_numpy(self.fingerprint)}
+            write_artifact(temporary, "context_store", FORMAT_VERSION, fingerprint, metadata)
 
     def check(self, spec: ContextSpec, folder: Path) -> None:
         """Makes sure that the store belongs to the model.
@@ -264,8 +260,9 @@ class Partition:
         path = self.folder / PARTITION_FILE
         metadata = {"config": self.config.to_dict(), "dtype": self.dtype}
         fingerprint = torch.from_numpy(np.ascontiguousarray(self.codec_fingerprint))
-        with file_errors(path):
-            write_artifact(path, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
+        refuse_links(self.folder, self.folder.parent)
+        with replacing(path, inside=True) as temporary:
+            write_artifact(temporary, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
 
     def matches(self, spec: ContextSpec) -> bool:
         """Whether its contexts are of this kind."""
@@ -288,6 +285,8 @@ class Partition:
         path = self.path(key)
         if not path.exists():
             return None
+        if path.is_symlink():
+            raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
         tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
         if metadata.get("key") != key or metadata.get("shelf") != self.name:
             raise ArtifactError(f"{path}: the file of another context")
@@ -304,8 +303,9 @@ class Partition:
         """
         path = self.path(key)
         metadata = {"key": key, "shelf": self.name, "layout": context.description()}
-        with file_errors(path):
-            write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
+        refuse_links(path.parent, self.folder.parent)
+        with replacing(path, inside=True) as temporary:
+            write_artifact(temporary, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
 
     def info(self) -> dict[str, Any]:
         """Number and size of the contexts, JSON values."""

@@ -40,6 +40,8 @@ class Usage:
         if not any(self._new.values()) or not is_store(self.path.parent):
             return
         line = json.dumps(self._new) + "\n"
+        if self.path.is_symlink():
+            return
         with contextlib.suppress(OSError), self.path.open("ab", buffering=0) as file:
             # One write per line, so that lines of processes that append at the same time do not mix.
             file.write(line.encode())
@@ -50,7 +52,7 @@ class Usage:
         with contextlib.suppress(OSError):
             if self.path.stat().st_size > _COMPACT_BYTES:
                 line = json.dumps(self._stored()) + "\n"
-                with replacing(self.path) as temporary:
+                with replacing(self.path, inside=True) as temporary:
                     temporary.write_text(line, encoding="utf-8")
 
     def totals(self) -> dict[str, int]:

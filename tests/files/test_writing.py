@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
@@ -17,6 +18,7 @@ from esm_turbo.files.writing import (
     file_errors,
     is_temporary,
     only_writer,
+    refuse_links,
     remove_temporaries,
     replacing,
 )
@@ -27,7 +29,8 @@ def test_replacing_serves_any_writer(tmp_path):
     with replacing(path) as temporary:
         temporary.write_text("a,b")
         assert not path.exists()
-        assert temporary.parent == path.parent
+        # In a folder of its own, on the same disk.
+        assert temporary.parent.parent == path.parent and is_temporary(temporary.parent.name)
     assert path.read_text() == "a,b"
     assert list(path.parent.iterdir()) == [path]
 
@@ -63,14 +66,14 @@ def test_a_file_is_complete_before_it_has_its_name(tmp_path, monkeypatch):
     seen = []
 
     def replace(source, target):
-        # In the same folder: elsewhere, a rename could become a copy.
-        seen.append((os.path.dirname(source), source.read_text()))
+        # Beside the file: elsewhere, a rename could become a copy.
+        seen.append((source.parent.parent, source.read_text()))
         os.rename(source, target)
 
     monkeypatch.setattr(writing.os, "replace", replace)
     with replacing(tmp_path / "x") as temporary:
         temporary.write_text("complete")
-    assert seen == [(str(tmp_path), "complete")]
+    assert seen == [(tmp_path, "complete")]
 
 
 def test_a_folder_is_not_replaced(tmp_path):
@@ -116,7 +119,7 @@ def test_a_link_is_kept_and_its_target_replaced(tmp_path):
     target.write_text("old")
     link.symlink_to(target)
     with replacing(link) as temporary:
-        assert temporary.parent == folder
+        assert temporary.parent.parent == folder
         temporary.write_text("new")
     assert link.is_symlink()
     assert target.read_text() == "new"
@@ -179,14 +182,79 @@ def test_other_errors_pass():
         raise KeyError("x")
 
 
-def test_temporaries_of_killed_processes_are_removed(tmp_path):
-    with replacing(tmp_path / "table.csv") as temporary:
-        name = temporary.name
-    kept = ["table.csv", "notes.tmp", ".lock", ".x.short.tmp"]
-    for other in (name, ".other.csv.abcdefgh.tmp", ".tmpAbC123", *kept):
+def test_a_link_inside_a_folder_of_the_package_is_replaced(tmp_path):
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link, inside=True) as temporary:
+        temporary.write_text("new")
+    assert (link.is_symlink(), link.read_text(), target.read_text()) == (False, "new", "old")
+
+
+def test_links_on_the_way_to_a_file_are_refused(tmp_path):
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    (root / "a").mkdir(parents=True)
+    elsewhere.mkdir()
+    (tmp_path / "link").symlink_to(root)
+    # The folder itself may be reached by a link; what is in it, not.
+    refuse_links(tmp_path / "link" / "a" / "x", tmp_path / "link")
+    (root / "a" / "b").symlink_to(elsewhere)
+    for path in (root / "a" / "b", root / "a" / "b" / "x"):
+        with pytest.raises(ValueError, match="a/b: is a symbolic link, which is not followed here; remove it"):
+            refuse_links(path, root)
+    (root / LOCK_FILE).symlink_to(elsewhere / "new")
+    with pytest.raises(ValueError, match=r"\.lock: is a symbolic link"), only_writer(root):
+        pass
+    assert list(elsewhere.iterdir()) == []
+
+
+# A process that writes a file until its input ends.
+WRITER = """
+import sys
+from esm_turbo.files.writing import replacing
+with replacing(sys.argv[1]) as temporary:
+    temporary.write_text("half")
+    print(temporary.parent, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("name", [None, "table.csv"])
+def test_temporaries_are_removed_once_their_process_is_dead(tmp_path, name):
+    command = [sys.executable, "-c", WRITER, tmp_path / "table.csv"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        temporary = Path(writer.stdout.readline().strip())
+        assert is_temporary(temporary.name)
+        remove_temporaries(tmp_path, name)
+        assert (temporary / "table.csv").read_text() == "half"
+        writer.kill()
+    assert temporary.exists()
+    remove_temporaries(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_next_write_removes_what_a_killed_one_left_of_the_same_file(tmp_path):
+    """What other commands left, or are writing, stays: also of a file whose name begins with this one's."""
+    left = [tmp_path / f".{name}.abcdefgh.tmp" for name in ("run1", "run1.h5", "run10")]
+    for one in left:
+        one.mkdir()
+        (one / "half").write_text("")
+    with replacing(tmp_path / "run1") as temporary:
+        temporary.write_text("whole")
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["run1", *(one.name for one in left[1:])])
+
+
+def test_only_names_of_temporaries_are_removed(tmp_path):
+    kept = ["table.csv", "notes.tmp", ".lock", ".x.short.tmp", ".tmpAbC123"]
+    for other in (".other.csv.abcdefgh.tmp", *kept):
         (tmp_path / other).write_text("")
-    assert is_temporary(name) and not any(map(is_temporary, kept))
-    remove_temporaries(tmp_path, ".table.csv.")
-    assert not (tmp_path / name).exists() and (tmp_path / ".other.csv.abcdefgh.tmp").exists()
+    assert not any(map(is_temporary, kept))
     remove_temporaries(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_the_error_of_a_part_names_the_whole_file(tmp_path):
+    with pytest.raises(OSError) as caught, replacing(tmp_path / "x") as temporary, file_errors(temporary):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert str(caught.value) == f"{tmp_path / 'x'}: cannot be written (No space left on device)"
+    assert caught.value.errno == errno.ENOSPC

@@ -83,8 +83,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     original = embedding_files.replacing
 
     @contextlib.contextmanager
-    def replacing(path: Path) -> Iterator[Path]:
-        with original(path) as temporary:
+    def replacing(path: Path, **options: bool) -> Iterator[Path]:
+        with original(path, **options) as temporary:
             writes.append(path)
             if len(writes) > after:
                 temporary.write_bytes(b"half")

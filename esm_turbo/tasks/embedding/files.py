@@ -24,7 +24,7 @@ import torch
 
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
-from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
+from esm_turbo.files.writing import file_errors, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
@@ -104,6 +104,8 @@ class FolderWriter:
 
     def __init__(self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any]) -> None:
         self.damaged: list[str] = []
+        for name in (INDEX_FILE, SETTINGS_FILE):
+            refuse_links(folder / name, folder)
         self.folder = folder
         self.file_format = file_format
         self.settings = {"format": file_format, **settings}
@@ -139,8 +141,8 @@ class FolderWriter:
             self._write_embedding(self.folder / names[0], record, embedding)
         if names[1]:
             assert embedding.cache is not None
-            with file_errors(self.folder / names[1]):
-                embedding.cache.save(self.folder / names[1])
+            with replacing(self.folder / names[1], inside=True) as temporary:
+                embedding.cache.save(temporary)
         self.index.stage(proteins, names)
 
     def commit(self) -> None:
@@ -161,23 +163,24 @@ class FolderWriter:
         return embedding, cache
 
     def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        with file_errors(path):
+        with replacing(path, inside=True) as temporary:
             if self.file_format == "safetensors":
                 metadata = {"label": record.id, "residues": len(record.sequence)}
-                write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
+                write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
                 return
             results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
             # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
             buffer = io.BytesIO()
             torch.save({"label": record.id} | results, buffer)
-            with replacing(path) as temporary:
-                temporary.write_bytes(buffer.getbuffer())
+            temporary.write_bytes(buffer.getbuffer())
 
     def _is_good(self, name: str) -> bool:
         path = self.folder / name
         if not path.exists():
             return False
         try:
+            if path.is_symlink():
+                raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
             if name.endswith(".cache.safetensors"):
                 TurboKVCache.load(path)
             elif self.file_format == "safetensors":
@@ -192,7 +195,7 @@ class FolderWriter:
     def _write_settings(self) -> None:
         if not self._known_settings:
             path = self.folder / SETTINGS_FILE
-            with file_errors(path), replacing(path) as temporary:
+            with replacing(path, inside=True) as temporary:
                 temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
             self._known_settings = True
 
@@ -277,13 +280,14 @@ class _Index:
         rows |= {name: self._rows[name] for name in moved}
         text = "\n".join([_INDEX_HEADER, *rows.values(), ""]).encode()
         if rows and (not self.path.exists() or text != self.path.read_bytes()):
-            with replacing(self.path) as temporary:
+            with replacing(self.path, inside=True) as temporary:
                 temporary.write_bytes(text)
         self._rows, self._whole_bytes = rows, len(text)
 
 
 def _append(path: Path, size: int, content: bytes) -> int:
     """Write after the first `size` bytes of a file, replacing the rest, and return the new size."""
+    refuse_links(path, path.parent)
     with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
         file.truncate(size)
         file.seek(size)

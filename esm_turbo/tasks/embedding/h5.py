@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.files.writing import file_errors, remove_temporaries, replacing
+from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 from esm_turbo.tasks.embedding.files import (
@@ -74,7 +73,7 @@ class H5Writer(FolderWriter):
         self._entry_of: dict[str, str] = {}
         self._unusable: set[str] = set()
         self._changed = False
-        remove_temporaries(out.parent, f".{out.name}.")
+        remove_temporaries(out.parent, out.name)
         self._old = self._open()
         if self._old is not None:
             try:
@@ -107,9 +106,12 @@ class H5Writer(FolderWriter):
     def finish(self, records: Sequence[ProteinRecord]) -> None:
         self.commit()
         if self._changed or self._unusable:
-            with file_errors(self.out), replacing(self.out) as temporary:
+            with replacing(self.out) as temporary:
                 self._assemble(temporary)
-        shutil.rmtree(self.folder)
+        # The lock stays for its owner to remove, who still holds it.
+        for path in self.folder.iterdir():
+            if path.name != LOCK_FILE:
+                path.unlink()
 
     def _assemble(self, path: Path) -> None:
         """Write a new file of the entries of the existing one and of the parts."""

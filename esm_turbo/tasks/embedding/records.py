@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
-from esm_turbo.files.writing import only_writer
+from esm_turbo.files.writing import only_writer, refuse_links
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
@@ -136,6 +136,7 @@ def embedding_writer(
     check_writable(out if file_format == "h5" else out / INDEX_FILE)
     if file_format == "h5":
         check_h5(out)
+        refuse_links(parts_folder(out), out.parent)
         with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings)) as writer:
             yield writer
     else:

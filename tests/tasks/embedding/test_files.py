@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from esm_turbo.files import artifacts
+from esm_turbo.files.kinds import is_embeddings
 from esm_turbo.tasks.embedding import files as embedding_files
 from esm_turbo.tasks.embedding.files import (
     INDEX_FILE,
     SETTINGS_FILE,
     embeddings_info,
-    is_embeddings,
     read_embedding,
     sequence_hash,
 )
@@ -156,3 +156,31 @@ def test_a_folder_of_another_kind_is_not_written_to(run, tmp_path):
         (tmp_path / SETTINGS_FILE).write_text(content)
         with pytest.raises(ValueError, match=r"settings.json: damaged"):
             run(tmp_path)
+
+
+@pytest.mark.parametrize("name", [INDEX_FILE, SETTINGS_FILE, ".lock"])
+def test_links_in_the_place_of_its_own_files_are_refused(run, tmp_path, name):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    elsewhere.write_text("mine")
+    (out / name).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="is a symbolic link, which is not followed here; remove it"):
+        run(out)
+    assert elsewhere.read_text() == "mine"
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+def test_links_in_the_place_of_embeddings_are_replaced(run, tmp_path, computed, file_format):
+    out = tmp_path / "out"
+    run(out, None, file_format, ["mean", "cache"])
+    paths = sorted(path for path in out.iterdir() if path.suffix in (".pt", ".safetensors"))[:2]
+    targets = [tmp_path / path.name for path in paths]
+    for path, target in zip(paths, targets, strict=True):
+        path.rename(target)
+        path.symlink_to(target)
+    before = [target.read_bytes() for target in targets]
+    computed.clear()
+    result = run(out, None, file_format, ["mean", "cache"])
+    assert result.damaged and set(result.damaged) <= set(map(str, paths)) and computed
+    assert not any(path.is_symlink() for path in paths)
+    assert [target.read_bytes() for target in targets] == before

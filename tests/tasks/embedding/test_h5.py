@@ -1,12 +1,14 @@
 """Embeddings in an HDF5 file: its entries, damage, and files of other kinds."""
 
 import json
+from pathlib import Path
 
 import h5py
 import numpy as np
 import pytest
 import torch
 
+from esm_turbo.files.writing import LOCK_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.h5 import check_h5, parts_folder
@@ -113,3 +115,32 @@ def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ImportError, match=r"format h5 needs h5py: pip install 'esm-turbo\[h5\]'"):
         check_h5(tmp_path / "e.h5")
+
+
+def test_another_run_keeps_its_lock_and_its_temporaries(run, tmp_path, monkeypatch):
+    """While a run ends, others may begin: of the same file, and of one whose name begins alike."""
+    out, other = tmp_path / "run1", tmp_path / ".run1.h5.abcdefgh.tmp"
+    other.mkdir()
+    locks = []
+    original = Path.unlink
+
+    def noting(path, *arguments, **options):
+        if path.parent == parts_folder(out):
+            locks.append((parts_folder(out) / LOCK_FILE).exists())
+        original(path, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", noting)
+        run(out, file_format="h5")
+    # The lock is there until the end of the run that holds it, and removed last.
+    assert len(locks) > 5 and all(locks)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [other.name, "run1"]
+
+
+def test_a_link_in_the_place_of_the_parts_is_refused(run, tmp_path):
+    out, elsewhere = tmp_path / "e.h5", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    parts_folder(out).symlink_to(elsewhere)
+    with pytest.raises(ValueError, match="is a symbolic link, which is not followed here; remove it"):
+        run(out, file_format="h5")
+    assert list(elsewhere.iterdir()) == []
