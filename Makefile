@@ -6,7 +6,8 @@
 #   PYTHON       the interpreter that makes the environments, 3.11 or newer   make test PYTHON=python3.12
 #   WORKERS      test processes, `auto` for one a core (8 at most)            make test WORKERS=1
 #   PYTEST_ARGS  more arguments of pytest                                     make test PYTEST_ARGS="-k cache -x"
-#   JOBS         processes of `make results`                                  make results JOBS=16
+#   JOBS         processes of `make results` and `make attack`                make results JOBS=16
+#   SECONDS, SEED  of `make attack`                                           make attack SECONDS=600 SEED=7
 # pip reads its own variables. On Linux the package index serves torch with CUDA; for the CPU build set
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
@@ -14,6 +15,8 @@ PYTHON ?= python3
 WORKERS ?= auto
 PYTEST_ARGS ?=
 JOBS ?= 2
+SECONDS ?= 3600
+SEED ?= 0
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
@@ -41,7 +44,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps lint format types docs notebooks results clean
+.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps attack lint format types docs notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -70,6 +73,9 @@ test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a C
 
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
 	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
+
+attack: $(VENV)/.installed-dev  ## attack the command line and the library for SECONDS, with SEED
+	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.attack --seconds $(SECONDS) --seed $(SEED) --workers $(JOBS)
 
 lint: $(VENV)/.installed-dev  ## ruff (rules and format), and the direction of imports
 	$(VENV)/bin/ruff check .

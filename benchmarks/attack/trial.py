@@ -1,0 +1,205 @@
+"""What all trials share: commands and calls in forks, and what is wrong with how one ended."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from esm_turbo.cli import app
+from esm_turbo.cli.console import PROGRAM, quiet, say
+
+SECONDS = 120.0
+"""After which a command hangs: a hundred times what it takes."""
+MOST_BYTES = 2**30
+"""Physical memory that a command on a few small proteins may take beyond that of the process it was forked from."""
+OTHER_NUMBERS = 3
+"""Exit code of a trial's own call of the library whose result is not the expected one."""
+_INTERNAL = re.compile(r"\b(Runtime|Memory|Type|Key|Index|Attribute|Assertion|UnboundLocal|ZeroDivision)Error\b")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that must not happen.
+
+    Attributes:
+        category: one of few, such as `traceback` or `different`.
+        what: happened, in one line.
+    """
+
+    category: str
+    what: str
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a command or call ended.
+
+    Attributes:
+        code: exit code; negative for a signal.
+        out: standard output.
+        err: standard error.
+        hung: it was still running after `SECONDS`, and was killed.
+        bytes: peak of physical memory beyond that of the parent.
+    """
+
+    code: int
+    out: str
+    err: str
+    hung: bool
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Running:
+    """A command or call that was started.
+
+    Attributes:
+        pid: of its process.
+        begin: of its time.
+        streams: ends of the pipes from its standard output and standard error.
+    """
+
+    pid: int
+    begin: float
+    streams: tuple[int, int]
+
+    def wait(self) -> Outcome:
+        """Wait for its end; at most `SECONDS` from its start."""
+        texts = dict.fromkeys(self.streams, b"")
+        hung, open_streams = False, set(self.streams)
+        while open_streams:
+            for stream in select.select(open_streams, (), (), 0.1)[0]:
+                data = os.read(stream, 2**16)
+                texts[stream] += data
+                if not data:
+                    os.close(stream)
+                    open_streams.remove(stream)
+            if not hung and time.monotonic() - self.begin > SECONDS:
+                hung = True
+                os.kill(self.pid, signal.SIGKILL)
+        _, status, usage = os.wait4(self.pid, 0)
+        out, err = (texts[stream].decode(errors="replace") for stream in self.streams)
+        unit = 1 if sys.platform == "darwin" else 1024
+        beyond = usage.ru_maxrss * unit - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return Outcome(os.waitstatus_to_exitcode(status), out, err, hung, max(0, beyond))
+
+
+def start(folder: Path, function: Callable[[], int]) -> Running:
+    """Run a call in a fork, in a folder; its result is the exit code."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Pipes, because limits on files must not reach what the command prints.
+    (out, out_end), (err, err_end) = os.pipe(), os.pipe()
+    begin = time.monotonic()
+    pid = os.fork()
+    if pid:
+        os.close(out_end)
+        os.close(err_end)
+        return Running(pid, begin, (out, err))
+    code = 70
+    try:
+        # PyTorch makes its thread pool anew after a fork: here, and not when threads that load weights race to it.
+        torch.set_num_threads(1)
+        for end, stream in ((out_end, 1), (err_end, 2)):
+            os.dup2(end, stream)
+            os.close(end)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout, sys.stderr = (os.fdopen(stream, "w", encoding="utf-8", closefd=False) for stream in (1, 2))
+        os.chdir(folder)
+        code = function()
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
+
+
+def call(folder: Path, function: Callable[[], int]) -> Outcome:
+    """Run a call in a fork, in a folder, and wait for it."""
+    return start(folder, function).wait()
+
+
+def command(folder: Path, arguments: Sequence[str], before: Callable[[], object] | None = None) -> Outcome:
+    """Run a command of `esm-turbo` in a fork, in a folder.
+
+    Args:
+        folder: where it runs.
+        arguments: paths relative to the folder.
+        before: called in the fork first, to disturb it.
+    """
+    return call(folder, lambda: _main(arguments, before))
+
+
+def start_command(folder: Path, arguments: Sequence[str]) -> Running:
+    """Start a command of `esm-turbo` in a fork, in a folder."""
+    return start(folder, lambda: _main(arguments, None))
+
+
+def _main(arguments: Sequence[str], before: Callable[[], object] | None) -> int:
+    if before is not None:
+        before()
+    app.main(arguments)
+    raise AssertionError("the command line did not exit")
+
+
+def library(folder: Path, function: Callable[[], int]) -> Outcome:
+    """Run a call of the library in a fork, in a folder; the errors that it promises end it as those of a command."""
+
+    def run() -> int:
+        with quiet(False):
+            try:
+                return function()
+            except (ValueError, OSError) as error:
+                say(f"error: {error}")
+                return 2
+
+    return call(folder, run)
+
+
+def faults(outcome: Outcome) -> list[Finding]:
+    """What is wrong with how a command ended, whatever it was given."""
+    found = []
+    lines = [line for line in outcome.err.splitlines() if line.strip()]
+    last = lines[-1] if lines else ""
+    if outcome.hung:
+        return [Finding("hang", f"still running after {SECONDS:g} s")]
+    if outcome.code not in (0, 1, 2):
+        end = f"signal {-outcome.code}" if outcome.code < 0 else f"exit code {outcome.code}"
+        found.append(Finding("exit", f"ended with {end}: {last[:200]}"))
+    if "Traceback" in outcome.err + outcome.out:
+        found.append(Finding("traceback", last[:300]))
+    elif strange := [line for line in lines if not line.startswith(f"{PROGRAM}: ")]:
+        found.append(Finding("message", f"not of one line, or not its own: {strange[0][:200]}"))
+    errors = [line for line in lines if line.startswith(f"{PROGRAM}: error: ")]
+    if outcome.code in (1, 2) and not errors:
+        found.append(Finding("message", f"exit code {outcome.code} without an error; last line: {last[:200]}"))
+    for line in errors:
+        if re.search(r"(: ?|\(\))$", line):
+            found.append(Finding("message", f"without a reason: {line[:200]}"))
+        if match := _INTERNAL.search(line):
+            found.append(Finding("message", f"an internal {match[0]}: {line[:250]}"))
+    if outcome.bytes > MOST_BYTES:
+        found.append(Finding("memory", f"took {outcome.bytes / 2**30:.1f} GiB"))
+    return found
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """Copy a folder's content into a folder, created if needed."""
+    shutil.copytree(source, target, dirs_exist_ok=True)
