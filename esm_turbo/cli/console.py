@@ -28,6 +28,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressDisplay
 from rich.text import Text
 
+from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.common.progress import Progress, silent
@@ -44,8 +45,8 @@ def say(message: str) -> None:
 
 
 def one_line(message: object) -> str:
-    """A message without its line breaks."""
-    return " ".join(str(message).split())
+    """A message without its line breaks and other control characters."""
+    return without_controls(" ".join(str(message).split()))
 
 
 @contextlib.contextmanager
@@ -160,7 +161,8 @@ def show(*parts: object, to_json: str | None, result: Mapping[str, Any]) -> None
     console = Console(soft_wrap=False, width=width())
     for part in parts:
         if isinstance(part, str):
-            print(part)
+            # Only a terminal would act on control characters; other programs may read what was written.
+            print("\n".join(map(visible, part.split("\n"))) if console.is_terminal else part)
         else:
             console.print(part)
     if to_json is not None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.text_files import text_lines
 from esm_turbo.files.writing import replacing
 
@@ -41,8 +42,8 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
         optional: columns that may be absent.
 
     Returns:
-        Per row, the stripped text of each requested column, empty where the column is absent or the row too short.
-        Empty rows are left out.
+        Per row, the stripped text of each requested column, empty where the column is absent or the row too short, as
+        it was before `write_csv`. Empty rows are left out.
 
     Raises:
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
@@ -61,7 +62,7 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
 
 
 def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV file, atomically.
+    """Write a CSV file, atomically. Text that a spreadsheet would run, and control characters, are neutralised.
 
     Raises:
         OSError: it cannot be written.
@@ -69,7 +70,7 @@ def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterab
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(columns)
-        writer.writerows(rows)
+        writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in rows)
 
 
 def _rows(text: Iterable[str], required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
@@ -84,8 +85,9 @@ def _rows(text: Iterable[str], required: Sequence[str], optional: Sequence[str])
     wanted = [*required, *optional]
     rows, begin = [], lines.line_num + 1
     for cells in lines:
-        if any(cell.strip() for cell in cells):
-            found = {name: cells[at[name]].strip() if name in at and at[name] < len(cells) else "" for name in wanted}
+        texts = [from_cell(text).strip() for text in cells]
+        if any(texts):
+            found = {name: texts[at[name]] if name in at and at[name] < len(texts) else "" for name in wanted}
             rows.append(CsvRow(found, begin))
         # A quoted cell may span several lines.
         begin = lines.line_num + 1

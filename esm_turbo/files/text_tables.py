@@ -6,6 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
+
+from esm_turbo.files.safe_text import visible
 
 
 def text_table(
@@ -16,7 +19,7 @@ def text_table(
     left: Collection[int] = (0,),
     **style: Any,
 ) -> Table:
-    """A table whose columns are aligned to the right, as numbers are.
+    """A table whose columns are aligned to the right, as numbers are. Control characters are shown as escapes.
 
     Args:
         title: printed above; may be empty.
@@ -25,9 +28,14 @@ def text_table(
         left: indices of the columns that are aligned to the left.
         **style: of `rich.table.Table`.
     """
-    table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", **style)
+    table = Table(title=_plain(title), title_justify="left", title_style="bold", caption_justify="left", **style)
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in left else "right", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*map(_plain, row))
     return table
+
+
+def _plain(text: str) -> Text:
+    """Text without rich's markup, which an identifier such as `[/x]` would break."""
+    return Text(visible(text))

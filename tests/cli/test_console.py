@@ -26,6 +26,19 @@ def test_a_message_is_one_line_on_standard_error(capsys: pytest.CaptureFixture[s
     assert one_line(ValueError("a\tb\n")) == "a b"
 
 
+def test_control_characters_do_not_reach_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    say("record 'a\x1b[2J\x07'\n")
+    assert capsys.readouterr().err == "esm-turbo: record 'a\\x1b[2J\\x07'\n"
+    fasta = ">a\x1b[2J\nMKT"
+    show(fasta, to_json=None, result={})
+    assert capsys.readouterr().out == fasta + "\n"
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    show(fasta, to_json=None, result={})
+    assert capsys.readouterr().out == ">a\\x1b[2J\nMKT\n"
+
+
 def test_results_are_printed_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "new" / "result.json"
     show("text", text_table("title", ["x"], [["1"]]), to_json=str(out), result=RESULT)

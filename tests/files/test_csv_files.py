@@ -31,12 +31,20 @@ def test_windows_files_and_gzip(tmp_path, write):
     assert read_csv(path, ["sequence", "id"]) == [{"sequence": "AC", "id": "a"}]
 
 
-@given(st.lists(st.lists(st.text("abc,\"'é\n;", min_size=1, max_size=5), min_size=2, max_size=2), max_size=5))
+@given(
+    st.lists(st.lists(st.text("abc,\"'é\n;=+-@\t\x1b\\x1", min_size=1, max_size=5), min_size=2, max_size=2), max_size=5)
+)
 def test_written_tables_are_read_back(tmp_path_factory, rows):
     path = tmp_path_factory.mktemp("csv") / "x.csv"
     write_csv(path, ["one", "two"], rows)
     expected = [[cell.strip() for cell in row] for row in rows if any(cell.strip() for cell in row)]
     assert [[row["one"], row["two"]] for row in read_csv(path, ["one", "two"])] == expected
+
+
+def test_spreadsheets_run_nothing_and_numbers_stay_numbers(tmp_path):
+    path = tmp_path / "x.csv"
+    write_csv(path, ["id", "score"], [["=HYPERLINK(A1)", -1.5], ["@x", "-2.5"], ["a\x1b[2J", None], ["-x", 3]])
+    assert path.read_bytes() == b"id,score\n'=HYPERLINK(A1),-1.5\n'@x,-2.5\na\\x1b[2J,\n'-x,3\n"
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -38,3 +38,10 @@ def test_rows_may_be_added_later() -> None:
 def test_long_cells_are_folded_not_cut() -> None:
     lines = lines_of(text_table("", ["sequence"], [["MKTAYIAKQR" * 5]]), width=24)
     assert "".join(line.strip("│ ") for line in lines[3:-1]) == "MKTAYIAKQR" * 5
+
+
+def test_foreign_text_is_neither_markup_nor_control() -> None:
+    lines = lines_of(text_table("[/x]", ["name"], [["[bold]a[/b]"], ["b\x1b[2J\r"]]))
+    assert lines[0].strip() == "[/x]"
+    assert "│ [bold]a[/b]  │" in lines
+    assert "│ b\\x1b[2J\\x0d │" in lines

@@ -24,6 +24,7 @@ import torch
 
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
+from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.writing import file_errors, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -238,7 +239,7 @@ class _Index:
             if number == 0 or len(cells) != _COLUMNS:
                 self.damaged = True
                 continue
-            self._rows[cells[0]] = row
+            self._rows[from_cell(cells[0])] = row
             self._files |= set(cells[2:])
 
     @property
@@ -253,7 +254,7 @@ class _Index:
     def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
         """Add rows to the next `commit`, except those that the index already has."""
         for record in proteins:
-            row = "\t".join([record.id, str(len(record.sequence)), *files])
+            row = "\t".join([cell(record.id), str(len(record.sequence)), *files])
             if self._rows.get(record.id) != row:
                 self._staged[record.id] = row
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from esm_turbo.assets import evaluation_proteins
-from esm_turbo.files.csv_files import read_csv
+from esm_turbo.files.csv_files import read_csv, write_csv
 from esm_turbo.proteins.fasta import normalize_sequence, read_fasta_strict
 from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError, check_memory
@@ -70,6 +70,29 @@ def test_a_csv_candidate_may_name_its_target(esm_shared, targets, write, tmp_pat
     assert second["candidates"] == [{"id": "#2", "sequence": "WTC"}, {"id": "b", "sequence": "GGGSG"}]
 
 
+def test_identifiers_act_neither_on_a_terminal_nor_in_a_spreadsheet(esm_shared, write, tmp_path):
+    targets = write("targets.fasta", f">=1+1[/x]\x1b[2J\n{TARGET}\n")
+    names = ["=cmd|'/C calc'!A0", "@x", "[/bold]", "b\x1b[31m", "-2.5", "'=quoted"]
+    table, out, again = tmp_path / "candidates.csv", tmp_path / "scores.csv", tmp_path / "again.csv"
+    write_csv(table, ["id", "sequence"], [[name, "ACDEF"] for name in names])
+    code, printed, err = esm_shared("score", targets, table, "--out", out)
+    assert (code, err) == (0, "")
+    assert "\x1b" not in printed and "[/bold]" in printed and "b\\x1b[31m" in printed
+    content = out.read_text()
+    assert "\x1b" not in content
+    rows = list(csv.DictReader(out.open()))
+    assert {row["candidate"] for row in rows} == {
+        "'=cmd|'/C calc'!A0", "'@x", "[/bold]", "b\\x1b[31m", "-2.5", "''=quoted",
+    }  # fmt: skip
+    assert all(row["target"] == "'=1+1[/x]\\x1b[2J" and float(row["pseudo_log_likelihood"]) < 0 for row in rows)
+    # Read back, identifiers are the old ones, also as candidates of another run.
+    assert sorted(row["candidate"] for row in read_csv(out, ["candidate"])) == sorted(names)
+    write_csv(table, ["id", "sequence", "target"], [[row["candidate"], row["sequence"], row["target"]]
+              for row in read_csv(out, ["candidate", "sequence", "target"])])  # fmt: skip
+    assert esm_shared("score", targets, table, "--out", again).code == 0
+    assert sorted(again.read_text().splitlines()) == sorted(content.splitlines())
+
+
 def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write, tmp_path):
     targets = write("targets.fasta", f">one\n{TARGET}\n>bad\nMK1T\n")
     table = write("candidates.csv", "id,sequence,target\na,ACDEF,\nb,,\nc,AC-D,\nd,WTC,three\n")
@@ -93,10 +116,10 @@ def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write
 
 
 def test_a_target_that_does_not_fit_into_memory_is_reported(esm_shared, targets, candidates, monkeypatch, tmp_path):
-    def check(model, tokens, *, stored):
+    def check(model, tokens, **options):
         if tokens > len(TARGET):
             raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9.0 GiB of memory")
-        check_memory(model, tokens, stored=stored)
+        check_memory(model, tokens, **options)
 
     monkeypatch.setattr("esm_turbo.tasks.common.arms.check_memory", check)
     code, printed, err = esm_shared("score", targets, candidates)
