@@ -28,6 +28,21 @@ _CONVERT = (
 )
 
 
+# Fields of config.json that decide results and for which transformers has a default.
+_DECIDING: dict[str, tuple[type, ...]] = {
+    "token_dropout": (bool,),
+    "emb_layer_norm_before": (bool,),
+    "layer_norm_eps": (float,),
+    "mask_token_id": (int,),
+    "pad_token_id": (int,),
+    "vocab_size": (int,),
+    "hidden_size": (int,),
+    "num_hidden_layers": (int,),
+    "num_attention_heads": (int,),
+    "intermediate_size": (int,),
+}
+
+
 class WithoutRecorders:
     """Pickles and copies a module without what transformers installs to record hidden states, which is not picklable.
 
@@ -142,7 +157,7 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
     """Check that a checkpoint is ESM-2 before anything is loaded.
 
     Raises:
-        ValueError: it is another architecture.
+        ValueError: it is another architecture, or its configuration lacks a field that decides results.
         OSError: there is no such checkpoint, or the hub cannot be reached.
     """
     names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -157,6 +172,12 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
     positions = config.get("position_embedding_type", "absolute")
     if positions != "rotary":
         raise ValueError(f"{name_or_path}: not ESM-2 but an ESM model with {positions} positions (ESM-1?)")
+    for name, kind in _DECIDING.items():
+        if type(config.get(name)) not in kind:
+            problem = f"has {name} {config[name]!r}" if name in config else f"lacks {name}"
+            raise ValueError(
+                f"{name_or_path}: config.json {problem}, on which results depend; copy it again from the checkpoint"
+            )
 
 
 def check_config(config: EsmConfig) -> None:

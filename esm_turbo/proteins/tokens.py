@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.proteins.fasta import normalize_sequence
+from esm_turbo.proteins.fasta import RESIDUES, normalize_sequence
 
 if TYPE_CHECKING:
     from transformers import EsmTokenizer
 
 _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
+VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", "<null_1>", _MASK)
+"""ESM-2's tokens in the order of their ids."""
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids of one row: a list, or a NumPy array of integers."""
@@ -40,7 +43,19 @@ class TokenCodes:
 
     @classmethod
     def of(cls, tokenizer: EsmTokenizer) -> TokenCodes:
+        """The ids of a tokenizer.
+
+        Raises:
+            ValueError: its vocabulary is not ESM-2's.
+        """
         vocabulary = tokenizer.get_vocab()
+        tokens = sorted(vocabulary, key=vocabulary.__getitem__)
+        for index, (found, expected) in enumerate(itertools.zip_longest(tokens, VOCABULARY)):
+            if found != expected or vocabulary[found] != index:
+                raise ValueError(
+                    f"{tokenizer.name_or_path}: vocab.txt is not ESM-2's: token {index} is {found!r}, not {expected!r};"
+                    " copy it again from the checkpoint"
+                )
         residues = {token: index for token, index in vocabulary.items() if len(token) == 1 and token.isalpha()}
         return cls(
             residues,

@@ -38,8 +38,8 @@ def files(folder):
 
 def index_of(folder):
     lines = [line.split("\t") for line in (folder / "index.tsv").read_text().splitlines()]
-    assert lines[0] == ["id", "residues", "embedding", "cache"]
-    return {line[0]: line[1:] for line in lines[1:]}
+    assert lines[0] == ["id", "residues", "embedding", "cache", "checksum"]
+    return {line[0]: line[1:-1] for line in lines[1:]}
 
 
 def truncated(path):

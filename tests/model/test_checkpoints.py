@@ -18,6 +18,7 @@ from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
+from esm_turbo.model.checkpoints import check_is_esm2
 from tests.helpers.models import make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -337,3 +338,33 @@ def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str,
     with pytest.raises(ValueError, match=message):
         model.set_turbo(**options)
     assert model.esm.turbo_config == PRESETS["exact"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda c: c.update(token_dropuot=c.pop("token_dropout")), "lacks token_dropout, on which results depend"),
+        (lambda c: c.update(token_dropout="false"), "has token_dropout 'false', on which results depend"),
+        (lambda c: c.pop("layer_norm_eps"), "lacks layer_norm_eps"),
+        (lambda c: c.update(emb_layer_norm_before=None), "has emb_layer_norm_before None"),
+        (lambda c: c.update(mask_token_id="32"), "has mask_token_id '32'"),
+        (lambda c: c.update(num_hidden_layers=True), "has num_hidden_layers True"),
+        (lambda c: c.pop("position_embedding_type"), "an ESM model with absolute positions"),
+    ],
+)
+def test_fields_that_decide_results_are_required(
+    tiny_model: MakeModel, tmp_path: Path, change: Callable[[dict[str, object]], object], message: str
+) -> None:
+    """transformers would take its default."""
+    tiny_model().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    change(config)
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*/config.json")), ids=lambda path: path.parent.name)
+def test_published_configurations_have_all_fields(path: Path) -> None:
+    check_is_esm2(path.parent, {})

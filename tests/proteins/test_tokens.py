@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,20 @@ def test_batch(codes: TokenCodes) -> None:
     ids, mask = codes.batch([[0, 5, 6, 2], [0, 2]])
     assert ids.tolist() == [[0, 5, 6, 2], [0, 2, 1, 1]]
     assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda lines: [*lines[:5], lines[5] + lines[6], *lines[7:]], "token 5 is 'AG', not 'A'"),
+        (lambda lines: [*lines[:4], lines[5], lines[4], *lines[6:]], "token 4 is 'A', not 'L'"),
+        (lambda lines: [line.replace("K", "J") for line in lines], "token 15 is 'J', not 'K'"),
+        (lambda lines: [*lines, "<extra>"], "token 33 is '<extra>', not None"),
+        (lambda lines: [*lines[:29], *lines[30:]], "token 29 is '-', not '.'"),
+    ],
+)
+def test_a_damaged_vocabulary_is_refused(tmp_path: Path, change: Any, message: str) -> None:
+    lines = (EMBEDDED_MODEL / "vocab.txt").read_text().split()
+    (tmp_path / "vocab.txt").write_text("\n".join(change(lines)))
+    with pytest.raises(ValueError, match=rf"vocab.txt is not ESM-2's: {re.escape(message)}; copy it again"):
+        TokenCodes.of(EsmTokenizer.from_pretrained(tmp_path))

@@ -32,7 +32,7 @@ from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 
 FORMAT_VERSION = 1
-_INDEX_HEADER = "id\tresidues\tembedding\tcache"
+_INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
 
@@ -230,13 +230,14 @@ class _Index:
         self._whole_bytes = content.rfind(b"\n") + 1
         for number, line in enumerate(content[: self._whole_bytes].splitlines()):
             try:
-                row = line.decode()
+                text = line.decode()
             except UnicodeDecodeError:
-                row = ""
-            cells = row.split("\t")
-            if row == _INDEX_HEADER:
+                text = ""
+            if text == _INDEX_HEADER:
                 continue
-            if number == 0 or len(cells) != _COLUMNS:
+            row = text.rpartition("\t")[0]
+            cells = row.split("\t")
+            if number == 0 or len(cells) != _COLUMNS or text != _with_checksum(row):
                 self.damaged = True
                 continue
             self._rows[from_cell(cells[0])] = row
@@ -262,7 +263,7 @@ class _Index:
         """Append the staged rows to the file."""
         if not self._staged:
             return
-        rows = list(self._staged.values())
+        rows = [*map(_with_checksum, self._staged.values())]
         if not self._whole_bytes:
             rows.insert(0, _INDEX_HEADER)
         self._whole_bytes = _append(self.path, self._whole_bytes, ("\n".join(rows) + "\n").encode())
@@ -279,11 +280,16 @@ class _Index:
         moved = dict.fromkeys(name for name in last if name in self._rows)
         rows = {name: row for name, row in self._rows.items() if name not in moved}
         rows |= {name: self._rows[name] for name in moved}
-        text = "\n".join([_INDEX_HEADER, *rows.values(), ""]).encode()
+        text = "\n".join([_INDEX_HEADER, *map(_with_checksum, rows.values()), ""]).encode()
         if rows and (not self.path.exists() or text != self.path.read_bytes()):
             with replacing(self.path, inside=True) as temporary:
                 temporary.write_bytes(text)
         self._rows, self._whole_bytes = rows, len(text)
+
+
+def _with_checksum(row: str) -> str:
+    """A row as in the file: the last cell is the first eight hexadecimal digits of the SHA-256 of the others."""
+    return f"{row}\t{hashlib.sha256(row.encode()).hexdigest()[:8]}"
 
 
 def _append(path: Path, size: int, content: bytes) -> int:

@@ -89,6 +89,24 @@ def test_a_damaged_index_is_written_again(run, tmp_path, content):
     assert files(out) == expected
 
 
+@pytest.mark.parametrize("place", [0.05, 0.3, 0.5, 0.77, 0.9])
+def test_a_changed_byte_of_the_index_is_noticed(run, tmp_path, place):
+    """In an identifier, a number, a name of a file or a separator; a valid name of another file, too."""
+    out = tmp_path / "out"
+    run(out)
+    expected = (out / INDEX_FILE).read_bytes()
+    content = bytearray(expected)
+    content[int(len(content) * place)] ^= 1
+    (out / INDEX_FILE).write_bytes(content)
+    assert str(out / INDEX_FILE) in run(out).damaged
+    assert (out / INDEX_FILE).read_bytes() == expected
+    rows = [line.split("\t") for line in (out / INDEX_FILE).read_text().splitlines()]
+    rows[1][2], rows[2][2] = rows[2][2], rows[1][2]
+    (out / INDEX_FILE).write_text("\n".join(["\t".join(row) for row in rows]) + "\n")
+    assert str(out / INDEX_FILE) in run(out).damaged
+    assert (out / INDEX_FILE).read_bytes() == expected
+
+
 def test_a_truncated_line_of_the_index_is_ignored(run, tmp_path, computed):
     out = tmp_path / "out"
     run(out, toks_per_batch=1)
