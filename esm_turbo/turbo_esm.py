@@ -89,6 +89,10 @@ class TurboEsm(ContextModel):
         # The tokenizer raises a TypeError if its vocabulary file is missing.
         except (OSError, TypeError) as error:
             raise not_found(source) from error
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{source}: vocab.txt is damaged: it is not text; copy it again from the checkpoint"
+            ) from error
         if device_map is None:
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)

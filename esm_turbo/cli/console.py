@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import (
@@ -166,8 +166,37 @@ def show(*parts: object, to_json: str | None, result: Mapping[str, Any]) -> None
         else:
             console.print(part)
     if to_json is not None:
-        with replacing(Path(to_json)) as temporary:
-            temporary.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        save_text(Path(to_json), json.dumps(result, indent=2) + "\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write results to a file, see `save`."""
+
+    def write(out: Path | TextIO) -> None:
+        if isinstance(out, Path):
+            with replacing(out) as temporary:
+                temporary.write_text(text, encoding="utf-8")
+        else:
+            out.write(text)
+
+    save(write, path)
+
+
+def save(write: Callable[[Path | TextIO], None], path: Path) -> None:
+    """Write results to a file. If that fails, as on a full disk, they are printed, so that they are not lost.
+
+    Args:
+        write: writes them to a path or an open file.
+        path: the file.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    try:
+        write(path)
+    except OSError:
+        write(sys.stdout)
+        raise
 
 
 def width() -> int:

@@ -127,7 +127,7 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
 
 @contextlib.contextmanager
 def unusable_input(problem: str) -> Iterator[None]:
-    """Turn any error into a ValueError, which stands for unusable input.
+    """Turn any error but a lack of memory into a ValueError, which stands for unusable input.
 
     Args:
         problem: how the message begins.
@@ -137,4 +137,8 @@ def unusable_input(problem: str) -> Iterator[None]:
     except (ValueError, ImportError):
         raise
     except Exception as error:
-        raise ValueError(f"{problem}: {error or type(error).__name__}") from error
+        from esm_turbo.model.memory import is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(f"{problem}: {str(error) or type(error).__name__}") from error

@@ -6,6 +6,7 @@ import csv
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TextIO
 
 from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.text_files import text_lines
@@ -61,14 +62,22 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
     raise CsvError(f"{os.fspath(path)}: {reason}") from None
 
 
-def write_csv(path: str | os.PathLike[str], columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+def write_csv(out: str | os.PathLike[str] | TextIO, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a CSV file, atomically. Text that a spreadsheet would run, and control characters, are neutralised.
+
+    Args:
+        out: a path, or an open file.
+        columns: their names.
+        rows: cells, one per column.
 
     Raises:
         OSError: it cannot be written.
     """
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
+    if isinstance(out, str | os.PathLike):
+        with replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+            write_csv(file, columns, rows)
+    else:
+        writer = csv.writer(out, lineterminator="\n")
         writer.writerow(columns)
         writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in rows)
 

@@ -81,7 +81,10 @@ class StoreFiles:
                     f"{self.folder}: not a context store, but holds {min(others)}; give a new or an empty folder"
                 )
         if path.exists():
-            self.header = StoreHeader.read(path)
+            try:
+                self.header = StoreHeader.read(path)
+            except ArtifactError as error:
+                raise ArtifactError(f"{error}; restore it from a copy, or give another folder") from error
 
     def partition(self, spec: ContextSpec) -> Partition | None:
         """Finds the partition of contexts of this kind; None if there is none yet.

@@ -1,5 +1,6 @@
 """Inputs that commands check before their job: files, models, calibrations, and places to write."""
 
+import errno
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from esm_turbo import ContextStore
+from esm_turbo import ContextStore, TurboEsm
 from tests.helpers.command_inputs import (
     ONE_RECORD,
     WHOLE_FILE,
@@ -325,3 +326,69 @@ def test_a_calibration_of_another_model_is_refused(
     assert result.code == 2
     assert message in result.error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("content", [bytes(range(256)), b"\xff" * 40], ids=["bytes", "not utf-8"])
+def test_a_damaged_vocabulary_is_named(esm, fasta, tmp_path, tiny_folder, content):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    (model / "vocab.txt").write_bytes(content)
+    result = esm("calibrate", fasta, "--model", model, "--out", tmp_path / "c")
+    assert result.code == 2
+    assert result.error == f"{model}: vocab.txt is damaged: it is not text; copy it again from the checkpoint"
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+def test_too_little_memory_is_not_called_damage(esm, fasta, tmp_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(TurboEsm, "from_pretrained", fail)
+    result = esm("calibrate", fasta, "--out", tmp_path / "c")
+    assert result.code == 1
+    assert result.error == f"not enough memory ({str(error) or 'MemoryError'})"
+
+
+def test_an_error_without_a_text_has_its_name(esm, fasta, tmp_path, monkeypatch):
+    def fail(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr(TurboEsm, "from_pretrained", fail)
+    result = esm("calibrate", fasta, "--out", tmp_path / "c")
+    assert (result.code, result.error) == (2, "the embedded model cannot be loaded: AssertionError")
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", None], ids=["empty", "text", "altered"])
+def test_a_damaged_store_is_named_with_the_remedy(esm, fasta, tmp_path, tiny, tiny_folder, content):
+    with ContextStore(tmp_path / "store") as contexts:
+        contexts.add(tiny, ["MKTAYIAK"])
+    path = tmp_path / "store" / "store.safetensors"
+    path.write_bytes(path.read_bytes()[:-4] + b"\0\1\2\3" if content is None else content)
+    result = esm("store", fasta, tmp_path / "store", "--model", tiny_folder, "--preset", "exact")
+    assert result.code == 2
+    assert result.error.startswith(f"{path}: ")
+    assert result.error.endswith("; restore it from a copy, or give another folder")
+
+
+@pytest.mark.parametrize("option", ["--out", "--json"])
+@pytest.mark.parametrize("command", ["generate", "score", "variants"])
+def test_a_full_disk_does_not_lose_results(esm_shared, write, tmp_path, monkeypatch, command, option):
+    protein = write("protein.fasta", ">=a\nMKTAYIAKQR\n")
+    arguments = {
+        "generate": [protein, "--max-new-tokens", "2"],
+        "score": [protein, write("candidates.csv", "sequence\nACDEF\nWTC\n"), "--top", "1"],
+        "variants": [protein, write("variants.csv", "mutant\nM1A\nK2A\n"), "--top", "1"],
+    }[command]
+    path = tmp_path / "results"
+    assert esm_shared(command, *arguments, option, path).code == 0
+    expected = path.read_text()
+    path.unlink()
+
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    result = esm_shared(command, *arguments, option, path)
+    assert (result.code, result.error) == (1, f"{path}: cannot be written (No space left on device)")
+    assert expected in result.out
+    assert not path.exists()

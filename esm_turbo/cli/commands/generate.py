@@ -8,12 +8,11 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.console import progress_bar, save_text, show
 from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
 from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, TextFile, Unknown
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
-from esm_turbo.files.writing import replacing
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
 _NO_DEFAULT = Parameter(show_default=False)
@@ -101,8 +100,7 @@ def generate(
         raise ValueError(f"{proteins}: nothing could be generated from any record")
     fasta = "".join(one.fasta() for one in generated)
     if out is not None:
-        with replacing(out) as temporary:
-            temporary.write_text(fasta, encoding="utf-8")
+        save_text(out, fasta)
     result = {
         "out": None if out is None else os.fspath(out),
         "sequences": [asdict(one) for one in generated],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import (
     Arms,
@@ -79,7 +79,7 @@ def score(
             toks_per_batch=toks_per_batch,
         )
     if out is not None and run.results:
-        run.write(out)
+        save(run.write, out)
     list_bad(targets, [*bad_targets, *run.failed])
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]

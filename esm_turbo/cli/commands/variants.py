@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esm_turbo.cli.console import progress_bar, show
+from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model
 from esm_turbo.cli.options import (
     Arms,
@@ -86,7 +86,7 @@ def variants(
             toks_per_batch=toks_per_batch,
         )
     if out is not None:
-        run.write(out)
+        save(run.write, out)
     if variants is not None:
         list_bad(variants, bad)
     result = run.to_dict() | {"failed": failures(bad)}

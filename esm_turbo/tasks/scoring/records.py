@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.files.csv_files import CsvRow, is_csv, read_csv, write_csv
 from esm_turbo.model.memory import is_out_of_memory
@@ -96,9 +96,9 @@ class ScoringRun:
     results: list[TargetResult] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write `COLUMNS` of all results to a CSV file, atomically."""
-        write_csv(path, COLUMNS, (row for result in self.results for row in result.rows()))
+    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
+        """Write `COLUMNS` of all results to a CSV file, atomically, or to an open file."""
+        write_csv(out, COLUMNS, (row for result in self.results for row in result.rows()))
 
 
 def read_candidates(

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
@@ -62,13 +62,13 @@ class VariantsRun:
         """Spearman's correlation with the full arm; None if that was not run."""
         return spearman(self.scores[arm].values, self.scores["full"].values) if "full" in self.scores else None
 
-    def write(self, path: str | os.PathLike[str]) -> None:
-        """Write variants, measurements and the scores of every arm to a CSV file, atomically."""
+    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
+        """Write variants, measurements and the scores of every arm to a CSV file, atomically, or to an open file."""
         rows = (
             [variant.variant, "" if variant.measured is None else variant.measured, *scores]
             for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True)
         )
-        write_csv(path, ["mutant", "measured", *self.scores], rows)
+        write_csv(out, ["mutant", "measured", *self.scores], rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
