@@ -18,7 +18,7 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,7 +31,10 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 
-FORMAT_VERSION = 1
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+FORMAT_VERSION = 2
 _INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
@@ -94,6 +97,7 @@ class FolderWriter:
         folder: the folder, which no other process writes to.
         file_format: format of the files.
         settings: see `records.embedding_writer`.
+        turbo: the model, which existing caches must belong to.
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
@@ -103,12 +107,16 @@ class FolderWriter:
         OSError: by all methods that write, if a file cannot be written. An earlier version of it stays as it was.
     """
 
-    def __init__(self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any], turbo: ContextModel
+    ) -> None:
         self.damaged: list[str] = []
         for name in (INDEX_FILE, SETTINGS_FILE):
             refuse_links(folder / name, folder)
         self.folder = folder
         self.file_format = file_format
+        self.turbo = turbo
+        self._content = dict(settings)
         self.settings = {"format": file_format, **settings}
         self._known_settings = (folder / SETTINGS_FILE).exists()
         if self._known_settings:
@@ -127,8 +135,9 @@ class FolderWriter:
 
     def has(self, proteins: SameSequence) -> bool:
         """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
-        names = self.names(proteins[0].sequence)
-        if not self.index.holds(names) or not all(self._is_good(name) for name in names if name):
+        sequence = proteins[0].sequence
+        names = self.names(sequence)
+        if not self.index.holds(names) or not all(self._is_good(name, sequence) for name in names if name):
             return False
         # Other proteins with this sequence may be new.
         self.index.stage(proteins, names)
@@ -163,35 +172,55 @@ class FolderWriter:
         embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
         return embedding, cache
 
+    def key(self, sequence: str) -> str:
+        """What the content of a sequence's embedding depends on: a hash of its residues and of the settings."""
+        return hashlib.sha256(json.dumps([sequence, self._content], sort_keys=True).encode()).hexdigest()
+
     def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
         with replacing(path, inside=True) as temporary:
             if self.file_format == "safetensors":
-                metadata = {"label": record.id, "residues": len(record.sequence)}
+                metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
                 write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
                 return
             results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
             # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
             buffer = io.BytesIO()
-            torch.save({"label": record.id} | results, buffer)
+            torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)
             temporary.write_bytes(buffer.getbuffer())
 
-    def _is_good(self, name: str) -> bool:
+    def _is_good(self, name: str, sequence: str) -> bool:
+        """Whether a file is undamaged and holds this sequence's results under these settings."""
         path = self.folder / name
         if not path.exists():
             return False
+        found: object
+        expected: object
         try:
             if path.is_symlink():
                 raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
             if name.endswith(".cache.safetensors"):
-                TurboKVCache.load(path)
-            elif self.file_format == "safetensors":
-                read_embedding(path)
+                found, expected = self._tokens(path), self._context(sequence)
             else:
-                _check_pt(path)
-        except ArtifactError:
+                content = read_embedding(path)[0] if self.file_format == "safetensors" else _read_pt(path)
+                found, expected = content.get("key"), self.key(sequence)
+        # A cache of another model raises a ValueError.
+        except ValueError:
+            found, expected = None, ""
+        if found != expected:
             self.damaged.append(os.fspath(path))
-            return False
-        return True
+        return found == expected
+
+    def _tokens(self, path: Path) -> list[list[int]]:
+        cache = TurboKVCache.load(path, device="cpu", model=self.turbo.model)
+        if cache.config != self.turbo.model.esm.turbo_config:
+            raise ArtifactError(f"{path}: a cache of preset {cache.config.name}")
+        rows = zip(cache.token_ids.tolist(), cache.lengths.tolist(), strict=True)
+        return [row[:length] for row, length in rows]
+
+    def _context(self, sequence: str) -> list[list[int]]:
+        """Token ids of the context that the cache of a sequence holds."""
+        codes, length = self.turbo.codes, self._content.get("truncation_seq_length")
+        return [[codes.cls, *codes.encode(sequence[:length], "the sequence")]]
 
     def _write_settings(self) -> None:
         if not self._known_settings:
@@ -308,8 +337,8 @@ def _append(path: Path, size: int, content: bytes) -> int:
         return size + len(content)
 
 
-def _check_pt(path: Path) -> None:
-    """Check that a file of torch.save loads, and the checksums of its parts, which torch ignores.
+def _read_pt(path: Path) -> dict[str, Any]:
+    """Read a file of torch.save, and check the checksums of its parts, which torch ignores.
 
     Raises:
         ArtifactError: the file is damaged or truncated.
@@ -321,9 +350,10 @@ def _check_pt(path: Path) -> None:
             # For a part marked as a folder, torch reads uninitialised memory; it marks none itself.
             bad = bad or next((part.filename for part in file.infolist() if part.external_attr), None)
         buffer.seek(0)
-        torch.load(buffer, weights_only=True)
+        content = dict(torch.load(buffer, weights_only=True))
     # A damaged header can raise almost any exception.
     except Exception as error:
         raise ArtifactError(f"{path}: damaged ({error})") from error
     if bad is not None:
         raise ArtifactError(f"{path}: damaged ({bad} was altered)")
+    return content

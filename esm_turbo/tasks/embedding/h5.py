@@ -1,8 +1,8 @@
 """Embeddings in one HDF5 file, as biotrainer reads them: one entry per sequence, named by its hash.
 
 An entry is a data set if one result is requested, and otherwise a group of data sets. Its attribute `original_id` is
-the protein's identifier; `other_ids` lists further proteins with the same sequence; `sha256` is a checksum of its
-content.
+the protein's identifier; `other_ids` lists further proteins with the same sequence; `key` is a hash of the sequence and
+the settings, as in the other formats; `sha256` is a checksum of its content.
 
 An HDF5 file is lost if its process dies while writing it. So a run writes one file per sequence into a hidden folder
 beside it, from which an interrupted run resumes, and assembles the HDF5 file at its end.
@@ -15,7 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,9 @@ from esm_turbo.tasks.embedding.files import (
     read_embedding,
     sequence_hash,
 )
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
 
 _SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _Arrays = dict[str, npt.NDArray[np.float32]]
@@ -61,15 +64,15 @@ class H5Writer(FolderWriter):
     Args:
         out: the file; its entries are kept.
         settings: see `records.embedding_writer`.
+        turbo: the model.
 
     Raises:
         ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
-        super().__init__(parts_folder(out), "safetensors", settings)
+    def __init__(self, out: Path, settings: Mapping[str, Any], turbo: ContextModel) -> None:
+        super().__init__(parts_folder(out), "safetensors", settings, turbo)
         self.out = out
-        self._h5_settings = dict(settings)
         self._entry_of: dict[str, str] = {}
         self._unusable: set[str] = set()
         self._changed = False
@@ -80,7 +83,7 @@ class H5Writer(FolderWriter):
                 existing = json.loads(self._old.attrs["settings"])
             except (KeyError, ValueError, TypeError):
                 raise ValueError(f"{out}: holds no embeddings of esm-turbo; give another file") from None
-            check_same_settings(out, existing, self._h5_settings)
+            check_same_settings(out, existing, self._content)
             self._read_identifiers()
         for identifier, _, file, _ in self.index.rows:
             self._assign(identifier, file.removesuffix(".safetensors"))
@@ -91,8 +94,9 @@ class H5Writer(FolderWriter):
             self._old.close()
 
     def has(self, proteins: SameSequence) -> bool:
-        name = sequence_hash(proteins[0].sequence)
-        if not self._holds(name) and not super().has(proteins):
+        sequence = proteins[0].sequence
+        name = sequence_hash(sequence)
+        if not self._holds(name, self.key(sequence)) and not super().has(proteins):
             return False
         for record in proteins:
             self._assign(record.id, name)
@@ -120,15 +124,16 @@ class H5Writer(FolderWriter):
             identifiers.setdefault(name, []).append(identifier)
         # Attributes above 64 KiB need the file format of HDF5 1.8.
         with _h5py().File(path, "w", libver=("v108", "v110")) as new:
-            new.attrs["settings"] = json.dumps(self._h5_settings)
+            new.attrs["settings"] = json.dumps(self._content)
             for name, (first, *others) in identifiers.items():
                 if self._old is not None and name in self._old and name not in self._unusable:
                     self._old.copy(name, new)
                 elif (part := self.folder / f"{name}.safetensors").exists():
-                    _, tensors = read_embedding(part)
+                    metadata, tensors = read_embedding(part)
                     arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
                     _put(new, name, arrays)
                     new[name].attrs["sha256"] = _digest(arrays)
+                    new[name].attrs["key"] = metadata["key"]
                 else:
                     # A damaged entry that could not be computed again.
                     continue
@@ -138,13 +143,13 @@ class H5Writer(FolderWriter):
                 if others:
                     attributes["other_ids"] = others
 
-    def _holds(self, name: str) -> bool:
-        """Whether the existing file has an undamaged entry of this name."""
+    def _holds(self, name: str, key: str) -> bool:
+        """Whether the existing file has an undamaged entry of this name and key."""
         if self._old is None or name in self._unusable or name not in self._old:
             return False
         try:
             entry = self._old[name]
-            if entry.attrs["sha256"] == _digest(_get(entry)):
+            if entry.attrs["key"] == key and entry.attrs["sha256"] == _digest(_get(entry)):
                 return True
         except Exception:
             # A damaged structure can make h5py raise almost any exception.

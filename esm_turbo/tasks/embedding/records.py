@@ -85,7 +85,7 @@ def embed_records(
     groups = list(by_sequence.values())
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     failed: dict[int, str] = {}
-    with embedding_writer(out, file_format, settings) as writer:
+    with embedding_writer(out, file_format, settings, turbo) as writer:
         done = _find_done(writer, groups, progress)
         batches = iter_embeddings(turbo, sequences, request, toks_per_batch, done=done, on_failure=failed.__setitem__)
         residues = sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
@@ -116,7 +116,7 @@ def embed_records(
 
 @contextlib.contextmanager
 def embedding_writer(
-    out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any]
+    out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any], turbo: ContextModel
 ) -> Iterator[FolderWriter]:
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
@@ -124,6 +124,7 @@ def embedding_writer(
         out: a folder, created if necessary, for `pt` and `safetensors`; a file for `h5`.
         file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
+        turbo: the model that makes them.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
@@ -137,11 +138,11 @@ def embedding_writer(
     if file_format == "h5":
         check_h5(out)
         refuse_links(parts_folder(out), out.parent)
-        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings)) as writer:
+        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings, turbo)) as writer:
             yield writer
     else:
         with only_writer(out):
-            yield FolderWriter(out, file_format, settings)
+            yield FolderWriter(out, file_format, settings, turbo)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

@@ -30,7 +30,7 @@ def test_embed_pt(esm, fasta, tmp_path, tiny_folder, tiny):
         assert index[name] == [str(len(sequence)), f"{sequence_hash(sequence)}.pt", ""]
         saved = torch.load(out / index[name][1], weights_only=True)
         assert list(saved) == [
-            "label", "representations", "mean_representations", "bos_representations", "contacts",
+            "label", "key", "representations", "mean_representations", "bos_representations", "contacts",
         ]  # fmt: skip
         assert saved["label"] == name
         for layer in (0, 2):
@@ -52,6 +52,7 @@ def test_embed_safetensors_and_caches(esm, fasta, tmp_path, tiny_folder, tiny, t
     turbo = TurboEsm.from_pretrained(tiny_folder, calibration=tiny_calibration(seed=0), preset="paper")
     for name, (_, embedding_file, cache_file) in index_of(out).items():
         metadata, tensors = read_embedding(out / embedding_file)
+        assert len(metadata.pop("key")) == 64
         assert metadata == {"label": name, "residues": len(SEQUENCES[name])}
         assert list(tensors) == ["mean_representations.2"]
         assert_same(tensors["mean_representations.2"], tiny.embed(SEQUENCES[name])[0].mean_representations[2])

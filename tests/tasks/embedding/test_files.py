@@ -3,14 +3,17 @@
 import contextlib
 import hashlib
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from esm_turbo import TurboEsm
 from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import is_embeddings
 from esm_turbo.tasks.embedding import files as embedding_files
+from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.files import (
     INDEX_FILE,
     SETTINGS_FILE,
@@ -18,7 +21,7 @@ from esm_turbo.tasks.embedding.files import (
     read_embedding,
     sequence_hash,
 )
-from esm_turbo.tasks.embedding.records import UnfinishedError
+from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
 from tests.helpers.embedding_files import DAMAGE, files, proteins
 
 
@@ -67,7 +70,7 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         with contextlib.suppress(artifacts.ArtifactError):
-            embedding_files._check_pt(path)
+            embedding_files._read_pt(path)
             again = torch.load(path, weights_only=True)
             assert again["label"] == original["label"]
             assert torch.equal(again["mean_representations"][2], original["mean_representations"][2])
@@ -159,6 +162,7 @@ def test_files_of_the_safetensors_format_name_their_protein(run, tmp_path):
     run(tmp_path / "out", file_format="safetensors")
     for record in proteins()[:9]:
         metadata, tensors = read_embedding(tmp_path / "out" / f"{sequence_hash(record.sequence)}.safetensors")
+        assert len(metadata.pop("key")) == 64
         assert metadata == {"label": record.id, "residues": len(record.sequence)}
         assert tensors["representations.2"].shape == (len(record.sequence), 64)
 
@@ -202,3 +206,34 @@ def test_links_in_the_place_of_embeddings_are_replaced(run, tmp_path, computed, 
     assert result.damaged and set(result.damaged) <= set(map(str, paths)) and computed
     assert not any(path.is_symlink() for path in paths)
     assert [target.read_bytes() for target in targets] == before
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+@pytest.mark.parametrize("include", [["mean"], ["cache"]])
+def test_exchanged_files_are_computed_again(run, tmp_path, computed, file_format, include):
+    """Each is undamaged, but holds the results of another sequence."""
+    out = tmp_path / "out"
+    run(out, None, file_format, include)
+    expected = files(out)
+    first, second = sorted(path for path in out.iterdir() if path.suffix in (".pt", ".safetensors"))[:2]
+    first.rename(out / "x"), second.rename(first), (out / "x").rename(second)
+    computed.clear()
+    result = run(out, None, file_format, include)
+    assert sorted(result.damaged) == [str(first), str(second)]
+    assert sum(map(len, computed)) == 2
+    assert run(out, None, file_format, include).damaged == []
+    assert files(out).keys() == expected.keys()
+
+
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+@pytest.mark.parametrize("include", [["mean"], ["cache"]])
+def test_files_of_another_model_are_computed_again(turbo, tiny_model, run, tmp_path, file_format, include):
+    """Their names are the same, since the sequences are."""
+    other = TurboEsm(tiny_model(seed=1, preset="exact"), turbo.tokenizer)
+    request = EmbeddingRequest.of(other, (-1,), include)
+    embed_records(other, proteins(), tmp_path / "other", request, file_format=file_format)
+    out = tmp_path / "out"
+    run(out, None, file_format, include)
+    path = next(path for path in sorted(out.iterdir()) if path.suffix in (".pt", ".safetensors"))
+    shutil.copy(tmp_path / "other" / path.name, path)
+    assert run(out, None, file_format, include).damaged == [str(path)]

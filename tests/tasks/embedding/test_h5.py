@@ -144,3 +144,17 @@ def test_a_link_in_the_place_of_the_parts_is_refused(run, tmp_path):
     with pytest.raises(ValueError, match="is a symbolic link, which is not followed here; remove it"):
         run(out, file_format="h5")
     assert list(elsewhere.iterdir()) == []
+
+
+def test_exchanged_entries_are_computed_again(run, tmp_path, computed):
+    out = tmp_path / "e.h5"
+    run(out, None, "h5", toks_per_batch=1)
+    expected = h5_content(out)
+    first, second = (sequence_hash(proteins()[index].sequence) for index in (1, 7))
+    with h5py.File(out, "a") as file:
+        file.move(first, "x"), file.move(second, first), file.move("x", second)
+    computed.clear()
+    result = run(out, None, "h5", toks_per_batch=1)
+    assert sorted(result.damaged) == sorted(f"{out}, entry {name}" for name in (first, second))
+    assert sum(map(len, computed)) == 2
+    assert h5_content(out) == expected

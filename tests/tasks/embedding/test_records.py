@@ -252,11 +252,11 @@ def test_the_command_reports_a_full_disk_in_one_line(tiny_folder, tmp_path, monk
 
 
 @pytest.mark.parametrize("file_format", ["pt", "h5"])
-def test_two_writers_are_refused(run, tmp_path, file_format):
+def test_two_writers_are_refused(run, tiny, tmp_path, file_format):
     out = tmp_path / "out"
     settings = {"include": ["mean"]}
     with (
-        embedding_writer(out, file_format, settings),
+        embedding_writer(out, file_format, settings, tiny),
         pytest.raises(FolderBusyError, match="another process is writing into it"),
     ):
         run(out, file_format=file_format)
