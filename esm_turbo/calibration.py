@@ -172,6 +172,9 @@ class Calibration:
         try:
             tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
             tensors |= {name: tensors[original] for name, original in metadata["copies"].items()}
+            geometry, found = Geometry(**metadata["geometry"]), tuple(tensors["moments.residues.keys.mean"].shape)
+            if found != (geometry.num_layers, geometry.num_heads, geometry.head_dim):
+                raise ValueError(f"moments {list(found)} are not of {geometry}")
             calibration = cls(
                 _statistics(tensors, metadata),
                 tensors["fingerprint"].numpy(),

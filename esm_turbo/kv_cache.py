@@ -26,7 +26,7 @@ from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_mode
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.storage import CacheStorage
-from esm_turbo.kv.tensors import OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, layer_tensors, no_tokens
+from esm_turbo.kv.tensors import OWN_DTYPES, OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, layer_tensors, no_tokens
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -504,12 +504,17 @@ class TurboKVCache(CacheStorage):
         tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION)
         try:
             geometry, fingerprint = Geometry(**metadata["geometry"]), tensors.pop("fingerprint").numpy()
+            # Four attention matrices per layer: a number of layers costs nothing that the file does not hold.
+            if fingerprint.ndim != 2 or len(fingerprint) <= 4 * geometry.num_layers:
+                raise ValueError(f"the fingerprint {list(fingerprint.shape)} is not of {geometry.num_layers} layers")
             cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, fingerprint)
             cache.codec_fingerprint = tensors.pop("codec_fingerprint").numpy()
             cache._set_tensors(tensors)
+            fits = cache._fits()
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
-        cache._check_shapes(path)
+        if not fits:
+            raise ArtifactError(f"{path}: its tensors do not fit together")
         cache._maybe_empty = True
         cache._changed()
         if model is not None:
@@ -531,7 +536,8 @@ class TurboKVCache(CacheStorage):
             if sizes and found and not (needed <= found.keys() and found.items() <= sizes.items()):
                 raise ValueError(f"layer {index} of the cache holds {found}, its codec reads {sizes}")
 
-    def _check_shapes(self, path: str | os.PathLike[str]) -> None:
+    def _fits(self) -> bool:
+        """Whether the tensors that were read from a file fit together."""
         batch_size, columns, slots = self.batch_size, self.columns, self.protected_columns.shape[-1]
         sizes = {Axis.ROW: 1, Axis.COLUMN: columns, Axis.SLOT: slots}
         good = bool(((self.lengths >= 0) & (self.lengths <= columns)).all())
@@ -539,6 +545,7 @@ class TurboKVCache(CacheStorage):
             size = sizes[axis_of(name)]
             if name in OWN_TENSORS:
                 good &= tensor.shape == ((batch_size,) if name == "lengths" else (batch_size, size))
+                good &= tensor.dtype == OWN_DTYPES[name]
             else:
                 good &= tensor.shape[:3] == (batch_size, self.geometry.num_heads, size)
         good = good and bool((self.protected_columns < columns).all())
@@ -547,5 +554,4 @@ class TurboKVCache(CacheStorage):
             good &= bool(layer.packed) == bool(first.packed) and layer.protected.keys() == first.protected.keys()
             good &= not codec_class(self.config).layers_alike or layer.packed.keys() == first.packed.keys()
             good &= layer.rows.keys() == first.rows.keys()
-        if not good or (batch_size and not first.packed) or (slots and not first.protected):
-            raise ArtifactError(f"{path}: its tensors do not fit together")
+        return good and bool(first.packed or not batch_size) and bool(first.protected or not slots)

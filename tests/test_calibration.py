@@ -287,6 +287,19 @@ def test_flipped_bits(file, share):
     refused(file, "altered")
 
 
+def test_a_geometry_that_the_tensors_do_not_have(file):
+    """Sizes of caches would be computed of it, in memory that the file does not stand for."""
+    tensors, metadata = read_artifact(file, "calibration", FORMAT_VERSION)
+    write_artifact(
+        file,
+        "calibration",
+        FORMAT_VERSION,
+        tensors,
+        metadata | {"geometry": metadata["geometry"] | {"num_layers": 10**8}},
+    )
+    refused(file, "are not of 100000000 layers")
+
+
 def test_model_files_and_pickles(tmp_path):
     refused(EMBEDDED_MODEL / "model.safetensors", "not an esm_turbo calibration")
     torch.save({}, tmp_path / "calib.pt")

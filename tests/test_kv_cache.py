@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import pickle
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -1082,6 +1083,12 @@ def test_another_kind(saved: Path, turbo: object, tmp_path: Path) -> None:
         {"protected_columns": torch.zeros(5, 1, dtype=torch.int32)},
         {"protected_columns": torch.full((2, 1), 70, dtype=torch.int32)},
         {"positions": torch.zeros(2, 3, dtype=torch.int32)},
+        {"lengths": torch.tensor([9.0, 4.0])},
+        {"lengths": torch.tensor(9)},
+        {"token_ids": torch.zeros(2, 9)},
+        {"token_ids": torch.zeros(9, dtype=torch.uint8)},
+        {"strings": {"geometry": '{"num_layers": -1, "num_heads": 4, "head_dim": 16}'}},
+        {"strings": {"geometry": '{"num_layers": "2", "num_heads": 4, "head_dim": 16}'}},
     ],
     ids=lambda change: next(iter(change.items()))[0] + "=" + str(next(iter(change.values())))[:40],
 )
@@ -1090,6 +1097,19 @@ def test_a_file_whose_entries_contradict_each_other(saved: Path, change: dict[st
     rewrite(saved, **change)
     with pytest.raises(ValueError):
         TurboKVCache.load(saved)
+
+
+@pytest.mark.parametrize("num_layers", [10**5, 10**8])
+def test_a_number_of_layers_costs_no_memory(saved: Path, num_layers: int) -> None:
+    """A file of a few kilobytes may claim any."""
+    rewrite(saved, strings={"geometry": f'{{"num_layers": {num_layers}, "num_heads": 4, "head_dim": 16}}'})
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=rf"the fingerprint \[\d+, 17\] is not of {num_layers} layers"):
+            TurboKVCache.load(saved)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_saving_is_atomic(saved: Path, tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch) -> None:

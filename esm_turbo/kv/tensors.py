@@ -26,6 +26,12 @@ class Axis(enum.Enum):
 
 # In the order in which files list them. `positions` may be absent.
 OWN_TENSORS = {"lengths": Axis.ROW, "token_ids": Axis.COLUMN, "protected_columns": Axis.SLOT, "positions": Axis.COLUMN}
+OWN_DTYPES = {
+    "lengths": torch.int64,
+    "token_ids": torch.uint8,
+    "protected_columns": torch.int32,
+    "positions": torch.int32,
+}
 LAYER_TENSORS = {"packed": Axis.COLUMN, "protected": Axis.SLOT, "rows": Axis.ROW}
 
 
