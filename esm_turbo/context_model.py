@@ -52,8 +52,8 @@ class ContextModel:
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
     `new_cache()` and `claim_cache()`; of the encoder, `model.esm`, the forward, `config`, `device`, `turbo_config`,
-    `codec()` and `predict_contacts()`. Calibration reads the encoder's layers, and evaluations also use `kv_session`,
-    `special_ids`, `backend` and `set_turbo()`.
+    `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's layers, and evaluations also use
+    `kv_session`, `special_ids`, `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.
@@ -182,24 +182,23 @@ class ContextModel:
             )
         past = torch.arange(cache.get_seq_length()) < first
         device = self.model.device
-        output = self.model(
+        states = self.model.esm(
             input_ids.to(device),
             torch.cat([past.long(), mask], dim=1).to(device),
             positions.to(device),
             past_key_values=cache,
             use_cache=append,
             append_mask=((steps >= begin) & (steps < end)).to(device),
-            output_hidden_states=True,
-        )
+        ).last_hidden_state
         # The new tokens of each row follow its refreshed ones.
         width = int((mask.sum(1, keepdim=True) - begin).max())
         column = begin + torch.arange(width)
         new_mask = (column < mask.sum(1, keepdim=True)).long()
         index = column.clamp_max(len(steps) - 1)[..., None].to(device)
-        hidden = output.hidden_states[-1]
+        logits = self.model.lm_head(states)
         return ExtendOutput(
-            hidden.gather(1, index.expand(-1, -1, hidden.shape[2])),
-            output.logits.gather(1, index.expand(-1, -1, output.logits.shape[2])),
+            states.gather(1, index.expand(-1, -1, states.shape[2])),
+            logits.gather(1, index.expand(-1, -1, logits.shape[2])),
             new_mask.to(device),
         )
 

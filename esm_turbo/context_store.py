@@ -388,9 +388,9 @@ class ContextStore:
 
         parts = halve_until_it_fits(prefill, range(len(jobs)), fail) if jobs else []
         good = [job for index, job in enumerate(jobs) if index not in failed]
-        rows = ((cache, row) for cache in parts for row in range(cache.batch_size))
-        for job, (cache, row) in zip(good, rows, strict=True):
-            yield job.key, FlatContext.of(cache.select(row))
+        contexts = (context for cache in parts for context in cache.cut(cache.lengths.tolist()))
+        for job, context in zip(good, contexts, strict=True):
+            yield job.key, FlatContext.of(context)
 
 
 def _jobs(

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +28,18 @@ from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_mode
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.storage import CacheStorage
-from esm_turbo.kv.tensors import OWN_DTYPES, OWN_TENSORS, Axis, axis_of, cat_rows, entry_bytes, layer_tensors, no_tokens
+from esm_turbo.kv.tensors import (
+    OWN_DTYPES,
+    OWN_TENSORS,
+    Axis,
+    axis_of,
+    cat_rows,
+    dim_of,
+    entry_bytes,
+    layer_tensors,
+    no_tokens,
+)
+from esm_turbo.ops.copies import Cutter
 from esm_turbo.ops.torch_ops import take_tokens
 
 if TYPE_CHECKING:
@@ -42,6 +55,7 @@ FORMAT_VERSION = 2
 _DEVICE_SLOTS = 2
 # Positions are stored as int32. More than the tokens of any row.
 MAX_POSITION = 2**31 - 1
+_cutters: WeakKeyDictionary[TurboKVCache, Cutter] = WeakKeyDictionary()
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
 
 
@@ -363,6 +377,11 @@ class TurboKVCache(CacheStorage):
             keys, _ = self.codec.transform(index, *moved, here + columns)
             layer.protected = {"keys": keys.to(torch.bfloat16), "values": values}
 
+    def take_over(self, other: TurboKVCache) -> None:
+        """Becomes another cache of the same model and options, which must not be used any more."""
+        self._set_tensors(dict(other.named_tensors()))
+        self._capacity, self._maybe_empty, self._seq_length = 0, other._maybe_empty, other._seq_length
+
     def reset(self) -> None:
         """Drops all rows."""
         self._set_tensors(no_tokens(0, self.device))
@@ -403,6 +422,39 @@ class TurboKVCache(CacheStorage):
         selected.batch_select_indices(rows)
         selected._trim(selected.get_seq_length())
         return selected
+
+    def cut(self, lengths: Sequence[int]) -> list[Self]:
+        """Every row as a cache of its own, as by `select`; one launch and one allocation per row, and no device sync.
+
+        Args:
+            lengths: tokens per row: those of the cache, which the caller knows.
+
+        Raises:
+            ValueError: no model has claimed the cache.
+        """
+        if self.codec is None:
+            raise ValueError(_UNCLAIMED)
+        names, cutter = self._cutter()
+        caches = []
+        for row, length in enumerate(lengths):
+            tensors = dict(zip(names, cutter(row, length), strict=True))
+            cache = self.from_tensors(self.config, self.geometry, self.fingerprint, self.codec, tensors)
+            cache._seq_length = length
+            caches.append(cache)
+        return caches
+
+    def _cutter(self) -> tuple[list[str], Cutter]:
+        """Names of the tensors, and what cuts rows out of them; made once while they stay the same."""
+        named = list(self.named_tensors())
+        names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        known = _cutters.get(self)
+        if known is None or len(known.given) != len(tensors) or not all(map(operator.is_, known.given, tensors)):
+            dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in names]
+            known = Cutter(tensors, dims)
+            # A copy would not follow changes in place.
+            if not known.copied:
+                _cutters[self] = known
+        return names, known
 
     def drop_refinements(self) -> None:
         """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Self
 
 import torch
@@ -19,6 +20,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm.modeling_esm import (
     EsmAttention,
+    EsmEmbeddings,
     EsmEncoder,
     EsmIntermediate,
     EsmLayer,
@@ -32,11 +34,14 @@ from transformers.models.esm.modeling_esm import (
 )
 
 from esm_turbo.calibration import Calibration
-from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
+from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders, check_config
+from esm_turbo.model.graph_pool import GraphPool
+from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.inputs import (
     check_inputs,
     check_not_all_masked,
@@ -47,9 +52,17 @@ from esm_turbo.model.inputs import (
     token_mask,
 )
 from esm_turbo.model.packed_encoder import DTYPES as PACKED_DTYPES
-from esm_turbo.model.packed_encoder import Packing, is_plain, packed_encoder
+from esm_turbo.model.packed_encoder import (
+    Attend,
+    Packing,
+    attention_of_rows,
+    attention_to_cache,
+    packed_encoder,
+    plain_addresses,
+)
 from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.sessions import Extension, KVSession, Prefill
+from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 
 # Options of a forward that the packed encoder supports.
@@ -167,8 +180,11 @@ class _AttentionWeights(KVSession):
         self.weights.append(scores.softmax(dim=-1))
 
 
-# Modules whose forward the packed encoder replaces.
+# Modules whose forward the packed encoder and captured graphs replace.
 _PLAIN_MODULES = {
+    EsmEmbeddings,
+    nn.Embedding,
+    TurboEsmRotaryEmbedding,
     EsmEncoder,
     TurboEsmLayer,
     EsmAttention,
@@ -207,6 +223,8 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         self._calibrated: Fingerprint | None = None
         self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.backend: str | Backend = Backend.AUTO
+        self.captures = True
+        self._graphs = GraphPool()
 
     def set_turbo(
         self,
@@ -214,6 +232,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         calibration: str | os.PathLike[str] | Calibration | None = None,
         preset: str | TurboConfig = DEFAULT_PRESET,
         backend: str | Backend = Backend.AUTO,
+        captures: bool = True,
     ) -> None:
         """Set how new caches are stored and how caches are read.
 
@@ -221,6 +240,8 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             calibration: a `Calibration` of this model or its path.
             preset: a preset's name or options.
             backend: implementation of encoding and packed attention, see `Backend`.
+            captures: whether extensions that recur are captured as CUDA graphs (model/graph_pool.py). They take device
+                memory, and a call that captures one takes a fraction of a second longer.
 
         Raises:
             ValueError: the calibration is unreadable or another model's, or an option is wrong.
@@ -235,7 +256,8 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
             self._calibrated = model_fingerprint(self)
-        self.calibration, self.turbo_config, self.backend = calibration, config, backend
+        self.calibration, self.turbo_config, self.backend, self.captures = calibration, config, backend, captures
+        self._graphs.clear()
 
     @property
     def kv_backend(self) -> KVBackend:
@@ -252,8 +274,12 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         Raises:
             ValueError: the options need a calibration and the model has none, or another model's.
         """
+        return self._codec(config, model_fingerprint(self))
+
+    def _codec(self, config: TurboConfig, fingerprint: Fingerprint) -> KVCodec:
+        """See `codec`; the fingerprint is the model's."""
         if self.calibration is not None:
-            if self._calibrated is not (fingerprint := model_fingerprint(self)):
+            if self._calibrated is not fingerprint:
                 self.calibration.check_model(self)
                 self._calibrated = fingerprint
             return self.calibration.codec(config)
@@ -268,13 +294,9 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
 
     def new_cache(self) -> TurboKVCache:
         """An empty cache of this model."""
-        return TurboKVCache(
-            self.turbo_config,
-            Geometry.of(self.config),
-            model_fingerprint(self),
-            self.codec(self.turbo_config),
-            self.device,
-        )
+        fingerprint = model_fingerprint(self)
+        codec = self._codec(self.turbo_config, fingerprint)
+        return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
 
     def check_weights(self) -> None:
         """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
@@ -294,14 +316,14 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
 
     def _claim(self, cache: TurboKVCache) -> None:
         fingerprint, codec = model_fingerprint(self), cache.codec
-        if codec is not None and cache.fingerprint is fingerprint and codec is self.codec(cache.config):
+        if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
             return
         geometry = Geometry.of(self.config)
         if cache.geometry != geometry:
             raise ValueError(f"the cache is for {cache.geometry}, the model has {geometry}")
         if not same_model(cache.fingerprint, fingerprint):
             raise ValueError("the cache belongs to another model: the weights differ")
-        codec = self.codec(cache.config)
+        codec = self._codec(cache.config, fingerprint)
         if not same_codec(cache.codec_fingerprint, codec.fingerprint):
             raise ValueError("the cache was written with another calibration: this one cannot read its codes")
         cache.check_layout(codec)
@@ -403,6 +425,11 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
             )
         mask = token_mask(input_ids, attention_mask)
+        whole = row_lengths is not None and list(row_lengths) == [input_ids.shape[1]]
+        if whole and position_ids is None and append_mask is None and not cache.columns:
+            replayed = self._prefill_by_graph(cache, input_ids, mask, token_counts, kwargs)
+            if replayed is not None:
+                return replayed
         keep, stored_positions = mask, position_ids
         if append_mask is not None:
             computed = torch.arange(mask.shape[1], device=mask.device) if position_ids is None else position_ids
@@ -418,6 +445,25 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         else:
             embeddings = self._embed(input_ids, mask, token_counts)
             output = self._encode(None, attention_mask, position_ids, embeddings, row_lengths, kwargs)
+        cache.commit(append)
+        return output
+
+    def fill(
+        self,
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        packing: Packing,
+        token_counts: tuple[Tensor, Tensor],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Fill an empty cache of this model with packed rows; nothing is checked, and nothing waits for the device."""
+        from esm_turbo.ops import triton_encoder
+
+        mask = attention_mask != 0
+        append = cache.plan_append(input_ids, mask, None, self.special_ids)
+        attend = attention_of_rows(packing, triton_encoder, Prefill(cache, append, self.kv_backend))
+        embeddings = packing.pack(self._embed(input_ids, mask, token_counts))
+        output = self._run_packed(embeddings, packing.positions, attend, packing.unpack, {})
         cache.commit(append)
         return output
 
@@ -445,21 +491,35 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         if inputs_embeds is None:
             inputs_embeds = self.embeddings(input_ids=input_ids, attention_mask=attention_mask)
         packing = Packing.of(row_lengths, inputs_embeds.shape[1], inputs_embeds.device)
+        attend = attention_of_rows(packing, triton_encoder, kwargs.get("kv_session"))
+        return self._run_packed(packing.pack(inputs_embeds), packing.positions, attend, packing.unpack, kwargs)
+
+    def _run_packed(
+        self,
+        embeddings: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        unpack: Callable[[Tensor], Tensor],
+        kwargs: dict[str, Any],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Run the packed encoder on embeddings [T, hidden_size] at positions [T]; `unpack` restores the batch."""
+        from esm_turbo.ops import triton_encoder
+
         wants_states = bool(kwargs.get("output_hidden_states"))
         last, states = packed_encoder(
             self.encoder,
             self.rotary_embeddings.inv_freq,
-            packing.pack(inputs_embeds),
-            packing,
+            embeddings,
+            positions,
             triton_encoder,
-            kwargs.get("kv_session"),
+            attend,
             range(self.config.num_hidden_layers) if wants_states else (),
         )
-        last = packing.unpack(last)
+        last = unpack(last)
         return BaseModelOutputWithPoolingAndCrossAttentions(
             last_hidden_state=last,
             pooler_output=None if self.pooler is None else self.pooler(last),
-            hidden_states=(*map(packing.unpack, states.values()), last) if wants_states else None,
+            hidden_states=(*map(unpack, states.values()), last) if wants_states else None,
         )
 
     def _can_pack(self, kwargs: dict[str, Any]) -> bool:
@@ -472,8 +532,105 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             and not {name for name, value in kwargs.items() if value is not None} - _PACKED_OPTIONS
             and self.config._attn_implementation in ("sdpa", "flash_attention_2")
             and self.kv_backend.name is Backend.TRITON
-            and is_plain(self.encoder, _PLAIN_MODULES)
+            and self._plain_addresses() is not None
         )
+
+    def _plain_addresses(self) -> tuple[int, ...] | None:
+        """Addresses of all weights if every module is the library's or this one's own; see `plain_addresses`."""
+        parts = [
+            plain_addresses(module, _PLAIN_MODULES)
+            for module in (self.embeddings, self.encoder, self.rotary_embeddings)
+        ]
+        return None if None in parts else tuple(chain.from_iterable(parts))  # type: ignore[arg-type]
+
+    def _capturable(self) -> tuple[int, ...] | None:
+        """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None."""
+        if (
+            not self.captures
+            or self.device.type != "cuda"
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cuda")
+            or torch.compiler.is_compiling()
+            or torch.cuda.is_current_stream_capturing()
+            or self.training
+            or self.pooler is not None
+            or self.kv_backend.name is not Backend.TRITON
+        ):
+            return None
+        return self._plain_addresses()
+
+    @torch.no_grad()
+    def decoded(self, cache: TurboKVCache) -> TurboKVCache:
+        """Contexts at full precision, as read from the compressed ones: larger, and faster to read for many rows.
+
+        Args:
+            cache: of this model. It is returned as it is if it is stored at full precision.
+
+        Raises:
+            ValueError: the cache is empty, or another model's.
+        """
+        self._claim(cache)
+        if not cache.batch_size:
+            raise ValueError("the cache is empty: prefill a context first")
+        if cache.config.codec == "exact":
+            return cache
+        if cache.batch_size == 1 and (addresses := self._capturable()) is not None:
+            made = self._graphs.decode(self, addresses, cache)
+            if made is not None:
+                return made
+        return self.decode_eagerly(cache)
+
+    def decode_eagerly(self, cache: TurboKVCache) -> TurboKVCache:
+        """See `decoded`; nothing is checked, and nothing waits for a device."""
+        codec = cache.codec
+        assert codec is not None
+        own = {name: tensor for name, tensor in cache.named_tensors() if name in OWN_TENSORS}
+        tensors = {**own, "protected_columns": cache.protected_columns[:, :0]}
+        for index, layer in enumerate(cache.layers):
+            context = PackedContext(
+                layer.packed,
+                None,
+                layer.protected,
+                None,
+                layer.rows,
+                protected_columns=cache.protected_columns.to(self.device),
+            )
+            keys, values = decoded_attention.decode(codec, index, context, self.dtype)
+            tensors |= {f"layers.{index}.packed.keys": keys, f"layers.{index}.packed.values": values}
+        config = TurboConfig.from_preset("exact")
+        return TurboKVCache.from_tensors(config, cache.geometry, cache.fingerprint, self.codec(config), tensors)
+
+    def _extend_by_graph(
+        self, cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions | None:
+        """An extension by a captured graph; None where it has to run eagerly."""
+        if isinstance(cache, StaticKVCache) or (addresses := self._capturable()) is None:
+            return None
+        if position_ids is None:
+            position_ids = cache.next_positions[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
+        states = self._graphs.extend(self, addresses, cache, input_ids, attention_mask, position_ids)
+        return None if states is None else BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)
+
+    def _prefill_by_graph(
+        self,
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        mask: Tensor,
+        token_counts: tuple[Tensor, Tensor] | None,
+        kwargs: dict[str, Any],
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions | None:
+        """A prefill of one row by a captured graph; None where it has to run eagerly."""
+        if {n for n, x in kwargs.items() if x} - {"return_dict"} or self.dtype not in PACKED_DTYPES:
+            return None
+        if (addresses := self._capturable()) is None:
+            return None
+        counts = count_tokens(input_ids, mask, self.config.mask_token_id) if token_counts is None else token_counts
+        replayed = self._graphs.prefill(self, addresses, cache, input_ids, counts)
+        if replayed is None:
+            return None
+        states, filled = replayed
+        cache.take_over(filled)
+        return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=states)
 
     def _extend(
         self,
@@ -496,6 +653,10 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             raise ValueError(
                 f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
             )
+        if not appends and token_counts is None and not {n for n, x in kwargs.items() if x} - {"return_dict"}:
+            replayed = self._extend_by_graph(cache, input_ids, attention_mask, position_ids)
+            if replayed is not None:
+                return replayed
         past_mask, new_mask = split_attention_mask(cache, input_ids, attention_mask)
         if token_counts is None:
             token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask)
@@ -518,9 +679,17 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             append,
             None if attention_mask is None or attention_mask.shape[1] == n else past_mask,
         )
-        output = super().forward(
-            None, None, position_ids.expand(batch_size, n), inputs_embeds=embeddings, kv_session=session, **kwargs
-        )
+        position_ids = position_ids.expand(batch_size, n)
+        if self._can_pack(kwargs):
+            output = self._run_packed(
+                embeddings.flatten(0, 1),
+                position_ids.flatten(),
+                attention_to_cache(session, batch_size),
+                lambda x: x.unflatten(0, (batch_size, n)),
+                kwargs,
+            )
+        else:
+            output = super().forward(None, None, position_ids, inputs_embeds=embeddings, kv_session=session, **kwargs)
         if append is not None:
             cache.commit(append)
         return output

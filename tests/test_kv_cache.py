@@ -235,6 +235,22 @@ def test_a_copy_is_independent(model: TurboEsmForMaskedLM) -> None:
     assert_caches_equal(cache, prefill(model, [6, 9]))
 
 
+@torch.no_grad()
+def test_cut_gives_the_rows_that_select_gives(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
+    for preset in ("exact", "turbo3"):
+        model = tiny_model(preset=preset)
+        lengths = [9, 1, 30]
+        ids, mask = random_ids(lengths)
+        cache = model(ids, mask, use_cache=True).past_key_values
+        for row, part in enumerate(cache.cut(lengths)):
+            selected = cache.select(row)
+            assert part.get_seq_length() == lengths[row]
+            named, expected = dict(part.named_tensors()), dict(selected.named_tensors())
+            assert named.keys() == expected.keys()
+            assert all(torch.equal(named[name], expected[name]) for name in named)
+        assert cache.lengths.tolist() == lengths
+
+
 def test_select_does_not_change_the_cache(model: TurboEsmForMaskedLM) -> None:
     cache = prefill(model, [6, 9, 4])
     part = cache.select([2, 0])

@@ -19,8 +19,10 @@ TESTED_IN = {
     "kv": "test_kv_cache.py",
     # Kernels are launched by these modules, whose tests compare them with the reference.
     "ops/kernels/attention.py": "ops/test_triton_attention.py",
+    "ops/kernels/copies.py": "ops/test_copies.py",
     "ops/kernels/encode.py": "ops/test_triton_encode.py",
     "ops/kernels/encoder.py": "model/test_packed_encoder.py",
+    "ops/kernels/extension.py": "ops/test_decoded_attention.py",
     "ops/kernels/layer.py": "ops/test_triton_layer.py",
     "ops/kernels/operands.py": "ops/test_triton_layout.py",
     "ops/kernels/products.py": "ops/test_triton_attention.py",

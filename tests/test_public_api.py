@@ -110,9 +110,10 @@ def test_signatures(function: Any) -> None:
 def test_model_signatures(model: type) -> None:
     """Hugging Face's arguments in their order, and the cache's by keyword."""
     ours = inspect.signature(model.forward).parameters
+    esm = next(base for base in model.__mro__ if base.__module__.startswith("transformers.models.esm"))
     theirs = [
         name
-        for name, p in inspect.signature(model.__mro__[2].forward).parameters.items()
+        for name, p in inspect.signature(esm.forward).parameters.items()
         if p.kind is p.POSITIONAL_OR_KEYWORD and not name.startswith("encoder")
     ]
     positional = [name for name, p in ours.items() if p.kind is p.POSITIONAL_OR_KEYWORD]

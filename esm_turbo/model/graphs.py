@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from esm_turbo.config import Backend
 from esm_turbo.files.fingerprint import same_model
 from esm_turbo.kv.append import Append
-from esm_turbo.kv.tensors import Axis, axis_of, dim_of
+from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.projections import fused_projections
-from esm_turbo.ops.backends import KVBackend, resolve_backend
+from esm_turbo.ops.copies import Rows, copy_rows
 
 __all__ = ["CapturedExtension", "StaticKVCache"]
 
@@ -23,28 +24,23 @@ _WARM_UPS = 3
 
 
 class StaticKVCache(TurboKVCache):
-    """A cache in tensors with fixed addresses and a fixed number of columns, for graphs to read.
+    """A cache in tensors with fixed addresses and fixed numbers of rows and columns, for graphs to read.
 
     Other contexts can be loaded into it (`copy_`); nothing can be appended to it. Masks over the past have all columns,
     whatever the lengths of the contexts.
-
-    Attributes:
-        backend: of the model that reads it.
     """
-
-    backend: KVBackend
 
     # These tensors are written into later, in any mode, which inference tensors do not allow.
     @classmethod
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def like(cls, cache: TurboKVCache, columns: int | None = None, backend: KVBackend | None = None) -> Self:
+    def like(cls, cache: TurboKVCache, columns: int | None = None, rows: int | None = None) -> Self:
         """Allocates a static cache for contexts like those of a cache, and copies these into it.
 
         Args:
             cache: claimed by a model, with at least one row.
             columns: length of the longest context to come; None for the columns of `cache`.
-            backend: of the model that will read it; None for the one that `auto` chooses.
+            rows: most contexts to come; None for the rows of `cache`.
 
         Raises:
             ValueError: the cache is empty or unclaimed, or has more columns.
@@ -55,22 +51,22 @@ class StaticKVCache(TurboKVCache):
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
         sizes = {Axis.COLUMN: columns, Axis.SLOT: _SLOTS if cache.config.protect_special_tokens else 0}
-        tensors = {name: _zeros(name, tensor, sizes) for name, tensor in cache.named_tensors()}
+        rows = cache.batch_size if rows is None else rows
+        tensors = {name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors()}
         made = cls.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, tensors)
-        made.backend = resolve_backend(Backend.AUTO, cache.device) if backend is None else backend
         made.copy_(cache)
         return made
 
     def copy_(self, cache: TurboKVCache) -> None:
-        """Loads other contexts: the same number of rows, of the same model and options, not longer than the columns.
+        """Loads other contexts of the same model and options. Rows beyond theirs become empty.
 
         Raises:
-            ValueError: they are of another model or stored otherwise, too many, too few or too long.
+            ValueError: they are of another model or stored otherwise, too many or too long.
         """
         same = cache.codec is self.codec and cache.config == self.config
         if not same or not same_model(cache.fingerprint, self.fingerprint):
             raise ValueError("the contexts must be of the same model, options and calibration")
-        if cache.batch_size != self.batch_size or cache.columns > self.columns:
+        if cache.batch_size > self.batch_size or cache.columns > self.columns:
             raise ValueError(
                 f"there is room for {self.batch_size} rows of up to {self.columns} columns, got {cache.batch_size} of"
                 f" {cache.columns}"
@@ -78,18 +74,21 @@ class StaticKVCache(TurboKVCache):
         slots = cache.protected_columns.shape[1]
         if (cache.positions is None) != (self.positions is None) or slots > self.protected_columns.shape[1]:
             raise ValueError("all contexts or none must store positions, and each may protect two tokens at most")
-        own, given = dict(self.named_tensors()), dict(cache.named_tensors())
-        if own.keys() != given.keys():
+        names, rows = layer_rows(cache)
+        if names != layer_rows(self)[0]:
             raise ValueError("refinements were dropped (drop_refinements) from some of the contexts only")
         # All checks are done: a refused cache must change nothing.
+        self.load_(cache, rows)
+
+    def load_(self, cache: TurboKVCache, rows: Rows) -> None:
+        """Loads contexts that are known to fit; `rows` are those of their layers."""
+        self.lengths.zero_()
         self.protected_columns.fill_(-1)
-        for name, tensor in given.items():
-            held = own[name]
-            if axis_of(name) is not Axis.ROW:
-                held = held.narrow(dim_of(name), 0, tensor.shape[dim_of(name)])
-            held.copy_(tensor)
-        assert self.codec is not None
-        self.backend.refresh_protected(self.codec, [layer.protected for layer in self.layers])
+        for name in OWN_TENSORS:
+            given = getattr(cache, name)
+            if given is not None:
+                getattr(self, name)[tuple(map(slice, given.shape))] = given
+        copy_rows(rows, layer_rows(self)[1])
 
     def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
         """Number of columns. Lengths are known to the device only."""
@@ -102,9 +101,28 @@ class StaticKVCache(TurboKVCache):
         """Keeps all columns and slots."""
 
 
-def _zeros(name: str, tensor: Tensor, sizes: dict[Axis, int]) -> Tensor:
-    """Zeros in the shape of a cache's tensor, with other numbers of columns and slots."""
-    shape = list(tensor.shape)
+# Where the layers' tensors of a cache lie.
+_known_rows: WeakKeyDictionary[TurboKVCache, tuple[tuple[str, ...], list[Tensor], Rows]] = WeakKeyDictionary()
+
+
+def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
+    """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
+    tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
+    known = _known_rows.get(cache)
+    if known is not None and len(known[1]) == len(tensors) and all(map(operator.is_, known[1], tensors)):
+        return known[0], known[2]
+    named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
+    names = tuple(f"{name} {tensor.dtype}" for name, tensor in named)
+    rows = Rows(tensors, [dim_of(name) for name, _ in named])
+    # A copy would not follow changes in place.
+    if not rows.copied:
+        _known_rows[cache] = (names, tensors, rows)
+    return names, rows
+
+
+def _zeros(name: str, tensor: Tensor, rows: int, sizes: dict[Axis, int]) -> Tensor:
+    """Zeros in the shape of a cache's tensor, with other numbers of rows, columns and slots."""
+    shape = [rows, *tensor.shape[1:]]
     if (axis := axis_of(name)) in sizes:
         shape[dim_of(name)] = sizes[axis]
     return tensor.new_zeros(shape)
@@ -158,7 +176,7 @@ class CapturedExtension:
         _check_device(device)
         batch_size = context.batch_size if batch_size is None else batch_size
         model.claim_cache(context)
-        self.cache = StaticKVCache.like(context, columns, model.kv_backend)
+        self.cache = StaticKVCache.like(context, columns)
         self._input_ids = torch.full((batch_size, num_new_tokens), model.config.mask_token_id, device=device)
         seen = self.cache.columns + num_new_tokens
         self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None
@@ -178,7 +196,9 @@ class CapturedExtension:
             self._read = [fused, kwargs, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
 
     def copy_(self, context: TurboKVCache) -> None:
-        """Loads other contexts for the calls that follow, see `StaticKVCache.copy_`."""
+        """Loads other contexts for the calls that follow, as many as before, see `StaticKVCache.copy_`."""
+        if context.batch_size != self.cache.batch_size:
+            raise ValueError(f"captured for {self.cache.batch_size} contexts, got {context.batch_size}")
         self.cache.copy_(context)
 
     def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:

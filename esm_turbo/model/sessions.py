@@ -67,6 +67,8 @@ class Extension(KVSession):
         self.protected_mask: Tensor | None = None
         if cache.protected_columns.shape[1]:
             self.past_mask, self.protected_mask = _split_protected(cache, past_mask)
+            assert cache.codec is not None
+            backend.prepare(cache.codec, [layer.protected for layer in cache.layers])
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         layer = self.cache.layers[layer_idx]

@@ -47,8 +47,8 @@ class KVBackend:
         """Scratch for `encode`, one row per layer; None if it needs none."""
         return None
 
-    def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
-        """Updates in place what captured graphs read of protected tokens; to be called after writing into `layers`.
+    def prepare(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
+        """Computes at once, before an extension, what its layers need of protected tokens.
 
         Args:
             codec: of the cache.
@@ -108,8 +108,8 @@ class TritonBackend(KVBackend):
     def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:
         return triton_encode.new_counters(num_layers, batch_size, heads, device)
 
-    def refresh_protected(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
-        triton_attention.refresh_protected(codec, layers)
+    def prepare(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
+        triton_attention.prepare(codec, layers)
 
 
 _BACKENDS: dict[Backend, KVBackend] = {

@@ -32,16 +32,16 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     return x, functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """Rotates queries and keys in place (RoPE, Su et al. 2021), in float32.
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
+    """Scales queries, and rotates queries and keys (RoPE, Su et al. 2021), in place and in float32.
 
     Args:
         qkv: [T, 3, heads, head_dim], contiguous.
-        cos: of the angles of every position, float32 [positions, head_dim / 2].
+        cos: of the angles of every token, float32 [T, head_dim / 2].
         sin: likewise.
-        positions: of every token, int32 [T].
+        scale: of the queries.
     """
-    cos, sin = (x[positions.long()][:, None, None] for x in (cos, sin))
+    cos, sin = (torch.stack([x * scale, x], dim=1)[:, :, None] for x in (cos, sin))
     low, high = qkv[:, :2].float().chunk(2, dim=-1)
     qkv[:, :2] = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(qkv.dtype)
 
@@ -55,7 +55,7 @@ def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
     """Attention of every row's tokens to each other.
 
     Args:
-        qkv: after rotation, [T, 3, heads, head_dim].
+        qkv: after scaling and rotation, [T, 3, heads, head_dim].
         offsets: of every row's first token, and T, int32 [rows + 1].
         longest: tokens of the longest row.
 
@@ -66,5 +66,6 @@ def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
     bounds = offsets.tolist()
     for start, end in pairwise(bounds):
         query, keys, values = (x.transpose(0, 1)[None] for x in qkv[start:end].unbind(1))
-        output[start:end] = functional.scaled_dot_product_attention(query, keys, values)[0].transpose(0, 1)
+        attended = functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
+        output[start:end] = attended[0].transpose(0, 1)
     return output

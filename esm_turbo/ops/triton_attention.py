@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.files.fingerprint import version_of
-from esm_turbo.ops import torch_ops
+from esm_turbo.ops import decoded_attention, torch_ops
 from esm_turbo.ops.triton_launch import (
     Tuning,
     empty_by_token,
@@ -91,6 +91,8 @@ def extend_attention(
     layer_idx: int,
 ) -> Tensor:
     """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
+    if decoded_attention.pays(query, context, codec):
+        return decoded_attention.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     if not can_run(codec):
         return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
@@ -388,7 +390,7 @@ def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tenso
     keys, values = protected
     version, made = _protected.get(keys, (None, None))
     if version != version_of(keys):
-        # The result is written into later (`refresh_protected`), in whatever mode.
+        # Kept for later calls, in whatever mode.
         with torch.inference_mode(False), torch.no_grad():
             made = (
                 keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
@@ -398,17 +400,46 @@ def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tenso
     return made  # type: ignore[no-any-return]
 
 
-def refresh_protected(codec: KVCodec, layers: Sequence[Packed]) -> None:
-    """See `KVBackend.refresh_protected`."""
-    for layer_idx, protected in enumerate(layers):
-        keys = protected.get("keys")
-        if keys is not None and keys in _protected:
-            start = torch.zeros(len(keys), keys.shape[2], dtype=torch.int64, device=keys.device)
-            made = _protected[keys][1]
-            now = codec.inverse_transform(layer_idx, keys, protected["values"], start)
-            for held, new in zip(made, now, strict=True):
-                held.copy_(new)
-            _protected[keys] = (version_of(keys), made)
+def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
+    """Computes what `attend_packed` needs of the protected tokens of all layers, in a few operations.
+
+    In a graph that is being captured it is computed anew, as the graph will find other tokens when it is replayed.
+
+    Args:
+        codec: of the cache.
+        layers: each layer's protected tokens.
+    """
+    stored = [protected["keys"] for protected in layers if "keys" in protected]
+    # The layers of a model that is spread over several devices are prepared one by one.
+    if len({keys.device for keys in stored}) != 1 or not can_run(codec):
+        return
+    fresh = all(_protected.get(keys, (None,))[0] == version_of(keys) for keys in stored)
+    if fresh and not torch.cuda.is_current_stream_capturing():
+        return
+    made = []
+    with torch.inference_mode(False), torch.no_grad():
+        for kind, (inverse, mean) in zip(("keys", "values"), _inverse_maps(codec, stored[0].device), strict=True):
+            stacked = torch.stack([protected[kind] for protected in layers])
+            made.append(torch.matmul(stacked.float(), inverse).add_(mean))
+    for keys, *exact in zip(stored, *made, strict=True):
+        _protected[keys] = (version_of(keys), tuple(exact))
+
+
+@per_codec
+def _inverse_maps(codec: KVCodec, device: torch.device) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """Inverse maps, transposed, [layers, 1, H, D, D], and means, [layers, 1, H, 1, D]; of keys and of values."""
+    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
+    identity = torch.eye(head_dim, device=device).expand(heads, -1, -1)
+    zero = torch.zeros(heads, head_dim, device=device)
+    states = [codec.layer_state(layer_idx, device) for layer_idx in range(codec.geometry.num_layers)]
+    key, value = (
+        (
+            torch.stack([state.get(f"{kind}_inverse", identity) for state in states]).transpose(-1, -2)[:, None],
+            torch.stack([state.get(f"{kind}_mean", zero) for state in states])[:, None, :, None],
+        )
+        for kind in ("key", "value")
+    )
+    return key, value
 
 
 @per_codec

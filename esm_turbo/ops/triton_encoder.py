@@ -10,7 +10,7 @@ from torch import Tensor
 
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "rotate_"]
+__all__ = ["add_layer_norm", "attend", "flash_attention", "gelu_", "rotate_"]
 
 # Elements per program of the activation.
 _BLOCK = 2048
@@ -40,7 +40,7 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     return total, normed
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
     """See `torch_encoder.rotate_`; one launch."""
     from esm_turbo.ops.kernels import encoder as kernels
 
@@ -49,7 +49,7 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
         qkv_ptr=qkv,
         cos_ptr=cos,
         sin_ptr=sin,
-        position_ptr=positions,
+        scale=scale,
         HEADS=heads,
         HEAD_DIM=head_dim,
         HEADS_BLOCK=next_power_of_two(2 * heads),
@@ -66,10 +66,29 @@ def gelu_(x: Tensor) -> None:
 
 
 def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """See `torch_encoder.attend`; one launch (flash attention, Dao 2023)."""
-    from torch.nn.attention.varlen import varlen_attn
-
+    """See `torch_encoder.attend`; one launch."""
     query, keys, values = qkv.unbind(1)
-    output = varlen_attn(query, keys, values, offsets, offsets, longest, longest)
-    assert isinstance(output, Tensor)
-    return output
+    return flash_attention(query, keys, values, offsets, offsets, longest, longest)[0]
+
+
+def flash_attention(
+    query: Tensor, keys: Tensor, values: Tensor, query_offsets: Tensor, offsets: Tensor, most_queries: int, longest: int
+) -> tuple[Tensor, Tensor]:
+    """Flash attention (Dao 2023) of packed rows, as `torch.nn.attention.varlen` calls it, at less cost for the host.
+
+    Args:
+        query: scaled, [T, heads, head_dim].
+        keys: [S, heads, head_dim].
+        values: likewise.
+        query_offsets: of every row's first query, and T, int32 [rows + 1].
+        offsets: of every row's first key, and the end of the last, int32 [rows + 1].
+        most_queries: of a row.
+        longest: keys of a row.
+
+    Returns:
+        [T, heads, head_dim], and log-sum-exp, float32 [heads, T].
+    """
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        query, keys, values, query_offsets, offsets, most_queries, longest, 0.0, False, False, scale=1.0
+    )
+    return output, lse

@@ -84,7 +84,7 @@ def test_contexts_that_do_not_fit_are_refused(tiny_model):
     static = StaticKVCache.like(cache)
     with pytest.raises(ValueError, match="of the same model, options and calibration"):
         static.copy_(contexts(other, [21, 9, 13]))
-    for lengths in ([22, 9, 13], [21, 9]):
+    for lengths in ([22, 9, 13], [21, 9, 13, 4]):
         with pytest.raises(ValueError, match="room for 3 rows of up to 21 columns"):
             static.copy_(contexts(model, lengths))
     ids, _ = random_ids([12, 9, 8])

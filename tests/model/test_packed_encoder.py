@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import EsmForMaskedLM
+from transformers import EsmForMaskedLM, EsmModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache, modeling_esm_turbo
-from esm_turbo.model.packed_encoder import Packing, is_plain, packed_encoder
-from esm_turbo.model.sessions import KVSession
+from esm_turbo.model.packed_encoder import (
+    Packing,
+    attention_of_rows,
+    attention_to_cache,
+    packed_encoder,
+    plain_addresses,
+)
+from esm_turbo.model.sessions import Extension, KVSession
 from esm_turbo.ops import torch_encoder
 from tests.helpers.models import random_ids
 
@@ -30,11 +36,21 @@ class Recorder(KVSession):
         self.seen.append((keys.clone(), values.clone()))
 
 
-def run(model: EsmForMaskedLM, ids: Tensor, mask: Tensor, lengths: list[int], **options: object):
+def run(
+    model: EsmForMaskedLM,
+    ids: Tensor,
+    mask: Tensor,
+    lengths: list[int],
+    session: KVSession | None = None,
+    layers: Sequence[int] = (),
+) -> tuple[Packing, tuple[Tensor, dict[int, Tensor]]]:
     packing = Packing.of(lengths, ids.shape[1], ids.device)
     embeddings = packing.pack(model.esm.embeddings(ids, mask))
     inv_freq = model.esm.rotary_embeddings.inv_freq
-    return packing, packed_encoder(model.esm.encoder, inv_freq, embeddings, packing, torch_encoder, **options)
+    attend = attention_of_rows(packing, torch_encoder, session)
+    return packing, packed_encoder(
+        model.esm.encoder, inv_freq, embeddings, packing.positions, torch_encoder, attend, layers
+    )
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
@@ -76,6 +92,31 @@ def test_the_session_sees_keys_and_values(tiny_model: Callable[..., TurboEsmForM
                 assert (found[row, :, :length] - stored[row, :, :length]).abs().max() <= TOLERANCE
 
 
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+@torch.no_grad()
+def test_extensions_are_those_of_hugging_face_s_modules(
+    tiny_model: Callable[..., TurboEsmForMaskedLM], preset: str
+) -> None:
+    model = tiny_model(preset=preset)
+    cache = model(*random_ids(LENGTHS), use_cache=True).past_key_values
+    ids, mask = random_ids([4, 7, 1, 5], cls=False, seed=1)
+    positions = cache.lengths[:, None] + torch.arange(7)
+    sessions = [Extension(cache, model.kv_backend, cache.valid(), mask.bool()) for _ in range(2)]
+    embeddings = model.esm.embeddings(inputs_embeds=model.esm.embeddings.word_embeddings(ids))
+    expected = EsmModel.forward(
+        model.esm, position_ids=positions, inputs_embeds=embeddings, kv_session=sessions[0]
+    ).last_hidden_state
+    found, _ = packed_encoder(
+        model.esm.encoder,
+        model.esm.rotary_embeddings.inv_freq,
+        embeddings.flatten(0, 1),
+        positions.flatten(),
+        torch_encoder,
+        attention_to_cache(sessions[1], len(ids)),
+    )
+    assert (found.view_as(expected) - expected)[mask.bool()].abs().max() <= TOLERANCE
+
+
 @torch.no_grad()
 def test_weights_changed_in_place_or_replaced_are_seen(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
     model = tiny_esm()
@@ -100,7 +141,7 @@ def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> No
     model = tiny_esm()
     encoder = model.esm.encoder
     allowed = {type(module) for module in encoder.modules()}
-    assert is_plain(encoder, allowed)
+    assert plain_addresses(encoder, allowed) is not None
     dense = encoder.layer[1].output.dense
     for register in (
         dense.register_forward_hook,
@@ -109,18 +150,18 @@ def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> No
         nn.modules.module.register_module_forward_pre_hook,
     ):
         handle = register(lambda *_: None)
-        assert not is_plain(encoder, allowed)
+        assert plain_addresses(encoder, allowed) is None
         handle.remove()
-        assert is_plain(encoder, allowed)
+        assert plain_addresses(encoder, allowed) is not None
     # The library leaves its own hooks behind once hidden states were asked for.
     model.esm(random_ids([5])[0], output_hidden_states=True)
     assert any(layer._forward_hooks for layer in encoder.layer)
-    assert is_plain(encoder, allowed)
+    assert plain_addresses(encoder, allowed) is not None
     dense.forward = dense.forward
-    assert not is_plain(encoder, allowed)
+    assert plain_addresses(encoder, allowed) is None
     del dense.forward
     encoder.layer[1].output.dense = nn.Sequential(dense)
-    assert not is_plain(encoder, allowed)
+    assert plain_addresses(encoder, allowed) is None
 
 
 @pytest.fixture

@@ -167,9 +167,9 @@ def refuse(*args, **kwargs):
 def without_kernels(monkeypatch):
     """Every launcher of a kernel fails."""
     for module, names in (
-        (TritonBackend, ("encode", "extend_attention", "rotate", "gelu", "new_counters", "refresh_protected")),
+        (TritonBackend, ("encode", "extend_attention", "rotate", "gelu", "new_counters", "prepare")),
         (triton_encode, ("encode", "_outputs")),
-        (triton_attention, ("extend_attention", "_check", "refresh_protected")),
+        (triton_attention, ("extend_attention", "_check", "prepare")),
         (triton_layer, ("rotate", "gelu", "empty_by_token")),
     ):
         for name in names:

@@ -52,7 +52,7 @@ def rotate_(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    position_ptr,
+    scale,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
@@ -60,17 +60,20 @@ def rotate_(
 ):
     """RoPE of a token's queries and keys, in place: (a, b) -> (a cos - b sin, b cos + a sin). Grid: (tokens,).
 
+    Queries are also multiplied by `scale`.
+
     qkv is [tokens, 3, HEADS, HEAD_DIM]; its first 2 HEADS rows of a token are queries and keys.
     """
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
-    position = tl.load(position_ptr + token).to(tl.int64)
     d = tl.arange(0, HALF_BLOCK)
     in_half = d < half
-    cos = tl.load(cos_ptr + position * half + d, mask=in_half, other=0.0)[None, :]
-    sin = tl.load(sin_ptr + position * half + d, mask=in_half, other=0.0)[None, :]
+    cos = tl.load(cos_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
     head = tl.arange(0, HEADS_BLOCK)
     inside = (head < 2 * HEADS)[:, None] & in_half[None, :]
+    factor = tl.where(head < HEADS, scale, 1.0)[:, None]
+    cos, sin = cos * factor, sin * factor  # [HEADS_BLOCK, HALF_BLOCK]
     low_ptr = qkv_ptr + token * (3 * HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
     low = tl.load(low_ptr, mask=inside, other=0.0).to(tl.float32)  # [HEADS_BLOCK, HALF_BLOCK]
     high = tl.load(low_ptr + half, mask=inside, other=0.0).to(tl.float32)

@@ -258,7 +258,9 @@ def _embed_batch(
     if "contacts" in request.include:
         contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
-        caches = turbo.prefill([turbo.codes.decode(rows[index][1:-1]) for index in batch])
+        # A context is <cls> and the residues, computed without <eos>.
+        contexts = turbo.prefill([turbo.codes.decode(rows[index][1:-1]) for index in batch])
+        caches = contexts.cut([1 + n for n in lengths])
     if device.type == "cuda":
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(device))
@@ -277,7 +279,7 @@ def _embed_batch(
             embedding = ProteinEmbedding(
                 **parts,
                 contacts=None if contacts is None else contacts[row, :n, :n].to(torch.float32, copy=True),
-                cache=None if caches is None else caches.select(row),
+                cache=None if caches is None else caches[row],
             )
             embeddings.append((index, embedding))
         return embeddings

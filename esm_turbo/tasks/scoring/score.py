@@ -35,6 +35,9 @@ from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_ta
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
+# Tokens from which a device reads a context faster that was decoded once, measured on an H200.
+_DECODED_FROM = 8192
+
 
 @dataclass(frozen=True)
 class CandidateScore:
@@ -203,11 +206,15 @@ def _masked_log_probabilities(
     count, length = candidates.shape
     run = target.run(length)
     prefix, eos = torch.tensor(run.prefix, dtype=torch.int64), torch.tensor([turbo.codes.eos])
-    copies = torch.arange(count * length)
-    for part in copies.split(max(1, toks_per_batch // (len(prefix) + length + 1))):
+    copies, options = torch.arange(count * length), dict(run.options)
+    width = len(prefix) + length + 1
+    many = turbo.model.device.type == "cuda" and len(copies) * width >= _DECODED_FROM
+    if many and "past_key_values" in options:
+        options["past_key_values"] = turbo.model.esm.decoded(options["past_key_values"])
+    for part in copies.split(max(1, toks_per_batch // width)):
         rows, at = part // length, part % length
         masked = candidates[rows].scatter(1, at[:, None], turbo.codes.mask)
         input_ids = torch.cat([prefix.expand(len(part), -1), masked, eos.expand(len(part), 1)], dim=1)
-        predicted = log_probabilities(turbo, input_ids, len(prefix) + at, **run.options)
+        predicted = log_probabilities(turbo, input_ids, len(prefix) + at, **options)
         values: list[float] = predicted.gather(1, candidates[rows, at][:, None])[:, 0].tolist()
         yield values

@@ -1,0 +1,431 @@
+"""Extensions and short prefills that recur are captured as CUDA graphs, and replayed for any tokens and contexts.
+
+With few tokens a forward takes the host several times as long to launch as the device to compute. A graph is launched
+as a whole. Its shapes are fixed: a call is padded to the next bucket of shapes. The contexts of an extension are copied
+into the graph's own, and those that a prefill encodes are cut out of the graph's, in one launch each.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.graphs import StaticKVCache, layer_rows
+from esm_turbo.model.packed_encoder import Packing
+from esm_turbo.ops.copies import Rows
+
+# With more tokens the device takes longer than the host, and padding costs more than a graph saves.
+_MAX_TOKENS = 4096
+_MAX_COLUMNS = 4096
+_MIN_TOKENS, _MIN_COLUMNS = 8, 128
+# Capturing takes as long as about ten calls.
+_USES_BEFORE_CAPTURE = 2
+_MAX_GRAPHS = 16
+# Fraction of a device's memory that contexts of graphs may take.
+_MEMORY_SHARE = 0.05
+_WARM_UPS = 2
+# One capture at a time, in whichever thread and of whichever model.
+_capturing = threading.Lock()
+
+
+class Bucket(NamedTuple):
+    """Shapes of a graph.
+
+    Attributes:
+        rows: of the extension.
+        tokens: per row.
+        contexts: rows of the cache: `rows`, or 1 that all share.
+        columns: of the cache.
+    """
+
+    rows: int
+    tokens: int
+    contexts: int
+    columns: int
+
+
+def bucket_of(rows: int, tokens: int, contexts: int, columns: int) -> Bucket | None:
+    """The smallest bucket for these shapes; None if a graph would not make them faster."""
+    rows = 1 << (rows - 1).bit_length()
+    tokens, columns = _rounded_up(tokens, _MIN_TOKENS), _rounded_up(columns, _MIN_COLUMNS)
+    if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
+        return None
+    return Bucket(rows, tokens, 1 if contexts == 1 else rows, columns)
+
+
+def _rounded_up(number: int, step: int) -> int:
+    """The next multiple of `step` up to four of them, then the next power of two or one and a half times one."""
+    if number <= 4 * step:
+        return max(1, -(-number // step)) * step
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 else power
+
+
+class GraphPool:
+    """The graphs of a model. They are dropped when its parameters move, least recently used ones when they get many."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.clear()
+
+    def clear(self) -> None:
+        """Drops all graphs and their memory."""
+        self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding] = OrderedDict()
+        self._uses: Counter[Any] = Counter()
+        self._addresses: tuple[int, ...] = ()
+        self._memory: Any = None
+        self._done: torch.cuda.Event | None = None
+
+    # Copies of a model capture their own.
+    def __deepcopy__(self, memo: object) -> GraphPool:
+        return GraphPool()
+
+    def __reduce__(self) -> tuple[type[GraphPool], tuple[()]]:
+        return GraphPool, ()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @torch.no_grad()
+    def extend(
+        self,
+        model: Any,
+        addresses: tuple[int, ...],
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        uses: int = 1,
+    ) -> Tensor | None:
+        """The last hidden states of an extension, by a graph if there is one or if the call has recurred.
+
+        Args:
+            model: `TurboEsmModel` on a CUDA device.
+            addresses: of the model's parameters, see `plain_addresses`.
+            cache: the contexts, claimed by the model.
+            input_ids: [batch, n].
+            attention_mask: as in the model's forward.
+            position_ids: [batch, n] or [1, n].
+            uses: number of calls that this one counts for; a call that is known to recur counts more.
+
+        Returns:
+            [batch, n, hidden_size]; None if there is no graph for it.
+        """
+        batch_size, n = input_ids.shape
+        bucket = bucket_of(batch_size, n, cache.batch_size, cache.columns)
+        if bucket is None:
+            return None
+        names, source = layer_rows(cache)
+        layout = (id(cache.codec), names, cache.positions is None)
+
+        def make(memory: Any) -> _Extension:
+            return _Extension(model, self._contexts(bucket, cache, layout), bucket, memory)
+
+        with self._graph((bucket, *layout), model.device, addresses, uses, make) as graph:
+            if graph is None:
+                return None
+            graph.load(cache, source, input_ids, attention_mask, position_ids)
+            states: Tensor = graph.replay()[:batch_size, :n].clone()
+            return states
+
+    @torch.no_grad()
+    def prefill(
+        self,
+        model: Any,
+        addresses: tuple[int, ...],
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        token_counts: tuple[Tensor, Tensor],
+        uses: int = 1,
+    ) -> tuple[Tensor, TurboKVCache] | None:
+        """The last hidden states of a single row, and its context, by a graph like those of `extend`.
+
+        Args:
+            model: `TurboEsmModel` on a CUDA device.
+            addresses: of the model's parameters, see `plain_addresses`.
+            cache: empty; says how the context is stored.
+            input_ids: [1, n], without padding.
+            token_counts: number of tokens and of masks in the whole input, [1] each.
+            uses: number of calls that this one counts for.
+
+        Returns:
+            [1, n, hidden_size], and a cache; None if there is no graph for it.
+        """
+        n = input_ids.shape[1]
+        bucket = bucket_of(1, n, 1, n)
+        if bucket is None:
+            return None
+
+        def make(memory: Any) -> _Prefill:
+            return _Prefill(model, cache, bucket.columns, memory)
+
+        key = (bucket.columns, id(cache.codec), cache.config)
+        with self._graph(key, model.device, addresses, uses, make) as graph:
+            if graph is None:
+                return None
+            graph.load(input_ids, token_counts)
+            states = graph.replay()[:, :n].clone()
+            return states, graph.contexts.cut([n])[0]
+
+    @torch.no_grad()
+    def decode(self, model: Any, addresses: tuple[int, ...], cache: TurboKVCache, uses: int = 1) -> TurboKVCache | None:
+        """A context of one row at full precision, by a graph like those of `extend`; None if there is none for it.
+
+        Args:
+            model: `TurboEsmModel` on a CUDA device.
+            addresses: of the model's parameters, see `plain_addresses`.
+            cache: of one row, claimed by the model.
+            uses: number of calls that this one counts for.
+        """
+        n = cache.get_seq_length()
+        bucket = bucket_of(1, 1, 1, max(n, cache.columns))
+        if bucket is None:
+            return None
+        names, source = layer_rows(cache)
+        layout = (id(cache.codec), names, cache.positions is None)
+
+        def make(memory: Any) -> _Decoding:
+            return _Decoding(model, self._contexts(bucket, cache, layout), memory)
+
+        with self._graph((bucket.columns, *layout), model.device, addresses, uses, make) as graph:
+            if graph is None:
+                return None
+            graph.contexts.load_(cache, source)
+            graph.replay()
+            decoded: TurboKVCache = graph.decoded.cut([n])[0]
+            return decoded
+
+    @contextmanager
+    def _graph(
+        self, key: Any, device: torch.device, addresses: tuple[int, ...], uses: int, make: Callable[[Any], Any]
+    ) -> Iterator[Any]:
+        """The graph of a key, made if it recurs, for the caller alone; None if there is none."""
+        with self._lock:
+            if addresses != self._addresses:
+                self.clear()
+                self._addresses = addresses
+            if key not in self._graphs:
+                self._uses[key] += uses
+                if self._uses[key] >= _USES_BEFORE_CAPTURE:
+                    self._capture(key, device, make)
+            if key not in self._graphs:
+                yield None
+                return
+            self._graphs.move_to_end(key)
+            with self._exclusive(device):
+                yield self._graphs[key]
+
+    def _capture(self, key: Any, device: torch.device, make: Callable[[Any], Any]) -> None:
+        """Adds the graph of a key, unless it cannot be made; then it is not tried again."""
+        try:
+            with _capturing:
+                self._graphs[key] = make(self._shared_memory())
+        except RuntimeError as error:
+            # Graphs of other shapes may still fit.
+            self._uses[key] = -(2**62)
+            warnings.warn(
+                f"a forward could not be captured as a CUDA graph and runs uncaptured: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            return
+        limit = _memory_limit(device)
+        while len(self._graphs) > _MAX_GRAPHS or (len(self._graphs) > 1 and self._bytes() > limit):
+            dropped, _ = self._graphs.popitem(last=False)
+            del self._uses[dropped]
+
+    def _contexts(self, bucket: Bucket, cache: TurboKVCache, layout: Any) -> StaticKVCache:
+        """Static contexts for a graph, shared by all graphs with as many of the same length and layout."""
+        for (other, *own_layout), graph in self._graphs.items():
+            if isinstance(graph, _Extension) and other[2:] == bucket[2:] and tuple(own_layout) == layout:
+                return graph.contexts
+        return StaticKVCache.like(cache, bucket.columns, bucket.contexts)
+
+    def _shared_memory(self) -> Any:
+        # Graphs are replayed one after the other, so that one may use the memory of another.
+        if self._memory is None and torch.cuda.is_available():
+            self._memory = torch.cuda.graph_pool_handle()
+        return self._memory
+
+    def _bytes(self) -> int:
+        """Bytes of all contexts."""
+        contexts = {id(graph.contexts): graph.contexts for graph in self._graphs.values()}
+        return sum(tensor.nbytes for cache in contexts.values() for _, tensor in cache.named_tensors())
+
+    @contextmanager
+    def _exclusive(self, device: torch.device) -> Iterator[None]:
+        """Waits until the last replay, on whatever stream, is done with what graphs share."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        else:
+            stream.wait_event(self._done)
+        yield
+        self._done.record(stream)
+
+
+def _memory_limit(device: torch.device) -> int:
+    total: int = torch.cuda.get_device_properties(device).total_memory
+    return int(total * _MEMORY_SHARE)
+
+
+class _Extension:
+    """An extension of one bucket.
+
+    Args:
+        model: `TurboEsmModel` that computes it.
+        contexts: read by the graph.
+        bucket: shapes.
+        memory: handle of the memory that graphs share.
+    """
+
+    # These tensors are written into later, in any mode, which inference tensors do not allow.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def __init__(self, model: Any, contexts: StaticKVCache, bucket: Bucket, memory: Any) -> None:
+        device = model.device
+        self.contexts = contexts
+        # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
+        self._padding = model.special_ids[0]
+        self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
+        self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.int64, device=device)
+        self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
+
+        def run() -> Tensor:
+            output = model(self._input_ids, self._mask, self._position_ids, past_key_values=contexts)
+            states: Tensor = output.last_hidden_state
+            return states
+
+        self.replay = capture(run, device, memory)
+        # The graph knows only addresses: these tensors must not be freed.
+        self._read = [model.codec(contexts.config), *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+
+    def load(
+        self, cache: TurboKVCache, rows: Rows, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor
+    ) -> None:
+        """Loads contexts and the inputs of a call."""
+        batch_size, n = input_ids.shape
+        past = self.contexts.columns
+        self.contexts.load_(cache, rows)
+        self._input_ids.fill_(self._padding)
+        self._input_ids[:batch_size, :n] = input_ids
+        self._position_ids[:batch_size, :n] = position_ids
+        self._mask[:, :past] = self.contexts.valid()
+        self._mask[:, past:] = 1
+        self._mask[:batch_size, past + n :] = 0
+        if attention_mask is not None:
+            self._mask[:batch_size, past : past + n] = attention_mask[:, -n:]
+            given = attention_mask.shape[1] - n
+            self._mask[:batch_size, :given] = attention_mask[:, :given]
+
+
+class _Prefill:
+    """A prefill of one row of up to so many tokens.
+
+    Args:
+        model: `TurboEsmModel` that computes it.
+        cache: empty; says how contexts are stored.
+        tokens: of the longest row.
+        memory: handle of the memory that graphs share.
+
+    Attributes:
+        contexts: what the graph encodes; overwritten by the next replay.
+    """
+
+    contexts: TurboKVCache
+
+    # These tensors are written into later, in any mode, which inference tensors do not allow.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def __init__(self, model: Any, cache: TurboKVCache, tokens: int, memory: Any) -> None:
+        device = model.device
+        self._padding = model.special_ids[0]
+        self._input_ids = torch.full((1, tokens), self._padding, device=device)
+        self._mask = torch.ones(1, tokens, dtype=torch.int64, device=device)
+        self._counts = (torch.full((1,), tokens, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        # The row, and its padding as another one.
+        self._offsets = torch.tensor([0, tokens, tokens], dtype=torch.int32, device=device)
+        positions = torch.arange(tokens, dtype=torch.int32, device=device)
+        packing = Packing(1, tokens, tokens, positions, self._offsets, None, None)
+
+        def run() -> Tensor:
+            self.contexts = TurboKVCache(cache.config, cache.geometry, cache.fingerprint, cache.codec, device)
+            output = model.fill(self.contexts, self._input_ids, self._mask, packing, self._counts)
+            states: Tensor = output.last_hidden_state
+            return states
+
+        self.replay = capture(run, device, memory)
+        # The graph knows only addresses: these tensors must not be freed.
+        self._read = [cache.codec, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+
+    def load(self, input_ids: Tensor, token_counts: tuple[Tensor, Tensor]) -> None:
+        """Loads the inputs of a call."""
+        n = input_ids.shape[1]
+        self._input_ids.fill_(self._padding)
+        self._input_ids[:, :n] = input_ids
+        self._mask[:, :n] = 1
+        self._mask[:, n:] = 0
+        self._offsets[1] = n
+        for own, given in zip(self._counts, token_counts, strict=True):
+            own.copy_(given)
+
+
+class _Decoding:
+    """Contexts at full precision.
+
+    Args:
+        model: `TurboEsmModel` whose contexts they are.
+        contexts: read by the graph.
+        memory: handle of the memory that graphs share.
+
+    Attributes:
+        decoded: what the graph writes; overwritten by the next replay.
+    """
+
+    decoded: TurboKVCache
+
+    # These tensors are written into later, in any mode, which inference tensors do not allow.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def __init__(self, model: Any, contexts: StaticKVCache, memory: Any) -> None:
+        self.contexts = contexts
+
+        def run() -> Tensor:
+            self.decoded = model.decode_eagerly(contexts)
+            return self.decoded.lengths
+
+        self.replay = capture(run, model.device, memory)
+        self._read = model.codec(contexts.config)
+
+
+def capture(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
+    """Captures a computation; the result replays it and returns the same tensor every time.
+
+    It keeps `run` with all that it refers to, since the graph knows only addresses.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Compiles kernels and fills caches.
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        output = run()
+
+    def replay(run: Callable[[], Tensor] = run) -> Tensor:
+        graph.replay()
+        return output
+
+    return replay

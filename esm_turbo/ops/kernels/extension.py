@@ -1,0 +1,89 @@
+"""Triton kernel of extensions whose past was attended to elsewhere: it adds the new tokens."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+_LOWEST: tl.constexpr = tl.constexpr(-1e30)
+
+
+@triton.jit
+def attend_new(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    mask_ptr,
+    past_ptr,
+    lse_ptr,
+    output_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qn,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_pb,
+    stride_ph,
+    stride_pn,
+    stride_lb,
+    stride_lh,
+    num_tokens,
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    SIZE: tl.constexpr,
+    T: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Continues an online softmax (Milakov and Gimelshein 2018) over the past with the new tokens of a row.
+
+    With o_p and lse_p of the past, o = (exp(lse_p) o_p + sum_j exp(q k_j) v_j) / (exp(lse_p) + sum_j exp(q k_j)).
+    Tensors are [B, H, n, D], the mask uint8 [B, n] or None, lse float32 [B, H, n]. Grid: (n / T, H, B).
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    i = tl.program_id(0) * T + tl.arange(0, T)
+    d = tl.arange(0, SIZE)
+    in_head = d < HEAD_DIM
+    in_rows = i < num_tokens
+    block = in_rows[:, None] & in_head[None, :]
+    query = tl.load(
+        query_ptr + row * stride_qb + head * stride_qh + i[:, None] * stride_qn + d[None, :], mask=block, other=0.0
+    )  # [T, SIZE]
+    past = tl.load(
+        past_ptr + row * stride_pb + head * stride_ph + i[:, None] * stride_pn + d[None, :], mask=block, other=0.0
+    )
+    lse = tl.load(lse_ptr + row * stride_lb + head * stride_lh + i, mask=in_rows, other=0.0)
+    # Of a past without tokens, flash attention returns plus infinity.
+    seen = (lse > _LOWEST) & (lse < float("inf"))
+    highest = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [T], in units of log 2
+    total = tl.where(seen, 1.0, 0.0)
+    acc = tl.where(seen[:, None], past.to(tl.float32), 0.0)  # [T, SIZE]
+    for start in range(0, num_tokens, T):
+        j = start + tl.arange(0, T)
+        shown = j < num_tokens
+        tile = shown[:, None] & in_head[None, :]
+        key = tl.load(
+            key_ptr + row * stride_kb + head * stride_kh + j[:, None] * stride_kn + d[None, :], mask=tile, other=0.0
+        )
+        value = tl.load(
+            value_ptr + row * stride_vb + head * stride_vh + j[:, None] * stride_vn + d[None, :], mask=tile, other=0.0
+        )
+        if mask_ptr is not None:
+            shown = shown & (tl.load(mask_ptr + row * num_tokens + j, mask=shown, other=0) != 0)
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _LOG2_E  # [T, T]
+        scores = tl.where(shown[None, :], scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        rescale = tl.exp2(highest - new_highest)
+        total = total * rescale + tl.sum(weights, axis=1)
+        acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        highest = new_highest
+    output = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    # The output is [B, n, H, D] in memory.
+    out_ptr = output_ptr + ((row * num_tokens + i[:, None]) * num_heads + head) * HEAD_DIM + d[None, :]
+    tl.store(out_ptr, output.to(output_ptr.dtype.element_ty), mask=block)

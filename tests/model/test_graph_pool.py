@@ -1,0 +1,454 @@
+"""Graphs that calls share: buckets, padding, and what makes a graph unusable."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.model import graph_pool
+from esm_turbo.model.graph_pool import Bucket, GraphPool, bucket_of
+from esm_turbo.ops import torch_encoder, triton_encoder
+from tests.helpers.models import MASK, make_config, random_ids, rounding
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
+ROUNDING = 2 * rounding(make_config())
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
+    """Stands in for CUDA: a graph runs its computation anew, which also sees nothing but the graph's own tensors."""
+    made: list[Callable[[], Tensor]] = []
+
+    def capture(run: Callable[[], Tensor], device: torch.device, memory: object) -> Callable[[], Tensor]:
+        made.append(run)
+        return run
+
+    monkeypatch.setattr(graph_pool, "capture", capture)
+    monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: 2**40)
+    return made
+
+
+@torch.no_grad()
+def contexts(model: TurboEsmForMaskedLM, lengths: list[int], seed: int = 0) -> TurboKVCache:
+    ids, mask = (x.to(model.device) for x in random_ids(lengths, seed=seed))
+    return model(ids, mask, use_cache=True).past_key_values
+
+
+@torch.no_grad()
+def eager(model: TurboEsmForMaskedLM, *inputs: object) -> Tensor:
+    return model.esm(*inputs[1:], past_key_values=inputs[0]).last_hidden_state
+
+
+def pooled(pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, *inputs: object, **options: int):
+    return pool.extend(model.esm, (1,), cache, *inputs, **options)
+
+
+def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[int], seed: int = 1):
+    ids, mask = (x.to(model.device) for x in random_ids(lengths, cls=False, seed=seed, masks=1))
+    positions = cache.next_positions[:, None] + torch.arange(ids.shape[1], device=model.device)
+    return ids, mask, positions.expand(len(ids), -1)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ((1, 21, 1, 501), Bucket(1, 24, 1, 512)),
+        ((3, 1, 3, 129), Bucket(4, 8, 4, 256)),
+        ((64, 33, 1, 513), Bucket(64, 48, 1, 768)),
+        ((5, 49, 1, 1025), Bucket(8, 64, 1, 1536)),
+        ((1, 4096, 1, 1), Bucket(1, 4096, 1, 128)),
+        ((129, 24, 1, 4), None),
+        ((1, 8, 1, 4097), None),
+    ],
+)
+def test_buckets(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
+    assert bucket_of(*shapes) == expected
+
+
+def test_buckets_hold_what_they_are_for() -> None:
+    for number in range(1, 4097):
+        bucket = bucket_of(1, number, 1, number)
+        assert bucket is not None
+        assert number <= bucket.tokens <= max(number + 7, 1.5 * number)
+        assert number <= bucket.columns <= max(number + 127, 1.5 * number)
+
+
+@pytest.mark.parametrize("preset", ["exact", "paper", "turbo3"])
+@torch.no_grad()
+def test_results_are_those_of_eager_calls(tiny_model: MakeModel, captures: list, preset: str) -> None:
+    """For contexts of other lengths, other numbers of rows and tokens, and masks, in one graph."""
+    model, pool = tiny_model(preset=preset), GraphPool()
+    for lengths, new, hides in [
+        ([21, 9, 13], [4, 2, 3], False),
+        ([5, 30, 3, 8], [7, 5, 1, 3], True),
+        ([40, 33, 2], [8, 8, 8], True),
+    ]:
+        cache = contexts(model, lengths, seed=len(captures))
+        ids, mask, positions = inputs_for(model, cache, new)
+        past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.int64) * cache.valid()
+        past[:, 1] = 0
+        masks = [torch.cat([past, mask], dim=1)] if hides else [mask, None]
+        for one in masks:
+            expected = eager(model, cache, ids, one, positions)
+            found = pooled(pool, model, cache, ids, one, positions, uses=2)
+            shown = mask.bool() if one is not None else torch.ones_like(mask, dtype=torch.bool)
+            assert found.shape == expected.shape
+            assert (found - expected)[shown].abs().max() <= ROUNDING * expected.abs().max()
+    assert len(captures) == len(pool) == 1
+
+
+@torch.no_grad()
+def test_one_context_is_shared(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    for rows in (3, 4):
+        cache = contexts(model, [20 + rows])
+        ids, mask, positions = inputs_for(model, cache, [6] * rows)
+        expected = eager(model, cache, ids, mask, positions)
+        found = pooled(pool, model, cache, ids, mask, positions[:1], uses=2)
+        assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert len(pool) == 1
+
+
+@torch.no_grad()
+def test_a_shape_is_captured_when_it_recurs(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12])
+    inputs = inputs_for(model, cache, [4])
+    assert pooled(pool, model, cache, *inputs) is None
+    assert pooled(pool, model, cache, *inputs) is not None
+    longer = inputs_for(model, cache, [20])
+    assert pooled(pool, model, cache, *longer) is None
+    assert len(captures) == 1
+    assert pooled(pool, model, cache, *inputs_for(model, cache, [4097])) is None
+
+
+@torch.no_grad()
+def test_layouts_have_graphs_of_their_own(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(preset="turbo4"), GraphPool()
+    cache = contexts(model, [12])
+    inputs = inputs_for(model, cache, [4])
+    before = pooled(pool, model, cache, *inputs, uses=2)
+    cache.drop_refinements()
+    found = pooled(pool, model, cache, *inputs, uses=2)
+    assert len(captures) == 2
+    assert not torch.equal(found, before)
+    assert (found - eager(model, cache, *inputs)).abs().max() <= ROUNDING * found.abs().max()
+
+
+@torch.no_grad()
+def test_moved_parameters_drop_all_graphs(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12])
+    inputs = inputs_for(model, cache, [4])
+    pooled(pool, model, cache, *inputs, uses=2)
+    assert pool.extend(model.esm, (2,), cache, *inputs) is None
+    assert len(pool) == 0
+
+
+@torch.no_grad()
+def test_graphs_are_limited_in_number_and_memory(
+    tiny_model: MakeModel, captures: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    cache = contexts(model, [12])
+    sizes = [4, 12, 20, 28]
+    monkeypatch.setattr(graph_pool, "_MAX_GRAPHS", 2)
+    for size in sizes:
+        pooled(pool, model, cache, *inputs_for(model, cache, [size]), uses=2)
+    assert len(pool) == 2
+    # Graphs with contexts of one size share them.
+    assert len({id(graph.contexts) for graph in pool._graphs.values()}) == 1
+    assert pooled(pool, model, cache, *inputs_for(model, cache, [4])) is None
+    monkeypatch.setattr(graph_pool, "_MAX_GRAPHS", 16)
+    limit = 3 * pool._bytes() // 2
+    monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: limit)
+    longer = contexts(model, [200])
+    pooled(pool, model, longer, *inputs_for(model, longer, [4]), uses=2)
+    assert len(pool) == 1
+
+
+@torch.no_grad()
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(
+    tiny_model: MakeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore lines")
+
+    monkeypatch.setattr(graph_pool, "capture", refuse)
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12])
+    inputs = inputs_for(model, cache, [4])
+    with pytest.warns(UserWarning, match=r"a forward could not be captured.*Tried to allocate 20.00 GiB$"):
+        assert pooled(pool, model, cache, *inputs, uses=2) is None
+    for _ in range(3):
+        assert pooled(pool, model, cache, *inputs, uses=2) is None
+    assert len(pool) == 0
+
+
+@torch.no_grad()
+def test_a_graph_keeps_what_it_reads(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    cache = contexts(model, [12])
+    pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)
+    kept = weakref.ref(cache)
+    del cache
+    gc.collect()
+    # The caller's cache is copied, not kept.
+    assert kept() is None
+
+
+def test_copies_of_a_model_have_their_own_graphs(tiny_model: MakeModel, captures: list) -> None:
+    model = tiny_model()
+    cache = contexts(model, [12])
+    pooled(model.esm._graphs, model, cache, *inputs_for(model, cache, [4]), uses=2)
+    assert len(model.esm._graphs) == 1
+    assert len(copy.deepcopy(model).esm._graphs) == 0
+    assert len(pickle.loads(pickle.dumps(model.esm._graphs))) == 0
+    model.set_turbo(preset="exact")
+    assert len(model.esm._graphs) == 0
+
+
+@pytest.fixture
+def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packed encoder's reference in place of its kernels."""
+    for name in torch_encoder.__all__:
+        monkeypatch.setattr(triton_encoder, name, getattr(torch_encoder, name))
+
+
+def prefilled(pool: GraphPool, model: TurboEsmForMaskedLM, ids: Tensor, **options: int):
+    counts = (torch.tensor([ids.shape[1]]), (ids == MASK).sum(1))
+    return pool.prefill(model.esm, (1,), model.new_cache(), ids, counts, **options)
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+@torch.no_grad()
+def test_prefills_are_those_of_eager_calls(
+    tiny_model: MakeModel, captures: list, without_triton: None, preset: str
+) -> None:
+    model, pool = tiny_model(preset=preset), GraphPool()
+    for n in (1, 60, 128, 3):
+        ids, _ = random_ids([n], masks=min(1, n - 1), seed=n)
+        expected = model.esm(ids, use_cache=True)
+        states, cache = prefilled(pool, model, ids, uses=2)
+        assert (states - expected.last_hidden_state).abs().max() <= ROUNDING * states.abs().max()
+        assert cache.lengths.tolist() == [n]
+        assert torch.equal(cache.token_ids, expected.past_key_values.token_ids)
+        assert torch.equal(cache.protected_columns, expected.past_key_values.protected_columns)
+        # Codes may differ where rounding does: what is read from them may not.
+        inputs = inputs_for(model, cache, [5])
+        found, wanted = (eager(model, one, *inputs) for one in (cache, expected.past_key_values))
+        assert (found - wanted).abs().max() <= (ROUNDING if preset == "exact" else 2e-2) * wanted.abs().max()
+    assert len(captures) == len(pool) == 1
+
+
+@torch.no_grad()
+def test_a_prefill_does_not_change_contexts_made_before(
+    tiny_model: MakeModel, captures: list, without_triton: None
+) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    _, first = prefilled(pool, model, random_ids([20], seed=1)[0], uses=2)
+    before = {name: tensor.clone() for name, tensor in first.named_tensors()}
+    prefilled(pool, model, random_ids([30], seed=2)[0])
+    for name, tensor in first.named_tensors():
+        assert torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("preset", ["paper", "turbo3"])
+@torch.no_grad()
+def test_decoded_contexts_are_read_alike(tiny_model: MakeModel, captures: list, preset: str) -> None:
+    model, pool = tiny_model(preset=preset), GraphPool()
+    for lengths in ([21], [70], [5]):
+        cache = contexts(model, lengths)
+        inputs = inputs_for(model, cache, [6] * 3)
+        expected = eager(model, cache, *inputs)
+        by_graph = pool.decode(model.esm, (1,), cache, uses=2)
+        for decoded in (model.esm.decoded(cache), by_graph):
+            assert decoded.config.codec == "exact"
+            assert decoded.lengths.tolist() == lengths
+            found = eager(model, decoded, *inputs)
+            assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert len(pool) == 1
+    several = contexts(model, [9, 4])
+    inputs = inputs_for(model, several, [2, 3])
+    found, expected = (eager(model, one, *inputs) for one in (model.esm.decoded(several), several))
+    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert model.esm.decoded(decoded) is decoded
+    with pytest.raises(ValueError, match="the cache is empty"):
+        model.esm.decoded(model.new_cache())
+
+
+# On a device.
+
+
+@pytest.fixture
+def on_cuda(tiny_model: MakeModel) -> Callable[..., TurboEsmForMaskedLM]:
+    def make(preset: str = "turbo3", dtype: torch.dtype = torch.bfloat16) -> TurboEsmForMaskedLM:
+        return tiny_model(preset=preset, layers=4, head_dim=32).to("cuda", dtype)
+
+    return make
+
+
+def states(model: TurboEsmForMaskedLM, cache: TurboKVCache, *inputs: object, captures: bool = True) -> Tensor:
+    model.esm.captures = captures
+    with torch.no_grad():
+        return eager(model, cache, *inputs)
+
+
+# Graphs pad to other tilings.
+ON_DEVICE = {torch.float32: 2e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found.float() - expected.float()).abs().max() <= ON_DEVICE[found.dtype] * expected.float().abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [("exact", torch.bfloat16), ("paper", torch.float16), ("turbo3", torch.bfloat16), ("turbo1", torch.float32)],
+    ids=str,
+)
+def test_replays_equal_eager_calls(on_cuda: MakeModel, preset: str, dtype: torch.dtype) -> None:
+    model = on_cuda(preset, dtype)
+    for seed, (lengths, new) in enumerate([([21, 9, 13], [4, 2, 3]), ([5, 30, 3, 8], [8, 5, 1, 3]), ([90], [2] * 4)]):
+        cache = contexts(model, lengths, seed)
+        ids, mask, positions = inputs_for(model, cache, new)
+        past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.int64, device="cuda") * cache.valid()
+        past[:, 1] = 0
+        for one in (mask, torch.cat([past, mask], dim=1)):
+            expected = states(model, cache, ids, one, positions, captures=False)
+            for _ in range(3):
+                found = states(model, cache, ids, one, positions)
+                assert_same(found[mask.bool()], expected[mask.bool()])
+    assert len(model.esm._graphs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+@torch.no_grad()
+def test_replayed_prefills_equal_eager_ones(on_cuda: MakeModel, preset: str) -> None:
+    model = on_cuda(preset)
+    for n in (1, 60, 128, 3):
+        ids = random_ids([n], masks=min(1, n - 1), seed=n)[0].cuda()
+        outputs = []
+        for captured in (False, True, True, True):
+            model.esm.captures = captured
+            outputs.append(model.esm(ids, use_cache=True, row_lengths=[n]))
+        expected = outputs[0]
+        inputs = inputs_for(model, expected.past_key_values, [5])
+        wanted = states(model, expected.past_key_values, *inputs, captures=False)
+        for output in outputs[1:]:
+            assert_same(output.last_hidden_state, expected.last_hidden_state)
+            cache = output.past_key_values
+            assert cache.get_seq_length() == n
+            assert torch.equal(cache.token_ids, expected.past_key_values.token_ids)
+            assert_same(states(model, cache, *inputs, captures=False), wanted)
+    assert len(model.esm._graphs) == 1
+
+
+@pytest.mark.gpu
+def test_weights_changed_between_calls(on_cuda: MakeModel) -> None:
+    model = on_cuda()
+    cache = contexts(model, [30])
+    inputs = inputs_for(model, cache, [5])
+    first = [states(model, cache, *inputs) for _ in range(3)][-1]
+    dense = model.esm.encoder.layer[1].output.dense
+
+    def replaced() -> None:
+        dense.weight = torch.nn.Parameter(dense.weight.detach() * 1.5)
+
+    for change in (lambda: dense.weight.data.mul_(1.5), replaced):
+        with torch.no_grad():
+            change()
+        cache = contexts(model, [30])
+        for _ in range(3):
+            found = states(model, cache, *inputs)
+        assert_same(found, states(model, cache, *inputs, captures=False))
+        assert (found - first).float().abs().max() > 10 * ON_DEVICE[torch.bfloat16]
+        first = found
+    assert len(model.esm._graphs) == 1
+
+
+@pytest.mark.gpu
+def test_hooks_and_autocast_run_eagerly(on_cuda: MakeModel) -> None:
+    model = on_cuda()
+    cache = contexts(model, [30])
+    inputs = inputs_for(model, cache, [5])
+    for _ in range(3):
+        states(model, cache, *inputs)
+    seen: list[int] = []
+    handle = model.esm.encoder.layer[0].output.dense.register_forward_hook(lambda *_: seen.append(1))
+    states(model, cache, *inputs)
+    assert seen == [1]
+    handle.remove()
+    uncaptured = on_cuda(dtype=torch.float32)
+    cache = contexts(uncaptured, [30])
+    with torch.autocast("cuda", torch.bfloat16):
+        for _ in range(3):
+            states(uncaptured, cache, *inputs_for(uncaptured, cache, [5]))
+    assert len(uncaptured.esm._graphs) == 0
+
+
+@pytest.mark.gpu
+def test_inference_mode(on_cuda: MakeModel) -> None:
+    model = on_cuda()
+    with torch.inference_mode():
+        cache = contexts(model, [30])
+        inputs = inputs_for(model, cache, [5])
+        found = [eager(model, cache, *inputs) for _ in range(4)]
+    outside = contexts(model, [30])
+    for one in (*found[2:], eager(model, outside, *inputs)):
+        assert_same(one, found[0])
+    assert len(model.esm._graphs) == 1
+
+
+@pytest.mark.gpu
+def test_threads_and_streams(on_cuda: MakeModel) -> None:
+    """Threads with streams, contexts and tokens of their own, over the graphs of one model."""
+    model = on_cuda()
+    cases = []
+    for seed in range(4):
+        cache = contexts(model, [20 + seed], seed)
+        inputs = inputs_for(model, cache, [5], seed)
+        cases.append((cache, inputs, states(model, cache, *inputs, captures=False)))
+    torch.cuda.synchronize()
+    errors: list[float] = []
+
+    def work(index: int) -> None:
+        cache, inputs, expected = cases[index]
+        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
+            for _ in range(50):
+                found = eager(model, cache, *inputs)
+                errors.append(float((found - expected).float().abs().max() / expected.float().abs().max()))
+
+    model.esm.captures = True
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(errors) == 200
+    assert max(errors) <= ON_DEVICE[torch.bfloat16]
+
+
+@pytest.mark.gpu
+def test_a_call_inside_a_capture_of_the_caller_s_is_part_of_it(on_cuda: MakeModel) -> None:
+    model = on_cuda()
+    cache = contexts(model, [30])
+    inputs = inputs_for(model, cache, [5])
+    expected = [states(model, cache, *inputs) for _ in range(3)][-1]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = states(model, cache, *inputs)
+    graph.replay()
+    assert_same(output, expected)

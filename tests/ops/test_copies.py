@@ -1,0 +1,98 @@
+"""Copies of many tensors at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from esm_turbo.ops.copies import Cutter, Rows, copy_rows
+from tests.helpers.triton_devices import on_devices, right_triton  # noqa: F401
+
+
+def random_bytes(*shape: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -> Tensor:
+    values = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(seed))
+    return values.to(dtype)
+
+
+def check(device: str) -> None:
+    buffer = random_bytes(2, 3, 50, 8).to(device)
+    sources = [
+        random_bytes(2, 3, 21, 8, seed=1).to(device),
+        # Spare columns behind a cache's own.
+        buffer[:, :, :21],
+        random_bytes(2, 3, 2, 6, dtype=torch.bfloat16, seed=2).to(device),
+        random_bytes(2, dtype=torch.int64, seed=3).to(device),
+        # Copied first: its rows are not contiguous.
+        random_bytes(2, 21, 3, 5, seed=4).to(device).transpose(1, 2),
+        random_bytes(2, 0, seed=5).to(device),
+    ]
+    dims = [2, 2, 2, 0, 2, 1]
+    shapes = [(4, 3, 64, 8), (4, 3, 64, 8), (4, 3, 2, 6), (4,), (4, 3, 64, 5), (4, 9)]
+    targets = [torch.full(shape, 7, dtype=x.dtype, device=device) for shape, x in zip(shapes, sources, strict=True)]
+    copy_rows(Rows(sources, dims), Rows(targets, dims))
+    for source, target in zip(sources, targets, strict=True):
+        expected = torch.full_like(target, 7)
+        expected[tuple(map(slice, source.shape))] = source
+        assert torch.equal(target, expected)
+
+
+def test_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check("cpu")
+
+
+@on_devices()
+def test_by_one_launch(device: str) -> None:
+    check(device)
+
+
+@on_devices()
+def test_in_words(device: str) -> None:
+    sources = [random_bytes(3, 4, 5000, 12, seed=seed).to(device) for seed in range(2 if device == "cpu" else 300)]
+    targets = [torch.zeros(4, 4, 6000, 12, dtype=torch.uint8, device=device) for _ in sources]
+    rows = Rows(sources, [2] * len(sources))
+    assert rows.words
+    copy_rows(rows, Rows(targets, [2] * len(targets)))
+    for source, target in zip(sources, targets, strict=True):
+        assert torch.equal(target[:3, :, :5000], source)
+        assert not target[3].any()
+        assert not target[:, :, 5000:].any()
+
+
+def test_tables_describe_rows() -> None:
+    x = torch.zeros(2, 3, 50, 8, dtype=torch.int16)
+    rows = Rows([x[:, :, :21], x.transpose(1, 2)], [2, 2])
+    assert rows.table.tolist() == [[x.data_ptr(), 6, 21 * 16, 800], [rows.tensors[1].data_ptr(), 100, 3 * 16, 48]]
+    assert rows.tensors[0].data_ptr() == x.data_ptr()
+    assert rows.words
+    assert not Rows([torch.zeros(3, 5, dtype=torch.uint8)], [1]).words
+
+
+def check_cuts(device: str) -> None:
+    buffer = random_bytes(3, 2, 50, 8).to(device)
+    tensors = [
+        random_bytes(3, 2, 21, 5, seed=1).to(device),
+        buffer[:, :, :21],
+        random_bytes(3, 2, 2, 6, dtype=torch.bfloat16, seed=2).to(device),
+        random_bytes(3, 21, dtype=torch.int32, seed=3).to(device),
+        random_bytes(3, dtype=torch.int64, seed=4).to(device),
+        random_bytes(3, 21, 2, 4, seed=5).to(device).transpose(1, 2),
+    ]
+    dims = [2, 2, None, 1, None, 2]
+    cut = Cutter(tensors, dims)
+    for row, length in ((0, 21), (2, 1), (1, 9), (1, 0)):
+        for found, tensor, dim in zip(cut(row, length), tensors, dims, strict=True):
+            expected = tensor[row : row + 1]
+            assert torch.equal(found, expected if dim is None else expected.narrow(dim, 0, length))
+            assert found.is_contiguous()
+
+
+def test_cuts_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_cuts("cpu")
+
+
+@on_devices()
+def test_cuts_by_one_launch(device: str) -> None:
+    check_cuts(device)

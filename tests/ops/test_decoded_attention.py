@@ -1,0 +1,162 @@
+"""Attention to decoded contexts against the slow reference, and its kernel for new tokens."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import KVCodec, PackedContext
+from esm_turbo.ops import decoded_attention, torch_ops
+from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
+
+# Each operand is rounded once; in float32, sums differ in order.
+TOLERANCES = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def normal(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def softmax_over(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention in float32 to tokens [B, H, L, D] that the mask [B, L] shows, and its log-sum-exp."""
+    scores = (query @ keys.transpose(2, 3)).masked_fill(~mask[:, None, None], float("-inf"))
+    weights = scores.softmax(dim=3).nan_to_num(0.0)
+    return weights @ values, scores.logsumexp(dim=3)
+
+
+@on_devices(
+    "dtype, n, head_dim",
+    cpu=itertools.product(("float32", "float16"), (1, 21, 70), (16, 24)),
+    gpu=itertools.product(DTYPES, (1, 21, 32, 70), (16, 24, 64, 128)),
+)
+@torch.no_grad()
+def test_new_tokens_continue_the_softmax_over_the_past(device: str, dtype: str, n: int, head_dim: int) -> None:
+    shape = (3, 2, n, head_dim)
+    query, keys, values = (normal(*shape, seed=seed) for seed in range(3))
+    query *= head_dim**-0.5
+    past_keys, past_values = (normal(3, 2, 9, head_dim, seed=seed) for seed in (3, 4))
+    seen = torch.ones(3, 9, dtype=torch.bool)
+    seen[1] = False
+    mask = torch.arange(n) < torch.tensor([n, max(1, n - 1), max(1, n // 2)])[:, None]
+    query, keys, values, past_keys, past_values = (
+        x.to(DTYPES[dtype]).float() for x in (query, keys, values, past_keys, past_values)
+    )
+    past, lse = softmax_over(query, past_keys, past_values, seen)
+    every_key, every_value = torch.cat([past_keys, keys], dim=2), torch.cat([past_values, values], dim=2)
+    expected, _ = softmax_over(query, every_key, every_value, torch.cat([seen, mask], dim=1))
+    half = [x.to(device, DTYPES[dtype]) for x in (query, keys, values, past)]
+    found = decoded_attention.attend_new(*half[:3], mask.to(device), half[3], lse.to(device))
+    assert found.dtype == DTYPES[dtype]
+    assert found.transpose(1, 2).is_contiguous()
+    error = (found.cpu().float() - expected).abs().max()
+    assert error <= TOLERANCES[found.dtype] * expected.abs().max()
+
+
+@on_devices("infinity", cpu=(float("-inf"), float("inf")), gpu=(float("-inf"), float("inf")))
+@torch.no_grad()
+def test_rows_that_see_nothing_are_zero(device: str, infinity: float) -> None:
+    x = normal(2, 1, 3, 16, seed=0).to(device)
+    mask = torch.tensor([[False, False, False], [True, True, True]], device=device)
+    past, lse = torch.full_like(x, float("nan")), torch.full((2, 1, 3), infinity, device=device)
+    found = decoded_attention.attend_new(x, x, x, mask, past, lse)
+    assert torch.equal(found[0], torch.zeros_like(found[0]))
+    assert torch.isfinite(found[1]).all()
+    assert found[1].abs().max() > 0
+
+
+def packed_context(
+    codec: KVCodec, layer_idx: int, lengths: list[int], protects: bool
+) -> tuple[PackedContext, list[Tensor]]:
+    """A context of random keys and values, and the decoded ones as stored."""
+    geometry = codec.geometry
+    shape = (len(lengths), geometry.num_heads, max(lengths), geometry.head_dim)
+    keys, values = normal(*shape, seed=5), normal(*shape, seed=6)
+    counts = torch.tensor(lengths)
+    columns = torch.tensor([[0, -1]] * len(lengths)) if protects else None
+    packed, protected, rows = torch_ops.encode(codec, layer_idx, keys, values, counts=counts, protected=columns)
+    context = PackedContext(
+        packed, None, protected, None, rows, counts, None if columns is None else columns.to(torch.int32)
+    )
+    return context, [keys, values]
+
+
+@pytest.mark.parametrize("preset", ["exact", "paper", "turbo2", "turbo4"])
+@torch.no_grad()
+def test_decoded_contexts_hold_protected_tokens(tiny_model, preset: str) -> None:
+    model = tiny_model(preset=preset)
+    codec = model.esm.codec(model.esm.turbo_config)
+    protects = preset != "exact"
+    context, given = packed_context(codec, 1, [70, 70], protects)
+    decoded = decoded_attention.decode(codec, 1, context, torch.float32)
+    plain = codec.decode(1, context.packed | context.rows)
+    for found, stored, exact in zip(decoded, plain, given, strict=True):
+        assert torch.equal(found[:, :, 1:], stored[:, :, 1:])
+        # Protected tokens are stored in bfloat16.
+        error = (found[:, :, 0] - exact[:, :, 0]).abs().max()
+        assert error <= 2.0**-6 * exact.abs().max()
+        if protects:
+            assert error < (stored[:, :, 0] - exact[:, :, 0]).abs().max()
+
+
+def test_no_context_is_decoded_on_a_cpu(tiny_model) -> None:
+    model = tiny_model(preset="turbo3")
+    codec = model.esm.codec(model.esm.turbo_config)
+    context, _ = packed_context(codec, 0, [70], True)
+    query = torch.zeros(4096, codec.geometry.num_heads, 1, codec.geometry.head_dim, dtype=torch.bfloat16)
+    # Only a device has the fast attention that this needs.
+    assert not decoded_attention.pays(query, context, codec)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("preset", ["exact", "paper", "turbo3"])
+@pytest.mark.parametrize("case", ["shared", "masked", "rows"])
+@torch.no_grad()
+def test_attention_to_a_decoded_context(tiny_model, preset: str, dtype: str, case: str) -> None:
+    model = tiny_model(preset=preset, layers=2, head_dim=32).to("cuda")
+    codec = model.esm.codec(model.esm.turbo_config)
+    lengths = [70, 66, 33, 1] if case == "rows" else [69]
+    context, _ = packed_context_on(codec, lengths, preset != "exact")
+    shape = (4, codec.geometry.num_heads, 21, codec.geometry.head_dim)
+    query, keys, values = (normal(*shape, seed=seed).to("cuda", DTYPES[dtype]) for seed in range(3))
+    query *= shape[3] ** -0.5
+    mask = torch.arange(21, device="cuda") < torch.tensor([21, 20, 8, 1], device="cuda")[:, None]
+    visible = None
+    if case == "masked":
+        columns = torch.arange(70, device="cuda")
+        visible = (columns // 7 != torch.tensor([1, 2, 3, 0], device="cuda")[:, None])[:, : max(lengths)]
+    context = with_masks(context, visible, 4)
+    found = decoded_attention.extend_attention(query, keys, values, mask, context, codec, 0)
+    expected = torch_ops.extend_attention(query.float(), keys.float(), values.float(), mask, context, codec, 0)
+    assert found.dtype == DTYPES[dtype]
+    error = (found.float() - expected)[mask[:, None, :, None].expand_as(found)].abs().max()
+    assert error <= 2 * TOLERANCES[found.dtype] * expected.abs().max()
+
+
+def packed_context_on(codec, lengths: list[int], protects: bool) -> tuple[PackedContext, list[Tensor]]:
+    context, given = packed_context(codec, 0, lengths, protects)
+    tensors = {
+        name: {key: x.cuda() for key, x in getattr(context, name).items()} for name in ("packed", "protected", "rows")
+    }
+    own = {name: getattr(context, name) for name in ("lengths", "protected_columns")}
+    own = {name: None if x is None else x.cuda() for name, x in own.items()}
+    return replace(context, **tensors, **own), given
+
+
+def with_masks(context: PackedContext, visible: Tensor | None, batch_size: int) -> PackedContext:
+    """The masks that a session derives from lengths, protected columns and visible columns."""
+    columns = next(iter(context.packed.values())).shape[2]
+    steps = torch.arange(columns, device="cuda")
+    mask = (steps < context.lengths[:, None]).expand(batch_size, -1)
+    mask = mask if visible is None else mask & visible
+    if not context.protected:
+        return replace(context, mask=mask, visible=visible)
+    at = context.protected_columns.long().expand(batch_size, -1)
+    shown = mask.gather(1, at.clamp_min(0)) & (at >= 0)
+    for slot in at.unbind(1):
+        mask = mask & (steps != slot[:, None])
+    return replace(context, mask=mask, visible=visible, protected_mask=shown)
