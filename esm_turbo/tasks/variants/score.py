@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -27,7 +29,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
+from esm_turbo.tasks.variants.substitutions import Substitutions, all_substitutions
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -129,66 +131,67 @@ def score_variants(
     arm, preset = resolve_arm(turbo, arm, cache)
     residues = turbo.codes.decode(token for token in ids if token not in (turbo.codes.cls, turbo.codes.eos))
     if variants is None:
-        variants = all_substitutions(residues, first_position)
-    names = as_list(variants, "variant")
-    parsed = [parse_variant(name, residues, first_position) for name in names]
+        names, parsed = all_substitutions(residues, first_position), Substitutions.all(residues)
+    else:
+        names = as_list(variants, "variant")
+        parsed = Substitutions.parse(names, residues, first_position)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([len(residues)], stacklevel=3)
     # A protein has at most this many residues besides the masked one.
     refresh = min(refresh, len(residues) - 1) if method == "masked" and arm != "full" else 0
-    positions = sorted({one.index for substitutions in parsed for one in substitutions})
+    positions, row = np.unique(parsed.index, return_inverse=True)
     if arm == "full":
         check_memory(turbo.model.esm, len(ids))
-        batches = _recomputed(turbo, ids, positions, method, toks_per_batch)
+        batches = _recomputed(turbo, ids, torch.from_numpy(positions), method, toks_per_batch)
     else:
         cache = prefill_ids(turbo, ids, arm) if cache is None else cache
-        batches = _extended(turbo, cache, ids, positions, method, refresh, toks_per_batch)
+        batches = _extended(turbo, cache, ids, torch.from_numpy(positions), method, refresh, toks_per_batch)
     counter = StageProgress(progress, "score", len(positions))
-    predicted: dict[int, Tensor] = {}
-    for part, rows in batches:
-        predicted.update(zip(part, rows, strict=True))
+    parts = []
+    for part in batches:
+        parts.append(part)
         counter.advance(len(part))
-    letters = turbo.codes.residues
-    scores = tuple(
-        VariantScore(
-            name,
-            sum(
-                float(predicted[one.index][letters[one.mutant]] - predicted[one.index][letters[one.wild_type]])
-                for one in substitutions
-            ),
-        )
-        for name, substitutions in zip(names, parsed, strict=True)
-    )
+    log_probs = torch.cat(parts).numpy()  # [positions, vocab_size]
+    wild_type_ids, mutant_ids = (_token_ids(turbo, letters) for letters in (parsed.wild_type, parsed.mutant))
+    effects = log_probs[row, mutant_ids] - log_probs[row, wild_type_ids]
+    totals = np.bincount(parsed.variant, weights=effects, minlength=len(names)).tolist()
+    scores = tuple(map(VariantScore, names, totals))
     return VariantScores(scores, residues, method, arm, preset, refresh)
 
 
+def _token_ids(turbo: ContextModel, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:
+    """Token id of every residue."""
+    known, inverse = np.unique(letters, return_inverse=True)
+    return np.array([turbo.codes.residues[letter] for letter in known])[inverse]
+
+
 def _recomputed(
-    turbo: ContextModel, ids: Sequence[int], positions: Sequence[int], method: MarginalMethod, toks_per_batch: int
-) -> Iterator[tuple[list[int], Tensor]]:
-    """Indices of residues and log-probabilities there, [n, vocab_size], batch by batch.
+    turbo: ContextModel, ids: Sequence[int], positions: Tensor, method: MarginalMethod, toks_per_batch: int
+) -> Iterator[Tensor]:
+    """Log-probabilities at residues, whose indices are given, [n, vocab_size], batch by batch.
 
     The whole protein runs for each residue, or once if nothing is masked.
     """
     whole = torch.tensor([list(ids)])
     size = len(positions) if method == "wild_type" else max(1, toks_per_batch // len(ids))
-    for part in torch.tensor(positions).split(size):
+    for part in positions.split(size):
         # Residue i is token 1 + i.
         if method == "wild_type":
-            yield part.tolist(), log_probabilities(turbo, whole, 1 + part[None])[0]
+            yield log_probabilities(turbo, whole, 1 + part[None])[0]
         else:
             masked = whole.repeat(len(part), 1).scatter(1, 1 + part[:, None], turbo.codes.mask)
-            yield part.tolist(), log_probabilities(turbo, masked, 1 + part)
+            yield log_probabilities(turbo, masked, 1 + part)
 
 
 def _extended(
     turbo: ContextModel,
     cache: TurboKVCache,
     ids: Sequence[int],
-    positions: Sequence[int],
+    positions: Tensor,
     method: MarginalMethod,
     refresh: int,
     toks_per_batch: int,
-) -> Iterator[tuple[list[int], Tensor]]:
+) -> Iterator[Tensor]:
     """The same by extensions in place.
 
     `refresh + 1` residues around each position run against all others in the cache; near an end the window is shifted
@@ -197,7 +200,7 @@ def _extended(
     whole = torch.tensor(list(ids))
     residues = sum(token not in (turbo.codes.cls, turbo.codes.eos) for token in ids)
     width = refresh + 1
-    for part in torch.tensor(positions).split(max(1, toks_per_batch // width)):
+    for part in positions.split(max(1, toks_per_batch // width)):
         start = (part - refresh // 2).clamp(0, residues - width)
         columns = 1 + start[:, None] + torch.arange(width)
         at = part - start
@@ -207,7 +210,7 @@ def _extended(
         past = torch.ones(len(part), len(ids), dtype=torch.int64).scatter(1, columns, 0)
         attention_mask = torch.cat([past, torch.ones_like(columns)], dim=1)
         options = {"attention_mask": attention_mask, "position_ids": columns, "past_key_values": cache}
-        yield part.tolist(), log_probabilities(turbo, input_ids, at, **options)
+        yield log_probabilities(turbo, input_ids, at, **options)
 
 
 def _stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:

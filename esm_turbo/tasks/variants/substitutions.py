@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from esm_turbo.proteins.fasta import STANDARD_RESIDUES, normalize_sequence
+import numpy as np
+import numpy.typing as npt
 
-_SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE)
+from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES, normalize_sequence
+
+_POSITION_DIGITS = 18
+_SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,57 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
             raise ValueError(f"{variant!r} names position {match[2]} twice")
         substitutions.append(Substitution(residue, index, mutant))
     return substitutions
+
+
+@dataclass(frozen=True)
+class Substitutions:
+    """The substitutions of many variants, as arrays [substitutions], in the order of the variants.
+
+    Attributes:
+        variant: number of the variant that each belongs to.
+        index: index of the residue, from 0.
+        wild_type: residue of the wild type, one letter.
+        mutant: residue that replaces it.
+    """
+
+    variant: npt.NDArray[np.int64]
+    index: npt.NDArray[np.int64]
+    wild_type: npt.NDArray[np.str_]
+    mutant: npt.NDArray[np.str_]
+
+    @classmethod
+    def parse(cls, variants: Sequence[str], wild_type: str, first_position: int = 1) -> Substitutions:
+        """Parse many variants at once, as `parse_variant` parses one.
+
+        Raises:
+            ValueError: one of them is invalid.
+        """
+        parts = [variant.strip().split(":") for variant in variants]
+        matches = [_SUBSTITUTION.fullmatch(part.strip()) for own in parts for part in own]
+        number = np.repeat(np.arange(len(parts)), [len(own) for own in parts])
+        rows = [("", "0", "") if match is None else match.groups() for match in matches]
+        texts = np.array(rows, dtype=np.str_).reshape(-1, 3)
+        letters = np.char.upper(texts[:, ::2])
+        # Longer positions than any protein has lie outside of it; 64 bits hold these.
+        too_long = np.char.str_len(texts[:, 1]) > _POSITION_DIGITS
+        index = np.where(too_long, "0", texts[:, 1]).astype(np.int64) - first_position
+        residues = np.array(list(wild_type))
+        inside = ~too_long & (index >= 0) & (index < len(residues))
+        good = inside & (residues[np.where(inside, index, 0)] == letters[:, 0]) & np.isin(letters[:, 1], list(RESIDUES))
+        by_place = np.lexsort((index, number))
+        twice = (np.diff(number[by_place]) == 0) & (np.diff(index[by_place]) == 0)
+        wrong = [*number[~good], *number[by_place][1:][twice]]
+        if wrong:
+            parse_variant(variants[min(wrong)], wild_type, first_position)
+            raise AssertionError(f"{variants[min(wrong)]!r} is valid after all")
+        return cls(number, index, letters[:, 0], letters[:, 1])
+
+    @classmethod
+    def all(cls, wild_type: str) -> Substitutions:
+        """All substitutions by one of the 20 standard residues, as `all_substitutions` names them."""
+        residues, mutants = np.array(list(wild_type)), np.array(list(STANDARD_RESIDUES))
+        index, column = np.nonzero(residues[:, None] != mutants)
+        return cls(np.arange(len(index)), index, residues[index], mutants[column])
 
 
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
-from esm_turbo.tasks.variants.substitutions import Substitution, all_substitutions, parse_variant
+from esm_turbo.tasks.variants.substitutions import Substitution, Substitutions, all_substitutions, parse_variant
 
 WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
 
@@ -52,3 +52,47 @@ def test_invalid_variants(variant: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         parse_variant(variant, WILD_TYPE)
     assert str(caught.value).startswith(message)
+    # The first bad one of many is named.
+    with pytest.raises(ValueError) as caught:
+        Substitutions.parse(["M1A:K2C", variant, "", "A4C"], WILD_TYPE)
+    assert str(caught.value).startswith(message)
+
+
+def described(table: Substitutions) -> list[tuple[int, Substitution]]:
+    return [
+        (variant, Substitution(*one))
+        for variant, *one in zip(
+            table.variant.tolist(), table.wild_type.tolist(), table.index.tolist(), table.mutant.tolist(), strict=True
+        )
+    ]
+
+
+@given(st.data(), st.integers(-10, 500))
+def test_many_variants_are_parsed_like_one(data: st.DataObject, first_position: int) -> None:
+    positions = st.lists(st.integers(0, len(WILD_TYPE) - 1), min_size=1, max_size=3, unique=True)
+    chosen = data.draw(st.lists(positions, max_size=5))
+    letters = data.draw(st.text(RESIDUES + RESIDUES.lower(), min_size=15, max_size=15))
+    mutants = iter(letters)
+    names = [":".join(f" {WILD_TYPE[i]}{i + first_position}{next(mutants)}" for i in own) for own in chosen]
+    expected = [
+        (number, one) for number, name in enumerate(names) for one in parse_variant(name, WILD_TYPE, first_position)
+    ]
+    assert described(Substitutions.parse(names, WILD_TYPE, first_position)) == expected
+
+
+@given(st.text(RESIDUES, min_size=1, max_size=5))
+def test_all_substitutions_without_their_names(wild_type: str) -> None:
+    parsed = Substitutions.parse(all_substitutions(wild_type), wild_type)
+    assert described(Substitutions.all(wild_type)) == described(parsed)
+
+
+@pytest.mark.parametrize("letter", ["\u017f", "\u212a"])
+def test_letters_that_only_fold_to_residues_are_refused(letter: str) -> None:
+    for parse in (parse_variant, lambda name, wild_type: Substitutions.parse([name], wild_type)):
+        with pytest.raises(ValueError, match="is not a variant"):
+            parse(f"S1{letter}", "SK")
+
+
+def test_positions_of_any_length() -> None:
+    with pytest.raises(ValueError, match="lies outside the protein"):
+        Substitutions.parse([f"M{10**30}A"], WILD_TYPE)
