@@ -51,9 +51,9 @@ class ContextModel:
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
-    `new_cache()` and `claim_cache()`; of the encoder, `model.esm`, the forward, `config`, `device`, `turbo_config`,
-    `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's layers, and evaluations also use
-    `kv_session`, `special_ids`, `backend` and `set_turbo()`.
+    `new_cache()`, `claim_cache()` and `notice_changes()`; of the encoder, `model.esm`, the forward, `config`, `device`,
+    `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's layers, and
+    evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.
@@ -103,7 +103,7 @@ class ContextModel:
             ValueError: a sequence is empty or has a letter that is not a residue, or a total is smaller than the
                 context's own count.
         """
-        self.model.check_weights()
+        self.model.notice_changes()
         sequences = as_list(sequences)
         rows = [[self.codes.cls, *self.codes.encode(s, f"sequence {i + 1}")] for i, s in enumerate(sequences)]
         input_ids, attention_mask = self.codes.batch(rows)
@@ -151,7 +151,7 @@ class ContextModel:
             ValueError: the batch does not match the cache, the cache is empty or belongs to another model, or a
                 sequence is invalid.
         """
-        self.model.check_weights()
+        self.model.notice_changes()
         sequences = as_list(sequences)
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")

@@ -298,7 +298,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         codec = self._codec(self.turbo_config, fingerprint)
         return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
 
-    def check_weights(self) -> None:
+    def notice_changes(self) -> None:
         """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
 
         Waits for the device. Caches that were written with other weights are refused afterwards.
@@ -311,7 +311,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         Raises:
             ValueError: the cache is another model's, or this model has no calibration or another one.
         """
-        self.check_weights()
+        self.notice_changes()
         self._claim(cache)
 
     def _claim(self, cache: TurboKVCache) -> None:
@@ -753,9 +753,9 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
         """See `TurboEsmModel.kv_backend`."""
         return self.esm.kv_backend
 
-    def check_weights(self) -> None:
-        """See `TurboEsmModel.check_weights`."""
-        self.esm.check_weights()
+    def notice_changes(self) -> None:
+        """See `TurboEsmModel.notice_changes`."""
+        self.esm.notice_changes()
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """See `TurboEsmModel.claim_cache`."""

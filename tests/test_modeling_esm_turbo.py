@@ -16,7 +16,7 @@ from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 
-from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from tests.helpers.models import CLS, EOS, MASK, make_config, make_esm, random_ids
@@ -512,3 +512,20 @@ def test_a_calibration_is_refused_after_the_attention_weights_change(tiny_model:
     _key_in_place(model)
     with pytest.raises(ValueError, match="the weights are not this model's"):
         model(random_ids([12])[0], use_cache=True)
+
+
+@pytest.mark.parametrize("preset", ["exact", DEFAULT_PRESET])
+def test_tasks_refuse_contexts_of_a_changed_model(turbo: TurboEsm, preset: str) -> None:
+    """Before they compute anything, whatever the arm."""
+    other = TurboEsm(copy.deepcopy(turbo.model), turbo.tokenizer)
+    other.model.set_turbo(calibration=turbo.calibration, preset=preset)
+    cache = other.prefill("MKTAYIAKQR")
+    other.model.esm.encoder.layer[2].intermediate.dense.weight.data[:64] = 0
+    for task in (
+        lambda: other.extend(cache, "GSGS"),
+        lambda: other.score(cache, ["GSGS"]),
+        lambda: other.score_variants(cache, ["K2A"]),
+        lambda: other.generate(cache, max_new_tokens=2),
+    ):
+        with pytest.raises(ValueError, match="the weights differ"):
+            task()

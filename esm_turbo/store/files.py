@@ -328,6 +328,7 @@ def context_spec(turbo: ContextModel) -> ContextSpec:
     Raises:
         ValueError: the model's preset needs a calibration, and there is none.
     """
+    turbo.model.notice_changes()
     cache = turbo.model.new_cache()
     assert cache.codec is not None
     return ContextSpec(

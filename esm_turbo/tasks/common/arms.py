@@ -46,13 +46,15 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
         The arm, and the preset that its context is stored as; None for `full`.
 
     Raises:
-        ValueError: no such arm exists, or `cache` belongs to another one.
+        ValueError: no such arm exists, or `cache` belongs to another one or to another model.
     """
     if cache is not None:
         own: Arm = "frozen" if cache.config == FROZEN else "turbo"
         if arm not in (None, own):
             raise ValueError(f"a cache of preset {cache.config.name!r} is for arm {own!r}, not {arm!r}")
+        turbo.model.claim_cache(cache)
         return own, cache.config.name
+    turbo.model.notice_changes()
     chosen = check_choice("arm", "turbo" if arm is None else arm, ARMS)
     return chosen, {"full": None, "frozen": FROZEN.name, "turbo": turbo.model.esm.turbo_config.name}[chosen]
 
