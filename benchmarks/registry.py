@@ -188,8 +188,8 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         most_repeats=20,
     ),
     "calls_cuda": Benchmark(
-        "calls of the public API, from strings to results: prefill, and embedding with and without caches",
-        partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384)),
+        "calls of the public API, from strings to results",
+        partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384), 1000, 20),
         most_repeats=5,
     ),
     "prefill_cuda": Benchmark(

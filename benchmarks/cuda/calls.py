@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +21,7 @@ from benchmarks.harness.models import Architecture, masked_lm, random_calibratio
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.evaluate.environment import device_name
-from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, token_batches
 
 THEIRS = "Hugging Face's model"
 PRODUCTS = "matrix products alone"
@@ -27,15 +30,22 @@ _TOLERANCE = 0.25
 
 
 def call_cases(
-    architecture: Architecture, residues: int, proteins: int, toks_per_batch: Sequence[int]
+    architecture: Architecture,
+    residues: int,
+    proteins: int,
+    toks_per_batch: Sequence[int],
+    candidates: int,
+    new_tokens: int,
 ) -> Iterator[Case]:
-    """Prefill of one context, and embedding of many proteins; random weights in bfloat16.
+    """Calls of every task, with random weights in bfloat16.
 
     Args:
         architecture: of the model.
         residues: of the context.
         proteins: shipped proteins to embed, of at most 1,022 residues.
-        toks_per_batch: padded tokens per batch.
+        toks_per_batch: padded tokens per batch of the embeddings.
+        candidates: peptides of 12 residues to score.
+        new_tokens: residues to generate.
     """
     if not cuda_timing.available():
         return
@@ -62,6 +72,10 @@ def call_cases(
         residues + 1,
         [Target(("seconds", "turbo.prefill", "p50"), at_most=9e-3)],
     )
+    calls = _Calls(architecture, model, turbo, sequence, shape)
+    yield from (calls.extend(1, at_most=4e-3), calls.extend(64, at_most=10e-3))
+    yield from (calls.score(candidates), calls.variants())
+    yield from (calls.generate(1, new_tokens, at_least=250), calls.generate(64, new_tokens, at_least=5000))
     chosen = known[:proteins]
     for size in toks_per_batch:
         embed: Callable[..., Any] = partial(turbo.embed, chosen, toks_per_batch=size)
@@ -76,7 +90,7 @@ def call_cases(
             {mean: partial(embed, include=["mean"]), caches: partial(embed, include=["mean", "cache"])},
             size,
             [
-                Target(("residues_per_second", mean), at_least=250e3),
+                Target(("per_second", mean), at_least=250e3),
                 Target(("ratios", f"{THEIRS} / {mean}"), at_least=1.7),
                 Target(("ratios", f"{mean} / {caches}"), at_least=0.8),
             ],
@@ -115,7 +129,8 @@ def _case(
         first, *others = ours
         return {
             "seconds": seconds,
-            "residues_per_second": {arm: sum(map(len, sequences)) / seconds[arm]["p50"] for arm in arms},
+            "unit": "residues",
+            "per_second": {arm: sum(map(len, sequences)) / seconds[arm]["p50"] for arm in arms},
             "ratios": {
                 **{f"{THEIRS} / {arm}": ratio(seconds, THEIRS, arm) for arm in ours},
                 **{f"{first} / {arm}": ratio(seconds, first, arm) for arm in others},
@@ -124,6 +139,190 @@ def _case(
         }
 
     return Case(name, architecture.name, shape, check, measure, targets)
+
+
+class _Calls:
+    """Calls that read one context.
+
+    Args:
+        architecture: of the model.
+        model: Hugging Face's.
+        turbo: with the same weights.
+        sequence: residues of the context.
+        shape: of the records.
+    """
+
+    def __init__(
+        self, architecture: Architecture, model: EsmForMaskedLM, turbo: TurboEsm, sequence: str, shape: dict[str, Any]
+    ) -> None:
+        self.architecture, self.model, self.turbo, self.sequence, self.shape = (
+            architecture, model, turbo, sequence, shape,
+        )  # fmt: skip
+        self.generator = random.Random(0)
+
+    def extend(self, rows: int, at_most: float) -> Case:
+        """Extension of one context by peptides; also of another context in every call."""
+        turbo, peptides = self.turbo, self._peptides(rows)
+        context = turbo.prefill(self.sequence)
+        others = itertools.cycle([turbo.prefill(self.sequence[index:]) for index in range(8)])
+        ids = self._ids([self.sequence + peptide for peptide in peptides])
+
+        def eager() -> Tensor:
+            with without_graphs(turbo):
+                return turbo.extend(context, peptides).hidden_states
+
+        def check() -> Check:
+            found = [turbo.extend(context, peptides).hidden_states for _ in range(3)][-1]
+            return Check(
+                "hidden states by a graph against eager ones, largest difference",
+                largest_difference(found, eager()),
+                _TOLERANCE,
+            )
+
+        name = "turbo.extend"
+        return self._read(
+            f"extend by {rows} peptide{'s' if rows > 1 else ''}",
+            {"rows": rows},
+            check,
+            {
+                name: lambda: turbo.extend(context, peptides),
+                f"{name}, another context each time": lambda: turbo.extend(next(others), peptides),
+                f"{name}, no graphs": eager,
+                THEIRS: lambda: self.model(ids).logits,
+            },
+            ("peptides", rows),
+            [Target(("seconds", name, "p50"), at_most=at_most)],
+        )
+
+    def score(self, candidates: int) -> Case:
+        """Scores of many peptides on one target."""
+        turbo, peptides = self.turbo, self._peptides(candidates)
+        few = peptides[:4]
+
+        def check() -> Check:
+            alone, among = (turbo.score(self.sequence, x).scores[: len(few)] for x in (few, peptides))
+            pairs = zip(alone, among, strict=True)
+            error = max(abs(a.mean_log_probability - b.mean_log_probability) for a, b in pairs)
+            return Check("mean log-probabilities, few peptides against many, largest difference", error, _TOLERANCE)
+
+        names = {arm: f"turbo.score, {arm}" for arm in ("turbo", "frozen")}
+        return self._read(
+            f"score {candidates:,} peptides",
+            {"rows": candidates},
+            check,
+            {name: partial(turbo.score, self.sequence, peptides, arm=arm) for arm, name in names.items()},
+            ("peptides", candidates),
+            [
+                Target(("per_second", names["turbo"]), at_least=1250),
+                Target(("ratios", f"{names['turbo']} / {names['frozen']}"), at_least=0.7),
+            ],
+        )
+
+    def variants(self) -> Case:
+        """Scores of all single substitutions."""
+        turbo, residues = self.turbo, len(self.sequence)
+        ids = self._ids([self.sequence])
+
+        def check() -> Check:
+            found = [turbo.score_variants(self.sequence).values for _ in range(3)][-1]
+            with without_graphs(turbo):
+                expected = turbo.score_variants(self.sequence).values
+            error = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+            return Check("scores by graphs against eager ones, largest difference", error, _TOLERANCE)
+
+        @torch.no_grad()
+        def masked_rows() -> None:
+            for part in torch.arange(1, residues + 1, device=ids.device).split(64):
+                rows = ids.repeat(len(part), 1).scatter(1, part[:, None], self.model.config.mask_token_id)
+                states = self.model.esm(rows).last_hidden_state
+                self.model.lm_head(states[torch.arange(len(part)), part]).float().log_softmax(-1).cpu()
+
+        names = {arm: f"turbo.score_variants, {arm}" for arm in ("turbo", "frozen")}
+        return self._read(
+            f"score all variants of {residues} residues",
+            {"rows": residues},
+            check,
+            {
+                **{name: partial(turbo.score_variants, self.sequence, arm=arm) for arm, name in names.items()},
+                THEIRS: masked_rows,
+            },
+            ("residues", residues),
+            [Target(("seconds", names["turbo"], "p50"), at_most=90e-3)],
+        )
+
+    def generate(self, rows: int, new_tokens: int, at_least: float) -> Case:
+        """Residues generated after one context, left to right."""
+        turbo, options = self.turbo, {"max_new_tokens": new_tokens}
+
+        def check() -> Check:
+            once, again = (turbo.generate([self.sequence] * rows, **options).sequences for _ in range(2))
+            return Check("sequences that differ when generated twice", float(once != again), 0.0)
+
+        @torch.no_grad()
+        def recomputed() -> None:
+            ids = self._ids([self.sequence] * rows)
+            for _ in range(new_tokens):
+                drawn = self.model(ids).logits[:, -1].argmax(-1, keepdim=True)
+                ids = torch.cat([ids, drawn], dim=1)
+
+        name = "turbo.generate"
+        return self._read(
+            f"generate after {rows} context{'s' if rows > 1 else ''}",
+            {"rows": rows, "new_tokens": new_tokens},
+            check,
+            {name: partial(turbo.generate, [self.sequence] * rows, **options), THEIRS: recomputed},
+            ("residues", rows * new_tokens),
+            [Target(("per_second", name), at_least=at_least)],
+        )
+
+    def _read(
+        self,
+        name: str,
+        shape: dict[str, Any],
+        check: Callable[[], Check],
+        arms: dict[str, Callable[[], object]],
+        counted: tuple[str, int],
+        targets: Sequence[Target],
+    ) -> Case:
+        unit, count = counted
+
+        @torch.no_grad()
+        def measure(repeats: int) -> Figures:
+            seconds = spread(interleave({arm: [partial(_finished, call)] for arm, call in arms.items()}, repeats))
+            first, *others = arms
+            return {
+                "seconds": seconds,
+                "unit": unit,
+                "per_second": {arm: count / seconds[arm]["p50"] for arm in arms},
+                "ratios": {
+                    **{f"{first} / {arm}": ratio(seconds, first, arm) for arm in others},
+                    **{
+                        f"{THEIRS} / {arm}": ratio(seconds, THEIRS, arm)
+                        for arm in arms
+                        if THEIRS in arms and arm != THEIRS
+                    },
+                },
+            }
+
+        described = {"context_tokens": len(self.sequence) + 1, "preset": DEFAULT_PRESET, **self.shape, **shape}
+        return Case(name, self.architecture.name, described, check, measure, targets)
+
+    def _peptides(self, count: int) -> list[str]:
+        return ["".join(self.generator.choices(STANDARD_RESIDUES, k=12)) for _ in range(count)]
+
+    def _ids(self, sequences: Sequence[str]) -> Tensor:
+        ids: Tensor = self.turbo.tokenizer(list(sequences), return_tensors="pt").input_ids
+        return ids.to(self.model.device)
+
+
+@contextmanager
+def without_graphs(turbo: TurboEsm) -> Iterator[None]:
+    """Calls within run eagerly."""
+    turbo.model.esm.captures = False
+    try:
+        yield
+    finally:
+        turbo.model.esm.captures = True
 
 
 def _finished(call: Callable[[], object]) -> None:

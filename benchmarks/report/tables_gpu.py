@@ -126,16 +126,17 @@ def gpu_calls() -> str:
     records, rows = _records("calls_cuda"), []
     for record in records:
         figures = record["figures"]
+        rates, unit = figures.get("per_second", figures.get("residues_per_second")), figures.get("unit", "residues")
         for arm in figures["seconds"]:
             speedup = figures["ratios"].get(f"Hugging Face's model / {arm}")
             rows.append([
                 figures["case"],
                 _call(arm),
                 _ms(figures["seconds"], arm),
-                f"{figures['residues_per_second'][arm]:,.0f}",
+                f"{rates[arm]:,.0f} {unit}",
                 "" if speedup is None else f"{speedup:.2f}x",
             ])  # fmt: skip
-    head = ["call", "arm", "median, ms", "residues/s", "speedup over Hugging Face's model"]
+    head = ["call", "arm", "median, ms", "per second", "speedup over Hugging Face's model"]
     return table(head, rows) + _source(records, "bfloat16, wall time from strings to results")
 
 
