@@ -33,7 +33,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
     made: dict[str, Iterator[Case]] = {
         "decode_attention_cuda": iter(decode_attention.attention_cases(((2, 70, 2), (1, 64, 3)), target)),
         "prefill_cuda": cuda_prefill.prefill_cases(TINY, (32, 40), ("turbo3", "paper"), {}),
-        "calls_cuda": calls.call_cases(TINY, 30, 3, (200,)),
+        "calls_cuda": calls.call_cases(TINY, 30, 3, (200,), 5, 3),
         "extension_cuda": cuda_steps.step_cases(TINY, 40, (1,), ("exact", "turbo3", "paper")),
         "extension_memory_cuda": cuda_memory.extension_cases(TINY, 8, 70, (1,), ("turbo2",), at_most=0.02),
         "cache_bytes_cuda": cuda_memory.size_cases(TINY, 70, ("exact", "paper", "turbo2")),
