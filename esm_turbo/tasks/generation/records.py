@@ -142,8 +142,8 @@ def _check_results(records: Sequence[ProteinRecord], options: GenerationOptions)
     needed = options.num_return_sequences * (_SAMPLE_BYTES * len(records) + residues + _NEW_BYTES * new)
     if free is not None and needed > free:
         raise ValueError(
-            f"{options.num_return_sequences:,} samples of {len(records):,} proteins and their log-probabilities need"
-            f" about {size_text(needed)} of memory, {size_text(free)} are free; generate fewer at a time"
+            f"the sequences asked for and their log-probabilities need about {size_text(needed)} of memory,"
+            f" {size_text(free)} are free; generate fewer or shorter ones at a time"
         )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
@@ -143,6 +144,8 @@ def score_file(
         NotEnoughMemoryError: the protein needs more memory than is free.
         ValueError: a score is not finite.
     """
+    # Before there is an object for each of its variants.
+    check_memory(turbo.model.esm, len(wild_type.sequence) + 2)
     if variants is None:
         variants = [MeasuredVariant(name) for name in all_substitutions(wild_type.sequence, first_position)]
     names = [one.variant for one in variants]

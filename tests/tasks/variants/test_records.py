@@ -12,7 +12,9 @@ from scipy.stats import spearmanr
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
+from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.variants import records
 from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_file
 from esm_turbo.tasks.variants.score import VariantScore, VariantScores
@@ -132,3 +134,12 @@ def test_the_table_has_a_column_per_arm(turbo: TurboEsm, tmp_path: Path) -> None
     assert [row["measured"] for row in rows] == ["0.5", "-1.0", "", "2.0"]
     for arm in ("turbo", "frozen"):
         assert [float(row[arm]) for row in rows] == run.scores[arm].values
+
+
+def test_a_protein_that_does_not_fit_is_refused_before_it_begins(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
+    monkeypatch.setattr(records, "all_substitutions", lambda *arguments: pytest.fail("began"))
+    with pytest.raises(NotEnoughMemoryError, match=r"^\d+ tokens at once need about"):
+        score_file(turbo, ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ"), None, ["turbo"])
