@@ -18,7 +18,7 @@ from benchmarks.harness.models import Architecture, with_head
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.model.sessions import Extension
-from esm_turbo.ops.backends import TorchBackend, TritonBackend
+from esm_turbo.ops.backends import KVBackend, TorchBackend, TritonBackend
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 # Relative to the largest output of a layer.
@@ -136,7 +136,7 @@ def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
     n = context.shape[1]
     cache = _encoded(model, context, layers)
     kernel, dense = Extension(cache, TritonBackend(), None, None), _Dense()
-    decoded = Extension(cache, dense, None, None)  # type: ignore[arg-type]
+    decoded = Extension(cache, dense, None, None)
     rows = []
     for layer_idx, (query, keys, values) in enumerate(layers):
         new = query[:, :, n:], keys[:, :, n:], values[:, :, n:]
@@ -159,7 +159,7 @@ def _validate(model: TurboEsmModel, context: Tensor, layers: Layers) -> Figures:
     }
 
 
-class _Dense:
+class _Dense(KVBackend):
     """A backend that decodes the whole context and attends to it in float64; one row, only the mask of the cache."""
 
     def __init__(self) -> None:
