@@ -414,7 +414,8 @@ def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
     if len({keys.device for keys in stored}) != 1 or not can_run(codec):
         return
     fresh = all(_protected.get(keys, (None,))[0] == version_of(keys) for keys in stored)
-    if fresh and not torch.cuda.is_current_stream_capturing():
+    capturing = stored[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if fresh and not capturing:
         return
     made = []
     with torch.inference_mode(False), torch.no_grad():
