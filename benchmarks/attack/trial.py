@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import re
 import resource
@@ -23,6 +24,8 @@ from esm_turbo.cli.console import PROGRAM, quiet, say
 SECONDS = 120.0
 """After which a command hangs: a hundred times what it takes."""
 MOST_BYTES = 2**30
+# Of `ru_maxrss`.
+_PEAK_UNIT = 1 if sys.platform == "darwin" else 1024
 """Physical memory that a command on a few small proteins may take beyond that of the process it was forked from."""
 OTHER_NUMBERS = 3
 """Exit code of a trial's own call of the library whose result is not the expected one."""
@@ -51,7 +54,7 @@ class Outcome:
         out: standard output.
         err: standard error.
         hung: it was still running after `SECONDS`, and was killed.
-        bytes: peak of physical memory beyond that of the parent.
+        bytes: peak of physical memory beyond what the fork began with.
     """
 
     code: int
@@ -69,11 +72,13 @@ class Running:
         pid: of its process.
         begin: of its time.
         streams: ends of the pipes from its standard output and standard error.
+        resident: memory shared with the process, which writes the bytes of physical memory there that it began with.
     """
 
     pid: int
     begin: float
     streams: tuple[int, int]
+    resident: mmap.mmap
 
     def wait(self) -> Outcome:
         """Wait for its end; at most `SECONDS` from its start."""
@@ -91,9 +96,16 @@ class Running:
                 os.kill(self.pid, signal.SIGKILL)
         _, status, usage = os.wait4(self.pid, 0)
         out, err = (texts[stream].decode(errors="replace") for stream in self.streams)
-        unit = 1 if sys.platform == "darwin" else 1024
-        beyond = usage.ru_maxrss * unit - resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        beyond = usage.ru_maxrss * _PEAK_UNIT - int.from_bytes(self.resident[:], sys.byteorder)
         return Outcome(os.waitstatus_to_exitcode(status), out, err, hung, max(0, beyond))
+
+
+def _resident() -> int:
+    """Physical memory of this process, bytes; where it cannot be read, its peak."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _PEAK_UNIT
 
 
 def start(folder: Path, function: Callable[[], int]) -> Running:
@@ -102,12 +114,13 @@ def start(folder: Path, function: Callable[[], int]) -> Running:
     sys.stderr.flush()
     # Pipes, because limits on files must not reach what the command prints.
     (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-    begin = time.monotonic()
+    begin, resident = time.monotonic(), mmap.mmap(-1, 8)
     pid = os.fork()
     if pid:
         os.close(out_end)
         os.close(err_end)
-        return Running(pid, begin, (out, err))
+        return Running(pid, begin, (out, err), resident)
+    resident[:] = _resident().to_bytes(8, sys.byteorder)
     code = 70
     try:
         # PyTorch makes its thread pool anew after a fork: here, and not when threads that load weights race to it.

@@ -35,7 +35,7 @@ def run(code, *arguments):
         "cyclopts",
         "rich.console",
         "esm_turbo.cli.console",
-        "inspect",
+        "esm_turbo.cli.inputs",
         "numpy",
         "torch",
         "torch.nn",

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ def main() -> None:
     TurboEsm.from_pretrained(calibration=False, device="cpu")
     # The background jobs of a shell ignore interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Python 3.12 and newer warn of forks beside other threads; the children run none of those.
+    warnings.simplefilter("ignore", DeprecationWarning)
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         child = os.fork()
         if child == 0:
