@@ -73,8 +73,8 @@ def decode(codec: KVCodec, layer_idx: int, context: PackedContext, dtype: torch.
         steps = torch.arange(keys.shape[2], device=keys.device)
         for slot, column in enumerate(context.protected_columns.unbind(1)):
             here = (steps == column[:, None])[:, None, :, None]
-            keys = torch.where(here, exact_keys[:, :, [slot]], keys)
-            values = torch.where(here, exact_values[:, :, [slot]], values)
+            keys = torch.where(here, exact_keys[:, :, slot : slot + 1], keys)
+            values = torch.where(here, exact_values[:, :, slot : slot + 1], values)
     return keys.to(dtype), values.to(dtype)
 
 
