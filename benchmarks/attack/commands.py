@@ -215,7 +215,9 @@ def _equal(one: object, other: object, tolerance: float) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         if tolerance:
             # Of the results' own bytes.
-            one, other = ({key: value for key, value in x.items() if not key.endswith("sha256")} for x in (one, other))
+            one, other = (
+                {key: value for key, value in x.items() if not str(key).endswith("sha256")} for x in (one, other)
+            )
         return one.keys() == other.keys() and all(_equal(one[key], other[key], tolerance) for key in one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         if one.dtype != other.dtype or one.shape != other.shape:

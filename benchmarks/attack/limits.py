@@ -50,7 +50,7 @@ def disk(rng: random.Random, folder: Path, references: References) -> list[Findi
 def _about_a_disk(outcome: Outcome, name: str, folder: Path, *, read_only: bool) -> list[Finding]:
     findings = []
     last = outcome.err.strip()[-250:]
-    if "out" not in last.split("error:")[-1]:
+    if "out" not in outcome.err.partition("error:")[2]:
         findings.append(Finding("message", f"names no output: {last}"))
     left = sorted(path for path in outputs(folder) if path.endswith(".tmp") or path.startswith(".tmp"))
     if left:

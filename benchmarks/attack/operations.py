@@ -55,12 +55,13 @@ class Operations:
 
         os._exit = leave  # type: ignore[assignment]
 
-    def step(self, half: Callable[[], object] | None = None, *, needs_room: bool = True) -> None:
+    def step(self, half: Callable[[], object] | None = None, *, needs_room: bool = True, path: Any = None) -> None:
         """One operation.
 
         Args:
             half: makes half of it.
             needs_room: whether a full disk lets it fail.
+            path: that the error names, as Python's own do where an operation is given a path.
         """
         number, self.count = self.count, self.count + 1
         if self.at is None or number < self.at:
@@ -71,9 +72,9 @@ class Operations:
                 half()
             os.kill(os.getpid(), signal.SIGKILL)
         if self.how == "read-only":
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
         if needs_room:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
     def _is_ours(self, path: Any) -> bool:
         if self._inside or not isinstance(path, str | bytes | os.PathLike):
@@ -87,9 +88,9 @@ class Operations:
             writing = any(letter in mode for letter in "wax+") if isinstance(mode, str) else (flags or 0) & _WRITING
             if writing and self._is_ours(path):
                 # With O_TMPFILE or O_CREAT a new file needs room.
-                self.step()
+                self.step(path=path)
         elif event in _AUDITED and any(self._is_ours(path) for path in arguments[:2]):
-            self.step(needs_room=event in ("os.mkdir", "os.link", "os.symlink"))
+            self.step(needs_room=event in ("os.mkdir", "os.link", "os.symlink"), path=arguments[0])
 
     def _wrap_os(self) -> None:
         write, fsync = os.write, os.fsync

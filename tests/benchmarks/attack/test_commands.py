@@ -15,7 +15,7 @@ from benchmarks.attack.commands import content, differences, outputs, write_inpu
 
 def pt(x: torch.Tensor) -> bytes:
     buffer = io.BytesIO()
-    torch.save({"label": "p0", "x": x}, buffer)
+    torch.save({"label": "p0", "representations": {6: x}}, buffer)
     return buffer.getvalue()
 
 
