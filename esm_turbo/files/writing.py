@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import shutil
@@ -12,9 +13,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from esm_turbo.files.paths import is_device
+from esm_turbo.files.paths import NotWritableError, is_device
 
 LOCK_FILE = ".lock"
+# Errors that another attempt would meet again.
+_NEVER_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
 
 
@@ -125,13 +128,19 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
 
     Raises:
         FolderBusyError: another process is writing into it, still after `timeout`.
+        NotWritableError: it cannot be created there.
         ValueError: its lock file is a symbolic link.
     """
     # Imported here because it loads asyncio, which `--help` does not need.
     from filelock import FileLock, Timeout
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno not in _NEVER_WRITABLE:
+            raise
+        raise NotWritableError(f"{folder}: cannot be written ({error.strerror}); choose another path") from error
     path = folder / LOCK_FILE
     refuse_links(path, folder)
     lock = FileLock(path, timeout=timeout)

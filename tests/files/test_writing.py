@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from esm_turbo.files import writing
-from esm_turbo.files.paths import check_writable
+from esm_turbo.files.paths import NotWritableError, check_writable
 from esm_turbo.files.writing import (
     LOCK_FILE,
     FolderBusyError,
@@ -258,3 +258,13 @@ def test_the_error_of_a_part_names_the_whole_file(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
     assert str(caught.value) == f"{tmp_path / 'x'}: cannot be written (No space left on device)"
     assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_folder_that_can_never_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Path, *args: object, **options: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", self)
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    message = r"out: cannot be written \(Read-only file system\); choose another path"
+    with pytest.raises(NotWritableError, match=message), only_writer(tmp_path / "out"):
+        pass
