@@ -14,7 +14,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -55,7 +54,6 @@ FORMAT_VERSION = 2
 _DEVICE_SLOTS = 2
 # Positions are stored as int32. More than the tokens of any row.
 MAX_POSITION = 2**31 - 1
-_cutters: WeakKeyDictionary[TurboKVCache, Cutter] = WeakKeyDictionary()
 _UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
 
 
@@ -447,13 +445,13 @@ class TurboKVCache(CacheStorage):
         """Names of the tensors, and what cuts rows out of them; made once while they stay the same."""
         named = list(self.named_tensors())
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
-        known = _cutters.get(self)
+        known = self.descriptions.get("cutter")
         if known is None or len(known.given) != len(tensors) or not all(map(operator.is_, known.given, tensors)):
             dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in names]
             known = Cutter(tensors, dims)
             # A copy would not follow changes in place.
             if not known.copied:
-                _cutters[self] = known
+                self.descriptions["cutter"] = known
         return names, known
 
     def drop_refinements(self) -> None:
@@ -469,8 +467,10 @@ class TurboKVCache(CacheStorage):
         names = [self.codec.refinements(i) for i in range(len(self.layers))]
         if not any(names):
             raise ValueError(f"caches of preset {self.config.name!r} have no planes that can be dropped")
-        for layer, dropped in zip(self.layers, names, strict=True):
-            layer.packed = {name: tensor for name, tensor in layer.packed.items() if name not in dropped}
+        gone = {f"layers.{i}.packed.{name}" for i, own in enumerate(names) for name in own}
+        before = dict(self.named_tensors())
+        self._set_tensors({name: tensor for name, tensor in before.items() if name not in gone})
+        self._let_go(tensor for name, tensor in before.items() if name in gone)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats every row `repeats` times, copies side by side. One row serves any batch without this.

@@ -593,7 +593,8 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 layer.protected,
                 None,
                 layer.rows,
-                protected_columns=cache.protected_columns.to(self.device),
+                # A model may be spread over several devices.
+                protected_columns=cache.protected_columns.to(next(iter(layer.packed.values())).device),
             )
             keys, values = decoded_attention.decode(codec, index, context, self.dtype)
             tensors |= {f"layers.{index}.packed.keys": keys, f"layers.{index}.packed.values": values}

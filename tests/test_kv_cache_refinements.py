@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ import torch
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
+from esm_turbo.model.graphs import StaticKVCache
 from tests.helpers.models import CACHE_CONFIGS, random_ids
 from tests.test_kv_cache import append, assert_caches_equal, assert_rows_equal, new_cache, prefill, probe, rewrite
 
@@ -231,3 +234,30 @@ def test_bits_of_a_context_of_1024_tokens(turbo: TurboEsm, preset: str) -> None:
     else:
         with pytest.raises(ValueError, match="no planes that can be dropped"):
             cache.drop_refinements()
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_what_is_dropped_is_freed(model: TurboEsmForMaskedLM, is_cut: bool) -> None:
+    """Also after the cache was copied into a graph's, or was cut out of a batch into one buffer."""
+    cache = prefill(model, [40, 17])
+    if is_cut:
+        cache = cache.cut([40, 17])[0]
+    StaticKVCache.like(cache).copy_(cache)
+    cache.cut(cache.lengths.tolist())
+    gone = [weakref.ref(tensor.untyped_storage()) for layer in planes(cache) for tensor in layer.values()]
+    expected = {name: tensor.clone() for name, tensor in cache.named_tensors()}
+    del expected["lengths"]
+    cache.drop_refinements()
+    gc.collect()
+    assert gone
+    assert all(storage() is None for storage in gone)
+    for name, tensor in cache.named_tensors():
+        assert name == "lengths" or torch.equal(tensor, expected[name])
+
+
+def test_a_cut_cache_that_is_cropped_frees_its_buffer(model: TurboEsmForMaskedLM) -> None:
+    cache = prefill(model, [40]).cut([40])[0]
+    buffer = weakref.ref(cache.token_ids.untyped_storage())
+    cache.crop(3)
+    gc.collect()
+    assert buffer() is None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self
 
 import torch
@@ -40,12 +40,14 @@ class CacheStorage(Cache):
     Attributes:
         lengths, token_ids, positions, protected_columns: see `TurboKVCache`.
         layers: the others, see `TurboCacheLayer`.
+        descriptions: what is known about where the tensors lie; forgotten as soon as one is replaced.
     """
 
     lengths: Tensor
     token_ids: Tensor
     positions: Tensor | None
     protected_columns: Tensor
+    descriptions: dict[str, Any]
 
     def __init__(self, num_layers: int, device: torch.device | str) -> None:
         super().__init__(layers=[TurboCacheLayer() for _ in range(num_layers)])
@@ -87,6 +89,8 @@ class CacheStorage(Cache):
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces all tensors by those named."""
+        # A description refers to tensors, and would keep those that are replaced.
+        self.descriptions = {}
         self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
         self.protected_columns, self.positions = tensors["protected_columns"], tensors.get("positions")
         for layer in self.layers:
@@ -163,7 +167,7 @@ class CacheStorage(Cache):
         if columns > self._capacity:
             # A quarter more: appending token by token then copies each token about four times.
             capacity = -(-(columns + columns // 4) // _CAPACITY_STEP) * _CAPACITY_STEP
-            self._map_tensors(lambda tensor, dim: with_room(tensor, dim, capacity), Axis.COLUMN)
+            self._replace_columns(lambda tensor, dim: with_room(tensor, dim, capacity))
             self._capacity, self._written = capacity, self.columns
 
     def _trim(self, columns: int) -> None:
@@ -171,9 +175,27 @@ class CacheStorage(Cache):
         if columns < self.columns:
             capacity = self._capacity if 2 * columns >= self._capacity else 0
 
-            def first(tensor: Tensor, dim: int) -> Tensor:
-                part = tensor.narrow(dim, 0, columns)
-                return part if capacity else part.contiguous()
-
-            self._map_tensors(first, Axis.COLUMN)
+            if capacity:
+                self._map_tensors(lambda tensor, dim: tensor.narrow(dim, 0, columns), Axis.COLUMN)
+            else:
+                self._replace_columns(lambda tensor, dim: tensor.narrow(dim, 0, columns).contiguous())
             self._capacity = capacity
+
+    def _replace_columns(self, function: Callable[[Tensor, int], Tensor]) -> None:
+        """Replaces all that is stored per column by copies, and frees what was there."""
+        before = [tensor for name, tensor in self.named_tensors() if axis_of(name) is Axis.COLUMN]
+        self._map_tensors(function, Axis.COLUMN)
+        self._let_go(before)
+
+    def _let_go(self, dropped: Iterable[Tensor]) -> None:
+        """Copies tensors that share a buffer with dropped ones (`TurboKVCache.cut`): they would keep all of it."""
+        buffers = {tensor.untyped_storage().data_ptr() for tensor in dropped if tensor.numel()}
+        held = {
+            name: tensor.clone()
+            for name, tensor in self.named_tensors()
+            if tensor.numel() and tensor.untyped_storage().data_ptr() in buffers
+        }
+        if held:
+            if any(axis_of(name) is Axis.COLUMN for name in held):
+                self._capacity = 0
+            self._set_tensors(dict(self.named_tensors()) | held)

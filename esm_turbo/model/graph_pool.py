@@ -28,8 +28,10 @@ _MAX_COLUMNS = 4096
 _MIN_TOKENS, _MIN_COLUMNS = 8, 128
 # Capturing takes as long as about ten calls.
 _USES_BEFORE_CAPTURE = 2
+# Uses before a graph that had to go is captured again, so that shapes in turn do not spend their time on captures.
+_USES_BEFORE_RECAPTURE = 10
 _MAX_GRAPHS = 16
-# Fraction of a device's memory that contexts of graphs may take.
+# Fraction of a device's memory that contexts and results of graphs may take.
 _MEMORY_SHARE = 0.05
 _WARM_UPS = 2
 # One capture at a time, in whichever thread and of whichever model.
@@ -74,15 +76,17 @@ class GraphPool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._done: torch.cuda.Event | None = None
         self.clear()
 
     def clear(self) -> None:
         """Drops all graphs and their memory."""
+        self._finish()
         self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding] = OrderedDict()
         self._uses: Counter[Any] = Counter()
         self._addresses: tuple[int, ...] = ()
         self._memory: Any = None
-        self._done: torch.cuda.Event | None = None
+        self._done = None
 
     # Copies of a model capture their own.
     def __deepcopy__(self, memo: object) -> GraphPool:
@@ -117,9 +121,11 @@ class GraphPool:
             uses: number of calls that this one counts for; a call that is known to recur counts more.
 
         Returns:
-            [batch, n, hidden_size]; None if there is no graph for it.
+            [batch, n, hidden_size]; None if there is no graph for it, or if the mask has another shape.
         """
         batch_size, n = input_ids.shape
+        if attention_mask is not None and not _is_mask_of(attention_mask, input_ids, cache):
+            return None
         bucket = bucket_of(batch_size, n, cache.batch_size, cache.columns)
         if bucket is None:
             return None
@@ -201,6 +207,7 @@ class GraphPool:
             graph.contexts.load_(cache, source)
             graph.replay()
             decoded: TurboKVCache = graph.decoded.cut([n])[0]
+            decoded.fingerprint = cache.fingerprint
             return decoded
 
     @contextmanager
@@ -238,13 +245,16 @@ class GraphPool:
             return
         limit = _memory_limit(device)
         while len(self._graphs) > _MAX_GRAPHS or (len(self._graphs) > 1 and self._bytes() > limit):
+            self._finish()
             dropped, _ = self._graphs.popitem(last=False)
-            del self._uses[dropped]
+            self._uses[dropped] = _USES_BEFORE_CAPTURE - _USES_BEFORE_RECAPTURE
 
     def _contexts(self, bucket: Bucket, cache: TurboKVCache, layout: Any) -> StaticKVCache:
         """Static contexts for a graph, shared by all graphs with as many of the same length and layout."""
         for (other, *own_layout), graph in self._graphs.items():
             if isinstance(graph, _Extension) and other[2:] == bucket[2:] and tuple(own_layout) == layout:
+                # Those of a model whose weights have changed would be refused.
+                graph.contexts.fingerprint = cache.fingerprint
                 return graph.contexts
         return StaticKVCache.like(cache, bucket.columns, bucket.contexts)
 
@@ -255,9 +265,16 @@ class GraphPool:
         return self._memory
 
     def _bytes(self) -> int:
-        """Bytes of all contexts."""
-        contexts = {id(graph.contexts): graph.contexts for graph in self._graphs.values()}
-        return sum(tensor.nbytes for cache in contexts.values() for _, tensor in cache.named_tensors())
+        """Bytes of all contexts, also of decoded ones."""
+        caches = [graph.contexts for graph in self._graphs.values()]
+        caches += [graph.decoded for graph in self._graphs.values() if isinstance(graph, _Decoding)]
+        tensors = {id(tensor): tensor for cache in caches for _, tensor in cache.named_tensors()}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _finish(self) -> None:
+        """Waits for the last replay: what it reads may be freed then, whatever the stream."""
+        if self._done is not None:
+            self._done.synchronize()
 
     @contextmanager
     def _exclusive(self, device: torch.device) -> Iterator[None]:
@@ -270,8 +287,16 @@ class GraphPool:
             self._done = torch.cuda.Event()
         else:
             stream.wait_event(self._done)
-        yield
-        self._done.record(stream)
+        try:
+            yield
+        finally:
+            self._done.record(stream)
+
+
+def _is_mask_of(attention_mask: Tensor, input_ids: Tensor, cache: TurboKVCache) -> bool:
+    """Whether a mask is [batch, n], or [batch, past + n]."""
+    batch_size, n = input_ids.shape
+    return attention_mask.shape == input_ids.shape or (attention_mask.shape == (batch_size, cache.get_seq_length() + n))
 
 
 def _memory_limit(device: torch.device) -> int:
@@ -298,7 +323,7 @@ class _Extension:
         # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
         self._padding = model.special_ids[0]
         self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
-        self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.int64, device=device)
+        self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.bool, device=device)
         self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
 
         def run() -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from typing import Any, Self
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -82,6 +81,8 @@ class StaticKVCache(TurboKVCache):
 
     def load_(self, cache: TurboKVCache, rows: Rows) -> None:
         """Loads contexts that are known to fit; `rows` are those of their layers."""
+        # The model may have noticed changes of its weights since.
+        self.fingerprint = cache.fingerprint
         self.lengths.zero_()
         self.protected_columns.fill_(-1)
         for name in OWN_TENSORS:
@@ -101,14 +102,10 @@ class StaticKVCache(TurboKVCache):
         """Keeps all columns and slots."""
 
 
-# Where the layers' tensors of a cache lie.
-_known_rows: WeakKeyDictionary[TurboKVCache, tuple[tuple[str, ...], list[Tensor], Rows]] = WeakKeyDictionary()
-
-
 def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
     """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
     tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
-    known = _known_rows.get(cache)
+    known: tuple[tuple[str, ...], list[Tensor], Rows] | None = cache.descriptions.get("rows")
     if known is not None and len(known[1]) == len(tensors) and all(map(operator.is_, known[1], tensors)):
         return known[0], known[2]
     named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
@@ -116,7 +113,7 @@ def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
     rows = Rows(tensors, [dim_of(name) for name, _ in named])
     # A copy would not follow changes in place.
     if not rows.copied:
-        _known_rows[cache] = (names, tensors, rows)
+        cache.descriptions["rows"] = (names, tensors, rows)
     return names, rows
 
 

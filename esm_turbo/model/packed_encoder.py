@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -89,9 +88,10 @@ def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> 
     """
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return None
-    tree = _trees.get(module)
-    if tree is None or tree.changed():
-        tree = _trees[module] = _Tree(module)
+    # Kept by the module: the tree refers to it, so that a dictionary of modules, even a weak one, would never let go.
+    tree = module.__dict__.get("_tree")
+    if tree is None or tree.changed(module):
+        tree = module.__dict__["_tree"] = _Tree(module)
     return tree.addresses() if tree.is_plain(allowed) else None
 
 
@@ -99,37 +99,41 @@ class _Tree:
     """The submodules of a module, and the dictionaries of what may change in them."""
 
     def __init__(self, module: nn.Module) -> None:
-        # The module itself holds this in a weak dictionary.
         submodules = list(module.modules())[1:]
         states = [module.__dict__, *(submodule.__dict__ for submodule in submodules)]
         self.states = states
         self.children = [state["_modules"] for state in states if state["_modules"]]
-        self.hooks = [state[name] for state in states for name in ("_forward_hooks", "_forward_pre_hooks")]
-        self.tensors = [state[name] for state in states for name in ("_parameters", "_buffers") if state[name]]
+        # Some libraries put other dictionaries in place of a module's: these are looked up in every call.
+        self.holders = [(state, name) for state in states for name in ("_parameters", "_buffers") if state[name]]
         self.root = type(module)
         self.submodules = submodules
         self.known = self._listed()
 
+    # Copies of a module have trees of their own.
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
     def _listed(self) -> list[Any]:
         return [child for children in self.children for child in children.values()]
 
-    def changed(self) -> bool:
-        """Whether a submodule was replaced, added or removed."""
-        return self._listed() != self.known
+    def changed(self, module: nn.Module) -> bool:
+        """Whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
+        return self.states[0] is not module.__dict__ or self._listed() != self.known
 
     def is_plain(self, allowed: Collection[type[nn.Module]]) -> bool:
-        hooks = chain.from_iterable(own.values() for own in self.hooks if own)
+        hooks = [own for state in self.states if (own := state["_forward_hooks"])]
+        hooks += [own for state in self.states if (own := state["_forward_pre_hooks"])]
         return (
             {self.root, *map(type, self.submodules)} <= set(allowed)
             and not any("forward" in state for state in self.states)
-            and all(map(is_recorder, hooks))
+            and all(map(is_recorder, chain.from_iterable(own.values() for own in hooks)))
         )
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple([x.data_ptr() for own in self.tensors for x in own.values() if x is not None])
-
-
-_trees: WeakKeyDictionary[nn.Module, _Tree] = WeakKeyDictionary()
+        return tuple([x.data_ptr() for state, name in self.holders for x in state[name].values() if x is not None])
 
 
 def is_recorder(hook: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,7 +30,7 @@ class Rows:
 
     Attributes:
         tensors: as given, or contiguous copies.
-        table: int64 [tensors, 4] on the device: address, rows, bytes per row, and bytes from one row to the next.
+        device: of the tensors.
         words: whether all numbers are multiples of four bytes.
         copied: whether a tensor had to be copied.
     """
@@ -46,8 +47,16 @@ class Rows:
             entries.append([made.data_ptr(), count, length, made.stride(dim - 1) * size if dim else length])
         self.copied = any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self.words = all(number % _WORD == 0 for entry in entries for number in (entry[0], *entry[2:]))
-        device = self.tensors[0].device if self.tensors else torch.device("cpu")
-        self.table = _on_device(np.array(entries, dtype=np.int64).reshape(-1, 4), device)
+        self.device = self.tensors[0].device if self.tensors else torch.device("cpu")
+        self._entries = np.array(entries, dtype=np.int64).reshape(-1, 4)
+
+    @functools.cached_property
+    def table(self) -> Tensor:
+        """Address, rows, bytes per row, and bytes from one row to the next, int64 [tensors, 4] on the device.
+
+        Made by the first copy, on its stream; copies on others have to follow it.
+        """
+        return _on_device(self._entries, self.device)
 
 
 def _has_rows(tensor: Tensor, dim: int) -> bool:
@@ -68,11 +77,13 @@ def _has_rows(tensor: Tensor, dim: int) -> bool:
 def copy_rows(sources: Rows, targets: Rows) -> None:
     """Copies every source to the beginning of its target's rows: `target[:n_0, :n_1, ...] = source`.
 
-    One launch on CUDA; a plain loop elsewhere. A target's rows may be longer than its source's, and more; dimensions
-    within a row are the same but the first. Targets are not inference tensors.
+    The rest becomes zero, so that nothing of earlier contents is left, such as an infinity that attention would weigh
+    with 0. One launch on CUDA; a plain loop elsewhere. A target's rows may be longer than its source's, and more;
+    dimensions within a row are the same but the first. Targets are not inference tensors.
     """
-    if sources.table.device.type == "cpu" and not interpreted():
+    if sources.device.type == "cpu" and not interpreted():
         for source, target in zip(sources.tensors, targets.tensors, strict=True):
+            target.zero_()
             target[tuple(map(slice, source.shape))] = source
         return
     assert len(sources.tensors) == len(targets.tensors)

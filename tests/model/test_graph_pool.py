@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
+from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.model import graph_pool
 from esm_turbo.model.graph_pool import Bucket, GraphPool, bucket_of
 from esm_turbo.ops import torch_encoder, triton_encoder
@@ -284,6 +285,100 @@ def test_decoded_contexts_are_read_alike(tiny_model: MakeModel, captures: list, 
     assert model.esm.decoded(decoded) is decoded
     with pytest.raises(ValueError, match="the cache is empty"):
         model.esm.decoded(model.new_cache())
+
+
+@torch.no_grad()
+def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
+    """Contexts that graphs share, and decoded ones, are those of the weights of the call."""
+    model, pool = tiny_model(preset="paper"), GraphPool()
+    cache = contexts(model, [12])
+    pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)
+    others = GraphPool()
+    others.decode(model.esm, (1,), cache, uses=2)
+    model.esm.encoder.layer[1].output.dense.weight.mul_(1.5)
+    model.notice_changes()
+    with pytest.warns(OtherWeightsWarning):
+        cache = contexts(model, [12])
+    for n in (20, 4):
+        inputs = inputs_for(model, cache, [n])
+        expected = eager(model, cache, *inputs)
+        decoded = others.decode(model.esm, (1,), cache)
+        for found in (pooled(pool, model, cache, *inputs, uses=2), eager(model, decoded, *inputs)):
+            assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+    assert len({id(graph.contexts) for graph in pool._graphs.values()}) == 1
+
+
+@torch.no_grad()
+def test_masks_of_another_shape_are_left_to_the_eager_path(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12, 9])
+    ids, mask, positions = inputs_for(model, cache, [4, 3])
+    pooled(pool, model, cache, ids, mask, positions, uses=2)
+    for shape in ((1, 4), (2, 3), (2, 15), (2, 17), (1, 16)):
+        assert pooled(pool, model, cache, ids, torch.ones(shape, dtype=torch.int64), positions) is None
+    assert pooled(pool, model, cache, ids, mask, positions) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int32, torch.float32], ids=str)
+@torch.no_grad()
+def test_dtypes_of_inputs(tiny_model: MakeModel, captures: list, dtype: torch.dtype) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    cache = contexts(model, [12, 9])
+    ids, mask, positions = inputs_for(model, cache, [4, 3])
+    expected = pooled(pool, model, cache, ids, mask, positions, uses=2)
+    found = pooled(pool, model, cache, ids.int(), mask.to(dtype), positions.int())
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+@torch.no_grad()
+def test_nothing_is_left_of_a_context_with_nan(tiny_model: MakeModel, captures: list, preset: str) -> None:
+    model, pool = tiny_model(preset=preset), GraphPool()
+    bad = contexts(model, [40])
+    for name, tensor in bad.named_tensors():
+        if tensor.is_floating_point() and ".packed." in name:
+            tensor[:, :, 20:] = float("nan")
+    inputs = inputs_for(model, bad, [4])
+    pooled(pool, model, bad, *inputs, uses=2)
+    good = contexts(model, [12])
+    inputs = inputs_for(model, good, [4])
+    found, expected = pooled(pool, model, good, *inputs), eager(model, good, *inputs)
+    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+@torch.no_grad()
+def test_a_failed_call_leaves_the_pool_usable(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12])
+    ids, mask, positions = inputs_for(model, cache, [4])
+    pooled(pool, model, cache, ids, mask, positions, uses=2)
+    with pytest.raises(RuntimeError):
+        pooled(pool, model, cache, ids, mask, positions.expand(3, -1))
+    expected = eager(model, cache, ids, mask, positions)
+    found = pooled(pool, model, cache, ids, mask, positions)
+    assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
+
+
+@torch.no_grad()
+def test_shapes_in_turn_are_rarely_captured_again(
+    tiny_model: MakeModel, captures: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graph_pool, "_MAX_GRAPHS", 2)
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [12])
+    for _ in range(11):
+        for size in (4, 12, 20):
+            pooled(pool, model, cache, *inputs_for(model, cache, [size]))
+    assert len(captures) <= 6
+
+
+@torch.no_grad()
+def test_decoded_contexts_count_towards_the_limit(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    cache = contexts(model, [12])
+    pool.decode(model.esm, (1,), cache, uses=2)
+    (graph,) = pool._graphs.values()
+    assert pool._bytes() >= graph.contexts.nbytes + graph.decoded.nbytes
 
 
 # On a device.

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -160,8 +166,38 @@ def test_which_encoders_are_plain(tiny_esm: Callable[..., EsmForMaskedLM]) -> No
     dense.forward = dense.forward
     assert plain_addresses(encoder, allowed) is None
     del dense.forward
+    dense._forward_hooks = OrderedDict()
+    assert plain_addresses(encoder, allowed) is not None
+    dense.register_forward_hook(lambda *_: None)
+    assert plain_addresses(encoder, allowed) is None
+    dense._forward_hooks = OrderedDict()
+    before = plain_addresses(encoder, allowed)
+    dense._parameters = {name: nn.Parameter(x.detach().clone()) for name, x in dense._parameters.items()}
+    assert plain_addresses(encoder, allowed) != before
     encoder.layer[1].output.dense = nn.Sequential(dense)
     assert plain_addresses(encoder, allowed) is None
+
+
+def test_copies_are_looked_at_anew(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
+    encoder = tiny_esm().esm.encoder
+    allowed = {type(module) for module in encoder.modules()}
+    addresses = plain_addresses(encoder, allowed)
+    for made in (copy.copy(encoder), copy.deepcopy(encoder), pickle.loads(pickle.dumps(encoder))):
+        plain_addresses(made, allowed)
+        made.forward = made.forward
+        assert plain_addresses(made, allowed) is None
+    assert plain_addresses(encoder, allowed) == addresses
+
+
+def test_modules_that_refer_to_themselves_are_freed(tiny_esm: Callable[..., EsmForMaskedLM]) -> None:
+    encoder = tiny_esm().esm.encoder
+    allowed = {type(module) for module in encoder.modules()}
+    encoder.forward = partial(type(encoder).forward, encoder)
+    assert plain_addresses(encoder, allowed) is None
+    kept = weakref.ref(encoder)
+    del encoder
+    gc.collect()
+    assert kept() is None
 
 
 @pytest.fixture

@@ -92,8 +92,9 @@ class Substitutions:
         rows = [("", "0", "") if match is None else match.groups() for match in matches]
         texts = np.array(rows, dtype=np.str_).reshape(-1, 3)
         letters = np.char.upper(texts[:, ::2])
-        # Longer positions than any protein has lie outside of it; 64 bits hold these.
-        too_long = np.char.str_len(texts[:, 1]) > _POSITION_DIGITS
+        # Longer positions than any protein has, but for zeros, lie outside of it; 64 bits hold the others.
+        digits = np.char.lstrip(np.char.lstrip(texts[:, 1], "-"), "0")
+        too_long = np.char.str_len(digits) > _POSITION_DIGITS
         index = np.where(too_long, "0", texts[:, 1]).astype(np.int64) - first_position
         residues = np.array(list(wild_type))
         inside = ~too_long & (index >= 0) & (index < len(residues))

@@ -96,3 +96,7 @@ def test_letters_that_only_fold_to_residues_are_refused(letter: str) -> None:
 def test_positions_of_any_length() -> None:
     with pytest.raises(ValueError, match="lies outside the protein"):
         Substitutions.parse([f"M{10**30}A"], WILD_TYPE)
+    wild, mutant = WILD_TYPE[0], "A" if WILD_TYPE[0] != "A" else "G"
+    parsed = Substitutions.parse([f"{wild}{'0' * 30}1{mutant}"], WILD_TYPE)
+    assert parsed.index.tolist() == [0]
+    assert [parsed.wild_type[0], parsed.mutant[0]] == [wild, mutant]
