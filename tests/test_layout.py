@@ -14,7 +14,6 @@ PACKAGE, TESTS = ROOT / "esm_turbo", ROOT / "tests"
 TESTED_IN = {
     # Lazy imports of the public names.
     "__init__.py": "test_public_api.py",
-    # Called by one command each, whose tests compare the printed and written results.
     # Parts of a cache, seen through the cache.
     "kv": "test_kv_cache.py",
     # Kernels are launched by these modules, whose tests compare them with the reference.

@@ -1,4 +1,7 @@
-"""Extensions captured as CUDA graphs: a step of a few tokens otherwise takes longer to launch than to compute."""
+"""`CapturedExtension`, a CUDA graph that the user captures, and the static cache that all graphs read.
+
+`graph_pool` captures calls that recur by itself.
+"""
 
 from __future__ import annotations
 

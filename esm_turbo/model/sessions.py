@@ -1,7 +1,8 @@
 """Sessions: how one forward of the model writes or reads a cache.
 
 A session is passed through the layers as a keyword argument, so that neither the model nor the library keeps state.
-RoPE is applied before: in a prefill by Hugging Face's code, in an extension by `Extension.rotate` (ops/).
+RoPE is applied before: in a prefill by Hugging Face's code, in an extension by `Extension.rotate` (ops/), and in half
+precision on CUDA by the packed encoder (model/packed_encoder.py) in both.
 """
 
 from __future__ import annotations
