@@ -22,6 +22,7 @@ _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
 VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", "<null_1>", _MASK)
 """ESM-2's tokens in the order of their ids."""
+_SPECIAL_TOKENS = {"cls_token": "<cls>", "pad_token": "<pad>", "eos_token": "<eos>", "mask_token": _MASK}
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids of one row: a list, or a NumPy array of integers."""
@@ -46,7 +47,7 @@ class TokenCodes:
         """The ids of a tokenizer.
 
         Raises:
-            ValueError: its vocabulary is not ESM-2's.
+            ValueError: its vocabulary or special tokens are not ESM-2's.
         """
         vocabulary = tokenizer.get_vocab()
         tokens = sorted(vocabulary, key=vocabulary.__getitem__)
@@ -55,6 +56,12 @@ class TokenCodes:
                 raise ValueError(
                     f"{tokenizer.name_or_path}: vocab.txt is not ESM-2's: token {index} is {found!r}, not {expected!r};"
                     " copy it again from the checkpoint"
+                )
+        for name, expected in _SPECIAL_TOKENS.items():
+            if (found := getattr(tokenizer, name)) != expected:
+                raise ValueError(
+                    f"{tokenizer.name_or_path}: tokenizer_config.json is not ESM-2's: {name} is {found!r}, not"
+                    f" {expected!r}; copy it again from the checkpoint"
                 )
         residues = {token: index for token, index in vocabulary.items() if len(token) == 1 and token.isalpha()}
         return cls(

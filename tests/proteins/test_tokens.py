@@ -91,3 +91,10 @@ def test_a_damaged_vocabulary_is_refused(tmp_path: Path, change: Any, message: s
     (tmp_path / "vocab.txt").write_text("\n".join(change(lines)))
     with pytest.raises(ValueError, match=rf"vocab.txt is not ESM-2's: {re.escape(message)}; copy it again"):
         TokenCodes.of(EsmTokenizer.from_pretrained(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["cls_token", "pad_token", "eos_token", "mask_token"])
+def test_other_special_tokens_are_refused(name: str) -> None:
+    tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL, **{name: "A"})
+    with pytest.raises(ValueError, match=f"tokenizer_config.json is not ESM-2's: {name} is 'A', not '<"):
+        TokenCodes.of(tokenizer)

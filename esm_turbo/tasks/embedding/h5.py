@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,10 +81,17 @@ class H5Writer(FolderWriter):
         if self._old is not None:
             try:
                 existing = json.loads(self._old.attrs["settings"])
+                names = list(self._old)
             except (KeyError, ValueError, TypeError):
                 raise ValueError(f"{out}: holds no embeddings of esm-turbo; give another file") from None
-            check_same_settings(out, existing, self._content)
-            self._read_identifiers()
+            except (OSError, RuntimeError):
+                # As damaged as a file that cannot be opened.
+                self.close()
+                self._old = None
+                self._set_damaged()
+            else:
+                check_same_settings(out, existing, self._content)
+                self._read_identifiers(names)
         for identifier, _, file, _ in self.index.rows:
             self._assign(identifier, file.removesuffix(".safetensors"))
 
@@ -173,12 +180,16 @@ class H5Writer(FolderWriter):
         try:
             return _h5py().File(self.out, "r")
         except OSError:
-            self.damaged.append(os.fspath(self.out))
-            self._changed = True
+            self._set_damaged()
             return None
 
-    def _read_identifiers(self) -> None:
-        for name in self._old:
+    def _set_damaged(self) -> None:
+        """The existing file cannot be read: it is written again."""
+        self.damaged.append(os.fspath(self.out))
+        self._changed = True
+
+    def _read_identifiers(self, names: Iterable[str]) -> None:
+        for name in names:
             try:
                 attributes = self._old[name].attrs
                 identifiers = [attributes["original_id"], *attributes.get("other_ids", [])]

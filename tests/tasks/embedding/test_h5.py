@@ -61,6 +61,26 @@ def test_a_damaged_file_is_computed_again(run, tmp_path, computed, damage):
     assert h5_content(out) == expected
 
 
+def test_a_file_whose_settings_cannot_be_read_is_computed_again(run, tmp_path, computed, monkeypatch):
+    out = tmp_path / "e.h5"
+    run(out, None, "h5")
+    expected = h5_content(out)
+    computed.clear()
+    read = h5py.AttributeManager.__getitem__
+
+    def damaged(self, name):
+        if name != "settings":
+            return read(self, name)
+        raise OSError("Can't synchronously read data (ran off end of input buffer while decoding)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(h5py.AttributeManager, "__getitem__", damaged)
+        result = run(out, None, "h5")
+    assert result.damaged == [str(out)]
+    assert len(computed) == 4
+    assert h5_content(out) == expected
+
+
 def test_a_damaged_entry_is_computed_again(run, tmp_path, computed):
     out = tmp_path / "e.h5"
     run(out, None, "h5", toks_per_batch=1)
