@@ -332,8 +332,7 @@ class _Extension:
             return states
 
         self.replay = capture(run, device, memory)
-        # The graph knows only addresses: these tensors must not be freed.
-        self._read = [model.codec(contexts.config), *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+        self._read = [model.codec(contexts.config), *_weights(model)]
 
     def load(
         self, cache: TurboKVCache, rows: Rows, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor
@@ -390,8 +389,7 @@ class _Prefill:
             return states
 
         self.replay = capture(run, device, memory)
-        # The graph knows only addresses: these tensors must not be freed.
-        self._read = [cache.codec, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+        self._read = [cache.codec, *_weights(model)]
 
     def load(self, input_ids: Tensor, token_counts: tuple[Tensor, Tensor]) -> None:
         """Loads the inputs of a call."""
@@ -431,6 +429,11 @@ class _Decoding:
 
         self.replay = capture(run, model.device, memory)
         self._read = model.codec(contexts.config)
+
+
+def _weights(model: Any) -> list[Tensor]:
+    """What a graph of the model reads and must keep alive, since it knows only addresses."""
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
