@@ -8,6 +8,7 @@ cache (extension). The rotations of stored keys are those of their codec (codecs
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -42,6 +43,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders, check_config
 from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import (
     check_inputs,
     check_not_all_masked,
@@ -723,7 +725,12 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         return embeddings * mask[..., None].to(embeddings.dtype)
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Predict contacts as `EsmModel` does, under any attention implementation."""
+        """Predict contacts as `EsmModel` does, under any attention implementation.
+
+        Warns with `UntrainedHeadWarning` if the head was never trained.
+        """
+        if problem := untrained(self, "contact_head"):
+            warnings.warn(problem, UntrainedHeadWarning, stacklevel=2)
         session = _AttentionWeights(attention_mask)
         super().forward(tokens, attention_mask, return_dict=True, kv_session=session)
         attentions = torch.stack(session.weights, dim=1)

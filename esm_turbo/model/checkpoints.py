@@ -15,6 +15,7 @@ from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.packed_encoder import is_recorder
 
@@ -138,6 +139,7 @@ class CheckpointMixin(WithoutRecorders):
                 f"{pretrained_model_name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as"
                 f" {missing[0]}; is it ESM-2, and complete?"
             )
+        mark_missing_heads(loaded.config, report["missing_keys"])
         check_weights(loaded)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]

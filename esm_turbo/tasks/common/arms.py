@@ -18,6 +18,7 @@ from torch import Tensor
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.heads import check_head
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import Arm
@@ -46,8 +47,10 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
         The arm, and the preset that its context is stored as; None for `full`.
 
     Raises:
-        ValueError: no such arm exists, or `cache` belongs to another one or to another model.
+        ValueError: no such arm exists, `cache` belongs to another one or to another model, or the model's language
+            model head was never trained.
     """
+    check_head(turbo.model, "lm_head")
     if cache is not None:
         own: Arm = "frozen" if cache.config == FROZEN else "turbo"
         if arm not in (None, own):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
@@ -84,7 +85,8 @@ class EmbeddingRequest:
 
         Raises:
             ValueError: nothing is requested, a layer does not exist, an item of `include` is unknown, caches are
-                requested and the model cannot write them, or the results are not available in windows.
+                requested and the model cannot write them, contacts are requested and the model's contact head was
+                never trained, or the results are not available in windows.
         """
         items = frozenset([include] if isinstance(include, str) else include)
         allowed = get_args(Include)
@@ -95,6 +97,8 @@ class EmbeddingRequest:
             raise ValueError(
                 f"window by window there are no contacts and no cache of a whole protein, got {sorted(items)}"
             )
+        if "contacts" in items:
+            check_head(turbo.model, "contact_head")
         if "cache" in items or (windows is not None and windows.memory):
             turbo.model.new_cache()
         return cls(layers, items, windows)
@@ -124,7 +128,8 @@ def embed(
 
     Raises:
         ValueError: a sequence is empty or has a letter that is not a residue, a layer does not exist, an item of
-            `include` is unknown, or caches are requested under a preset that needs a calibration and there is none.
+            `include` is unknown, caches are requested under a preset that needs a calibration and there is none, or
+            contacts are requested of a model whose contact head was never trained.
     """
     include = [include] if isinstance(include, str) else list(include)
     request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.heads import check_head
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
@@ -115,8 +116,9 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
     """The constraint on residues for a model.
 
     Raises:
-        ValueError: a letter is not a residue, or no residue is left.
+        ValueError: a letter is not a residue, no residue is left, or the language model head was never trained.
     """
+    check_head(turbo.model, "lm_head")
     return AllowedResidues(turbo.codes, turbo.model.config.vocab_size, options.allowed, options.banned)
 
 

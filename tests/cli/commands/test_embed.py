@@ -232,3 +232,10 @@ def test_embed_in_windows(esm, write, tmp_path, tiny_folder, tiny):
     assert "holds embeddings made with" in esm("embed", fasta, out, *options[2:], "--window", 41).error
     assert "`overlap` must be smaller" in esm("embed", fasta, out, "--window", 4, "--overlap", 4, *model).error
     assert "no contacts" in esm("embed", fasta, tmp_path / "x", "--include", "contacts", "--window", 4, *model).error
+
+
+def test_contacts_of_the_embedded_model_are_refused(esm, fasta, tmp_path):
+    result = esm("embed", fasta, tmp_path / "out", "--include", "contacts")
+    assert result.code == 2
+    assert "contacts would be noise: the contact head of this model was never trained" in result.err
+    assert not (tmp_path / "out").exists()

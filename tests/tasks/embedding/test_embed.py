@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from esm_turbo import TurboEsm
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed, iter_embeddings
@@ -23,10 +23,27 @@ LENGTHS = [33, 1, 11, 16, 72]
 TOLERANCE = {"rtol": 1e-4, "atol": 2e-5}
 
 
+def model_with_contacts(**options):
+    """Hugging Face's embedded model, with numbers in place of its contact head, which was never trained."""
+    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32, **options).eval()
+    head = model.esm.contact_head.regression
+    with torch.no_grad():
+        head.weight.copy_(torch.linspace(-5, 5, head.weight.numel()))
+        head.bias.fill_(-1)
+    del model.config.untrained_heads
+    return model
+
+
+@pytest.fixture(scope="module")
+def with_contacts(turbo):
+    model = TurboEsmForMaskedLM.from_esm(model_with_contacts(), calibration=turbo.calibration)
+    return TurboEsm(model, turbo.tokenizer)
+
+
 @pytest.fixture(scope="module")
 def expected(turbo):
     """Per sequence, hidden states of all layers, [13, 2 + L, hidden], and contacts, [L, L]."""
-    model = EsmForMaskedLM.from_pretrained(EMBEDDED_MODEL, dtype=torch.float32, attn_implementation="eager").eval()
+    model = model_with_contacts(attn_implementation="eager")
     results = []
     for sequence in SEQUENCES:
         ids = turbo.tokenizer(sequence.upper().removesuffix("*"), return_tensors="pt").input_ids
@@ -38,9 +55,9 @@ def expected(turbo):
 
 
 @pytest.mark.parametrize("toks_per_batch", [1, 60, 4096])
-def test_everything_equals_a_plain_loop(turbo, expected, toks_per_batch):
+def test_everything_equals_a_plain_loop(with_contacts, expected, toks_per_batch):
     layers = (0, 5, 12)
-    embeddings = embed(turbo, SEQUENCES, layers, ("mean", "per_tok", "bos", "contacts"), toks_per_batch)
+    embeddings = embed(with_contacts, SEQUENCES, layers, ("mean", "per_tok", "bos", "contacts"), toks_per_batch)
     assert [len(e.representations[12]) for e in embeddings] == LENGTHS
     for embedding, (states, contacts) in zip(embeddings, expected, strict=True):
         for layer in layers:
@@ -63,13 +80,18 @@ def test_layers_are_numbered_from_zero(turbo):
     assert embedding.mean_representations[0].shape == (256,)
 
 
-def test_only_requested_results_are_computed(turbo):
-    [embedding] = embed(turbo, ["MKTAY"], include="mean")
+def test_only_requested_results_are_computed(with_contacts):
+    [embedding] = embed(with_contacts, ["MKTAY"], include="mean")
     assert embedding.representations is embedding.bos_representations is embedding.contacts is embedding.cache is None
     assert list(embedding.tensors()) == ["mean_representations.12"]
-    [embedding] = embed(turbo, ["MKTAY"], include=["contacts"])
+    [embedding] = embed(with_contacts, ["MKTAY"], include=["contacts"])
     assert embedding.mean_representations is None
     assert embedding.contacts.shape == (5, 5)
+
+
+def test_contacts_of_a_head_that_was_never_trained_are_refused(turbo):
+    with pytest.raises(ValueError, match="contacts would be noise: the contact head of this model was never trained"):
+        turbo.embed(["MKTAY"], include=["mean", "contacts"])
 
 
 def test_one_sequence_needs_no_list(turbo):
@@ -77,9 +99,9 @@ def test_one_sequence_needs_no_list(turbo):
     assert embedding.representations[12].shape == (5, 256)
 
 
-def test_results_own_their_memory(turbo):
+def test_results_own_their_memory(with_contacts):
     # A view would keep the whole batch alive, and torch.save would write all of it.
-    for embedding in embed(turbo, SEQUENCES, (0, 12), ("mean", "per_tok", "bos", "contacts")):
+    for embedding in embed(with_contacts, SEQUENCES, (0, 12), ("mean", "per_tok", "bos", "contacts")):
         for tensor in embedding.tensors().values():
             assert tensor.dtype == torch.float32
             assert tensor.untyped_storage().nbytes() == 4 * tensor.numel()
@@ -213,13 +235,14 @@ def test_values_that_are_not_finite_are_noticed():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("toks_per_batch", [40, 4096])
-def test_a_device_computes_ahead(turbo, toks_per_batch):
+def test_a_device_computes_ahead(turbo, with_contacts, toks_per_batch):
     # The next batch runs while one is collected; their results must not mix.
-    on_device = TurboEsm.from_pretrained(device="cuda", dtype=torch.float32)
+    model = TurboEsmForMaskedLM.from_esm(model_with_contacts().cuda(), calibration=turbo.calibration)
+    on_device = TurboEsm(model, turbo.tokenizer)
     sequences = [*SEQUENCES, *("ACDEFGHIKLMNPQRSTVWY"[i:] + "MKT" * i for i in range(12))]
     include = ("mean", "per_tok", "bos", "contacts", "cache")
     found = on_device.embed(sequences, (0, 5, 12), include, toks_per_batch)
-    expected = turbo.embed(sequences, (0, 5, 12), include, toks_per_batch)
+    expected = with_contacts.embed(sequences, (0, 5, 12), include, toks_per_batch)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.tensors().keys() == theirs.tensors().keys()
         for name, tensor in mine.tensors().items():

@@ -1,0 +1,68 @@
+"""Heads of a checkpoint that were never trained: their outputs are noise.
+
+A masked language model can be trained without its contact head, which Hugging Face then saves as initialised, and
+fills with random numbers where a checkpoint lacks it. `untrained_heads` in config.json names such heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+Head = Literal["contact_head", "lm_head"]
+
+_USES: dict[Head, tuple[str, str]] = {
+    "contact_head": ("contacts", "use a checkpoint of Meta's, which has one"),
+    "lm_head": ("residue probabilities", "use a checkpoint with a trained one; embeddings need none"),
+}
+_FIELD = "untrained_heads"
+
+
+class UntrainedHeadWarning(UserWarning):
+    """The outputs of a head are noise."""
+
+
+def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
+    """Record in a model's configuration which heads its checkpoint lacks.
+
+    Args:
+        config: `EsmConfig`.
+        missing: names of the weights that the checkpoint lacks.
+    """
+    # The output embeddings are tied; `dense` is the head's own.
+    own = {"contact_head.regression.weight": "contact_head", "lm_head.dense.weight": "lm_head"}
+    lacking = {own.get(key.removeprefix("esm.")) for key in missing} - {None}
+    if lacking:
+        setattr(config, _FIELD, sorted(lacking.union(_named(config))))
+
+
+def untrained(model: Any, head: Head) -> str | None:
+    """Why a model's head gives noise, and what to do; None for a trained head.
+
+    Args:
+        model: `TurboEsmForMaskedLM`, or `TurboEsmModel` for its contact head.
+        head: the head.
+    """
+    if head in _named(model.config):
+        reason = "was never trained"
+    # Contacts are rare, so that a trained regression has a negative intercept; zero is how it was initialised.
+    elif head == "contact_head" and not bool(getattr(model, "esm", model).contact_head.regression.bias.any()):
+        reason = "was never trained: its intercept is exactly 0, as initialised"
+    else:
+        return None
+    what, remedy = _USES[head]
+    return f"{what} would be noise: the {head.replace('_', ' ')} of this model {reason}; {remedy}"
+
+
+def check_head(model: Any, head: Head) -> None:
+    """Check that a model's head was trained, see `untrained`.
+
+    Raises:
+        ValueError: it was not.
+    """
+    if problem := untrained(model, head):
+        raise ValueError(problem)
+
+
+def _named(config: Any) -> set[str]:
+    return set(getattr(config, _FIELD, None) or ())

@@ -1,0 +1,94 @@
+"""Heads that were never trained: named in the metadata, missing in the checkpoint, or as initialised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.model.heads import UntrainedHeadWarning, check_head
+from tests.helpers.models import random_ids
+
+CONTACTS = "contacts would be noise"
+PROBABILITIES = "residue probabilities would be noise"
+
+
+@pytest.fixture
+def checkpoint(turbo, tiny_model, tmp_path) -> Path:
+    """A checkpoint whose heads are trained."""
+    TurboEsm(tiny_model(), turbo.tokenizer).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_weights(folder: Path, change) -> None:
+    state = load_file(folder / "model.safetensors")
+    change(state)
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_trained_heads_are_used(checkpoint: Path) -> None:
+    turbo = TurboEsm.from_pretrained(checkpoint, preset="exact")
+    check_head(turbo.model, "contact_head")
+    check_head(turbo.model, "lm_head")
+    assert turbo.embed("MKTAY", include="contacts")[0].contacts.std() > 0.001
+
+
+def test_metadata_names_an_untrained_head(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | {"untrained_heads": ["contact_head"]}))
+    turbo = TurboEsm.from_pretrained(checkpoint, preset="exact")
+    with pytest.raises(ValueError, match=f"{CONTACTS}: the contact head of this model was never trained;"):
+        turbo.embed("MKTAY", include="contacts")
+    check_head(turbo.model, "lm_head")
+
+
+@pytest.mark.parametrize("cls", [TurboEsmForMaskedLM, TurboEsmModel])
+def test_a_checkpoint_that_lacks_its_contact_head(checkpoint: Path, tmp_path: Path, cls: type) -> None:
+    change_weights(checkpoint, lambda state: state.pop("esm.contact_head.regression.weight"))
+    model = cls.from_pretrained(checkpoint, preset="exact").eval()
+    with pytest.raises(ValueError, match=CONTACTS):
+        check_head(model, "contact_head")
+    # A copy, which has the head's random numbers, says so too.
+    model.save_pretrained(tmp_path / "copy")
+    with pytest.raises(ValueError, match=CONTACTS):
+        check_head(cls.from_pretrained(tmp_path / "copy", preset="exact"), "contact_head")
+
+
+def test_a_head_as_initialised_is_recognised(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda state: state["esm.contact_head.regression.bias"].zero_())
+    turbo = TurboEsm.from_pretrained(checkpoint, preset="exact")
+    with pytest.raises(ValueError, match="its intercept is exactly 0, as initialised"):
+        turbo.embed("MKTAY", include="contacts")
+
+
+def test_the_embedded_model_says_so_itself(turbo: TurboEsm, tmp_path: Path) -> None:
+    config = json.loads((EMBEDDED_MODEL / "config.json").read_text())
+    assert config["untrained_heads"] == ["contact_head"]
+    turbo.save_pretrained(tmp_path)
+    assert TurboEsm.from_pretrained(tmp_path).model.config.untrained_heads == ["contact_head"]
+
+
+@torch.no_grad()
+def test_predict_contacts_warns_as_it_stays_that_of_hugging_face(turbo: TurboEsm, tiny_model, recwarn) -> None:
+    ids, mask = random_ids([9])
+    tiny_model().predict_contacts(ids, mask)
+    assert not recwarn.list
+    with pytest.warns(UntrainedHeadWarning, match=CONTACTS):
+        turbo.model.predict_contacts(ids, mask)
+
+
+def test_a_checkpoint_without_a_language_model_head(checkpoint: Path) -> None:
+    change_weights(checkpoint, lambda state: [state.pop(k) for k in list(state) if k.startswith("lm_head")])
+    turbo = TurboEsm.from_pretrained(checkpoint, preset="exact")
+    with pytest.raises(ValueError, match=PROBABILITIES):
+        turbo.score("MKTAY", "GSG", arm="frozen")
+    with pytest.raises(ValueError, match=PROBABILITIES):
+        turbo.score_variants("MKTAY", "M1A", arm="full")
+    with pytest.raises(ValueError, match=PROBABILITIES):
+        turbo.generate("MKTAY", max_new_tokens=1)
+    assert turbo.embed("MKTAY")[0].representations[2].shape == (5, 64)
