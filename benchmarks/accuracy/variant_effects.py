@@ -39,7 +39,7 @@ def cases(max_proteins: int | None = None) -> Iterator[Case]:
 
 
 def _fitness(record: ProteinRecord) -> Figures:
-    measured, _ = read_variants(evaluation_proteins().with_name(MEASURED), record, first_position=FIRST_POSITION)
+    measured, _ = read_variants(evaluation_proteins().with_name(MEASURED), [record], first_position=FIRST_POSITION)
     names, fitness = [one.variant for one in measured], [one.measured or 0.0 for one in measured]
     turbo, found, full = embedded(), {}, None
     for name, (preset, options) in variant_arms().items():

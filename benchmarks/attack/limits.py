@@ -71,7 +71,7 @@ def memory(rng: random.Random, folder: Path, references: References) -> list[Fin
     long = protein(random.Random(1), 1500, 1500)
     file = folder / ("wild_type.fasta" if name == "variants" else "proteins.fasta")
     if name == "variants":
-        file.write_text(f">wild\n{long}\n")
+        file.write_text(f">long\n{long}\n")
         (folder / "variants.csv").write_text("mutant\n" + f"{long[9]}10{'A' if long[9] != 'A' else 'C'}\n")
     else:
         with file.open("a") as opened:
@@ -83,7 +83,7 @@ def memory(rng: random.Random, folder: Path, references: References) -> list[Fin
         findings.append(Finding("message", f"does not speak of memory: {outcome.err.strip()[-250:]}"))
     if outcome.code and "damaged" in said:
         findings.append(Finding("message", f"speaks of damage: {outcome.err.strip()[-250:]}"))
-    if outcome.code == 1 and name not in ("variants", "calibrate") and "long" not in outcome.err:
+    if outcome.code == 1 and name != "calibrate" and "long" not in outcome.err:
         findings.append(Finding("message", f"does not name the record: {outcome.err.strip()[-250:]}"))
     return [Finding(one.category, f"{name}, {room // _MIB} MiB more: {one.what}") for one in findings]
 

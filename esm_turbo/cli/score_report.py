@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.common.options import Arm
     from esm_turbo.tasks.common.rankings import RankAgreement
     from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
-    from esm_turbo.tasks.variants.records import VariantsRun
+    from esm_turbo.tasks.variants.records import ProteinVariants, VariantsRun
+
+# Proteins, or targets, up to which each is shown by itself, and how many of its best.
+_FEW, _TOP = 3, 10
 
 
 def score_report(run: ScoringRun, top: int) -> list[object]:
@@ -25,33 +29,89 @@ def score_report(run: ScoringRun, top: int) -> list[object]:
     return parts
 
 
-def variants_report(run: VariantsRun, top: int) -> list[object]:
-    """Correlations of every arm, and the top-scoring variants."""
-    arms = list(run.scores)
-    rows = [
-        [arm, run.scores[arm].preset or "-", _number(run.against_measured(arm)), _number(run.against_full(arm))]
-        for arm in arms
-    ]
-    correlations = text_table(
-        f"{len(run.variants):,} variants, {run.scores[arms[0]].method.replace('_', '-')} marginals",
-        ["arm", "stored as", "Spearman with measured", "with full"],
-        rows,
-    )
-    order = sorted(range(len(run.variants)), key=run.scores[arms[0]].values.__getitem__, reverse=True)[:top]
-    best = text_table(
-        f"top {len(order)} by {arms[0]}",
-        ["variant", "measured", *arms],
-        [
-            [
-                run.variants[i].variant,
-                _number(run.variants[i].measured),
-                *(_number(run.scores[arm].values[i]) for arm in arms),
+def variants_report(run: VariantsRun, top: int | None) -> list[object]:
+    """The top-scoring variants of every protein, and the correlations of the arms.
+
+    Args:
+        run: the scores.
+        top: number of variants per protein; None shows those of a few proteins, and of many a summary.
+    """
+    if top is None and len(run.results) > _FEW:
+        return [_variants_summary(run.results)]
+    shown = _TOP if top is None else top
+    return [part for result in run.results for part in _variants_of(result, shown)]
+
+
+def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
+    arms = list(result.scores)
+    method = result.scores[result.reference].method.replace("_", "-")
+    count = len(result.variants)
+    yield f"{result.wild_type.id}: {count:,} variant{'s' if count > 1 else ''}, {method} marginals"
+    correlations = _Correlations.of([result])
+    if correlations.columns:
+        rows = [[arm, result.scores[arm].preset or "-", *correlations.cells(result, arm)] for arm in arms]
+        yield text_table("", ["arm", "stored as", *correlations.columns], rows)
+    order = result.ranking()[:top]
+    if order:
+        measured = any(result.variants[i].measured is not None for i in order)
+        rows = []
+        for i in order:
+            scores = [_number(result.scores[arm].values[i]) for arm in arms]
+            rows.append([result.variants[i].variant, *([_number(result.variants[i].measured)] * measured), *scores])
+        yield text_table(
+            f"top {len(order)} by {result.reference}",
+            ["variant", *(["measured"] * measured), *arms],
+            rows,
+            caption="log-probability of the mutant minus that of the wild type, nats",
+        )
+
+
+def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
+    """One row per protein and arm."""
+    correlations = _Correlations.of(results)
+    rows = []
+    for result in results:
+        for arm, scores in result.scores.items():
+            best = max(range(len(result.variants)), key=scores.values.__getitem__)
+            mean = _number(fmean(scores.values))
+            cells = [
+                f"{len(result.variants):,}",
+                arm,
+                mean,
+                result.variants[best].variant,
+                _number(scores.values[best]),
             ]
-            for i in order
-        ],
-        caption="log-probability of the mutant minus that of the wild type, nats",
+            rows.append([result.wild_type.id, *cells, *correlations.cells(result, arm)])
+    columns = ["protein", "variants", "arm", "mean score", "best variant", "its score", *correlations.columns]
+    return text_table(
+        f"{len(results):,} proteins, {results[0].scores[results[0].reference].method.replace('_', '-')} marginals",
+        columns,
+        rows,
+        left=(0, 2, 4),
+        caption="score: log-probability of the mutant minus that of the wild type, nats",
     )
-    return [correlations, best] if order else [correlations]
+
+
+@dataclass(frozen=True)
+class _Correlations:
+    """Columns of rank correlations, those that are defined for any of the results."""
+
+    measured: bool
+    full: bool
+
+    @classmethod
+    def of(cls, results: Sequence[ProteinVariants]) -> _Correlations:
+        arms = list(results[0].scores)
+        measured = any(one.measured is not None for result in results for one in result.variants)
+        return cls(measured, "full" in arms and len(arms) > 1)
+
+    @property
+    def columns(self) -> list[str]:
+        return ["Spearman with measured"] * self.measured + ["Spearman with full"] * self.full
+
+    def cells(self, result: ProteinVariants, arm: Arm) -> list[str]:
+        known = [result.against_measured(arm)] * self.measured + [result.against_full(arm)] * self.full
+        return [_number(value) for value in known]
 
 
 def _target_table(result: TargetResult, top: int) -> Table:

@@ -1,4 +1,4 @@
-"""Read and write CSV files with named columns."""
+"""Read tables of named columns, separated by commas or tabs, and write them as CSV."""
 
 from __future__ import annotations
 
@@ -6,39 +6,44 @@ import csv
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.text_files import text_lines
 from esm_turbo.files.writing import replacing
 
+if TYPE_CHECKING:
+    from _csv import Reader
+
 
 class CsvRow(dict[str, str]):
-    """A row of a CSV file: columns by name.
+    """A row of a table: the requested columns by name.
 
     Attributes:
         line: number of its first line in the file, counted from 1.
+        cells: all columns, by their names in the file.
     """
 
-    def __init__(self, cells: dict[str, str], line: int) -> None:
-        super().__init__(cells)
+    def __init__(self, requested: dict[str, str], line: int, cells: dict[str, str] | None = None) -> None:
+        super().__init__(requested)
         self.line = line
+        self.cells = requested if cells is None else cells
 
 
 class CsvError(ValueError):
     """A CSV file cannot be used; the message names the file and the remedy."""
 
 
-def is_csv(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is CSV by its name, plain or gzip."""
-    return Path(os.fspath(path).lower().removesuffix(".gz")).suffix == ".csv"
+def is_table(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a table by its name: `.csv` or `.tsv`, plain or gzip."""
+    return _suffix(path) in (".csv", ".tsv")
 
 
 def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()) -> list[CsvRow]:
-    """Read columns of a CSV file, plain or gzip, whose first line names them.
+    """Read a table, plain or gzip, whose first line names the columns.
 
     Args:
-        path: the file.
+        path: the file; `.tsv` is separated by tabs, any other by commas.
         required: columns that must be present; names are case-insensitive.
         optional: columns that may be absent.
 
@@ -50,9 +55,10 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
     """
     try:
-        return _rows(text_lines(path, newline=""), required, optional)
+        delimiter = "\t" if _suffix(path) == ".tsv" else ","
+        return _rows(csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True), required, optional)
     except UnicodeDecodeError:
-        reason = "is not text; give a comma-separated table, encoded as UTF-8, plain or gzip"
+        reason = "is not text; give a table separated by commas or tabs, encoded as UTF-8, plain or gzip"
     except csv.Error as error:
         reason = f"is not CSV ({error})"
     except OSError as error:
@@ -82,22 +88,27 @@ def write_csv(out: str | os.PathLike[str] | TextIO, columns: Sequence[str], rows
         writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in rows)
 
 
-def _rows(text: Iterable[str], required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
-    lines = csv.reader(text, strict=True)
-    head = [name.strip().lower() for name in next(lines, [])]
+def _suffix(path: str | os.PathLike[str]) -> str:
+    return Path(os.fspath(path).lower().removesuffix(".gz")).suffix
+
+
+def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
+    names = [name.strip() for name in next(lines, [])]
+    head = [name.lower() for name in names]
     if not any(head):
         raise ValueError("is empty; its first line must name the columns")
     missing = [name for name in required if name.lower() not in head]
     if missing:
         raise ValueError(f"lacks the column {missing[0]!r}; there are {', '.join(map(repr, filter(None, head)))}")
-    at = {name: head.index(name.lower()) for name in [*required, *optional] if name.lower() in head}
     wanted = [*required, *optional]
+    at = {name: head.index(name.lower()) for name in wanted if name.lower() in head}
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]
         if any(texts):
-            found = {name: texts[at[name]] if name in at and at[name] < len(texts) else "" for name in wanted}
-            rows.append(CsvRow(found, begin))
+            texts += [""] * (len(names) - len(texts))
+            found = {name: texts[at[name]] if name in at else "" for name in wanted}
+            rows.append(CsvRow(found, begin, {name: text for name, text in zip(names, texts, strict=False) if name}))
         # A quoted cell may span several lines.
         begin = lines.line_num + 1
     return rows

@@ -23,6 +23,8 @@ _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
 # str.upper would also change non-ASCII letters, some of them into two.
 _TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
+_FIRST_IN_HEADER = re.compile(r"(?:^|\s)first_position=(-?\d{1,9})(?=\s|$)", re.ASCII)
+_RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
 _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
 _CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
 _NOT_TEXT = "is not text; give protein sequences in FASTA format, encoded as UTF-8, plain or gzip"
@@ -54,6 +56,19 @@ class ProteinRecord:
             return named[1]
         if cath := _CATH_CODE.search(self.description):
             return _CLASS_OF_CATH[cath[1]]
+        return None
+
+    @property
+    def first_position(self) -> int | None:
+        """Position of the first residue, if the header states it, or None.
+
+        Read from `first_position=24`, or else from an identifier that ends in a range of as many residues, as
+        `BLAT_ECOLX/24-286` does.
+        """
+        if stated := _FIRST_IN_HEADER.search(self.description):
+            return int(stated[1])
+        if (spanned := _RANGE_OF_ID.search(self.id)) and int(spanned[2]) - int(spanned[1]) == len(self.sequence) - 1:
+            return int(spanned[1])
         return None
 
 

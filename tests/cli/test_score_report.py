@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
+from statistics import fmean
 
 import pytest
 from rich.console import Console
@@ -13,7 +14,8 @@ from esm_turbo.cli.score_report import _agreement_cells, _shortened, score_repor
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.scoring.records import read_candidates, score_records
-from esm_turbo.tasks.variants.records import score_file
+from esm_turbo.tasks.variants.records import MeasuredVariant
+from esm_turbo.tasks.variants.records import score_records as score_variant_records
 
 TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVKSHFSRQ"), ProteinRecord("two", "GSWKDLAEPLLKRRVWTC")]
 
@@ -63,15 +65,37 @@ def test_one_arm_has_no_agreement(turbo: TurboEsm, tmp_path) -> None:
 
 
 def test_variants_by_score_with_their_arms(turbo: TurboEsm) -> None:
-    run = score_file(turbo, ProteinRecord("wt", "MKTAYIAK"), None, ("turbo", "full"))
+    run = score_variant_records(turbo, [ProteinRecord("wt", "MKTAYIAK")], None, ("turbo", "full"))
+    [result] = run.results
     lines = lines_of(variants_report(run, 3))
-    assert any("152 variants, masked marginals" in line for line in lines)
+    assert any("wt: 152 variants, masked marginals" in line for line in lines)
     assert any(line.strip() == "top 3 by turbo" for line in lines)
-    best = max(range(152), key=run.scores["turbo"].values.__getitem__)
-    cells = row(lines, run.variants[best].variant)
-    assert cells[1:] == ["-", *(f"{run.scores[arm].values[best]:.4f}" for arm in ("turbo", "full"))]
-    assert row(lines, "full", "-")[2:] == ["-", "1.0000"]
-    assert len(variants_report(run, 0)) == 1
+    best = max(range(152), key=result.scores["turbo"].values.__getitem__)
+    cells = row(lines, result.variants[best].variant)
+    assert cells[1:] == [f"{result.scores[arm].values[best]:.4f}" for arm in ("turbo", "full")]
+    assert row(lines, "turbo", "turbo3")[2:] == [f"{result.against_full('turbo'):.4f}"]
+    assert not any("measured" in line for line in lines)
+    assert not any("top" in line for line in lines_of(variants_report(run, 0)))
+
+
+def test_measurements_have_columns_where_there_are_any(turbo: TurboEsm) -> None:
+    variants = [MeasuredVariant("M1A", 0.5), MeasuredVariant("K2R"), MeasuredVariant("T3S", 1.5)]
+    run = score_variant_records(turbo, [ProteinRecord("wt", "MKTAYIAK")], variants, ("turbo",))
+    lines = lines_of(variants_report(run, None))
+    assert row(lines, "turbo", "turbo3") == ["turbo", "turbo3", f"{run.results[0].against_measured('turbo'):.4f}"]
+    assert row(lines, "T3S")[1] == "1.5000" and row(lines, "K2R")[1] == "-"
+
+
+def test_many_proteins_have_a_row_each(turbo: TurboEsm) -> None:
+    proteins = [ProteinRecord(f"p{i}", "MKTA" + "G" * i) for i in range(4)]
+    run = score_variant_records(turbo, proteins, None, ("turbo", "full"), method="wild_type")
+    lines = lines_of(variants_report(run, None))
+    for result in run.results:
+        values = result.scores["full"].values
+        best = max(range(len(values)), key=values.__getitem__)
+        cells = row(lines, result.wild_type.id, str(len(values)), "full")
+        assert cells[3:6] == [f"{fmean(values):.4f}", result.variants[best].variant, f"{values[best]:.4f}"]
+        assert row(lines, result.wild_type.id, str(len(values)), "turbo")[6] == f"{result.against_full('turbo'):.4f}"
 
 
 def test_means_of_agreements_leave_undefined_correlations_out() -> None:

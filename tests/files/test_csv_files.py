@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.files.csv_files import CsvError, is_csv, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvError, is_table, read_csv, write_csv
 
 
 def test_columns_are_found_by_name_in_any_case(tmp_path):
@@ -29,6 +29,23 @@ def test_windows_files_and_gzip(tmp_path, write):
     path = tmp_path / "x.csv"
     write(path, b"\xef\xbb\xbfsequence,id\r\nAC,a\r\n")
     assert read_csv(path, ["sequence", "id"]) == [{"sequence": "AC", "id": "a"}]
+
+
+@pytest.mark.parametrize(("name", "between"), [("x.csv", ","), ("x.tsv", "\t"), ("x.TSV", "\t"), ("x.txt", ",")])
+def test_the_name_says_what_separates_columns(tmp_path, name, between):
+    path = tmp_path / name
+    path.write_text(between.join(["id", "Sequence", "note"]) + "\n" + between.join(["a", "MKT", "x y"]) + "\n")
+    [row] = read_csv(path, ["sequence"])
+    assert row == {"sequence": "MKT"} and row.cells == {"id": "a", "Sequence": "MKT", "note": "x y"}
+
+
+def test_all_columns_keep_their_names(tmp_path):
+    path = tmp_path / "x.csv"
+    path.write_text("ID,Assay Score,,Note\na,=1,,x\nb\n")
+    assert [row.cells for row in read_csv(path, ["id"])] == [
+        {"ID": "a", "Assay Score": "=1", "Note": "x"},
+        {"ID": "b", "Assay Score": "", "Note": ""},
+    ]
 
 
 @given(
@@ -90,7 +107,8 @@ def test_missing_files_and_folders_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "expected"), [("a.csv", True), ("a.CSV.gz", True), ("a.fasta", False), ("csv", False), ("a.csv.fa", False)]
+    ("name", "expected"),
+    [("a.csv", True), ("a.CSV.gz", True), ("a.tsv", True), ("a.fasta", False), ("csv", False), ("a.csv.fa", False)],
 )
 def test_names(name, expected):
-    assert is_csv(name) is expected
+    assert is_table(name) is expected

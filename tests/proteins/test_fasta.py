@@ -195,6 +195,21 @@ def test_structural_class_of_a_header(description, expected):
     assert ProteinRecord("p", "MKT", description).structural_class == expected
 
 
+@pytest.mark.parametrize(
+    ("identifier", "description", "expected"),
+    [
+        ("BLAT_ECOLX/24-28", "", 24),
+        ("BLAT_ECOLX/24-29", "", None),
+        ("x/24-28", "first_position=7", 7),
+        ("x", "class=mixed first_position=-3 length=5", -3),
+        ("x", "first_position=3a", None),
+        ("x", "first residue 24", None),
+    ],
+)
+def test_first_position_of_a_header(identifier, description, expected):
+    assert ProteinRecord(identifier, "MKTAY", description).first_position == expected
+
+
 def test_records_are_immutable():
     with pytest.raises(AttributeError):
         ProteinRecord("p", "MKT").sequence = "A"

@@ -1,15 +1,18 @@
-"""Reading records of which some may be bad: the good ones are returned, the bad ones reported."""
+"""Records of tables: reading those of which some may be bad, and the columns that are written again."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TypeVar
 
 from esm_turbo.files.csv_files import CsvError, CsvRow
 from esm_turbo.proteins.fasta import BadRecord
+from esm_turbo.proteins.lookup import UnknownProteinError, listed
 
 _Record = TypeVar("_Record")
+
+_SHOWN_LINES = 3
 
 
 def parse_rows(
@@ -19,7 +22,7 @@ def parse_rows(
     name: Callable[[CsvRow], str],
     parse: Callable[[int, CsvRow], _Record],
 ) -> tuple[list[_Record], list[BadRecord]]:
-    """Parse the rows of a CSV file.
+    """Parse the rows of a table.
 
     Args:
         path: the file, for the error.
@@ -30,18 +33,52 @@ def parse_rows(
             of a bad record, without the row's name if it begins with that.
 
     Returns:
-        The good records and the bad ones, in the order of the file.
+        The good records and the bad ones, in the order of the file. Several rows with unknown proteins are one bad
+        record, the last.
 
     Raises:
-        CsvError: the file has no rows.
+        CsvError: the file has no rows, or all of several name unknown proteins.
     """
     good: list[_Record] = []
     bad: list[BadRecord] = []
+    unknown: list[tuple[CsvRow, UnknownProteinError]] = []
     for number, row in enumerate(rows, start=1):
         try:
             good.append(parse(number, row))
+        except UnknownProteinError as error:
+            unknown.append((row, error))
         except ValueError as error:
             bad.append(BadRecord(name(row), str(error).removeprefix(f"{name(row)}: ")))
-    if not good and not bad:
+    if not good and not bad and not unknown:
         raise CsvError(f"{os.fspath(path)}: holds no {noun}; give at least one below the column names")
+    if len(unknown) == 1:
+        [(row, one)] = unknown
+        bad.append(BadRecord(name(row), str(one)))
+    elif unknown:
+        kind = unknown[0][1].noun
+        names = listed(list(dict.fromkeys(error.name for _, error in unknown)))
+        if not good and not bad:
+            raise CsvError(f"{os.fspath(path)}: no row names a usable {kind}, but {names}; correct that column")
+        lines = listed_lines([row.line for row, _ in unknown])
+        bad.append(BadRecord(lines, f"there is no usable {kind} {names}; correct them, or leave them empty"))
     return good, bad
+
+
+def listed_lines(lines: list[int]) -> str:
+    """The first of many lines of a file, such as `lines 3, 4 and 98 more`."""
+    if len(lines) == 1:
+        return f"line {lines[0]}"
+    first = ", ".join(map(str, lines[:_SHOWN_LINES]))
+    rest = len(lines) - _SHOWN_LINES
+    return f"lines {first}" + (f" and {rest:,} more" if rest > 0 else "")
+
+
+def kept_columns(inputs: Iterable[Mapping[str, str]], own: Collection[str]) -> list[str]:
+    """Columns of a table that are written again beside results: all but those that the results have themselves.
+
+    Args:
+        inputs: the other columns of each row, the same for all.
+        own: names of the columns of the results.
+    """
+    taken = {name.lower() for name in own}
+    return [name for name in next(iter(inputs), {}) if name.lower() not in taken]

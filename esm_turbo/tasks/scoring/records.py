@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
-from esm_turbo.files.csv_files import CsvRow, is_csv, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvRow, is_table, read_csv, write_csv
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.tasks.common.memory import too_large
@@ -117,7 +117,7 @@ def read_candidates(
     Raises:
         ValueError: the file as a whole cannot be used.
     """
-    if not is_csv(path):
+    if not is_table(path):
         records, bad = read_fasta(path, unknown=unknown)
         return [Candidate(record.id, record.sequence) for record in records], bad
     known = {target.id for target in targets}

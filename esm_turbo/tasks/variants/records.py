@@ -1,54 +1,79 @@
-"""Scoring the variants of a file on their wild type, as `esm-turbo variants` does."""
+"""Scoring the variants of a table on their wild types, as `esm-turbo variants` does."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
+from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common.memory import check_memory
-from esm_turbo.tasks.common.options import Arm
+from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.memory import check_memory, too_large
+from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
-from esm_turbo.tasks.common.records import parse_rows
+from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
-from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant
+from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant, parts_of
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
+PROTEIN_COLUMN = "protein"
+"""Column of a table of variants that names their wild types."""
+
+# Columns of measurements that are used if none is named, the first that exists.
+_MEASURED_COLUMNS = ("fitness", "DMS_score")
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
 
 
 @dataclass(frozen=True)
 class MeasuredVariant:
-    """A variant of a file.
+    """A variant of a table.
 
     Attributes:
         variant: such as `H24C`.
-        measured: measured fitness, higher is better; None if the file has none.
+        measured: measured fitness, higher is better; None if the table has none.
+        protein: identifier of its wild type; None if there is only one.
+        columns: all columns of its row; None if it comes from no table.
     """
 
     variant: str
     measured: float | None = None
+    protein: str | None = None
+    columns: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
-class VariantsRun:
-    """Scores of variants in one or several arms.
+class ProteinVariants:
+    """Scores of the variants of one protein in one or several arms.
 
     Attributes:
-        variants: in the order of the file.
+        wild_type: the record.
+        first_position: position of its first residue.
+        variants: in the order of the table.
         scores: by arm.
     """
 
+    wild_type: ProteinRecord
+    first_position: int
     variants: tuple[MeasuredVariant, ...]
     scores: Mapping[Arm, VariantScores]
+
+    @property
+    def reference(self) -> Arm:
+        """The arm that orders the variants: the first."""
+        return next(iter(self.scores))
+
+    def ranking(self) -> list[int]:
+        """Indices of the variants, best first."""
+        return sorted(range(len(self.variants)), key=self.scores[self.reference].values.__getitem__, reverse=True)
 
     def against_measured(self, arm: Arm) -> float | None:
         """Spearman's correlation with the measurements; None if there are too few."""
@@ -60,20 +85,22 @@ class VariantsRun:
         return spearman([pair[0] for pair in pairs], [pair[1] for pair in pairs])
 
     def against_full(self, arm: Arm) -> float | None:
-        """Spearman's correlation with the full arm; None if that was not run."""
-        return spearman(self.scores[arm].values, self.scores["full"].values) if "full" in self.scores else None
+        """Spearman's correlation with the full arm; None if that was not run, or is this one."""
+        if arm == "full" or "full" not in self.scores:
+            return None
+        return spearman(self.scores[arm].values, self.scores["full"].values)
 
-    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
-        """Write variants, measurements and the scores of every arm to a CSV file, atomically, or to an open file."""
-        rows = (
-            [variant.variant, "" if variant.measured is None else variant.measured, *scores]
-            for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True)
-        )
-        write_csv(out, ["mutant", "measured", *self.scores], rows)
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per variant its protein, name, position, residues, and score in every arm."""
+        for variant, *scores in zip(self.variants, *(s.values for s in self.scores.values()), strict=True):
+            yield self.wild_type.id, variant.variant, *parts_of(variant.variant), *scores
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            "protein": self.wild_type.id,
+            "residues": len(self.wild_type.sequence),
+            "first_position": self.first_position,
             "variants": len(self.variants),
             "arms": {
                 arm: {
@@ -86,16 +113,53 @@ class VariantsRun:
         }
 
 
+@dataclass
+class VariantsRun:
+    """Scores on all wild types.
+
+    Attributes:
+        results: one per wild type that could be scored.
+        failed: wild types that could not.
+    """
+
+    results: list[ProteinVariants] = field(default_factory=list)
+    failed: list[BadRecord] = field(default_factory=list)
+
+    def columns(self) -> list[str]:
+        """Columns of `rows`."""
+        arms = list(self.results[0].scores) if self.results else []
+        own = ["protein", "mutant", "position", "wild_type_residue", "mutant_residue", *arms]
+        return [*own, *kept_columns((v.columns or {} for r in self.results for v in r.variants), own)]
+
+    def rows(self) -> Iterator[list[object]]:
+        """Per variant its protein, name, position, residues, score in every arm, and the other columns of the table."""
+        columns = self.columns()
+        for result in self.results:
+            for variant, own in zip(result.variants, result.rows(), strict=True):
+                yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
+
+    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
+        """Write `rows` to a CSV file, atomically, or to an open file."""
+        write_csv(out, self.columns(), self.rows())
+
+
 def read_variants(
-    path: str | os.PathLike[str], wild_type: ProteinRecord, *, first_position: int = 1, measured: str | None = None
+    path: str | os.PathLike[str],
+    wild_types: Sequence[ProteinRecord],
+    *,
+    first_position: int | None = None,
+    protein_column: str | None = None,
+    measured: str | None = None,
 ) -> tuple[list[MeasuredVariant], list[BadRecord]]:
-    """Read variants from the column `mutant` of a CSV file, and their measurements from another column.
+    """Read variants from the column `mutant` of a table, their wild types and measurements from other columns.
 
     Args:
         path: the file.
-        wild_type: the protein that the variants are of.
-        first_position: position of its first residue.
-        measured: name of the column of measurements; None uses `fitness` if there is one.
+        wild_types: the proteins that the variants are of.
+        first_position: position of the first residue of each; None reads it from their headers, or is 1.
+        protein_column: name of the column that holds identifiers or sequences of wild types; None uses `protein`,
+            which a table for a single wild type may lack.
+        measured: name of the column of measurements; None uses `fitness` or `DMS_score` if there is one.
 
     Returns:
         The good variants and the bad ones, in the order of the file.
@@ -103,66 +167,126 @@ def read_variants(
     Raises:
         ValueError: the file as a whole cannot be used.
     """
-    required = ["mutant"] if measured is None else ["mutant", measured]
-    column = "fitness" if measured is None else measured
+    by_name = protein_column or PROTEIN_COLUMN
+    required = ["mutant", *(name for name in (protein_column, measured) if name is not None)]
+    rows = read_csv(path, required, [by_name, *_MEASURED_COLUMNS])
+    if len(wild_types) > 1 and rows and by_name.lower() not in map(str.lower, rows[0].cells):
+        raise CsvError(
+            f"{os.fspath(path)}: lacks the column {by_name!r}, which names the wild type of each variant; there are"
+            f" {len(wild_types)}, such as {wild_types[0].id!r}"
+        )
+    column = measured or next((name for name in _MEASURED_COLUMNS if any(row[name] for row in rows)), None)
+    proteins = ProteinIndex(wild_types)
+    wrong: dict[str, list[BadRecord]] = {}
 
     def parse(number: int, row: CsvRow) -> MeasuredVariant:
-        parse_variant(row["mutant"], wild_type.sequence, first_position)
-        return MeasuredVariant(row["mutant"], _number(row[column], column))
+        if not row[by_name] and len(wild_types) > 1:
+            raise ValueError(f"names no protein; fill the column {by_name!r}")
+        wild_type = proteins.find(row[by_name]) if row[by_name] else wild_types[0]
+        try:
+            parse_variant(row["mutant"], wild_type.sequence, first_position_of(wild_type, first_position))
+        except ValueError as error:
+            wrong.setdefault(wild_type.id, []).append(BadRecord(f"line {row.line}", str(error)))
+            raise
+        value = None if column is None else _number(row[column], column)
+        return MeasuredVariant(row["mutant"], value, wild_type.id, row.cells)
 
-    rows = read_csv(path, required, [column])
     good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
-    if len(bad) > max(len(good), _LISTED):
-        raise CsvError(
-            f"{os.fspath(path)}: {len(bad):,} of {len(rows):,} variants are not of {wild_type.id}; is"
-            f" {first_position} the position of its first residue? {bad[0].record}: {bad[0].reason}"
-        )
+    for wild_type in wild_types:
+        own, count = wrong.get(wild_type.id, []), sum(one.protein == wild_type.id for one in good)
+        if len(own) > max(count, _LISTED):
+            reason = (
+                f"{len(own):,} of {count + len(own):,} variants are not of {wild_type.id}; is"
+                f" {first_position_of(wild_type, first_position)} the position of its first residue?"
+                f" {own[0].record}: {own[0].reason}"
+            )
+            if len(wild_types) == 1:
+                raise CsvError(f"{os.fspath(path)}: {reason}")
+            good = [one for one in good if one.protein != wild_type.id]
+            summed_up = set(own)
+            bad = [*(one for one in bad if one not in summed_up), BadRecord(wild_type.id, reason)]
     return good, bad
 
 
-def score_file(
+def first_position_of(wild_type: ProteinRecord, given: int | None = None) -> int:
+    """Position of a protein's first residue: the given one, or that of its header, or 1."""
+    if given is not None:
+        return given
+    return 1 if wild_type.first_position is None else wild_type.first_position
+
+
+def score_records(
     turbo: ContextModel,
-    wild_type: ProteinRecord,
+    wild_types: Sequence[ProteinRecord],
     variants: Sequence[MeasuredVariant] | None,
     arms: Sequence[Arm],
     *,
-    first_position: int = 1,
+    method: MarginalMethod = "masked",
+    refresh: int = DEFAULT_REFRESH,
+    first_position: int | None = None,
+    toks_per_batch: int | None = None,
     progress: Progress | None = None,
-    **options: Any,
 ) -> VariantsRun:
-    """Score variants in one or several arms.
+    """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
 
     Args:
-        wild_type: the protein.
-        variants: its variants; None for all single substitutions.
+        wild_types: the proteins, scored one after the other.
+        variants: their variants, those without `protein` of all of them; None for all single substitutions.
         arms: one arm or several.
-        first_position: position of the protein's first residue.
-        progress: called with the arm as stage and positions, see `Progress`.
-        **options: further arguments of `score.score_variants`.
+        first_position: position of each protein's first residue; None reads it from its header, or is 1.
+        progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
 
-    Raises:
-        NotEnoughMemoryError: the protein needs more memory than is free.
-        ValueError: a score is not finite.
+    `method`, `refresh` and `toks_per_batch` are those of `score.score_variants`.
     """
-    # Before there is an object for each of its variants.
-    check_memory(turbo.model.esm, len(wild_type.sequence) + 2)
-    if variants is None:
-        variants = [MeasuredVariant(name) for name in all_substitutions(wild_type.sequence, first_position)]
-    names = [one.variant for one in variants]
-    scores: dict[Arm, VariantScores] = {}
-    for arm in arms:
-        scores[arm] = score_variants(
-            turbo,
-            wild_type.sequence,
-            names,
-            arm=arm,
-            first_position=first_position,
-            progress=part_of(progress, stage=arm),
-            **options,
-        )
-        if not all(map(math.isfinite, scores[arm].values)):
-            raise ValueError(f"scores of {wild_type.id} are not finite; try --dtype float32")
-    return VariantsRun(tuple(variants), scores)
+    run = VariantsRun()
+    own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
+    for variant in variants or ():
+        for identifier in own_variants if variant.protein is None else [variant.protein]:
+            own_variants[identifier].append(variant)
+    positions = {
+        record.id: len(record.sequence) if variants is None else _positions(own_variants[record.id])
+        for record in wild_types
+    }
+    done, total = 0, len(arms) * sum(positions.values())
+    for record in wild_types:
+        first = first_position_of(record, first_position)
+        scores: dict[Arm, VariantScores] = {}
+        begin, done = done, done + len(arms) * positions[record.id]
+        if positions[record.id] == 0:
+            continue
+        try:
+            # Before there is an object for each of its variants.
+            check_memory(turbo.model.esm, len(record.sequence) + 2)
+            own = own_variants[record.id]
+            if variants is None:
+                own = [MeasuredVariant(name) for name in all_substitutions(record.sequence, first)]
+            for arm in arms:
+                scores[arm] = score_variants(
+                    turbo,
+                    record.sequence,
+                    [one.variant for one in own],
+                    method=method,
+                    arm=arm,
+                    refresh=refresh,
+                    first_position=first,
+                    toks_per_batch=toks_per_batch,
+                    progress=part_of(progress, start=begin + len(scores) * positions[record.id], total=total),
+                )
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            run.failed.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
+            continue
+        if not all(math.isfinite(value) for one in scores.values() for value in one.values):
+            run.failed.append(BadRecord(record.id, "its scores are not finite; try --dtype float32"))
+            continue
+        run.results.append(ProteinVariants(record, first, tuple(own), scores))
+    return run
+
+
+def _positions(variants: Sequence[MeasuredVariant]) -> int:
+    """Number of distinct positions of valid variants."""
+    return len({int(position) for one in variants for position in parts_of(one.variant)[0].split(":")})
 
 
 def _number(text: str, column: str) -> float | None:

@@ -115,6 +115,12 @@ class Substitutions:
         return cls(np.arange(len(index)), index, residues[index], mutants[column])
 
 
+def parts_of(variant: str) -> tuple[str, str, str]:
+    """Position, residue of the wild type and mutant residue of a valid variant; several are joined as in `24:26`."""
+    parts = [part.strip() for part in variant.upper().split(":")]
+    return ":".join(p[1:-1] for p in parts), ":".join(p[0] for p in parts), ":".join(p[-1] for p in parts)
+
+
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:
     """All substitutions by one of the 20 standard residues, such as `H24A`, position by position."""
     return [

@@ -27,17 +27,43 @@ def test_variants_of_a_file_equal_those_in_python(esm_shared, turbo, wild_type, 
         "variants", wild_type, table, "--first-position", 24, "--arm", "turbo", "full", "--out", out, "--json", found
     )
     assert (code, err) == (0, "")
-    assert "Spearman with measured" in printed and "3 variants, masked marginals" in printed
+    assert "Spearman with measured" in printed and "wt: 3 variants, masked marginals" in printed
     names = ["M24A", "K25R", "T26S:K31G"]
     expected = turbo.score_variants(WILD_TYPE, names, first_position=24)
-    result = json.loads(found.read_text())
+    [result] = json.loads(found.read_text())["results"]
     assert result["arms"]["turbo"]["variants"] == expected.to_dict()["variants"]
     assert abs(result["arms"]["turbo"]["spearman_with_measured"]) == pytest.approx(1)
-    assert result["arms"]["full"]["spearman_with_full"] == pytest.approx(1)
+    assert result["arms"]["full"]["spearman_with_full"] is None
     rows = list(csv.DictReader(out.open()))
     assert [row["mutant"] for row in rows] == names
-    assert [row["measured"] for row in rows] == ["0.5", "-1.0", ""]
+    assert [row["fitness"] for row in rows] == ["0.5", "-1", ""]
     assert [float(row["turbo"]) for row in rows] == expected.values
+
+
+def test_many_wild_types_in_one_run(esm_shared, turbo, write, tmp_path):
+    proteins = write("wild_types.fasta", f">sp|P1|A_B x\n{WILD_TYPE}\n>two/11-13\nGSW\n>three\nMK1\n>four\nAC\n")
+    table = write("variants.tsv", "uniprot\tmutant\tnote\nP1\tM1A\tx\ntwo/11-13\tS12A\ty\nGSW\tG1A\tz\n")
+    out = tmp_path / "scores.csv"
+    code, printed, err = esm_shared("variants", proteins, table, "--protein-column", "UniProt", "--out", out)
+    assert code == 1
+    assert [line.partition("record ")[2][:12] for line in err.splitlines()] == ["'three': pos", "'line 4': 'G"]
+    assert "sp|P1|A_B: 1 variant," in printed and "two/11-13: 1 variant," in printed and "four" not in printed
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["protein"], row["mutant"], row["position"], row["note"]) for row in rows] == [
+        ("sp|P1|A_B", "M1A", "1", "x"), ("two/11-13", "S12A", "12", "y"),
+    ]  # fmt: skip
+    assert float(rows[1]["turbo"]) == turbo.score_variants("GSW", "S2A").values[0]
+
+
+def test_more_than_a_few_proteins_are_summed_up_unless_asked(esm_shared, write):
+    proteins = write("wild_types.fasta", "".join(f">p{i}\nMKTAY\n" for i in range(4)))
+    _, printed, _ = esm_shared("variants", proteins, "--method", "wild_type")
+    assert "4 proteins, wild-type marginals" in printed and "top" not in printed
+    assert sum(line.startswith("│ p") for line in printed.splitlines()) == 4
+    _, printed, _ = esm_shared("variants", proteins, "--method", "wild_type", "--top", 1)
+    assert printed.count("top 1 by turbo") == 4
+    # Nothing was measured, and there is nothing to compare with.
+    assert "Spearman" not in printed and "│ - " not in printed
 
 
 def test_all_substitutions_are_scored_by_default(esm_shared, wild_type, tmp_path):
@@ -52,7 +78,7 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
     table = write("variants.csv", "mutant,score\nM1A,1\nK1A,2\nK2R,x\nT3S,inf\nA4G,3\n")
     code, printed, err = esm_shared("variants", wild_type, table, "--measured", "score")
     assert code == 1
-    assert "2 variants" in printed
+    assert "wt: 2 variants" in printed
     assert err.splitlines() == [
         f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; is 1 the position of the first residue?",
         f"esm-turbo: error: {table}, record 'line 4': score is 'x', not a number; correct it or leave it empty",
@@ -63,8 +89,9 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
 @pytest.mark.parametrize(
     ("fasta", "table", "options", "message"),
     [
-        (">a\nMK\n>b\nMT\n", "mutant\nM1A\n", [], "holds 2 proteins; give a file with the wild type alone"),
-        (">a\nMK1\n", "mutant\nM1A\n", [], "position 3 is '1'"),
+        (">a\nMK\n>b\nMT\n", "mutant\nM1A\n", [], "lacks the column 'protein', which names the wild type of each"),
+        (">a\nMK1\n", "mutant\nM1A\n", [], "no usable record"),
+        (">a\nMK\n", "protein,mutant\nb,M1A\nc,M1A\n", [], "no row names a usable protein, but 'b', 'c'"),
         (">a\nMK\n", "variant\nM1A\n", [], "lacks the column 'mutant'; there are 'variant'"),
         (">a\nMK\n", "mutant\nM1A\n", ["--measured", "fitness"], "lacks the column 'fitness'"),
         (">a\nMK\n", "mutant\nK1A\n", [], "no usable variant"),
@@ -87,7 +114,7 @@ def test_the_shipped_measurements_match_their_wild_type():
 
     folder = evaluation_proteins().parent
     [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
-    good, bad = read_variants(folder / "blat_ecolx_ranganathan2015.csv", record, first_position=24)
+    good, bad = read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record], first_position=24)
     assert (len(record.sequence), len(good), bad) == (263, 4996, [])
     assert good[0].variant == "H24C" and good[0].measured == -0.418259925
 
@@ -97,13 +124,13 @@ def test_a_wrong_first_position_is_one_error():
     folder = evaluation_proteins().parent
     [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
     with pytest.raises(CsvError, match=r"4,806 of 4,996 variants are not of BLAT_ECOLX; is 1 the .* line 2: "):
-        read_variants(folder / "blat_ecolx_ranganathan2015.csv", record)
+        read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record])
 
 
 def test_a_measured_column_needs_a_file(esm, fasta):
     result = esm("variants", fasta, "--measured", "fitness")
     assert result.code == 2
-    assert "--measured fitness names a column; give the CSV file of variants that has it" in result.error
+    assert "--measured fitness names a column; give the table of variants that has it" in result.error
 
 
 def test_unknown_letters_of_a_wild_type_are_replaced_on_request(esm, tmp_path, tiny_folder):

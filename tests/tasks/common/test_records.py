@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from esm_turbo.files.csv_files import CsvError, CsvRow
-from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.records import parse_rows
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.records import kept_columns, listed_lines, parse_rows
 
 
 def rows(*values: str) -> list[CsvRow]:
@@ -43,3 +44,35 @@ def test_no_rows() -> None:
 def test_other_errors_are_not_swallowed() -> None:
     with pytest.raises(KeyError):
         parse_rows("a.csv", rows("7"), "numbers", name, lambda number, row: row["y"])
+
+
+def find(number: int, row: CsvRow) -> str:
+    return ProteinIndex([ProteinRecord("a", "MK")], "target").find(row["x"]).id
+
+
+def test_one_unknown_name_is_the_record_of_its_row() -> None:
+    good, bad = parse_rows("a.csv", rows("a", "b"), "rows", name, find)
+    assert good == ["a"]
+    assert bad == [BadRecord("line 3", "there is no usable target 'b'; correct it, or leave it empty")]
+
+
+def test_many_unknown_names_are_one_record() -> None:
+    good, bad = parse_rows("a.csv", rows("b", "a", "c", "b"), "rows", name, find)
+    assert good == ["a"]
+    reason = "there is no usable target 'b', 'c'; correct them, or leave them empty"
+    assert bad == [BadRecord("lines 2, 4, 5", reason)]
+
+
+def test_a_column_of_unknown_names_is_one_error() -> None:
+    with pytest.raises(CsvError, match=r"^a.csv: no row names a usable target, but 'b', 'c'; correct that column$"):
+        parse_rows("a.csv", rows("b", "c", "b"), "rows", name, find)
+
+
+def test_lines() -> None:
+    assert listed_lines([2]) == "line 2"
+    assert listed_lines([2, 5, 6, 7, 9]) == "lines 2, 5, 6 and 2 more"
+
+
+def test_columns_of_results_replace_those_of_the_input() -> None:
+    assert kept_columns([{"Note": "x", "Rank": "1", "y": ""}, {"Note": "z"}], ["rank", "score"]) == ["Note", "y"]
+    assert kept_columns([], ["rank"]) == []

@@ -13,10 +13,10 @@ from scipy.stats import spearmanr
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.model.memory import NotEnoughMemoryError
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.variants import records
-from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_file
+from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_records
 from esm_turbo.tasks.variants.score import VariantScore, VariantScores
 
 WILD_TYPE = ProteinRecord("wt", "MKTAYIAK")
@@ -36,21 +36,18 @@ def table(tmp_path: Path) -> Path:
 
 
 def test_variants_of_a_file(table: Path) -> None:
-    good, bad = read_variants(table, WILD_TYPE)
-    assert good == [
-        MeasuredVariant("M1A", 0.5),
-        MeasuredVariant("K2R"),
-        MeasuredVariant("T3S", 7),
-        MeasuredVariant("A4G", 8),
-    ]
+    good, bad = read_variants(table, [WILD_TYPE])
+    assert [(one.variant, one.measured) for one in good] == [("M1A", 0.5), ("K2R", None), ("T3S", 7), ("A4G", 8)]
+    assert {one.protein for one in good} == {"wt"}
+    assert good[0].columns == {"mutant": "M1A", "score": "1", "fitness": "0.5"}
     assert [(one.record, one.reason) for one in bad] == [
         ("line 4", "'K1A': residue 1 is M; is 1 the position of the first residue?")
     ]
 
 
 def test_measurements_of_another_column(table: Path) -> None:
-    good, bad = read_variants(table, WILD_TYPE, measured="score")
-    assert good == [MeasuredVariant("M1A", 1), MeasuredVariant("K2R", 2)]
+    good, bad = read_variants(table, [WILD_TYPE], measured="score")
+    assert [(one.variant, one.measured) for one in good] == [("M1A", 1), ("K2R", 2)]
     assert [one.reason for one in bad[1:]] == [
         "score is 'x', not a number; correct it or leave it empty",
         "score is 'inf', not finite; correct it or leave it empty",
@@ -59,7 +56,8 @@ def test_measurements_of_another_column(table: Path) -> None:
 
 def test_a_file_without_measurements(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("Mutant\nM24A\n")
-    assert read_variants(tmp_path / "a.csv", WILD_TYPE, first_position=24) == ([MeasuredVariant("M24A")], [])
+    [one], bad = read_variants(tmp_path / "a.csv", [WILD_TYPE], first_position=24)
+    assert (one.variant, one.measured, bad) == ("M24A", None, [])
 
 
 @pytest.mark.parametrize(
@@ -73,67 +71,153 @@ def test_a_file_without_measurements(tmp_path: Path) -> None:
 def test_unusable_files(tmp_path: Path, text: str, measured: str | None, message: str) -> None:
     (tmp_path / "a.csv").write_text(text)
     with pytest.raises(CsvError, match=message):
-        read_variants(tmp_path / "a.csv", WILD_TYPE, measured=measured)
+        read_variants(tmp_path / "a.csv", [WILD_TYPE], measured=measured)
 
 
 @pytest.mark.parametrize(("bad", "refused"), [(20, False), (21, True)])
 def test_mostly_bad_variants_are_one_error(tmp_path: Path, bad: int, refused: bool) -> None:
     (tmp_path / "a.csv").write_text("mutant\n" + "K1A\n" * bad + "M1A\n" * 20)
     if not refused:
-        assert len(read_variants(tmp_path / "a.csv", WILD_TYPE)[1]) == bad
+        assert len(read_variants(tmp_path / "a.csv", [WILD_TYPE])[1]) == bad
         return
     message = "21 of 41 variants are not of wt; is 1 the position of its first residue\\? line 2: 'K1A': residue 1 is M"
     with pytest.raises(CsvError, match=message):
-        read_variants(tmp_path / "a.csv", WILD_TYPE)
+        read_variants(tmp_path / "a.csv", [WILD_TYPE])
 
 
-def test_every_arm_and_its_correlations(turbo: TurboEsm) -> None:
+OTHER = ProteinRecord("sp|P69905|HBA_HUMAN", "GSWKDLAE", "first_position=101")
+
+
+@pytest.mark.parametrize("name", ["sp|P69905|HBA_HUMAN", "P69905", "HBA_HUMAN", "gswkdlae"])
+def test_rows_name_their_wild_type(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(f"protein\tmutant\tDMS_score\nwt\tM1A\t1\n{name}\tG101A\t2\n\tG1A\t3\nwt\tG101A\t4\n")
+    good, bad = read_variants(path, [WILD_TYPE, OTHER])
+    assert [(one.protein, one.variant, one.measured) for one in good] == [
+        ("wt", "M1A", 1),
+        (OTHER.id, "G101A", 2),
+    ]
+    assert [(one.record, one.reason) for one in bad] == [
+        ("line 4", "names no protein; fill the column 'protein'"),
+        ("line 5", "'G101A': position 101 lies outside the protein, 1 to 8"),
+    ]
+
+
+def test_another_column_may_name_the_wild_types(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("UniProt,mutant\nP69905,G1A\n")
+    [one], _ = read_variants(path, [WILD_TYPE, OTHER], protein_column="uniprot", first_position=1)
+    assert one.protein == OTHER.id
+    with pytest.raises(CsvError, match="lacks the column 'gene'"):
+        read_variants(path, [WILD_TYPE], protein_column="gene")
+    message = "lacks the column 'protein', which names the wild type of each variant; there are 2, such as 'wt'"
+    with pytest.raises(CsvError, match=message):
+        read_variants(path, [WILD_TYPE, OTHER])
+
+
+def test_unknown_wild_types_are_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("protein,mutant\n" + "".join(f"x{i % 5},M1A\n" for i in range(100)))
+    with pytest.raises(CsvError, match=r"no row names a usable protein, but 'x0', 'x1', 'x2' and 2 more; correct"):
+        read_variants(path, [WILD_TYPE])
+    path.write_text(path.read_text() + "wt,M1A\n")
+    good, [bad] = read_variants(path, [WILD_TYPE])
+    assert [one.variant for one in good] == ["M1A"]
+    assert bad.record == "lines 2, 3, 4 and 97 more"
+    assert bad.reason == "there is no usable protein 'x0', 'x1', 'x2' and 2 more; correct them, or leave them empty"
+
+
+def test_one_wrong_wild_type_among_several_is_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("protein,mutant\nwt,M1A\n" + "P69905,G1A\n" * 21 + "P69905,G101A\n")
+    good, bad = read_variants(path, [WILD_TYPE, OTHER])
+    assert [one.protein for one in good] == ["wt"]
+    [(record, reason)] = [(one.record, one.reason) for one in bad]
+    assert record == OTHER.id
+    assert reason.startswith(
+        f"21 of 22 variants are not of {OTHER.id}; is 101 the position of its first residue? line 3:"
+    )
+
+
+def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> None:
     calls: list[tuple[str, int, int]] = []
-    run = score_file(turbo, WILD_TYPE, VARIANTS, ["turbo", "full"], progress=lambda *call: calls.append(call))
+    variants = [*(replace(one, protein="wt") for one in VARIANTS), MeasuredVariant("G101A", protein=OTHER.id)]
+    run = score_records(
+        turbo, [WILD_TYPE, OTHER], variants, ["turbo", "full"], progress=lambda *call: calls.append(call)
+    )
+    first, second = run.results
     names = [one.variant for one in VARIANTS]
-    assert run.scores["turbo"] == turbo.score_variants(WILD_TYPE.sequence, names)
-    assert run.scores["full"] == turbo.score_variants(WILD_TYPE.sequence, names, arm="full")
-    assert [call for call in calls if call[1] == call[2]] == [("turbo", 5, 5), ("full", 5, 5)]
-    turbo_scores, full_scores = (run.scores[arm].values for arm in ("turbo", "full"))
+    assert first.scores["turbo"] == turbo.score_variants(WILD_TYPE.sequence, names)
+    assert first.scores["full"] == turbo.score_variants(WILD_TYPE.sequence, names, arm="full")
+    assert second.scores["turbo"] == turbo.score_variants(OTHER.sequence, ["G101A"], first_position=101)
+    # Five positions of the first protein and one of the second, in two arms.
+    assert calls[-1] == ("score", 12, 12)
+    assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
+    turbo_scores, full_scores = (first.scores[arm].values for arm in ("turbo", "full"))
     measured = spearmanr([turbo_scores[i] for i in (0, 1, 3)], [0.5, -1.0, 2.0]).statistic
-    assert run.against_measured("turbo") == pytest.approx(measured)
-    assert run.against_full("turbo") == pytest.approx(spearmanr(turbo_scores, full_scores).statistic)
-    assert run.against_full("full") == pytest.approx(1)
-    facts = run.to_dict()
-    assert (facts["variants"], set(facts["arms"])) == (4, {"turbo", "full"})
-    assert facts["arms"]["turbo"]["spearman_with_measured"] == run.against_measured("turbo")
+    assert first.against_measured("turbo") == pytest.approx(measured)
+    assert first.against_full("turbo") == pytest.approx(spearmanr(turbo_scores, full_scores).statistic)
+    assert first.against_full("full") is None
+    assert second.against_measured("turbo") is None
+    facts = first.to_dict()
+    assert (facts["protein"], facts["variants"], set(facts["arms"])) == ("wt", 4, {"turbo", "full"})
+    assert facts["arms"]["turbo"]["spearman_with_measured"] == first.against_measured("turbo")
 
 
-def test_correlations_that_are_undefined(turbo: TurboEsm) -> None:
-    run = score_file(turbo, WILD_TYPE, [replace(one, measured=None) for one in VARIANTS], ["turbo"])
-    assert run.against_measured("turbo") is None
-    assert run.against_full("turbo") is None
+def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
+    run = score_records(turbo, [WILD_TYPE, OTHER], [MeasuredVariant("M1A", protein="wt")], ["turbo"])
+    assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
 
 
 def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
-    run = score_file(turbo, WILD_TYPE, None, ["full"], first_position=24, method="wild_type")
-    assert len(run.variants) == 19 * 8
-    assert run.variants[0] == MeasuredVariant("M24A")
-    assert run.scores["full"].method == "wild_type"
+    run = score_records(turbo, [WILD_TYPE, OTHER], None, ["full"], method="wild_type")
+    first, second = run.results
+    assert [len(one.variants) for one in run.results] == [19 * 8, 19 * 8]
+    assert (first.variants[0], second.variants[0]) == (MeasuredVariant("M1A"), MeasuredVariant("G101A"))
+    assert first.scores["full"].method == "wild_type"
+    [moved] = score_records(turbo, [OTHER], None, ["full"], method="wild_type", first_position=7).results
+    assert moved.variants[0] == MeasuredVariant("G7A")
 
 
 def test_scores_that_are_not_finite(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = VariantScores((VariantScore("M1A", math.nan),), "M", "masked", "turbo", "turbo3", 0)
     monkeypatch.setattr(records, "score_variants", lambda *arguments, **options: broken)
-    with pytest.raises(ValueError, match="scores of wt are not finite; try --dtype float32"):
-        score_file(turbo, WILD_TYPE, VARIANTS[:1], ["turbo"])
+    run = score_records(turbo, [WILD_TYPE], VARIANTS[:1], ["turbo"])
+    assert (run.results, run.failed) == ([], [BadRecord("wt", "its scores are not finite; try --dtype float32")])
 
 
-def test_the_table_has_a_column_per_arm(turbo: TurboEsm, tmp_path: Path) -> None:
-    run = score_file(turbo, WILD_TYPE, VARIANTS, ["turbo", "frozen"])
-    run.write(tmp_path / "scores.csv")
-    with (tmp_path / "scores.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == ["mutant", "measured", "turbo", "frozen"]
-    assert [row["mutant"] for row in rows] == [one.variant for one in VARIANTS]
-    assert [row["measured"] for row in rows] == ["0.5", "-1.0", "", "2.0"]
-    for arm in ("turbo", "frozen"):
-        assert [float(row[arm]) for row in rows] == run.scores[arm].values
+def test_the_table_has_a_column_per_arm_and_those_of_the_input(turbo: TurboEsm, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("mutant,Assay,fitness,turbo\nm1a,x,=1,9\nT3S:K8G,y,,8\n".replace("=1", "1"))
+    variants, _ = read_variants(tmp_path / "a.csv", [WILD_TYPE])
+    run = score_records(turbo, [WILD_TYPE], variants, ["turbo", "frozen"])
+    for out in (tmp_path / "scores.csv", tmp_path / "again.csv"):
+        run.write(out)
+        with out.open() as file:
+            rows = list(csv.DictReader(file))
+        own = ["protein", "mutant", "position", "wild_type_residue", "mutant_residue", "turbo", "frozen"]
+        assert list(rows[0]) == [*own, "Assay", "fitness"]
+        assert [list(row.values())[:5] for row in rows] == [
+            ["wt", "m1a", "1", "M", "A"],
+            ["wt", "T3S:K8G", "3:8", "T:K", "S:G"],
+        ]
+        assert [(row["Assay"], row["fitness"]) for row in rows] == [("x", "1"), ("y", "")]
+        for arm in ("turbo", "frozen"):
+            assert [float(row[arm]) for row in rows] == run.results[0].scores[arm].values
+        # What was written can be read and scored again.
+        again, _ = read_variants(out, [WILD_TYPE])
+        run = score_records(turbo, [WILD_TYPE], again, ["turbo", "frozen"])
+
+
+def test_a_protein_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    def small(model: object, tokens: int, **options: object) -> None:
+        if tokens > 10:
+            raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9 GiB")
+
+    long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQ")
+    monkeypatch.setattr(records, "check_memory", small)
+    run = score_records(turbo, [long, WILD_TYPE], None, ["turbo"])
+    assert run.failed == [BadRecord("long", "24 tokens at once need about 9 GiB")]
+    assert [one.wild_type.id for one in run.results] == ["wt"]
 
 
 def test_a_protein_that_does_not_fit_is_refused_before_it_begins(
@@ -141,5 +225,6 @@ def test_a_protein_that_does_not_fit_is_refused_before_it_begins(
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
     monkeypatch.setattr(records, "all_substitutions", lambda *arguments: pytest.fail("began"))
-    with pytest.raises(NotEnoughMemoryError, match=r"^\d+ tokens at once need about"):
-        score_file(turbo, ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ"), None, ["turbo"])
+    run = score_records(turbo, [ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ")], None, ["turbo"])
+    [failed] = run.failed
+    assert run.results == [] and "24 tokens at once need about" in failed.reason

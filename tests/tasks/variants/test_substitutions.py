@@ -7,13 +7,27 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
-from esm_turbo.tasks.variants.substitutions import Substitution, Substitutions, all_substitutions, parse_variant
+from esm_turbo.tasks.variants.substitutions import (
+    Substitution,
+    Substitutions,
+    all_substitutions,
+    parse_variant,
+    parts_of,
+)
 
 WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
 
 
 def test_a_variant_of_several_substitutions() -> None:
     assert parse_variant(" h24c:E26k ", "HPE", 24) == [Substitution("H", 0, "C"), Substitution("E", 2, "K")]
+
+
+@pytest.mark.parametrize(
+    ("variant", "parts"),
+    [("H24C", ("24", "H", "C")), (" h24c: e26K ", ("24:26", "H:E", "C:K")), ("M-3A", ("-3", "M", "A"))],
+)
+def test_parts_of_variants(variant: str, parts: tuple[str, str, str]) -> None:
+    assert parts_of(variant) == parts
 
 
 @given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))

@@ -1,0 +1,78 @@
+"""Finding the proteins of a file by the names that tables give them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from esm_turbo.proteins.fasta import ProteinRecord
+
+# `sp|P69905|HBA_HUMAN`, as UniProt writes identifiers: database, accession and entry name.
+_UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
+_SHOWN, _SHOWN_NAMES = 40, 3
+
+
+class UnknownProteinError(ValueError):
+    """No protein has a name.
+
+    Attributes:
+        name: the name.
+        noun: what it should be a name of, such as `target`.
+    """
+
+    def __init__(self, name: str, noun: str) -> None:
+        super().__init__(f"there is no usable {noun} {shown(name)}; correct it, or leave it empty")
+        self.name = name
+        self.noun = noun
+
+
+class ProteinIndex:
+    """Proteins by identifier, by sequence, and by accession or entry name if the identifier is one of UniProt.
+
+    Args:
+        records: the proteins.
+        noun: what they are, for errors.
+    """
+
+    def __init__(self, records: Sequence[ProteinRecord], noun: str = "protein") -> None:
+        self.noun = noun
+        self.records = records
+        self._by_id = {record.id: record for record in records}
+        # The first of several with one sequence: they are the same to the model.
+        self._by_sequence = {record.sequence: record for record in reversed(records)}
+        self._by_part: dict[str, ProteinRecord | None] = {}
+        for record in records:
+            for part in uniprot_parts(record.id):
+                # A part of two identifiers names neither.
+                self._by_part[part] = None if part in self._by_part else record
+
+    def find(self, name: str) -> ProteinRecord:
+        """The protein of this name.
+
+        Args:
+            name: identifier, or a part of it; or the whole sequence, in either case.
+
+        Raises:
+            UnknownProteinError: there is none.
+        """
+        found = self._by_id.get(name) or self._by_part.get(name) or self._by_sequence.get(name.upper())
+        if found is None:
+            raise UnknownProteinError(name, self.noun)
+        return found
+
+
+def uniprot_parts(identifier: str) -> tuple[str, ...]:
+    """Accession and entry name in an identifier of UniProt, such as `sp|P69905|HBA_HUMAN`; of others, nothing."""
+    match = _UNIPROT.fullmatch(identifier)
+    return match.groups() if match else ()
+
+
+def shown(name: str) -> str:
+    """A name, quoted, for a message of one line."""
+    return repr(name if len(name) <= _SHOWN else name[: _SHOWN - 3] + "...")
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of many names, for a message of one line."""
+    rest = len(names) - _SHOWN_NAMES
+    return ", ".join(map(shown, names[:_SHOWN_NAMES])) + (f" and {rest:,} more" if rest > 0 else "")

@@ -1,0 +1,70 @@
+"""Proteins by the names that tables give them."""
+
+from __future__ import annotations
+
+import pytest
+
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed, uniprot_parts
+
+RECORDS = [
+    ProteinRecord("sp|P69905|HBA_HUMAN", "MVLS"),
+    ProteinRecord("one", "MKT"),
+    ProteinRecord("two", "MKT"),
+    ProteinRecord("MKTA", "GSW"),
+    ProteinRecord("other", "MKTA"),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("sp|P69905|HBA_HUMAN", 0),
+        ("P69905", 0),
+        ("HBA_HUMAN", 0),
+        ("mvls", 0),
+        ("two", 2),
+        # Of equal sequences the first; an identifier goes before a sequence.
+        ("MKT", 1),
+        ("MKTA", 3),
+    ],
+)
+def test_names(name: str, found: int) -> None:
+    assert ProteinIndex(RECORDS).find(name) is RECORDS[found]
+
+
+@pytest.mark.parametrize("name", ["sp", "P6990", "ONE", "MK", ""])
+def test_other_names_are_refused(name: str) -> None:
+    with pytest.raises(UnknownProteinError) as caught:
+        ProteinIndex(RECORDS, "target").find(name)
+    assert str(caught.value) == f"there is no usable target {name!r}; correct it, or leave it empty"
+    assert (caught.value.name, caught.value.noun) == (name, "target")
+
+
+def test_a_part_of_two_identifiers_names_neither() -> None:
+    records = [ProteinRecord("sp|P1|A_X", "M"), ProteinRecord("tr|P1|B_X", "K"), ProteinRecord("sp|P2|A_X", "T")]
+    index = ProteinIndex(records)
+    for name in ("P1", "A_X"):
+        with pytest.raises(UnknownProteinError):
+            index.find(name)
+    assert index.find("B_X") is records[1] and index.find("P2") is records[2]
+
+
+@pytest.mark.parametrize(
+    ("identifier", "parts"),
+    [
+        ("tr|A0A024R161|A0A024R161_HUMAN", ("A0A024R161", "A0A024R161_HUMAN")),
+        ("sp|P04637-2|P53_HUMAN", ("P04637-2", "P53_HUMAN")),
+        ("gi|1|x", ()),
+        ("P69905", ()),
+        ("sp|P69905|", ()),
+    ],
+)
+def test_parts_of_identifiers(identifier: str, parts: tuple[str, ...]) -> None:
+    assert uniprot_parts(identifier) == parts
+
+
+def test_lists_are_short() -> None:
+    assert listed(["a", "b", "c"]) == "'a', 'b', 'c'"
+    assert listed([*"abcde"]) == "'a', 'b', 'c' and 2 more"
+    assert listed(["M" * 41]) == repr("M" * 37 + "...")
