@@ -16,6 +16,7 @@ from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 
 if TYPE_CHECKING:
+    from esm_turbo.tasks.common.options import Arm
     from esm_turbo.turbo_esm import TurboEsm
 
 _P = ParamSpec("_P")
@@ -123,6 +124,31 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
             esm = turbo.model.esm
             esm.set_turbo(calibration=calibration, preset=esm.turbo_config, backend=esm.backend)
     return turbo
+
+
+def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
+    """Say on standard error what runs, and where; say of the embedded model that it is a demonstration.
+
+    Args:
+        turbo: the model.
+        arms: those that run.
+
+    Returns:
+        The same as JSON values, for the results.
+
+    Raises:
+        ValueError: an arm cannot run, since its contexts need a calibration and there is none.
+    """
+    from esm_turbo.tasks.common.run_info import RunInfo
+
+    info = RunInfo.of(turbo, arms)
+    say(str(info))
+    if info.demonstration:
+        say(
+            f"{info.model} is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint,"
+            " such as --model facebook/esm2_t33_650M_UR50D"
+        )
+    return info.to_dict()
 
 
 @contextlib.contextmanager

@@ -16,13 +16,21 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.calibration.records import calibrate_records
 from tests.helpers.command_inputs import GOOD
 
+SAID = ("esm-turbo: model ", "esm-turbo: esm2-mini is a small demonstration model")
 
-class Result(NamedTuple):
+
+class Output(NamedTuple):
     """Exit code and output of a command."""
 
     code: int
     out: str
     err: str
+
+
+class Result(Output):
+    """The output of a command; what it says of its run and the embedded model stands apart."""
+
+    said: list[str]
 
     @property
     def error(self) -> str:
@@ -48,7 +56,14 @@ def esm(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 
     def run(*arguments: object) -> Result:
         capsys.readouterr()
-        return Result(app.run([str(argument) for argument in arguments]), *capsys.readouterr())
+        code = app.run([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        lines = captured.err.splitlines(keepends=True)
+        said = [line for line in lines if line.startswith(SAID)]
+        err = "".join(line for line in lines if line not in said)
+        result = Result(code, captured.out, err)
+        result.said = [line.strip().removeprefix("esm-turbo: ") for line in said]
+        return result
 
     return run
 

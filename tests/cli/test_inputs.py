@@ -392,3 +392,47 @@ def test_a_full_disk_does_not_lose_results(esm_shared, write, tmp_path, monkeypa
     assert (result.code, result.error) == (1, f"{path}: cannot be written (No space left on device)")
     assert expected in result.out
     assert not path.exists()
+
+
+DEMONSTRATION = (
+    "esm2-mini is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint,"
+    " such as --model facebook/esm2_t33_650M_UR50D"
+)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "arms"),
+    [
+        (["embed", "IN", "OUT"], {"full": None}),
+        (["embed", "IN", "OUT", "--include", "cache"], {"turbo": "turbo3"}),
+        (["score", "IN", "IN", "--arm", "full", "frozen"], {"full": None, "frozen": "exact"}),
+        (["variants", "ONE", "--arm", "turbo", "--preset", "turbo2"], {"turbo": "turbo2"}),
+        (["generate", "IN", "--max-new-tokens", "1", "--preset", "exact"], {"frozen": "exact"}),
+        (["store", "IN", "OUT"], {"turbo": "turbo3"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_every_run_says_what_it_used(esm, write, tmp_path, arguments, arms):
+    write("IN", ">a\nMKTAYIAK\n>b\nGSGSG\n")
+    write("ONE", ">a\nMKT\n")
+    arguments = [str(tmp_path / one) if one in ("IN", "ONE", "OUT") else one for one in arguments]
+    result = esm(*arguments, "--device", "cpu", "--json", "-")
+    assert (result.code, result.err) == (0, "")
+    run, more = result.said
+    assert all(word in run for word in ("model esm2-mini", "device cpu", "float32", *arms))
+    assert more == DEMONSTRATION
+    used = json.loads(result.out)["run"]
+    assert used == {"model": "esm2-mini", "arms": arms, "device": "cpu", "dtype": "float32", "demonstration": True}
+
+
+def test_only_the_embedded_model_is_called_a_demonstration(esm, fasta, tmp_path, tiny_folder):
+    result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder)
+    assert result.said == ["model tiny, arm full, device cpu, float32"]
+    assert json.loads((tmp_path / "out" / "settings.json").read_text())["device"] == "cpu"
+
+
+def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
+    result = esm("score", fasta, fasta, "--model", tiny_folder, "--arm", "turbo")
+    assert result.code == 2
+    assert "calibrat" in result.error
+    assert not result.said

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, working
-from esm_turbo.cli.inputs import load_model
+from esm_turbo.cli.inputs import announce, load_model
 from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, Unknown, Writes
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import read_fasta_strict
@@ -35,6 +35,7 @@ def calibrate(
     """
     records = read_fasta_strict(proteins, unknown=unknown)
     turbo = load_model(model)
+    announce(turbo)
     from esm_turbo.cli.report import calibration_report
     from esm_turbo.tasks.calibration.records import calibrate_records
 

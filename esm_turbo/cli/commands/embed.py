@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, say, show
-from esm_turbo.cli.inputs import check_minimum, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
@@ -57,11 +57,13 @@ def embed(
     windows = Windows.of(window, overlap, memory)
     good, bad = read_proteins(proteins, unknown)
     turbo = load_model(model)
+    from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest
     from esm_turbo.tasks.embedding.records import embed_records
 
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
     request = EmbeddingRequest.of(turbo, repr_layers, include, windows)
+    used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else ["full"])
     with progress_bar("residues") as progress:
         run = embed_records(
             turbo,
@@ -81,6 +83,7 @@ def embed(
     bad = [*bad, *run.failed]
     list_bad(proteins, bad)
     result = {
+        "run": used,
         "out": os.fspath(out),
         "format": format,
         "written": written,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, width
-from esm_turbo.cli.inputs import check_minimum, load_model
+from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, Unknown
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
@@ -50,6 +50,7 @@ def evaluate(
     check_minimum(1, max_proteins=max_proteins)
     records = read_fasta_strict(proteins, unknown=unknown)[:max_proteins]
     turbo = load_model(model, backend=backend)
+    announce(turbo)
     with progress_bar("proteins") as progress:
         result = turbo.evaluate(
             [record.sequence for record in records],

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
-from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, TextFile, Unknown
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
@@ -72,6 +72,7 @@ def generate(
         )
     good, bad = read_proteins(proteins, unknown)
     turbo = load_model(model)
+    from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions
     from esm_turbo.tasks.generation.records import generate_records, parse_allowed, parse_positions
 
@@ -90,6 +91,7 @@ def generate(
         refresh=refresh,
         refresh_every=refresh_every,
     )
+    used = announce(turbo, [context_arm(turbo)])
     with progress_bar("samples") as progress:
         generated, failed = generate_records(
             turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, progress=progress
@@ -102,6 +104,7 @@ def generate(
     if out is not None:
         save_text(out, fasta)
     result = {
+        "run": used,
         "out": None if out is None else os.fspath(out),
         "sequences": [asdict(one) for one in generated],
         "failed": failures(bad),

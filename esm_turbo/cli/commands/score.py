@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esm_turbo.cli.console import progress_bar, save, show
-from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, check_minimum, check_usable, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import (
     Arms,
     AutoBatchTokens,
@@ -66,6 +66,7 @@ def score(
     check_usable(candidates, read, bad_candidates)
     turbo = load_model(model, backend=backend)
     arms = tuple(dict.fromkeys(arm))
+    used = announce(turbo, arms)
     with progress_bar("residues") as progress:
         run = score_records(
             turbo,
@@ -83,6 +84,6 @@ def score(
     list_bad(targets, [*bad_targets, *run.failed])
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]
-    result = {"results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    result = {"run": used, "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     show(*score_report(run, top), to_json=json, result=result)
     return 1 if failed else 0

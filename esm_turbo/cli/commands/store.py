@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
@@ -36,10 +36,12 @@ def store(
     good, bad = read_proteins(proteins, unknown)
     turbo = load_model(model)
     from esm_turbo.context_store import ContextStore
+    from esm_turbo.tasks.common.run_info import context_arm
 
     failed: dict[str, str] = {}
     # Nothing reads the contexts afterwards, so none is kept in memory.
     with ContextStore(folder, host_bytes=0, device_bytes=0) as contexts, progress_bar("residues") as progress:
+        used = announce(turbo, [context_arm(turbo)])
         computed = contexts.add(
             turbo,
             [record.sequence for record in good],
@@ -51,6 +53,7 @@ def store(
     bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]
     list_bad(proteins, bad)
     result = {
+        "run": used,
         "out": os.fspath(folder),
         "computed": computed,
         "contexts": held["contexts"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esm_turbo.cli.console import progress_bar, save, show
-from esm_turbo.cli.inputs import check_minimum, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, check_minimum, check_usable, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import (
     Arms,
     AutoBatchTokens,
@@ -79,6 +79,7 @@ def variants(
         check_usable(variants, good, bad, "variant")
     turbo = load_model(model, backend=backend)
     arms = tuple(dict.fromkeys(arm))
+    used = announce(turbo, arms)
     with progress_bar("positions") as progress:
         run = score_records(
             turbo,
@@ -97,6 +98,6 @@ def variants(
     if variants is not None:
         list_bad(variants, bad)
     failed = [*bad_records, *run.failed, *bad]
-    result = {"results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    result = {"run": used, "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     show(*variants_report(run, top), to_json=json, result=result)
     return 1 if failed else 0

@@ -59,7 +59,13 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
         return own, cache.config.name
     turbo.model.notice_changes()
     chosen = check_choice("arm", "turbo" if arm is None else arm, ARMS)
-    return chosen, {"full": None, "frozen": FROZEN.name, "turbo": turbo.model.esm.turbo_config.name}[chosen]
+    return chosen, arm_preset(turbo, chosen)
+
+
+def arm_preset(turbo: ContextModel, arm: Arm) -> str | None:
+    """The preset that the contexts of an arm are stored as; None for `full`, which stores none."""
+    presets: dict[Arm, str | None] = {"full": None, "frozen": FROZEN.name, "turbo": turbo.model.esm.turbo_config.name}
+    return presets[arm]
 
 
 def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> int:

@@ -77,6 +77,11 @@ class EmbeddingRequest:
     include: frozenset[str]
     windows: Windows | None = None
 
+    @property
+    def writes_contexts(self) -> bool:
+        """Whether contexts are cached under the model's preset."""
+        return "cache" in self.include or (self.windows is not None and bool(self.windows.memory))
+
     @classmethod
     def of(
         cls, turbo: ContextModel, repr_layers: Sequence[int], include: Iterable[str], windows: Windows | None = None
@@ -99,9 +104,10 @@ class EmbeddingRequest:
             )
         if "contacts" in items:
             check_head(turbo.model, "contact_head")
-        if "cache" in items or (windows is not None and windows.memory):
+        request = cls(layers, items, windows)
+        if request.writes_contexts:
             turbo.model.new_cache()
-        return cls(layers, items, windows)
+        return request
 
 
 def embed(
@@ -150,7 +156,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     }
     if request.windows is not None:
         settings["windows"] = asdict(request.windows)
-    if "cache" in request.include or (request.windows is not None and request.windows.memory):
+    if request.writes_contexts:
         codec = turbo.model.new_cache().codec
         settings |= {"cache": codec.config.to_dict(), "codec": _digest(sorted(codec.state.items()))}
     return settings

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 _INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
+# Recorded with the settings; another device changes results by rounding only.
+_UNCOMPARED = {"device"}
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
 
 SameSequence = Sequence[ProteinRecord]
@@ -83,7 +85,7 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
         ValueError: a setting differs; the message names the first one.
     """
     for name in dict.fromkeys([*settings, *existing]):
-        if settings.get(name) != existing.get(name):
+        if name not in _UNCOMPARED and settings.get(name) != existing.get(name):
             raise ValueError(
                 f"{path}: holds embeddings made with {name} {existing.get(name)}, not {settings.get(name)};"
                 " give another path, or the same options"
@@ -101,6 +103,7 @@ class FolderWriter:
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
+        recorded: what is recorded beside the settings, and may differ between runs.
 
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
@@ -118,6 +121,7 @@ class FolderWriter:
         self.turbo = turbo
         self._content = dict(settings)
         self.settings = {"format": file_format, **settings}
+        self.recorded = {"device": str(turbo.model.device)}
         self._known_settings = (folder / SETTINGS_FILE).exists()
         if self._known_settings:
             check_same_settings(folder, _read_settings(folder), self.settings)
@@ -226,7 +230,8 @@ class FolderWriter:
         if not self._known_settings:
             path = self.folder / SETTINGS_FILE
             with replacing(path, inside=True) as temporary:
-                temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+                settings = self.settings | self.recorded
+                temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
             self._known_settings = True
 
 

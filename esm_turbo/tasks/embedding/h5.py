@@ -131,7 +131,7 @@ class H5Writer(FolderWriter):
             identifiers.setdefault(name, []).append(identifier)
         # Attributes above 64 KiB need the file format of HDF5 1.8.
         with _h5py().File(path, "w", libver=("v108", "v110")) as new:
-            new.attrs["settings"] = json.dumps(self._content)
+            new.attrs["settings"] = json.dumps(self._content | self.recorded)
             for name, (first, *others) in identifiers.items():
                 if self._old is not None and name in self._old and name not in self._unusable:
                     self._old.copy(name, new)

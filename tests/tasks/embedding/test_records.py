@@ -245,7 +245,7 @@ def test_the_command_reports_a_full_disk_in_one_line(tiny_folder, tmp_path, monk
     monkeypatch.setattr(artifacts, "save_file", no_room)
     command = ["embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "mean", "--format", "safetensors"]
     assert cli.run([str(part) for part in command]) == 1
-    [line] = capsys.readouterr().err.splitlines()
+    _, line = capsys.readouterr().err.splitlines()
     assert line.startswith("esm-turbo: error: ")
     assert "No space left on device" in line and "0 of 10 proteins are done" in line
     assert sorted(files(tmp_path / "out")) == [SETTINGS_FILE]
@@ -280,7 +280,7 @@ def test_the_command_refuses_a_folder_in_use(tiny_folder, tmp_path, capsys):
     assert holder.stdout.readline() == "held\n"
     command = ["embed", str(fasta), str(out), "--model", str(tiny_folder), "--include", "mean"]
     assert cli.run(command) == 2
-    [line] = capsys.readouterr().err.splitlines()
+    _, line = capsys.readouterr().err.splitlines()
     assert line == (
         f"esm-turbo: error: {out}: another process is writing into it; let it finish, or give another folder"
     )

@@ -1,0 +1,65 @@
+"""What a run used: model, arms, device. It is shown when the run begins, and kept with its results."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.tasks.common.arms import arm_preset
+from esm_turbo.tasks.common.options import Arm
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a run used.
+
+    Attributes:
+        model: hub id of the model, or the name of its folder.
+        arms: the preset of the contexts of each arm; None where none are stored.
+        device: of the model, such as `cpu`.
+        dtype: of the model, such as `float32`.
+        demonstration: whether the model is the embedded one, which is too small for real work.
+    """
+
+    model: str
+    arms: dict[Arm, str | None]
+    device: str
+    dtype: str
+    demonstration: bool
+
+    @classmethod
+    def of(cls, turbo: ContextModel, arms: Sequence[Arm] = ()) -> RunInfo:
+        """Describe a run before it begins.
+
+        Args:
+            turbo: the model.
+            arms: those that run; none for a run that neither reads nor writes contexts.
+
+        Raises:
+            ValueError: an arm cannot run, since its contexts need a calibration and there is none.
+        """
+        presets = {arm: arm_preset(turbo, arm) for arm in arms}
+        if "turbo" in arms:
+            turbo.model.new_cache()
+        device, dtype = str(turbo.model.device), str(turbo.model.dtype).removeprefix("torch.")
+        return cls(turbo.name, presets, device, dtype, Path(turbo.model.config._name_or_path) == EMBEDDED_MODEL)
+
+    def __str__(self) -> str:
+        named = [arm if preset is None else f"{arm} (preset {preset})" for arm, preset in self.arms.items()]
+        arms = [f"arm{'s' if len(named) > 1 else ''} {', '.join(named)}"] if named else []
+        return ", ".join([f"model {self.model}", *arms, f"device {self.device}", self.dtype])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def context_arm(turbo: ContextModel) -> Arm:
+    """The arm whose contexts a model writes under its own preset."""
+    return "frozen" if turbo.model.esm.turbo_config.codec == "exact" else "turbo"
