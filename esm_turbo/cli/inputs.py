@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
 from esm_turbo.cli.options import READS, ModelOptions, Writes
 from esm_turbo.files.paths import Output, check_outputs
+from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 
 if TYPE_CHECKING:
@@ -53,8 +54,8 @@ def _paths(declared_by: Any, values: Mapping[str, Any]) -> tuple[list[str | Path
             elif isinstance(mark, Writes):
                 if isinstance(value, str) and value.startswith("-"):
                     raise ValueError(f"--{name} needs a file, or - for standard output; got {value}")
-                one_file = mark.holds == "embeddings" and values["format"] == "h5"
-                outputs.append(Output(value, "HDF5" if one_file else mark.holds))
+                one_file = mark.holds == "embeddings" and embedding_format(value, values["format"]) == "h5"
+                outputs.append(Output(value, "HDF5" if one_file else mark.holds, mark.suffixes))
     return inputs, outputs
 
 

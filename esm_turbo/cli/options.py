@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from esm_turbo.config import DEFAULT_PRESET, Backend
+from esm_turbo.files.suffixes import SEQUENCES, TABLE_DELIMITERS
 from esm_turbo.tasks.common.options import Arm
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -24,11 +25,13 @@ class Writes:
     """Marks an argument that names an output."""
 
     holds: Literal["text", "calibration", "embeddings", "contexts"]
+    suffixes: tuple[str, ...] = ()
 
 
 InputFile = Annotated[Path, READS]
 OptionalInput = Annotated[Path | None, READS]
-TextFile = Annotated[Path | None, Writes("text")]
+TableFile = Annotated[Path | None, Writes("text", tuple(TABLE_DELIMITERS))]
+SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
 MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from esm_turbo.files.safe_text import cell, from_cell
+from esm_turbo.files.suffixes import TABLE_DELIMITERS, check_suffix
 from esm_turbo.files.text_files import text_lines
 from esm_turbo.files.writing import replacing
 
@@ -68,22 +69,30 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
     raise CsvError(f"{os.fspath(path)}: {reason}") from None
 
 
-def write_csv(out: str | os.PathLike[str] | TextIO, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a CSV file, atomically. Text that a spreadsheet would run, and control characters, are neutralised.
+def write_csv(
+    out: str | os.PathLike[str] | TextIO,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[object]],
+    delimiter: str | None = None,
+) -> None:
+    """Write a table, atomically. Text that a spreadsheet would run, and control characters, are neutralised.
 
     Args:
         out: a path, or an open file.
         columns: their names.
         rows: cells, one per column.
+        delimiter: None is a tab for a path that ends in `.tsv`, and else a comma.
 
     Raises:
+        SuffixError: (a ValueError) the path ends in neither `.csv` nor `.tsv`.
         OSError: it cannot be written.
     """
     if isinstance(out, str | os.PathLike):
+        delimiter = delimiter or TABLE_DELIMITERS.get(check_suffix(out, TABLE_DELIMITERS))
         with replacing(out) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
-            write_csv(file, columns, rows)
+            write_csv(file, columns, rows, delimiter)
     else:
-        writer = csv.writer(out, lineterminator="\n")
+        writer = csv.writer(out, lineterminator="\n", delimiter=delimiter or ",")
         writer.writerow(columns)
         writer.writerows([cell(one) if isinstance(one, str) else one for one in row] for row in rows)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from esm_turbo.files.kinds import CALIBRATION_FILE, binary_kind, is_checkpoint, is_embeddings, is_store
+from esm_turbo.files.suffixes import check_suffix
 
 
 class NotWritableError(OSError, ValueError):
@@ -48,10 +49,12 @@ class Output(NamedTuple):
     Attributes:
         path: as given.
         holds: what is written; embeddings and contexts are folders.
+        suffixes: of its name, if any.
     """
 
     path: str | os.PathLike[str]
     holds: Literal["text", "calibration", "HDF5", "embeddings", "contexts"]
+    suffixes: tuple[str, ...] = ()
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[str]]) -> None:
@@ -62,6 +65,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
 
     Raises:
         NotWritableError: an output does, under any name, or cannot be written.
+        SuffixError: (a ValueError) the name of an output promises another format.
     """
     taken = [(path, "an input of this command") for path in inputs]
     for output in outputs:
@@ -93,6 +97,8 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
         replaced = binary_kind(place) if output.holds in ("text", "calibration") else None
         if replaced is not None and replaced != f"a {output.holds}":
             raise NotWritableError(f"{path}: is {replaced}, which would be replaced; name another path to write")
+        if output.suffixes:
+            check_suffix(path, output.suffixes)
         taken.append((path, "another output"))
 
 

@@ -436,3 +436,32 @@ def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
     assert result.code == 2
     assert "calibrat" in result.error
     assert not result.said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["score", "IN", "IN", "--out", "x.parquet"], "must end in .csv or .tsv"),
+        (["variants", "IN", "--out", "x.xlsx"], "must end in .csv or .tsv"),
+        (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta or .fa or .faa or .fas"),
+        (["calibrate", "IN", "--out", "x.pt"], "must end in .safetensors"),
+        (["embed", "IN", "x.h5", "--format", "pt"], "ends in .h5, but pt embeddings are a folder"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_an_output_named_for_another_format_is_refused(esm, fasta, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    before = files(tmp_path)
+    result = esm(*[fasta if one == "IN" else one for one in arguments])
+    assert result.code == 2
+    assert message in result.error
+    assert files(tmp_path) == before
+
+
+def test_the_suffix_decides_the_format(esm, fasta, tmp_path, tiny_folder):
+    model = ["--model", tiny_folder, "--preset", "exact"]
+    out = tmp_path / "scores.tsv"
+    assert esm("score", fasta, fasta, "--arm", "frozen", "--out", out, *model).code == 0
+    assert out.read_text().startswith("target\tcandidate\tsequence\t")
+    assert esm("embed", fasta, tmp_path / "x.h5", *model).code == 0
+    assert (tmp_path / "x.h5").read_bytes().startswith(b"\x89HDF")

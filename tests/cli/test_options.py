@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--window": None,
         "--overlap": None,
         "--memory": None,
-        "--format": "pt",
+        "--format": None,
     },
     "generate": FILES
     | CACHES
@@ -80,9 +80,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--method": "masked",
         "--arm": ("turbo",),
         "--refresh": 8,
-        "--first-position": 1,
+        "--first-position": None,
+        "--protein-column": None,
         "--measured": None,
-        "--top": 10,
+        "--top": None,
         "--toks-per-batch": None,
         "--out": None,
         "--backend": "auto",

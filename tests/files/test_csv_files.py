@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.files.csv_files import CsvError, is_table, read_csv, write_csv
+from esm_turbo.files.suffixes import SuffixError
 
 
 def test_columns_are_found_by_name_in_any_case(tmp_path):
@@ -62,6 +63,15 @@ def test_spreadsheets_run_nothing_and_numbers_stay_numbers(tmp_path):
     path = tmp_path / "x.csv"
     write_csv(path, ["id", "score"], [["=HYPERLINK(A1)", -1.5], ["@x", "-2.5"], ["a\x1b[2J", None], ["-x", 3]])
     assert path.read_bytes() == b"id,score\n'=HYPERLINK(A1),-1.5\n'@x,-2.5\na\\x1b[2J,\n'-x,3\n"
+
+
+def test_the_suffix_decides_the_delimiter(tmp_path):
+    for name, text in {"x.csv": "one,two\na,b\n", "x.TSV": "one\ttwo\na\tb\n", "x": "one,two\na,b\n"}.items():
+        write_csv(tmp_path / name, ["one", "two"], [["a", "b"]])
+        assert (tmp_path / name).read_text() == text
+    with pytest.raises(SuffixError, match=r"must end in \.csv or \.tsv, or have no suffix; got \.parquet"):
+        write_csv(tmp_path / "x.parquet", ["one"], [["a"]])
+    assert not (tmp_path / "x.parquet").exists()
 
 
 def test_a_failed_write_leaves_nothing(tmp_path):

@@ -10,6 +10,7 @@ from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce, load_model
 from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, Unknown, Writes
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.suffixes import TENSORS
 from esm_turbo.proteins.fasta import read_fasta_strict
 
 
@@ -17,7 +18,7 @@ def calibrate(
     proteins: InputFile,
     /,
     *,
-    out: Annotated[Path, Writes("calibration")],
+    out: Annotated[Path, Writes("calibration", TENSORS)],
     max_residues: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     unknown: Unknown = None,

@@ -11,6 +11,7 @@ from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, 
 from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.tasks.common.options import EmbeddingFormat, Include
 
 
@@ -26,7 +27,7 @@ def embed(
     window: int | None = None,
     overlap: int | None = None,
     memory: int | None = None,
-    format: EmbeddingFormat = "pt",
+    format: EmbeddingFormat | None = None,
     unknown: Unknown = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
@@ -38,7 +39,7 @@ def embed(
 
     Args:
         proteins: FASTA file, plain or gzip.
-        out: Folder with one file per sequence; one file for --format h5.
+        out: Folder with one file per sequence; one file for HDF5.
         repr_layers: Layers to save; 0 is the input of the first layer, negative numbers count from the last.
         include: What to save: mean and per-residue hidden states, the hidden state of the cls token (bos), predicted
             contacts, compressed caches.
@@ -47,8 +48,10 @@ def embed(
         overlap: Residues that consecutive windows share, 64 by default.
         memory: Number of residues before each window to attend to through the compressed cache. By default, the value
             of --window.
-        format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files.
+        format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files. By default, h5 if
+            OUT ends in .h5 or .hdf5, and else pt.
     """
+    format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if format == "h5" and "cache" in include:
         raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")

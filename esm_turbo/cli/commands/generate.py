@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
 from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, TextFile, Unknown
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceFile, Unknown
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import UnmaskingOrder
@@ -38,7 +38,7 @@ def generate(
     refresh_every: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     unknown: Unknown = None,
-    out: TextFile = None,
+    out: SequenceFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
 ) -> int:

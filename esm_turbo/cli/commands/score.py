@@ -11,7 +11,7 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
-    TextFile,
+    TableFile,
     Unknown,
 )
 from esm_turbo.cli.report import failures
@@ -32,7 +32,7 @@ def score(
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
-    out: TextFile = None,
+    out: TableFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
@@ -53,7 +53,7 @@ def score(
         place: What fills the candidate's positions while the target is computed: masks, or nothing.
         top: Number of candidates to print per target.
         top_k: Number of top candidates used to compare arms.
-        out: CSV file to write all scores to.
+        out: CSV or TSV file, by its suffix, to write all scores to.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)

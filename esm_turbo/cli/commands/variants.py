@@ -12,7 +12,7 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     OptionalInput,
-    TextFile,
+    TableFile,
     Unknown,
 )
 from esm_turbo.cli.report import failures
@@ -36,7 +36,7 @@ def variants(
     top: int | None = None,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
-    out: TextFile = None,
+    out: TableFile = None,
     json: JsonFile = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
@@ -59,7 +59,7 @@ def variants(
         measured: Column to compare with, higher is better. By default, fitness or DMS_score.
         top: Number of top-scoring variants to print per protein. By default, 10 for up to 3 proteins; of more, only a
             summary is printed.
-        out: CSV file to write all scores to, with all other columns of the variants.
+        out: CSV or TSV file, by its suffix, to write all scores to, with all other columns of the variants.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, toks_per_batch=toks_per_batch)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
+from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import only_writer, refuse_links
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
@@ -52,7 +53,7 @@ def embed_records(
     out: str | os.PathLike[str],
     request: EmbeddingRequest,
     *,
-    file_format: EmbeddingFormat = "pt",
+    file_format: EmbeddingFormat | None = None,
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
@@ -66,7 +67,7 @@ def embed_records(
         records: the proteins.
         out: a folder for `pt` and `safetensors`, a file for `h5`.
         request: the results to compute.
-        file_format: see `embedding_writer`.
+        file_format: see `embedding_writer`; None is `h5` for an `out` that ends in `.h5` or `.hdf5`, and else `pt`.
         toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
         truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
@@ -78,6 +79,7 @@ def embed_records(
         ImportError: h5py is missing.
     """
     _check_identifiers(records)
+    file_format = embedding_format(out, file_format)
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     by_sequence: dict[str, list[ProteinRecord]] = {}
     for record in records:

@@ -1,0 +1,46 @@
+"""The suffix of an output's name: it decides the format, or the name is refused. A name without one is accepted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+SEQUENCES = (".fasta", ".fa", ".faa", ".fas")
+TENSORS = (".safetensors",)
+HDF5 = (".h5", ".hdf5")
+
+
+class SuffixError(ValueError):
+    """The name of an output promises a format that is not written."""
+
+
+def check_suffix(path: str | os.PathLike[str], allowed: Iterable[str]) -> str:
+    """Return the suffix of an output's name, in lower case; empty if there is none.
+
+    Raises:
+        SuffixError: it is not one of `allowed`.
+    """
+    suffix, allowed = Path(path).suffix.lower(), tuple(allowed)
+    if suffix and suffix not in allowed:
+        raise SuffixError(f"{os.fspath(path)}: must end in {' or '.join(allowed)}, or have no suffix; got {suffix}")
+    return suffix
+
+
+def embedding_format(
+    out: str | os.PathLike[str], given: Literal["pt", "h5", "safetensors"] | None = None
+) -> Literal["pt", "h5", "safetensors"]:
+    """Format of embeddings: the given one, or else `h5` for a name that ends so, and `pt` for any other.
+
+    Raises:
+        SuffixError: the name belongs to another format than the given one.
+    """
+    suffix = Path(out).suffix.lower()
+    if suffix in HDF5:
+        if given not in (None, "h5"):
+            raise SuffixError(f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; leave it out")
+        return "h5"
+    # A folder may be named anyhow.
+    return given or "pt"

@@ -1,0 +1,39 @@
+"""The suffix of an output decides its format, or is refused."""
+
+from pathlib import Path
+
+import pytest
+
+from esm_turbo.files.suffixes import TABLE_DELIMITERS, SuffixError, check_suffix, embedding_format
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("a.csv", ".csv"), ("A.TSV", ".tsv"), ("scores", ""), ("b.d/scores", "")])
+def test_suffixes_of_what_is_written(name: str, suffix: str) -> None:
+    assert check_suffix(Path(name), TABLE_DELIMITERS) == suffix
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.xlsx", "a.csv.gz", "a.json"])
+def test_other_suffixes_are_refused(name: str) -> None:
+    with pytest.raises(SuffixError, match=rf"{name}: must end in \.csv or \.tsv, or have no suffix; got \.\w+$"):
+        check_suffix(name, TABLE_DELIMITERS)
+
+
+@pytest.mark.parametrize(
+    ("out", "given", "expected"),
+    [
+        ("x", None, "pt"),
+        ("x.pt", None, "pt"),
+        ("x.h5", None, "h5"),
+        ("x.HDF5", None, "h5"),
+        ("x", "h5", "h5"),
+        ("x", "safetensors", "safetensors"),
+    ],
+)
+def test_the_format_of_embeddings(out: str, given: str | None, expected: str) -> None:
+    assert embedding_format(out, given) == expected
+
+
+@pytest.mark.parametrize("given", ["pt", "safetensors"])
+def test_a_folder_is_not_named_as_a_file(given: str) -> None:
+    with pytest.raises(SuffixError, match=f"x.h5: ends in .h5, but {given} embeddings are a folder"):
+        embedding_format("x.h5", given)
