@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
@@ -31,12 +32,14 @@ from rich.text import Text
 from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common.progress import Progress, silent
+from esm_turbo.tasks.common.progress import Progress
 
 PROGRAM = "esm-turbo"
 _debug: ContextVar[bool] = ContextVar("debug", default=False)
 # Width of results that go to a file or a pipe, where there is no terminal to ask.
 _PIPE_WIDTH = 120
+# Seconds to the first line of progress, and from one to the next, where no bar can be shown.
+_FIRST_LINE, _NEXT_LINE = 10, 30
 
 
 def say(message: str) -> None:
@@ -105,9 +108,46 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:,.0f} {task.fields['unit']}/s")
 
 
+class _Lines:
+    """Progress as a line now and then, for a file or a pipe. Runs of a few seconds print none.
+
+    Args:
+        unit: name of what is counted.
+    """
+
+    def __init__(self, unit: str) -> None:
+        self.unit = unit
+        self.stage: str | None = None
+        self.since = self.last = time.monotonic()
+        self.due = self.since + _FIRST_LINE
+
+    def __call__(self, stage: str, done: int, total: int, /) -> None:
+        now = time.monotonic()
+        if stage != self.stage:
+            # A stage began when the previous one ended.
+            self.stage, self.since = stage, self.last
+        self.last = now
+        if now < self.due or done >= total:
+            return
+        self.due = now + _NEXT_LINE
+        line = f"{stage}: {done:,} of {total:,} {self.unit}"
+        rate = done / max(now - self.since, 1e-9)
+        if rate:
+            line += f", {rate:,.{0 if rate >= 10 else 1}f} per second, {_duration((total - done) / rate)} left"
+        say(line)
+
+
+def _duration(seconds: float) -> str:
+    """Such as `40 s`, `3 min` or `2 h 5 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min"
+
+
 @contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Progress]:
-    """Show progress bars on standard error, with rate and time left; nothing if that is not a terminal.
+    """Show progress on standard error, with rate and time left: bars, or now and then a line if it is no terminal.
 
     Args:
         unit: name of what is counted.
@@ -117,7 +157,7 @@ def progress_bar(unit: str) -> Iterator[Progress]:
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield silent
+        yield _Lines(unit)
         return
     bar = ProgressDisplay(
         TextColumn("{task.description}"),

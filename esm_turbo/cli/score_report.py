@@ -19,13 +19,23 @@ if TYPE_CHECKING:
 
 # Proteins, or targets, up to which each is shown by itself, and how many of its best.
 _FEW, _TOP = 3, 10
+# Proteins that a summary of many shows.
+_ROWS = 20
 
 
-def score_report(run: ScoringRun, top: int) -> list[object]:
-    """The best candidates of every target, and the agreement of the arms."""
-    parts: list[object] = [_target_table(result, top) for result in run.results]
+def score_report(run: ScoringRun, top: int | None) -> list[object]:
+    """The best candidates of every target, and the agreement of the arms.
+
+    Args:
+        run: the scores.
+        top: number of candidates per target; None shows those of a few targets, and of many a summary.
+    """
+    few = top is not None or len(run.results) <= _FEW
+    parts: list[object] = [_target_table(result, _TOP if top is None else top) for result in run.results if few]
+    if not few:
+        parts.append(_targets_summary(run.results))
     if any(result.agreement for result in run.results):
-        parts.append(_agreement_table(run.results))
+        parts.append(_agreement_table(run.results, few))
     return parts
 
 
@@ -70,7 +80,7 @@ def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
     """One row per protein and arm."""
     correlations = _Correlations.of(results)
     rows = []
-    for result in results:
+    for result in results[:_ROWS]:
         for arm, scores in result.scores.items():
             best = max(range(len(result.variants)), key=scores.values.__getitem__)
             mean = _number(fmean(scores.values))
@@ -88,7 +98,7 @@ def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
         columns,
         rows,
         left=(0, 2, 4),
-        caption="score: log-probability of the mutant minus that of the wild type, nats",
+        caption=_rest(len(results)) or "score: log-probability of the mutant minus that of the wild type, nats",
     )
 
 
@@ -140,9 +150,39 @@ def _target_table(result: TargetResult, top: int) -> Table:
     )
 
 
-def _agreement_table(results: Sequence[TargetResult]) -> Table:
+def _targets_summary(results: Sequence[TargetResult]) -> Table:
+    """One row per target, with its best candidate."""
+    rows = []
+    for result in results[:_ROWS]:
+        best = result.ranking()[0]
+        perplexities = [f"{scores.scores[best].pseudo_perplexity:.3f}" for scores in result.scores.values()]
+        counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
+        candidate = result.candidates[best]
+        rows.append([result.target.id, *counts, candidate.id, _shortened(candidate.sequence), *perplexities])
+    return text_table(
+        f"best candidates of {len(results):,} targets",
+        [
+            *("target", "residues", "candidates", "best candidate", "sequence"),
+            *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
+        ],
+        rows,
+        left=(0, 3, 4),
+        caption=_rest(len(results)),
+    )
+
+
+def _rest(count: int) -> str | None:
+    """The caption of a table that shows the first of many proteins."""
+    return f"and {count - _ROWS:,} more, see --out; --top shows each by itself" if count > _ROWS else None
+
+
+def _agreement_table(results: Sequence[TargetResult], each: bool) -> Table:
+    """Agreements of the arms with the reference on each target, and their means."""
     rows = [
-        [result.target.id, arm, *_agreement_cells([one])] for result in results for arm, one in result.agreement.items()
+        [result.target.id, arm, *_agreement_cells([one])]
+        for result in results
+        for arm, one in result.agreement.items()
+        if each
     ]
     agreements: dict[Arm, list[RankAgreement]] = {}
     for result in results:

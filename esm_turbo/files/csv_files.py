@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -40,13 +40,19 @@ def is_table(path: str | os.PathLike[str]) -> bool:
     return _suffix(path) in (".csv", ".tsv")
 
 
-def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Sequence[str] = ()) -> list[CsvRow]:
+def read_csv(
+    path: str | os.PathLike[str],
+    required: Sequence[str],
+    optional: Sequence[str] = (),
+    aliases: Mapping[str, str] | None = None,
+) -> list[CsvRow]:
     """Read a table, plain or gzip, whose first line names the columns.
 
     Args:
         path: the file; `.tsv` is separated by tabs, any other by commas.
         required: columns that must be present; names are case-insensitive.
         optional: columns that may be absent.
+        aliases: another name of some columns, read where the file lacks the first.
 
     Returns:
         Per row, the stripped text of each requested column, empty where the column is absent or the row too short, as
@@ -57,7 +63,12 @@ def read_csv(path: str | os.PathLike[str], required: Sequence[str], optional: Se
     """
     try:
         delimiter = "\t" if _suffix(path) == ".tsv" else ","
-        return _rows(csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True), required, optional)
+        return _rows(
+            csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True),
+            required,
+            optional,
+            aliases or {},
+        )
     except UnicodeDecodeError:
         reason = "is not text; give a table separated by commas or tabs, encoded as UTF-8, plain or gzip"
     except csv.Error as error:
@@ -101,16 +112,17 @@ def _suffix(path: str | os.PathLike[str]) -> str:
     return Path(os.fspath(path).lower().removesuffix(".gz")).suffix
 
 
-def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str]) -> list[CsvRow]:
+def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], aliases: Mapping[str, str]) -> list[CsvRow]:
     names = [name.strip() for name in next(lines, [])]
     head = [name.lower() for name in names]
     if not any(head):
         raise ValueError("is empty; its first line must name the columns")
-    missing = [name for name in required if name.lower() not in head]
+    wanted = [*required, *optional]
+    called = {name: name if name.lower() in head else aliases.get(name, name) for name in wanted}
+    at = {name: head.index(called[name].lower()) for name in wanted if called[name].lower() in head}
+    missing = [name for name in required if name not in at]
     if missing:
         raise ValueError(f"lacks the column {missing[0]!r}; there are {', '.join(map(repr, filter(None, head)))}")
-    wanted = [*required, *optional]
-    at = {name: head.index(name.lower()) for name in wanted if name.lower() in head}
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]

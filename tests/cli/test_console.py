@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from esm_turbo.cli import console
-from esm_turbo.cli.console import one_line, progress_bar, quiet, say, show, width, working
+from esm_turbo.cli.console import _duration, one_line, progress_bar, quiet, say, show, width, working
 from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.limits import LongProteinWarning
 
@@ -78,10 +78,45 @@ def test_debugging_shows_all_warnings() -> None:
         warnings.warn("of a library", FutureWarning, stacklevel=1)
 
 
-def test_progress_is_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+def test_short_runs_are_silent_without_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar("residues") as progress, working("loading"):
         progress("embed", 1, 2)
     assert capsys.readouterr() == ("", "")
+
+
+def test_long_runs_print_a_line_now_and_then(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 100.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with progress_bar("residues") as progress:
+        for seconds in range(1, 101):
+            now = 100.0 + seconds
+            progress("check", seconds, 20) if seconds <= 20 else progress("score", 2000 * (seconds - 20), 1_000_000)
+    assert capsys.readouterr() == (
+        "",
+        "esm-turbo: check: 10 of 20 residues, 1.0 per second, 10 s left\n"
+        "esm-turbo: score: 40,000 of 1,000,000 residues, 2,000 per second, 8 min left\n"
+        "esm-turbo: score: 100,000 of 1,000,000 residues, 2,000 per second, 8 min left\n"
+        "esm-turbo: score: 160,000 of 1,000,000 residues, 2,000 per second, 7 min left\n",
+    )
+
+
+def test_a_long_run_without_results_yet_has_no_rate(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with progress_bar("samples") as progress:
+        now = 60.0
+        progress("generate", 0, 7)
+        progress("generate", 7, 7)
+    assert capsys.readouterr().err == "esm-turbo: generate: 0 of 7 samples\n"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (90, "2 min"), (3570, "1 h 0 min"), (7500, "2 h 5 min")])
+def test_durations(seconds: float, text: str) -> None:
+    assert _duration(seconds) == text
 
 
 def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.cli.score_report import _agreement_cells, _shortened, score_report, variants_report
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.rankings import RankAgreement
-from esm_turbo.tasks.scoring.records import read_candidates, score_records
+from esm_turbo.tasks.scoring.records import Candidate, read_candidates, score_records
 from esm_turbo.tasks.variants.records import MeasuredVariant
 from esm_turbo.tasks.variants.records import score_records as score_variant_records
 
@@ -55,6 +55,36 @@ def test_the_best_candidates_of_every_target_and_the_agreement(turbo: TurboEsm, 
     assert any("top 2 shared" in line for line in lines)
     mean = sum(result.agreement["turbo"].mean_difference for result in run.results) / 2
     assert row(lines, "mean", "turbo")[-1] == f"{mean:.4f}"
+
+
+def test_many_targets_have_a_row_each_unless_asked(turbo: TurboEsm) -> None:
+    targets = [ProteinRecord(f"t{i}", "MKTAY" + "G" * i) for i in range(4)]
+    run = score_records(turbo, targets, [Candidate("a", "AC"), Candidate("b", "WT")], ("turbo", "full"))
+    lines = lines_of(score_report(run, None))
+    for result in run.results:
+        best = result.ranking()[0]
+        perplexities = [f"{result.scores[arm].scores[best].pseudo_perplexity:.3f}" for arm in ("turbo", "full")]
+        candidate = result.candidates[best]
+        count = str(len(result.target.sequence))
+        expected = [result.target.id, count, "2", candidate.id, candidate.sequence, *perplexities]
+        assert row(lines, result.target.id) == expected
+    mean = sum(result.agreement["turbo"].mean_difference for result in run.results) / 4
+    assert row(lines, "mean", "turbo")[-1] == f"{mean:.4f}"
+    lines = lines_of(score_report(run, 1))
+    assert sum(line.strip() == "and 1 more" for line in lines) == 4
+    assert row(lines, "t3", "turbo")
+
+
+def test_summaries_are_bounded(turbo: TurboEsm) -> None:
+    targets = [ProteinRecord(f"t{i}", "MKTAY") for i in range(23)]
+    run = score_records(turbo, targets, [Candidate("a", "AC")], ("full",))
+    lines = lines_of(score_report(run, None))
+    assert sum(line.startswith("│ t") for line in lines) == 20
+    assert any("and 3 more, see --out" in line for line in lines)
+    variants = score_variant_records(turbo, targets, [MeasuredVariant("M1A")], ("full",), method="wild_type")
+    lines = lines_of(variants_report(variants, None))
+    assert sum(line.startswith("│ t") for line in lines) == 20
+    assert any("and 3 more, see --out" in line for line in lines)
 
 
 def test_one_arm_has_no_agreement(turbo: TurboEsm, tmp_path) -> None:

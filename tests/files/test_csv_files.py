@@ -40,6 +40,17 @@ def test_the_name_says_what_separates_columns(tmp_path, name, between):
     assert row == {"sequence": "MKT"} and row.cells == {"id": "a", "Sequence": "MKT", "note": "x y"}
 
 
+def test_a_column_may_have_another_name(tmp_path):
+    path = tmp_path / "x.csv"
+    for head in ("Binder,id", "sequence,binder"):
+        path.write_text(f"{head}\nAC,a\n")
+        [row] = read_csv(path, ["sequence"], aliases={"sequence": "binder"})
+        assert row == {"sequence": "AC"}
+    path.write_text("peptide\nAC\n")
+    with pytest.raises(CsvError, match="lacks the column 'sequence'; there are 'peptide'"):
+        read_csv(path, ["sequence"], aliases={"sequence": "binder"})
+
+
 def test_all_columns_keep_their_names(tmp_path):
     path = tmp_path / "x.csv"
     path.write_text("ID,Assay Score,,Note\na,=1,,x\nb\n")

@@ -28,7 +28,7 @@ def score(
     arm: Arms = ("turbo",),
     refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
-    top: int = 10,
+    top: int | None = None,
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
     unknown: Unknown = None,
@@ -45,15 +45,16 @@ def score(
 
     Args:
         targets: FASTA file, plain or gzip.
-        candidates: FASTA file, or CSV file with a column sequence and optional columns id and target (a candidate with
-            a target is scored on that one only).
+        candidates: FASTA file, or CSV or TSV file with a column sequence (or binder) and optional columns id and target
+            (identifier, accession or sequence; a candidate with a target is scored on that one only).
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
             compressed.
         refresh: Residues at the end of the target that are recomputed with every candidate.
         place: What fills the candidate's positions while the target is computed: masks, or nothing.
-        top: Number of candidates to print per target.
+        top: Number of candidates to print per target. By default, 10 for up to 3 targets; of more, only a summary is
+            printed.
         top_k: Number of top candidates used to compare arms.
-        out: CSV or TSV file, by its suffix, to write all scores to.
+        out: CSV or TSV file, by its suffix, to write all scores to, with all other columns of the candidates.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)

@@ -7,20 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvRow, is_table, read_csv, write_csv
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
+from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.memory import too_large
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
-from esm_turbo.tasks.common.records import parse_rows
+from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.scoring.score import Scores, score
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 COLUMNS = ("target", "candidate", "sequence", "arm", "rank", "pseudo_log_likelihood", "pseudo_perplexity")
+
+# Another name of the column `sequence`.
+_ALIAS = "binder"
 
 
 @dataclass(frozen=True)
@@ -31,11 +36,13 @@ class Candidate:
         id: identifier; `#N` for the N-th candidate if the file gives none.
         sequence: residues.
         target: identifier of its target; None for all targets.
+        columns: all columns of its row; None if it comes from no table.
     """
 
     id: str
     sequence: str
     target: str | None = None
+    columns: Mapping[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -96,18 +103,34 @@ class ScoringRun:
     results: list[TargetResult] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
 
+    def columns(self) -> list[str]:
+        """`COLUMNS`, and the other columns of the candidates."""
+        others = (candidate.columns or {} for result in self.results for candidate in result.candidates)
+        return [*COLUMNS, *kept_columns(others, [*COLUMNS, "id", _ALIAS])]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Rows of `columns`, target by target, best candidate first, one row per arm."""
+        others = self.columns()[len(COLUMNS) :]
+        for result in self.results:
+            own = result.rows()
+            for index in result.ranking():
+                known = result.candidates[index].columns or {}
+                for _ in result.scores:
+                    yield *next(own), *(known.get(name, "") for name in others)
+
     def write(self, out: str | os.PathLike[str] | TextIO) -> None:
-        """Write `COLUMNS` of all results to a CSV file, atomically, or to an open file."""
-        write_csv(out, COLUMNS, (row for result in self.results for row in result.rows()))
+        """Write `rows` to a CSV file, atomically, or to an open file."""
+        write_csv(out, self.columns(), self.rows())
 
 
 def read_candidates(
     path: str | os.PathLike[str], targets: Sequence[ProteinRecord], *, unknown: str | None = None
 ) -> tuple[list[Candidate], list[BadRecord]]:
-    """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV file.
+    """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV or TSV file.
 
     Args:
-        path: the file. A CSV file needs only the column `sequence`; `target` names the target of a candidate.
+        path: the file. A table needs only the column `sequence`, or `binder`; `target` names the target of a candidate
+            by identifier, UniProt accession or sequence.
         targets: the targets that candidates may name.
         unknown: `"X"` to replace letters that are not residues by X.
 
@@ -120,18 +143,18 @@ def read_candidates(
     if not is_table(path):
         records, bad = read_fasta(path, unknown=unknown)
         return [Candidate(record.id, record.sequence) for record in records], bad
-    known = {target.id for target in targets}
+    proteins = ProteinIndex(targets, "target")
 
     def name(row: CsvRow) -> str:
         return f"{row['id'] or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown)
-        if row["target"] and row["target"] not in known:
-            raise ValueError(f"there is no usable target {row['target']!r}; correct it, or leave it empty")
-        return Candidate(row["id"] or f"#{number}", sequence, row["target"] or None)
+        target = proteins.find(row["target"]).id if row["target"] else None
+        return Candidate(row["id"] or f"#{number}", sequence, target, row.cells)
 
-    return parse_rows(path, read_csv(path, ["sequence"], ["id", "target"]), "candidates", name, parse)
+    rows = read_csv(path, ["sequence"], ["id", "target"], {"sequence": _ALIAS})
+    return parse_rows(path, rows, "candidates", name, parse)
 
 
 def score_records(
@@ -140,9 +163,11 @@ def score_records(
     candidates: Sequence[Candidate],
     arms: Sequence[Arm],
     *,
+    refresh: int = DEFAULT_REFRESH,
+    place: Place = "masked",
+    toks_per_batch: int | None = None,
     top_k: int = DEFAULT_TOP_K,
     progress: Progress | None = None,
-    **options: Any,
 ) -> ScoringRun:
     """Score candidates on targets. Those that cannot be scored are set apart and reported.
 
@@ -152,13 +177,18 @@ def score_records(
         arms: one arm or several.
         top_k: number of top candidates used to compare arms.
         progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
-        **options: further arguments of `score.score`.
+
+    `refresh`, `place` and `toks_per_batch` are those of `score.score`.
     """
     run = ScoringRun()
+    by_target: dict[str | None, list[int]] = {}
+    for index, candidate in enumerate(candidates):
+        by_target.setdefault(candidate.target, []).append(index)
+    numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
     done = 0
-    total = len(arms) * sum(len(c.sequence) for target in targets for c in _candidates_of(target, candidates))
+    total = len(arms) * sum(len(candidates[index].sequence) for own in numbers.values() for index in own)
     for target in targets:
-        own = _candidates_of(target, candidates)
+        own = [candidates[index] for index in numbers[target.id]]
         if not own:
             continue
         sequences = [candidate.sequence for candidate in own]
@@ -166,7 +196,16 @@ def score_records(
         try:
             for arm in arms:
                 part = part_of(progress, start=done, total=total)
-                scores[arm] = score(turbo, target.sequence, sequences, arm=arm, progress=part, **options)
+                scores[arm] = score(
+                    turbo,
+                    target.sequence,
+                    sequences,
+                    arm=arm,
+                    refresh=refresh,
+                    place=place,
+                    toks_per_batch=toks_per_batch,
+                    progress=part,
+                )
                 done += sum(map(len, sequences))
         except Exception as error:
             if not is_out_of_memory(error):
@@ -179,10 +218,6 @@ def score_records(
         if result is not None:
             run.results.append(result)
     return run
-
-
-def _candidates_of(target: ProteinRecord, candidates: Sequence[Candidate]) -> list[Candidate]:
-    return [candidate for candidate in candidates if candidate.target in (None, target.id)]
 
 
 def _result(

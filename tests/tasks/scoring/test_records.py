@@ -33,10 +33,29 @@ def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
     path = tmp_path / "candidates.csv"
     path.write_text("id,Sequence,target\na,ACDEF,one\n,wtc,\nb,,\nc,AC-D,\nd,WTC,three\n")
     good, bad = read_candidates(path, TARGETS)
-    assert good == [Candidate("a", "ACDEF", "one"), Candidate("#2", "WTC")]
+    assert [(c.id, c.sequence, c.target) for c in good] == [("a", "ACDEF", "one"), ("#2", "WTC", None)]
     assert [one.record for one in bad] == ["b (line 4)", "c (line 5)", "d (line 6)"]
     assert bad[1].reason.startswith("position 3 is '-'")
     assert bad[2].reason == "there is no usable target 'three'; correct it, or leave it empty"
+
+
+@pytest.mark.parametrize("target", ["one", TARGETS[0].sequence, TARGETS[0].sequence.lower()])
+def test_a_target_is_an_identifier_or_a_sequence(tmp_path: Path, target: str) -> None:
+    path = tmp_path / "candidates.tsv"
+    path.write_text(f"Target\tBinder\tnote\n{target}\tACDEF\tx\n")
+    columns = {"Target": target, "Binder": "ACDEF", "note": "x"}
+    assert read_candidates(path, TARGETS) == ([Candidate("#1", "ACDEF", "one", columns)], [])
+
+
+def test_wrong_targets_are_one_message(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text("sequence,target\n" + "".join(f"ACDEF,x{i}\n" for i in range(50)))
+    with pytest.raises(CsvError, match="no row names a usable target, but 'x0', 'x1', 'x2' and 47 more; correct that"):
+        read_candidates(path, TARGETS)
+    path.write_text(path.read_text() + "WTC,two\n")
+    good, [bad] = read_candidates(path, TARGETS)
+    assert [one.target for one in good] == ["two"]
+    assert bad.record == "lines 2, 3, 4 and 47 more"
 
 
 @pytest.mark.parametrize(
@@ -124,3 +143,14 @@ def test_the_table_has_a_row_per_candidate_and_arm(turbo: TurboEsm, tmp_path: Pa
             best = scores.scores[scores.ranking()[0]]
             assert float(ranked[0]["pseudo_perplexity"]) == best.pseudo_perplexity
             assert float(ranked[0]["pseudo_log_likelihood"]) == best.pseudo_log_likelihood
+
+
+def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("ID,binder,assay,rank\na,ACDEF,=x,9\nb,WTC,y,8\n")
+    candidates, _ = read_candidates(tmp_path / "a.csv", TARGETS)
+    run = score_records(turbo, TARGETS, candidates, ["turbo", "frozen"])
+    run.write(tmp_path / "scores.csv")
+    with (tmp_path / "scores.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == (*COLUMNS, "assay")
+    assert len(rows) == 8 and {(row["candidate"], row["assay"]) for row in rows} == {("a", "'=x"), ("b", "y")}
