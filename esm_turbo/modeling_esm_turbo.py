@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Self
@@ -43,6 +44,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders, check_config
 from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import (
     check_inputs,
@@ -59,11 +61,12 @@ from esm_turbo.model.packed_encoder import (
     Packing,
     attention_of_rows,
     attention_to_cache,
+    is_unhooked,
     packed_encoder,
     plain_addresses,
 )
 from esm_turbo.model.projections import QKVProjections
-from esm_turbo.model.sessions import Extension, KVSession, Prefill
+from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Prefill
 from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 
@@ -682,20 +685,70 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             append,
             None if attention_mask is None or attention_mask.shape[1] == n else past_mask,
         )
-        position_ids = position_ids.expand(batch_size, n)
-        if self._can_pack(kwargs):
-            output = self._run_packed(
-                embeddings.flatten(0, 1),
-                position_ids.flatten(),
-                attention_to_cache(session, batch_size),
-                lambda x: x.unflatten(0, (batch_size, n)),
-                kwargs,
-            )
-        else:
-            output = super().forward(None, None, position_ids, inputs_embeds=embeddings, kv_session=session, **kwargs)
+        output = self._run_extension(session, embeddings, position_ids.expand(batch_size, n), kwargs)
         if append is not None:
             cache.commit(append)
         return output
+
+    def _run_extension(
+        self, session: Extension, embeddings: Tensor, position_ids: Tensor, kwargs: dict[str, Any]
+    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """Run the encoder on new tokens: embeddings [batch, n, hidden_size] at positions [batch, n]."""
+        shape = position_ids.shape
+        if self._can_pack(kwargs):
+            return self._run_packed(
+                embeddings.flatten(0, 1),
+                position_ids.flatten(),
+                attention_to_cache(session, shape[0]),
+                lambda x: x.unflatten(0, shape),
+                kwargs,
+            )
+        output: BaseModelOutputWithPoolingAndCrossAttentions = super().forward(
+            None, None, position_ids, inputs_embeds=embeddings, kv_session=session, **kwargs
+        )
+        return output
+
+    def run_tail(self, cache: TurboKVCache, num_tokens: int, num_stored: int, counts: tuple[Tensor, Tensor]) -> Tensor:
+        """Run the last tokens of rows that grow, and a mask after them; nothing is checked, or waits for the device.
+
+        Args:
+            cache: of this model, with a column for every token and for the mask. Its `token_ids`, and `positions` if it
+                has them, are known beyond its `lengths`.
+            num_tokens: n, tokens that run: those from each row's length on, and the mask.
+            num_stored: number of these, from the first on, whose keys and values are stored. Lengths stay.
+            counts: number of tokens and of masks that each row has in the end, int64 [batch] each.
+
+        Returns:
+            The mask's last hidden states, [batch, hidden_size].
+        """
+        columns = cache.lengths[:, None] + torch.arange(num_tokens, device=cache.device)
+        input_ids = cache.token_ids.gather(1, columns).long()
+        input_ids[:, -1] = self.config.mask_token_id
+        positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
+        session = GrowingExtension(cache, self.kv_backend, columns[:, :num_stored])
+        embeddings = self._embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)
+        states: Tensor = self._run_extension(session, embeddings, positions, {"return_dict": True}).last_hidden_state
+        return states[:, -1]
+
+    @contextmanager
+    def growing(
+        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
+    ) -> Iterator[Growth | None]:
+        """Rows that grow by captured steps, for the caller alone, see `Growth`; None where they cannot be captured.
+
+        Args:
+            cache: of this model; how rows are stored. The caller loads them.
+            kinds: of the steps to come.
+            columns: of the longest row to come, and one for the mask after it.
+            uses: number of calls that this one counts for, see `GraphPool`.
+        """
+        addresses = self._capturable() if is_unhooked(self) else None
+        if addresses is None:
+            yield None
+            return
+        self._claim(cache)
+        with self._graphs.growing(self, addresses, cache, kinds, columns, uses) as growth:
+            yield growth
 
     @property
     def special_ids(self) -> tuple[int, ...]:
@@ -772,6 +825,17 @@ class TurboEsmForMaskedLM(CheckpointMixin, EsmForMaskedLM):
     def new_cache(self) -> TurboKVCache:
         """See `TurboEsmModel.new_cache`."""
         return self.esm.new_cache()
+
+    @contextmanager
+    def growing(
+        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
+    ) -> Iterator[Growth | None]:
+        """See `TurboEsmModel.growing`."""
+        if not is_unhooked(self):
+            yield None
+            return
+        with self.esm.growing(cache, kinds, columns, uses) as growth:
+            yield growth
 
     def forward(
         self,

@@ -265,12 +265,20 @@ class _Calls:
                 drawn = self.model(ids).logits[:, -1].argmax(-1, keepdim=True)
                 ids = torch.cat([ids, drawn], dim=1)
 
+        def eager() -> None:
+            with without_graphs(turbo):
+                turbo.generate([self.sequence] * rows, **options)
+
         name = "turbo.generate"
         return self._read(
             f"generate after {rows} context{'s' if rows > 1 else ''}",
             {"rows": rows, "new_tokens": new_tokens},
             check,
-            {name: partial(turbo.generate, [self.sequence] * rows, **options), THEIRS: recomputed},
+            {
+                name: partial(turbo.generate, [self.sequence] * rows, **options),
+                f"{name}, no graphs": eager,
+                THEIRS: recomputed,
+            },
             ("residues", rows * new_tokens),
             [Target(("per_second", name), at_least=at_least)],
         )

@@ -10,8 +10,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,15 @@ from torch import Tensor
 
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.graphs import StaticKVCache, layer_rows
+from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.packed_encoder import Packing
 from esm_turbo.ops.copies import Rows
 
 # With more tokens the device takes longer than the host, and padding costs more than a graph saves.
 _MAX_TOKENS = 4096
 _MAX_COLUMNS = 4096
+# A step that grows rows launches more and computes less.
+_MAX_GROWING_TOKENS = 16384
 _MIN_TOKENS, _MIN_COLUMNS = 8, 128
 # Capturing takes as long as about ten calls.
 _USES_BEFORE_CAPTURE = 2
@@ -71,6 +75,11 @@ def _rounded_up(number: int, step: int) -> int:
     return power * 3 // 4 if number <= power * 3 // 4 else power
 
 
+def _rounded_up_rows(rows: int) -> int:
+    """As `bucket_of` up to eight rows, then closer: with many rows the device is what takes the time."""
+    return 1 << (rows - 1).bit_length() if rows <= _MIN_TOKENS else _rounded_up(rows, _MIN_TOKENS)
+
+
 class GraphPool:
     """The graphs of a model. They are dropped when its parameters move, least recently used ones when they get many."""
 
@@ -82,7 +91,7 @@ class GraphPool:
     def clear(self) -> None:
         """Drops all graphs and their memory."""
         self._finish()
-        self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding] = OrderedDict()
+        self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding | Growth] = OrderedDict()
         self._uses: Counter[Any] = Counter()
         self._addresses: tuple[int, ...] = ()
         self._memory: Any = None
@@ -211,24 +220,93 @@ class GraphPool:
             return decoded
 
     @contextmanager
+    def growing(
+        self,
+        model: Any,
+        addresses: tuple[int, ...],
+        cache: TurboKVCache,
+        kinds: Sequence[StepKind],
+        columns: int,
+        uses: int = 1,
+    ) -> Iterator[Growth | None]:
+        """Rows that grow by graphs, for the caller alone; None if there are none. Others may use the pool meanwhile.
+
+        Args:
+            model: `TurboEsmModel` on a CUDA device.
+            addresses: of the model's parameters, see `plain_addresses`.
+            cache: claimed by the model: how rows are stored, and their number.
+            kinds: of the steps to come.
+            columns: of the longest row to come, and one for the mask after it.
+            uses: number of calls that this one counts for.
+        """
+        device = model.device
+        rows, columns = _rounded_up_rows(cache.batch_size), _rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
+        share = rows / cache.batch_size * columns / max(1, cache.columns)
+        too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > _memory_limit(device)
+        if too_large or columns > _MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > _MAX_GROWING_TOKENS:
+            yield None
+            return
+
+        def make(memory: Any) -> Growth:
+            return Growth(model, cache, rows, columns, kinds, lambda run: capture(run, device, memory))
+
+        key = (Growth, rows, columns, tuple(kinds), id(cache.codec), layer_rows(cache)[0], cache.positions is None)
+        with self._lock:
+            growth: Growth | None = self._find(key, device, addresses, uses, make)
+            self._graphs.pop(key, None)
+        if growth is None:
+            yield None
+            return
+        growth.alone = partial(self._alone, device)
+        try:
+            with self._alone(device):
+                # What the last caller wrote is there.
+                pass
+            yield growth
+        finally:
+            with self._lock:
+                with self._exclusive(device):
+                    # And what this one wrote, before anything is dropped or handed on.
+                    pass
+                if addresses == self._addresses and key not in self._graphs:
+                    self._graphs[key] = growth
+                    self._shrink(device)
+                else:
+                    self._finish()
+
+    @contextmanager
+    def _alone(self, device: torch.device) -> Iterator[None]:
+        """For a replay outside `_graph`."""
+        with self._lock, self._exclusive(device):
+            yield
+
+    @contextmanager
     def _graph(
         self, key: Any, device: torch.device, addresses: tuple[int, ...], uses: int, make: Callable[[Any], Any]
     ) -> Iterator[Any]:
         """The graph of a key, made if it recurs, for the caller alone; None if there is none."""
         with self._lock:
-            if addresses != self._addresses:
-                self.clear()
-                self._addresses = addresses
-            if key not in self._graphs:
-                self._uses[key] += uses
-                if self._uses[key] >= _USES_BEFORE_CAPTURE:
-                    self._capture(key, device, make)
-            if key not in self._graphs:
+            graph = self._find(key, device, addresses, uses, make)
+            if graph is None:
                 yield None
                 return
-            self._graphs.move_to_end(key)
             with self._exclusive(device):
-                yield self._graphs[key]
+                yield graph
+
+    def _find(
+        self, key: Any, device: torch.device, addresses: tuple[int, ...], uses: int, make: Callable[[Any], Any]
+    ) -> Any:
+        """See `_graph`; to be called with the lock held."""
+        if addresses != self._addresses:
+            self.clear()
+            self._addresses = addresses
+        if key not in self._graphs:
+            self._uses[key] += uses
+            if self._uses[key] >= _USES_BEFORE_CAPTURE:
+                self._capture(key, device, make)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        return self._graphs.get(key)
 
     def _capture(self, key: Any, device: torch.device, make: Callable[[Any], Any]) -> None:
         """Adds the graph of a key, unless it cannot be made; then it is not tried again."""
@@ -243,6 +321,10 @@ class GraphPool:
                 stacklevel=2,
             )
             return
+        self._shrink(device)
+
+    def _shrink(self, device: torch.device) -> None:
+        """Drops the graphs that have been used least recently, as long as there are too many."""
         limit = _memory_limit(device)
         while len(self._graphs) > _MAX_GRAPHS or (len(self._graphs) > 1 and self._bytes() > limit):
             self._finish()

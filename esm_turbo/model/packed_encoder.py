@@ -141,6 +141,12 @@ def is_recorder(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 
 
+def is_unhooked(module: nn.Module) -> bool:
+    """Whether a call of a module, submodules aside, runs its class's forward and nothing else."""
+    hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+    return "forward" not in module.__dict__ and all(map(is_recorder, hooks))
+
+
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a layer: its index, and scaled queries, keys and values, after RoPE, [T, 3, heads, head_dim], give
 [T, heads, head_dim]."""

@@ -100,6 +100,40 @@ class Extension(KVSession):
         return self.backend.gelu(x)
 
 
+class GrowingExtension(Extension):
+    """An extension that stores its first tokens in columns that are there already, for graphs.
+
+    Args:
+        cache: with room in its columns beyond each row's length.
+        backend: computes everything that the session does.
+        columns: of the tokens that are stored, each row's next ones, int64 [batch, m].
+    """
+
+    def __init__(self, cache: TurboKVCache, backend: KVBackend, columns: Tensor) -> None:
+        super().__init__(cache, backend, cache.valid(), None)
+        self.columns = columns
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        output = super().attend(layer_idx, query, keys, values)
+        assert self.cache.codec is not None
+        stored = self.columns.shape[1]
+        packed, _, _ = self.backend.encode(
+            self.cache.codec,
+            layer_idx,
+            keys[:, :, :stored],
+            values[:, :, :stored],
+            start=self.cache.lengths,
+            columns=self.cache.columns,
+            summarize=False,
+        )
+        columns = self.columns[:, None, :, None]
+        # Refinements that have been dropped stay dropped.
+        for name, tensor in self.cache.layers[layer_idx].packed.items():
+            new = packed[name].to(tensor.dtype)
+            tensor.scatter_(2, columns.expand_as(new), new)
+        return output
+
+
 def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Splits a mask into those of packed columns, without protected tokens, and of slots, [batch, slots]."""
     if past_mask is None:

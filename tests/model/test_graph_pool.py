@@ -18,6 +18,7 @@ from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.model import graph_pool
 from esm_turbo.model.graph_pool import Bucket, GraphPool, bucket_of
 from esm_turbo.ops import torch_encoder, triton_encoder
+from tests.helpers.graphs import stand_in
 from tests.helpers.models import MASK, make_config, random_ids, rounding
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -26,16 +27,7 @@ ROUNDING = 2 * rounding(make_config())
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
-    """Stands in for CUDA: a graph runs its computation anew, which also sees nothing but the graph's own tensors."""
-    made: list[Callable[[], Tensor]] = []
-
-    def capture(run: Callable[[], Tensor], device: torch.device, memory: object) -> Callable[[], Tensor]:
-        made.append(run)
-        return run
-
-    monkeypatch.setattr(graph_pool, "capture", capture)
-    monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: 2**40)
-    return made
+    return stand_in(monkeypatch)
 
 
 @torch.no_grad()

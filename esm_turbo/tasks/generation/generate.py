@@ -88,7 +88,10 @@ def generate(
             number_of = {context: number for number, context in enumerate(distinct)}
             begins = [number_of[context] for context in contexts]
             cache = turbo.prefill(distinct)
-        cache = cache.select([begin for begin in begins for _ in range(repeats)])
+        chosen = [begin for begin in begins for _ in range(repeats)]
+        # A cache made here may be changed.
+        if cache is sequences or chosen != list(range(cache.batch_size)):
+            cache = cache.select(chosen)
         decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY)
         return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
     if cache is not None:
@@ -154,17 +157,9 @@ def _rows_of_cache(turbo: ContextModel, cache: TurboKVCache) -> list[list[int]]:
 def _append(
     turbo: ContextModel, decoder: LeftToRight, sampler: ResidueSampler, new_tokens: int, return_cache: bool
 ) -> GenerationOutput:
-    """Append residues to every row, one per step."""
-    rows = range(len(decoder.token_ids))
+    """Append residues to every row."""
     begins = [len(ids) for ids in decoder.token_ids]
-    log_probs: list[list[float]] = [[] for _ in rows]
-    for _ in range(new_tokens):
-        logits = decoder.logits()
-        # <cls> is token 0, so the residue after n tokens has position n.
-        tokens, scores = sampler.draw(logits, rows, [len(ids) for ids in decoder.token_ids])
-        decoder.push(tokens)
-        for row, score in zip(log_probs, scores, strict=True):
-            row.append(score)
+    log_probs = decoder.append(sampler, new_tokens, return_cache)
     return GenerationOutput(
         [turbo.codes.decode(ids[1:]) for ids in decoder.token_ids],
         [list(range(begin, begin + new_tokens)) for begin in begins],

@@ -15,9 +15,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from esm_turbo.model.growth import StepKind
+from esm_turbo.tasks.generation.sampling import NOT_FINITE
+
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.tasks.generation.sampling import ResidueSampler
+
+# A capture takes about as long as this number of eager steps, and pays when the graph is used twice as often.
+_STEPS_PER_USE = 4
 
 
 class LeftToRight:
@@ -55,6 +62,96 @@ class LeftToRight:
         logits = self._step(masks=1)
         self.steps += 1
         return logits
+
+    def append(self, sampler: ResidueSampler, count: int, keep_cache: bool) -> list[list[float]]:
+        """Draw and append tokens to every row, by captured steps where these are possible.
+
+        Args:
+            sampler: draws residues, one row per row.
+            count: number of tokens per row.
+            keep_cache: whether the cache is needed afterwards, for `finish`.
+
+        Returns:
+            Log-probabilities of the tokens of each row.
+        """
+        rows = range(len(self.token_ids))
+        log_probs: list[list[float]] = [[] for _ in rows]
+        tried = False
+        for step in range(count):
+            if not tried and self._can_grow():
+                tried = True
+                grown = self._grow(sampler, count - step, keep_cache)
+                if grown is not None:
+                    return [before + after for before, after in zip(log_probs, grown, strict=True)]
+            # <cls> is token 0, so the residue after n tokens has position n.
+            tokens, scores = sampler.draw(self.logits(), rows, [len(ids) for ids in self.token_ids])
+            self.push(tokens)
+            for own, score in zip(log_probs, scores, strict=True):
+                own.append(score)
+        return log_probs
+
+    def _can_grow(self) -> bool:
+        """Whether all rows run equally many tokens from here on, and each keeps one: rows are long enough."""
+        first_runs_nothing = self.refresh == 0 and self.steps == 0
+        return not first_runs_nothing and min(map(len, self.token_ids)) > self.refresh
+
+    def _kind(self, step: int) -> StepKind:
+        """What a step runs, once rows are long enough."""
+        if step % self.refresh_every or self.refresh < 2:
+            return StepKind(2, 1)
+        # Of the tokens of a refresh, those that the next step runs again need not be stored.
+        return StepKind(self.refresh + 1, 1 if self.refresh_every == 1 else self.refresh)
+
+    @torch.no_grad()
+    def _grow(self, sampler: ResidueSampler, count: int, keep_cache: bool) -> list[list[float]] | None:
+        """See `append`; nothing waits for the device before all tokens are drawn. None where steps run eagerly."""
+        model, codes = self.turbo.model, self.turbo.codes
+        batch_size, device = len(self.token_ids), model.device
+        steps = range(self.steps, self.steps + count)
+        kinds = list(dict.fromkeys(map(self._kind, steps)))
+        known = list(map(len, self.token_ids))
+        columns = max(known) + count + 1
+        with model.growing(self.cache, kinds, columns, count // _STEPS_PER_USE) as growth:
+            if growth is None:
+                return None
+            growth.load(
+                self.cache,
+                codes.batch(self.token_ids)[0],
+                torch.tensor(known),
+                torch.tensor([ids.count(codes.mask) for ids in self.token_ids]),
+                self._all_positions(columns),
+            )
+            everywhere = _upload(sampler.allowed.everywhere[None], device)
+            results, finite = [], []
+            for number, step in enumerate(steps):
+                logits = model.lm_head(growth.step(self._kind(step))[:batch_size]).float()
+                allowed = everywhere
+                if sampler.allowed.by_position:
+                    allowed = _upload(sampler.allowed.at([n + number for n in known]), device)
+                noise = sampler.noise(range(batch_size))
+                chosen, scores = sampler.choose(logits, allowed, None if noise is None else _upload(noise, device))
+                growth.push(chosen)
+                results.append(torch.stack([chosen.float(), scores]))
+                finite.append(logits.isfinite().all())
+            last = self._kind(steps[-1])
+            self.cached = [n + count - last.tokens + last.stored for n in known]
+            if keep_cache:
+                self.cache = growth.copy(batch_size, max(self.cached))
+            drawn, log_probs = torch.stack(results).permute(1, 2, 0).cpu()
+            if not bool(torch.stack(finite).all()):
+                raise ValueError(NOT_FINITE)
+        self.steps += count
+        for tokens in drawn.T.long().tolist():
+            self.push(tokens)
+        rows: list[list[float]] = log_probs.tolist()
+        return rows
+
+    def _all_positions(self, columns: int) -> Tensor | None:
+        """Positions of all columns to come, [rows, columns]; None if they simply count on from the first."""
+        if self.positions is None:
+            return None
+        rows = zip(self.positions, self.next_positions, strict=True)
+        return torch.tensor([[*own, *range(after, after + columns - len(own))] for own, after in rows])
 
     def finish(self) -> TurboKVCache:
         """Cache the tokens that are not cached yet, with a refresh if one is due, and return the cache."""
@@ -112,6 +209,11 @@ class LeftToRight:
         if len(set(self.cached)) > 1:
             self.cache.crop(torch.tensor(self.cached))
         self.cache.crop(max(self.cached))
+
+
+def _upload(values: Tensor, device: torch.device) -> Tensor:
+    """A copy of values on a device, without waiting for it."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _rows(x: Tensor, lengths: list[int]) -> list[list[int]]:

@@ -14,6 +14,8 @@ from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
 from esm_turbo.proteins.tokens import TokenCodes
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 
+NOT_FINITE = "the model's logits are not finite; try another dtype"
+
 
 class AllowedResidues:
     """The tokens that are allowed at each position. Special tokens never are.
@@ -59,7 +61,7 @@ class AllowedResidues:
 class ResidueSampler:
     """Draws residues for a batch. Each row has its own generator, so rows do not depend on each other.
 
-    Sampling runs on the CPU: a seed and logits give the same residues on every device.
+    Generators are the CPU's: a seed and logits give the same residues on every device, up to rounding.
 
     Args:
         options: `temperature`, `top_k` and `top_p` are used.
@@ -92,7 +94,7 @@ class ResidueSampler:
             ValueError: the logits are not finite.
         """
         if not bool(torch.isfinite(logits).all()):
-            raise ValueError("the model's logits are not finite; try another dtype")
+            raise ValueError(NOT_FINITE)
         scores = self.scores(logits, positions)
         if self.greedy:
             chosen = scores.argmax(dim=1)
@@ -105,6 +107,35 @@ class ResidueSampler:
             chosen = torch.cat(draws)
         log_probs = logits.to("cpu", torch.float32).log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
         return chosen.tolist(), log_probs.tolist()
+
+    def noise(self, rows: Sequence[int]) -> Tensor | None:
+        """What `draw` takes from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
+        if self.greedy:
+            return None
+        drawn = torch.empty(len(rows), len(self.allowed.everywhere))
+        for own, row in zip(drawn, rows, strict=True):
+            own.exponential_(generator=self.generators[row])
+        return drawn
+
+    def choose(self, logits: Tensor, allowed: Tensor, noise: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Draw as `draw` does, on any device and without waiting for it.
+
+        With exponential noise e, the index of the largest p / e has the distribution p: `torch.multinomial` draws so,
+        too (ATen's `Distributions.cpp`).
+
+        Args:
+            logits: finite, float32 [n, vocab_size].
+            allowed: bool [n or 1, vocab_size].
+            noise: of the rows, see `noise`.
+
+        Returns:
+            Token ids and log-probabilities, [n] each.
+        """
+        scores = logits.masked_fill(~allowed, -torch.inf)
+        if noise is not None:
+            scores = self.warpers(None, scores).softmax(dim=1) / noise
+        chosen = scores.argmax(dim=1)
+        return chosen, logits.log_softmax(dim=1).gather(1, chosen[:, None])[:, 0]
 
 
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:

@@ -10,8 +10,11 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRODUCT_PRESETS
+from esm_turbo.modeling_esm_turbo import TurboEsmModel
+from esm_turbo.tasks.generation.generate import GenerationOutput
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from tests.helpers.frozen_esm2 import FrozenEsm2
+from tests.helpers.graphs import stand_in
 from tests.helpers.models import CLS, MASK, random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX, full_logits, plain_draw
 
@@ -160,3 +163,154 @@ def test_a_short_prefix_does_not_depend_on_its_batch(turbo: TurboEsm, preset: st
     assert alone.sequences[0] == beside.sequences[0] == "MKTAGSWKDL"
     # Rounding may move a code across a boundary.
     assert torch.allclose(torch.tensor(alone.log_probs[0]), torch.tensor(beside.log_probs[0]), atol=5e-3)
+
+
+@pytest.fixture
+def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], torch.Tensor]]:
+    """Steps are captured as on CUDA, see `stand_in`, while `TurboEsmModel.captures` is set."""
+    monkeypatch.setattr(TurboEsmModel, "_capturable", lambda model: (1,) if model.captures else None)
+    return stand_in(monkeypatch)
+
+
+def by_graphs_and_eagerly(
+    turbo: TurboEsm, sequences: str | list[str], **options: object
+) -> tuple[GenerationOutput, GenerationOutput]:
+    outputs = []
+    for captured in (True, False):
+        turbo.model.esm.captures = captured
+        outputs.append(turbo.generate(sequences, **options))
+    turbo.model.esm.captures = True
+    return outputs[0], outputs[1]
+
+
+def given(lengths: list[int], count: int) -> dict[int, str]:
+    """One residue for each position after rows of these lengths: a draw may fall anywhere between two of them."""
+    return {position: "GSWKDLAE"[position % 8] for n in lengths for position in range(n + 1, n + count + 1)}
+
+
+def assert_same_output(one: GenerationOutput, other: GenerationOutput, atol: float) -> None:
+    assert (one.sequences, one.positions) == (other.sequences, other.positions)
+    torch.testing.assert_close(torch.tensor(one.log_probs), torch.tensor(other.log_probs), rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"refresh": 0},
+        {"refresh": 1, "refresh_every": 2},
+        {"refresh": 5, "refresh_every": 3, "num_return_sequences": 3},
+        {"refresh": 3, "top_p": 0.9, "top_k": 5, "temperature": 1.7},
+        {"temperature": 0, "banned": "LA"},
+        {"allowed": {24: "AG", 5: "W", 15: "LV"}, "refresh": 3},
+    ],
+    ids=str,
+)
+def test_captured_steps_draw_what_eager_ones_draw(
+    turbo: TurboEsm, tiny_model: MakeModel, captures: list, options: dict[str, object]
+) -> None:
+    tiny = TurboEsm(tiny_model(), turbo.tokenizer)
+    # Beside a row that is too short for its refresh at first, and one with a mask.
+    sequences = [PREFIX, "MKTA", "MK<mask>GGGSGS"]
+    graphs, eager = by_graphs_and_eagerly(tiny, sequences, max_new_tokens=12, seed=3, **options)
+    assert captures
+    assert_same_output(graphs, eager, ATOL)
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+@pytest.mark.parametrize("refresh_every", [1, 4])
+def test_the_cache_after_captured_steps(
+    turbo: TurboEsm, tiny_model: MakeModel, captures: list, preset: str, refresh_every: int
+) -> None:
+    tiny = TurboEsm(tiny_model(preset=preset), turbo.tokenizer)
+    sequences = [PREFIX, "MKTAYIAKQR"]
+    options = {"max_new_tokens": 10, "refresh_every": refresh_every, "return_cache": True}
+    graphs, eager = by_graphs_and_eagerly(tiny, sequences, allowed=given([22, 10], 10), **options)
+    assert captures
+    # Rounding may move a code across a boundary.
+    assert_same_output(graphs, eager, ATOL if preset == "exact" else 2e-2)
+    mine, theirs = graphs.cache, eager.cache
+    assert type(mine) is type(theirs)
+    assert mine.lengths.tolist() == theirs.lengths.tolist()
+    assert mine.columns == theirs.columns
+    assert torch.equal(mine.token_ids * mine.valid(), theirs.token_ids * theirs.valid())
+    assert torch.equal(mine.protected_columns, theirs.protected_columns)
+    found, expected = (tiny.extend(cache, ["GAV", "L"]).logits for cache in (mine, theirs))
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=ATOL if preset == "exact" else 2e-1)
+
+
+def test_captured_steps_keep_a_gap_in_the_positions(exact: TurboEsm, captures: list) -> None:
+    ids = exact.codes.encode(PREFIX, "it")
+    positions = [0, *range(1, 11), *range(61, 61 + len(ids) - 10)]
+    with torch.no_grad():
+        cache = exact.model(
+            torch.tensor([[CLS, *ids]]), position_ids=torch.tensor([positions]), use_cache=True
+        ).past_key_values
+    graphs, eager = by_graphs_and_eagerly(exact, cache, max_new_tokens=8, refresh_every=2, return_cache=True)
+    assert captures
+    assert_same_output(graphs, eager, ATOL)
+    assert graphs.cache.positions.tolist() == eager.cache.positions.tolist() == [[*positions, *range(73, 81)]]
+
+
+def test_logits_of_captured_steps_that_are_not_finite(turbo: TurboEsm, tiny_model: MakeModel, captures: list) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        model.lm_head.bias[5] = torch.nan
+    with pytest.raises(ValueError, match="not finite"):
+        TurboEsm(model, turbo.tokenizer).generate(PREFIX, max_new_tokens=9)
+    assert captures
+
+
+def test_few_tokens_are_not_worth_a_capture(turbo: TurboEsm, tiny_model: MakeModel, captures: list) -> None:
+    tiny = TurboEsm(tiny_model(), turbo.tokenizer)
+    for _ in range(5):
+        tiny.generate(PREFIX, max_new_tokens=3)
+    assert not captures
+    # A refresh of whole rows has no cache to read.
+    tiny.generate(PREFIX, max_new_tokens=20, refresh=1000)
+    assert not captures
+    tiny.generate(PREFIX, max_new_tokens=8)
+    assert len(captures) == 1
+
+
+# On a device.
+
+
+def on_cuda(turbo: TurboEsm, tiny_model: MakeModel, preset: str, dtype: torch.dtype) -> TurboEsm:
+    return TurboEsm(tiny_model(preset=preset, layers=4, head_dim=32).to("cuda", dtype), turbo.tokenizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("preset", "dtype", "atol"),
+    [
+        ("exact", torch.float32, ATOL),
+        ("turbo3", torch.float32, 5e-2),
+        ("turbo3", torch.bfloat16, 0.5),
+        ("paper", torch.float16, 0.2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"refresh": 0}, {"refresh": 5, "refresh_every": 3}], ids=str)
+def test_replayed_steps_are_eager_ones(
+    turbo: TurboEsm, tiny_model: MakeModel, preset: str, dtype: torch.dtype, atol: float, options: dict[str, int]
+) -> None:
+    cuda = on_cuda(turbo, tiny_model, preset, dtype)
+    for sequences, lengths in ((PREFIX, [22]), ([PREFIX, "MKTA", "MK<mask>GGGSGS"], [22, 4, 9]), (PREFIX[:20], [20])):
+        allowed = given(lengths, 12)
+        graphs, eager = by_graphs_and_eagerly(cuda, sequences, max_new_tokens=12, allowed=allowed, **options)
+        assert_same_output(graphs, eager, atol)
+    assert len(cuda.model.esm._graphs) >= 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"top_p": 0.9, "temperature": 1.7}], ids=str)
+def test_a_seed_draws_the_same_by_graphs(turbo: TurboEsm, tiny_model: MakeModel, options: dict[str, float]) -> None:
+    cuda = on_cuda(turbo, tiny_model, "exact", torch.float32)
+    graphs, eager = by_graphs_and_eagerly(
+        cuda, [PREFIX, "MKTA"], max_new_tokens=20, num_return_sequences=3, return_cache=True, seed=7, **options
+    )
+    assert_same_output(graphs, eager, ATOL)
+    assert graphs.cache.lengths.tolist() == eager.cache.lengths.tolist() == [43] * 3 + [25] * 3
+    found, expected = (cuda.extend(output.cache, ["G"] * 6).logits for output in (graphs, eager))
+    torch.testing.assert_close(found, expected, rtol=0, atol=ATOL)

@@ -40,6 +40,21 @@ def test_options_that_leave_one_residue(turbo: TurboEsm, options: dict[str, floa
     assert tokens == (logits[:, STANDARD].argmax(1) + 4).tolist()
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 0.7, "top_k": 6, "top_p": 0.8}], ids=str)
+def test_noise_draws_what_generators_draw(turbo: TurboEsm, options: dict[str, float]) -> None:
+    """`choose` is `draw`, and takes as much from the generators."""
+    logits = 3 * torch.randn(200, 33, generator=torch.Generator().manual_seed(0))
+    allowed = AllowedResidues(turbo.codes, 33, {2: "AGV"})
+    one, other = (ResidueSampler(GenerationOptions(**options), allowed, [5, 6]) for _ in range(2))
+    rows, positions = [0, 1] * 100, [1, 2, 3, 4] * 50
+    tokens, log_probs = one.draw(logits, rows, positions)
+    chosen, scores = other.choose(logits, allowed.at(positions), other.noise(rows))
+    assert chosen.tolist() == tokens
+    assert scores.tolist() == log_probs
+    for a, b in zip(one.generators, other.generators, strict=True):
+        assert torch.equal(a.get_state(), b.get_state())
+
+
 def test_constraints_apply_before_cut_offs(turbo: TurboEsm) -> None:
     """Top-k keeps the most likely of the allowed residues, not the allowed ones of the most likely."""
     logits = torch.arange(33.0).repeat(200, 1) / 10

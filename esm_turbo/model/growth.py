@@ -1,0 +1,137 @@
+"""Rows that grow by a token at a time, in columns allocated ahead, by captured steps.
+
+A step runs the last tokens of every row and a mask after them, and stores the first of these tokens. All that it reads
+and writes lies on the device, so that steps follow each other without waiting for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esm_turbo.kv.tensors import Axis, axis_of, dim_of
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.graphs import StaticKVCache, layer_rows
+
+
+class StepKind(NamedTuple):
+    """Numbers of a step.
+
+    Attributes:
+        tokens: that run per row, with the mask.
+        stored: of these, from the first on, that are stored.
+    """
+
+    tokens: int
+    stored: int
+
+
+class Growth:
+    """Captured steps over a static cache.
+
+    Args:
+        model: `TurboEsmModel` that computes them.
+        cache: how rows are stored.
+        rows: most rows to come.
+        columns: tokens of the longest row to come, and one for the mask after it.
+        kinds: of steps.
+        capture: captures a computation, and returns what replays it.
+
+    Attributes:
+        contexts: the rows.
+        alone: what a replay has to happen within, as graphs share memory.
+    """
+
+    # These tensors are written into later, in any mode, which inference tensors do not allow.
+    @torch.inference_mode(mode=False)
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: Any,
+        cache: TurboKVCache,
+        rows: int,
+        columns: int,
+        kinds: Sequence[StepKind],
+        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
+    ) -> None:
+        self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.contexts = StaticKVCache.like(cache, max(columns, cache.columns), rows)
+        device = self.contexts.device
+        # Some rows that can run every kind of step.
+        self._known = torch.full((rows,), max(kind.tokens for kind in kinds), device=device)
+        self._masks = torch.zeros_like(self._known)
+        self._states = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+
+        def run(kind: StepKind) -> Tensor:
+            lengths = self.contexts.lengths
+            # A repeated step computes the same: warming up before a capture changes nothing.
+            lengths.copy_(self._known - (kind.tokens - 1))
+            counts = (self._known + 1, self._masks + 1)
+            self._states.copy_(model.run_tail(self.contexts, kind.tokens, kind.stored, counts))
+            lengths.add_(kind.stored)
+            return self._states
+
+        self._replays = {kind: capture(lambda kind=kind: run(kind)) for kind in kinds}  # type: ignore[misc]
+        self._read = [model.codec(cache.config), *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+
+    @torch.no_grad()
+    def load(
+        self, cache: TurboKVCache, token_ids: Tensor, known: Tensor, masks: Tensor, positions: Tensor | None
+    ) -> None:
+        """Loads rows.
+
+        Args:
+            cache: with at least the tokens of each row that the first step does not run.
+            token_ids: of each row, on the CPU, [batch, n]; anything beyond its own.
+            known: number of tokens of each row, on the CPU, [batch].
+            masks: number of masks among them, on the CPU, [batch].
+            positions: of all columns to come, on the CPU, [batch, columns]; None if `cache` stores none.
+        """
+        batch_size = len(known)
+        self.contexts.load_(cache, layer_rows(cache)[1])
+        # Rows that are left over run as well, and must find numbers.
+        self._known.fill_(int(known.min()))
+        self._masks.zero_()
+        self._known[:batch_size] = _to(known, self._known)
+        self._masks[:batch_size] = _to(masks, self._masks)
+        self.contexts.token_ids[:batch_size, : token_ids.shape[1]] = _to(token_ids, self.contexts.token_ids)
+        if positions is not None:
+            assert self.contexts.positions is not None
+            self.contexts.positions[:batch_size, : positions.shape[1]] = _to(positions, self.contexts.positions)
+
+    @torch.no_grad()
+    def step(self, kind: StepKind) -> Tensor:
+        """Hidden states of a mask after each row, [rows, hidden_size]; the next step overwrites them."""
+        with self.alone():
+            return self._replays[kind]()
+
+    @torch.no_grad()
+    def push(self, tokens: Tensor) -> None:
+        """Appends a token to each row, integers [batch]; a later step runs and stores it."""
+        batch_size = len(tokens)
+        column = self._known[:batch_size, None]
+        self.contexts.token_ids[:batch_size].scatter_(1, column, tokens[:, None].to(torch.uint8))
+        self._known.add_(1)
+
+    @torch.no_grad()
+    def copy(self, batch_size: int, columns: int) -> TurboKVCache:
+        """The first rows, and as many columns as the longest of them has stored, as a cache of their own."""
+        contexts = self.contexts
+        tensors = {}
+        for name, tensor in contexts.named_tensors():
+            part = tensor[:batch_size]
+            tensors[name] = (part.narrow(dim_of(name), 0, columns) if axis_of(name) is Axis.COLUMN else part).clone()
+        assert contexts.codec is not None
+        return TurboKVCache.from_tensors(
+            contexts.config, contexts.geometry, contexts.fingerprint, contexts.codec, tensors
+        )
+
+
+def _to(values: Tensor, target: Tensor) -> Tensor:
+    """Values on the host in the dtype and on the device of a target, without waiting for the device."""
+    values = values.to(target.dtype)
+    return values.pin_memory().to(target.device, non_blocking=True) if target.is_cuda else values
