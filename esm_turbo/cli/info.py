@@ -16,20 +16,60 @@ from transformers import EsmConfig
 
 from esm_turbo.calibrate import KVCalibrator
 from esm_turbo.calibration import Calibration
+from esm_turbo.cli.info_text import text_info
 from esm_turbo.codecs import KVCodec
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
-from esm_turbo.files.artifacts import ArtifactError, read_artifact
+from esm_turbo.context_store import is_store, store_info
+from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.hub import local_files_only, not_found
-from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.files.kinds import CALIBRATION_FILE, INDEX_FILE, SETTINGS_FILE, STORE_FILE, is_embeddings, is_h5, is_zip
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import check_is_esm2
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
+from esm_turbo.store.files import STORED_KINDS, stored_info
+from esm_turbo.tasks.embedding.files import embeddings_info, pt_info, read_embedding
+from esm_turbo.tasks.embedding.h5 import h5_info
 
 _CLS, _RESIDUE = 0, 5
 # Tokens; a multiple of the group size of every codec.
 _BLOCK = 64
 _FLOAT_BYTES = {"fp32": 4, "fp16": 2}
+
+
+def describe(
+    target: str | os.PathLike[str],
+    calibration: str | os.PathLike[str] | None = None,
+    length: int = 1024,
+    batch_size: int = 1,
+) -> dict[str, Any]:
+    """Describe a model, or anything that this package writes.
+
+    Args:
+        target: hub id or folder of a model; an artifact, store, folder or file of embeddings; JSON, a table or FASTA.
+        calibration: see `model_info`, as are `length` and `batch_size`.
+
+    Raises:
+        ValueError: the file is damaged, of another format version, or of another program.
+        ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
+    """
+    path = Path(target)
+    if is_store(path):
+        return store_info(path)
+    if is_embeddings(path):
+        return embeddings_info(path)
+    if not path.is_file():
+        return model_info(target, calibration, length, batch_size)
+    # Parts of a folder stand for the whole.
+    if path.name in (INDEX_FILE, SETTINGS_FILE) and is_embeddings(path.parent):
+        return embeddings_info(path.parent)
+    if path.name == STORE_FILE:
+        return store_info(path.parent)
+    if is_h5(path):
+        return h5_info(path)
+    if is_zip(path):
+        return pt_info(path)
+    return text_info(path) or file_info(path, length, batch_size)
 
 
 def model_info(
@@ -79,7 +119,7 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
     """Contents of an artifact of this package, after verifying its checksum.
 
     Args:
-        path: a calibration, a cache or an embedding, as a safetensors file.
+        path: a calibration, a cache, an embedding or a file of a store, as a safetensors file.
         length: tokens per protein, for the sizes of a calibration's caches.
         batch_size: proteins per cache, likewise.
 
@@ -108,10 +148,10 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
             "bits_per_element": cache.bits_per_element if int(cache.lengths.sum()) else None,
         }
     if kind == "embedding":
-        from esm_turbo.tasks.embedding.files import FORMAT_VERSION
-
-        tensors, metadata = read_artifact(path, kind, FORMAT_VERSION)
+        metadata, tensors = read_embedding(path)
         return {"kind": kind, **metadata, "tensors": {name: list(t.shape) for name, t in sorted(tensors.items())}}
+    if kind in STORED_KINDS:
+        return stored_info(path, kind)
     raise ArtifactError(f"{path}: is not a calibration, cache or embedding of esm_turbo; give one, or a model")
 
 

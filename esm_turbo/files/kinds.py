@@ -12,6 +12,7 @@ INDEX_FILE = "index.tsv"
 SETTINGS_FILE = "settings.json"
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "vocab.txt")
+_HDF5, _ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
 _HEAD_BYTES = 4096
 # A larger header would not be one of safetensors.
 _MAX_HEADER_BYTES = 100_000_000
@@ -25,6 +26,23 @@ def is_store(folder: str | os.PathLike[str]) -> bool:
 def is_embeddings(path: str | os.PathLike[str]) -> bool:
     """Whether a path is a folder of embeddings."""
     return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
+
+
+def is_h5(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is HDF5."""
+    return _begins(path, _HDF5)
+
+
+def is_zip(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is a zip archive, as `torch.save` writes it."""
+    return _begins(path, _ZIP)
+
+
+def _begins(path: str | os.PathLike[str], signature: bytes) -> bool:
+    if not Path(path).is_file():
+        return False
+    with open(path, "rb") as file:
+        return file.read(len(signature)) == signature
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:

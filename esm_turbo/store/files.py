@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 PARTITION_FILE = "shelf.safetensors"
 _UNFINISHED_FILE = "unfinished.json"
+STORED_KINDS = ("context_shelf", "context")
+"""Kinds of artifacts in a store, beside its header."""
+
 _SUFFIX = ".safetensors"
 _KEY = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger("esm_turbo")
@@ -320,6 +323,22 @@ class Partition:
             "contexts": len(sizes),
             "bytes": sum(sizes),
         }
+
+
+def stored_info(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """Contents of one file of a store, after verifying its checksum.
+
+    Args:
+        path: the file.
+        kind: one of `STORED_KINDS`.
+
+    Raises:
+        ArtifactError: (a ValueError) the file is damaged, or of another format version.
+    """
+    tensors, metadata = read_artifact(path, kind, FORMAT_VERSION)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    shown = {name: value for name, value in metadata.items() if name != "layout"}
+    return {"kind": kind, **shown, "bytes": size}
 
 
 def context_spec(turbo: ContextModel) -> ContextSpec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import quiet_transformers, show, working
@@ -20,7 +19,7 @@ def info(
     batch: int = 1,
     json: JsonFile = None,
 ) -> None:
-    """Describe a model, calibration, cache, store or folder of embeddings, and show the sizes of caches.
+    """Describe a model or anything that this program writes, and show the sizes of caches.
 
     Without an argument, describes the embedded model and the environment.
 
@@ -33,22 +32,10 @@ def info(
     with working("loading libraries"):
         quiet_transformers()
     from esm_turbo.assets import EMBEDDED_MODEL
-    from esm_turbo.cli.info import file_info, model_info
-    from esm_turbo.context_store import is_store, store_info
-    from esm_turbo.files.kinds import is_embeddings
-    from esm_turbo.tasks.embedding.files import embeddings_info
+    from esm_turbo.cli.info import describe
 
     with unusable_input(f"{target} cannot be read"):
-        if target is None:
-            result = model_info(EMBEDDED_MODEL, calibration, length, batch)
-        elif is_store(target):
-            result = store_info(target)
-        elif is_embeddings(target):
-            result = embeddings_info(target)
-        elif Path(target).is_file():
-            result = file_info(target, length, batch)
-        else:
-            result = model_info(target, calibration, length, batch)
+        result = describe(EMBEDDED_MODEL if target is None else target, calibration, length, batch)
     if target is None:
         from esm_turbo.env import environment
 

@@ -70,7 +70,33 @@ def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: the settings are damaged.
     """
     proteins = sum(1 for _ in _Index(Path(folder) / INDEX_FILE).rows)
-    return {"kind": "embeddings", "proteins": proteins, **_read_settings(Path(folder))}
+    settings = _read_settings(Path(folder))
+    return described(str(settings.pop("format", None)), proteins, settings)
+
+
+def described(file_format: str, proteins: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Embeddings as `esm-turbo info` describes them; the options of their caches stand as `cache_options`."""
+    renamed = {"cache_options" if name == "cache" else name: value for name, value in settings.items()}
+    return {"kind": "embeddings", "proteins": proteins, "format": file_format, **renamed}
+
+
+def pt_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Contents of one embedding in the format of `torch.save`.
+
+    Raises:
+        ArtifactError: (a ValueError) the file is damaged, or another program's.
+    """
+    content = _read_pt(Path(path))
+    if "label" not in content:
+        raise ArtifactError(f"{os.fspath(path)}: is not an embedding of esm_turbo")
+    tensors = {}
+    for name, result in content.items():
+        layers = result if isinstance(result, dict) else {None: result}
+        for layer, tensor in layers.items():
+            if isinstance(tensor, torch.Tensor):
+                tensors[name if layer is None else f"{name}.{layer}"] = list(tensor.shape)
+    texts = {name: value for name, value in content.items() if isinstance(value, str)}
+    return {"kind": "embedding", **texts, "tensors": tensors}
 
 
 def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mapping[str, Any]) -> None:

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.kinds import is_h5
 from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
@@ -27,6 +29,7 @@ from esm_turbo.tasks.embedding.files import (
     FolderWriter,
     SameSequence,
     check_same_settings,
+    described,
     read_embedding,
     sequence_hash,
 )
@@ -34,7 +37,6 @@ from esm_turbo.tasks.embedding.files import (
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-_SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _Arrays = dict[str, npt.NDArray[np.float32]]
 
 
@@ -51,11 +53,31 @@ def check_h5(out: Path) -> None:
         ImportError: h5py is missing.
     """
     _h5py()
-    if out.exists():
-        with out.open("rb") as file:
-            begin = file.read(len(_SIGNATURE))
-        if begin not in (_SIGNATURE, b""):
-            raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
+    if out.exists() and out.stat().st_size and not is_h5(out):
+        raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
+
+
+def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Settings of the embeddings in an HDF5 file, and their number of proteins.
+
+    Raises:
+        ArtifactError: (a ValueError) the file is damaged, or holds no embeddings of this package.
+        ImportError: h5py is missing.
+    """
+    try:
+        with _h5py().File(path, "r") as file:
+            text = file.attrs.get("settings")
+            if text is None:
+                raise ArtifactError(f"{os.fspath(path)}: holds no embeddings of esm-turbo")
+            proteins = sum(1 + len(entry.attrs.get("other_ids", ())) for entry in file.values())
+            return described("h5", proteins, json.loads(text))
+    except ArtifactError:
+        raise
+    except ImportError:
+        raise
+    # A damaged structure can make h5py raise almost any exception.
+    except Exception as error:
+        raise ArtifactError(f"{os.fspath(path)}: damaged ({error})") from error
 
 
 class H5Writer(FolderWriter):

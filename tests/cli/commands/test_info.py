@@ -76,3 +76,73 @@ def test_info_of_the_environment(esm):
     assert found["environment"]["torch"] == torch.__version__
     assert found["model"] == "esm2-mini"
     assert "transformers" in esm("info").out
+
+
+@pytest.fixture
+def written(esm, tmp_path, tiny_folder, tiny_calibration):
+    """A folder with everything that commands write, with caches in it."""
+    fasta = tmp_path / "in.fasta"
+    fasta.write_text(">a\nMKTAYIAKQRQISF\n>again\nMKTAYIAKQRQISF\n>b\nGSGSG\n")
+    out = tmp_path / "written"
+    model = ["--model", tiny_folder, "--calibration", tiny_calibration(seed=0)]
+    for arguments in (
+        ["calibrate", fasta, "--out", out / "c.safetensors", "--json", out / "c.json", *model[:2]],
+        ["embed", fasta, out / "pt", "--include", "mean", "per_tok", "cache", *model],
+        ["embed", fasta, out / "tensors", "--format", "safetensors", "--include", "mean", "cache", *model],
+        ["embed", fasta, out / "e.h5", "--include", "mean", *model],
+        ["store", fasta, out / "store", "--json", out / "store.json", *model],
+        ["score", fasta, fasta, "--out", out / "s.csv", "--json", out / "s.json", *model],
+        ["variants", fasta, "--out", out / "v.tsv", *model],
+        ["generate", fasta, "--max-new-tokens", "2", "--out", out / "g.fasta", "--json", out / "g.json", *model],
+        ["evaluate", fasta, "--extend-ks", "1", "--refresh-ws", "0", "--outlier-scales",
+         "--json", out / "evaluation.json", *model],
+    ):  # fmt: skip
+        out.mkdir(exist_ok=True)
+        assert esm(*arguments).code == 0, arguments
+    return out
+
+
+def test_everything_that_is_written_can_be_read(esm, written):
+    kinds = {}
+    paths = [written / "pt", written / "tensors", written / "store", *sorted(written.rglob("*"))]
+    for path in paths:
+        # Locks and counts of look-ups are the store's own.
+        if (path.is_dir() and path not in paths[:3]) or path.name.startswith(".") or path.suffix in (".lock", ".log"):
+            continue
+        result = esm("info", path)
+        assert (result.code, result.err) == (0, ""), path
+        kinds[path.relative_to(written).as_posix()] = json.loads(esm("info", path, "--json", "-").out)["kind"]
+    assert kinds["pt"] == kinds["e.h5"] == kinds["pt/index.tsv"] == kinds["pt/settings.json"] == "embeddings"
+    assert kinds["store"] == kinds["store/store.safetensors"] == "context_store"
+    assert set(kinds.values()) == {
+        "calibration", "cache", "context", "context_shelf", "context_store", "embedding", "embeddings", "result",
+        "sequences", "table",
+    }  # fmt: skip
+
+
+def test_info_of_embeddings_with_caches_and_in_hdf5(esm, written):
+    found = json.loads(esm("info", written / "pt", "--json", "-").out)
+    assert (found["proteins"], found["format"], found["cache_options"]["codec"]) == (3, "pt", "turbo")
+    found = json.loads(esm("info", written / "e.h5", "--json", "-").out)
+    assert (found["proteins"], found["format"], found["model"], found["device"]) == (3, "h5", "tiny", "cpu")
+    [file] = [path for path in (written / "pt").glob("*.pt") if torch.load(path)["label"] == "b"]
+    found = json.loads(esm("info", file, "--json", "-").out)
+    assert found["label"] == "b"
+    assert found["tensors"] == {"representations.2": [5, 64], "mean_representations.2": [64]}
+
+
+@pytest.mark.parametrize("name", ["e.h5", "x.pt"])
+def test_other_files_in_known_formats_are_refused(esm, tmp_path, name):
+    import h5py
+
+    path = tmp_path / name
+    if name == "e.h5":
+        with h5py.File(path, "w") as file:
+            file["x"] = [1]
+    else:
+        torch.save({"x": torch.zeros(1)}, path)
+    result = esm("info", path)
+    assert result.code == 2
+    assert str(path) in result.error
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert "damaged" in esm("info", path).error
