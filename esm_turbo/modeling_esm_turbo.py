@@ -209,6 +209,10 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
 
     A forward with `use_cache=True` returns a `TurboKVCache` in `past_key_values`; one with `past_key_values` extends
     it. `set_turbo` sets how caches are stored.
+
+    Attributes:
+        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
+            and a fraction of a second to capture. Set it to False for eager calls only.
     """
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
@@ -237,7 +241,6 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         calibration: str | os.PathLike[str] | Calibration | None = None,
         preset: str | TurboConfig = DEFAULT_PRESET,
         backend: str | Backend = Backend.AUTO,
-        captures: bool = True,
     ) -> None:
         """Set how new caches are stored and how caches are read.
 
@@ -245,8 +248,6 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             calibration: a `Calibration` of this model or its path.
             preset: a preset's name or options.
             backend: implementation of encoding and packed attention, see `Backend`.
-            captures: whether extensions that recur are captured as CUDA graphs (model/graph_pool.py). They take device
-                memory, and a call that captures one takes a fraction of a second longer.
 
         Raises:
             ValueError: the calibration is unreadable or another model's, or an option is wrong.
@@ -261,7 +262,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
             self._calibrated = model_fingerprint(self)
-        self.calibration, self.turbo_config, self.backend, self.captures = calibration, config, backend, captures
+        self.calibration, self.turbo_config, self.backend = calibration, config, backend
         self._graphs.clear()
 
     @property

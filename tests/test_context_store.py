@@ -835,6 +835,8 @@ def test_counts_are_written_when_a_store_is_garbage_collected(compressed, tmp_pa
 def test_tiers_on_a_device(tiny, tmp_path):
     turbo = tiny(DEFAULT_PRESET)
     turbo.model.to("cuda")
+    # A graph pads to other shapes, and its sums round differently.
+    turbo.model.esm.captures = False
     expected = TurboKVCache.cat([turbo.prefill(sequence) for sequence in SEQUENCES])
     logits = turbo.extend(expected, ["GSGS"] * 5).logits
     store = ContextStore(tmp_path)

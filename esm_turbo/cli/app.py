@@ -66,16 +66,18 @@ def _report(error: Exception) -> int:
 
     if isinstance(error, CycloptsError):
         say(f"error: {error}; see esm-turbo --help")
-    elif isinstance(error, ValueError | ImportError | OSError):
-        say(f"error: {error}")
-    else:
+        return 2
+    if not isinstance(error, ValueError):
         from esm_turbo.model.memory import is_out_of_memory
 
         if is_out_of_memory(error):
             say(f"error: not enough memory ({str(error) or type(error).__name__})")
-        else:
-            say(f"error: {type(error).__name__}: {error}; --debug shows where")
-    return 2 if isinstance(error, CycloptsError | ValueError | ImportError) else 1
+            return 1
+    if isinstance(error, ValueError | ImportError | OSError):
+        say(f"error: {error}")
+    else:
+        say(f"error: {type(error).__name__}: {error}; --debug shows where")
+    return 2 if isinstance(error, ValueError | ImportError) else 1
 
 
 if __name__ == "__main__":

@@ -154,18 +154,20 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def unusable_input(problem: str) -> Iterator[None]:
-    """Turn any error but a lack of memory into a ValueError, which stands for unusable input.
+    """Turn any error into a ValueError, which stands for unusable input, and a lack of memory into one that names it.
 
     Args:
         problem: how the message begins.
     """
     try:
         yield
-    except (ValueError, ImportError):
+    except ValueError:
         raise
     except Exception as error:
-        from esm_turbo.model.memory import is_out_of_memory
+        from esm_turbo.model.memory import NotEnoughMemoryError, is_out_of_memory
 
         if is_out_of_memory(error):
+            raise NotEnoughMemoryError(f"{problem}: {str(error) or type(error).__name__}") from error
+        if isinstance(error, ImportError):
             raise
         raise ValueError(f"{problem}: {str(error) or type(error).__name__}") from error

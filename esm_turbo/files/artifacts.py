@@ -62,6 +62,9 @@ def read_artifact(path: str | os.PathLike[str], kind: str, version: int) -> tupl
             raise ArtifactError(f"{path}: the content does not match its checksum: the file was altered")
         metadata = {name: json.loads(value) for name, value in strings.items() if name not in _OWN_METADATA}
     except (SafetensorError, OSError, json.JSONDecodeError) as error:
+        # Too little memory says nothing about the file.
+        if "annot allocate memory" in str(error):
+            raise
         raise ArtifactError(f"{path}: damaged or not a safetensors file ({error})") from error
     return tensors, metadata
 

@@ -159,7 +159,7 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
     """Check that a checkpoint is ESM-2 before anything is loaded.
 
     Raises:
-        ValueError: it is another architecture, or its configuration lacks a field that decides results.
+        ValueError: it is another architecture, or its configuration is not valid or lacks a field that decides results.
         OSError: there is no such checkpoint, or the hub cannot be reached.
     """
     names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
@@ -180,6 +180,12 @@ def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any])
             raise ValueError(
                 f"{name_or_path}: config.json {problem}, on which results depend; copy it again from the checkpoint"
             )
+    try:
+        EsmConfig.from_dict(config)
+    # Errors of many types, some of which are no ValueErrors.
+    except Exception as error:
+        reason = " ".join(str(error).rpartition("Error: ")[2].split())
+        raise ValueError(f"{name_or_path}: config.json is not valid ({reason}); copy it again") from error
 
 
 def check_config(config: EsmConfig) -> None:

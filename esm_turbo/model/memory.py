@@ -13,12 +13,13 @@ import sys
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 # PyTorch has an exception class for CUDA's and XPU's allocators only; the CPU's, MPS, cuBLAS, oneDNN and sizes that
-# overflow raise plain RuntimeErrors.
+# overflow raise plain RuntimeErrors. The dynamic linker fails to map a library.
 _MESSAGE = re.compile(
     r"out of memory|not enough memory|n[o']t allocate memory|bad_alloc|ALLOC_FAILED|could not create a memory object"
-    r"|Storage size calculation overflowed",
+    r"|Storage size calculation overflowed|failed to map segment",
     re.IGNORECASE,
 )
 
@@ -33,7 +34,7 @@ def is_out_of_memory(error: BaseException) -> bool:
         return error.errno == errno.ENOMEM
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and _MESSAGE.search(str(error)) is not None
+    return isinstance(error, RuntimeError | ImportError | SafetensorError) and _MESSAGE.search(str(error)) is not None
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -338,7 +338,14 @@ def test_a_damaged_vocabulary_is_named(esm, fasta, tmp_path, tiny_folder, conten
     assert result.error == f"{model}: vocab.txt is damaged: it is not text; copy it again from the checkpoint"
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+        ImportError("libx.so: failed to map segment from shared object"),
+    ],
+)
 def test_too_little_memory_is_not_called_damage(esm, fasta, tmp_path, monkeypatch, error):
     def fail(*_, **__):
         raise error
@@ -346,7 +353,8 @@ def test_too_little_memory_is_not_called_damage(esm, fasta, tmp_path, monkeypatc
     monkeypatch.setattr(TurboEsm, "from_pretrained", fail)
     result = esm("calibrate", fasta, "--out", tmp_path / "c")
     assert result.code == 1
-    assert result.error == f"not enough memory ({str(error) or 'MemoryError'})"
+    reason = str(error) or "MemoryError"
+    assert result.error == f"not enough memory (the embedded model cannot be loaded: {reason})"
 
 
 def test_an_error_without_a_text_has_its_name(esm, fasta, tmp_path, monkeypatch):

@@ -350,12 +350,18 @@ def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str,
         (lambda c: c.update(mask_token_id="32"), "has mask_token_id '32'"),
         (lambda c: c.update(num_hidden_layers=True), "has num_hidden_layers True"),
         (lambda c: c.pop("position_embedding_type"), "an ESM model with absolute positions"),
+        (
+            lambda c: c.update(add_cross_attention=[]),
+            r"config.json is not valid \(Field 'add_cross_attention' with value",
+        ),
+        (lambda c: c.update(bos_token_id="x"), r"config.json is not valid \(Field 'bos_token_id' with value 'x'"),
+        (lambda c: c.update(id2label=""), r"config.json is not valid \('str' object has no attribute 'items'\)"),
     ],
 )
 def test_fields_that_decide_results_are_required(
     tiny_model: MakeModel, tmp_path: Path, change: Callable[[dict[str, object]], object], message: str
 ) -> None:
-    """transformers would take its default."""
+    """transformers would take its default, or raise errors of its own."""
     tiny_model().save_pretrained(tmp_path)
     path = tmp_path / "config.json"
     config = json.loads(path.read_text())

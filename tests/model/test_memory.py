@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from esm_turbo.model import memory
 from esm_turbo.model.memory import NotEnoughMemoryError, available_bytes, is_out_of_memory
@@ -35,6 +36,8 @@ MESSAGES = [
         MemoryError(),
         NotEnoughMemoryError("9 tokens"),
         OSError(errno.ENOMEM, "Cannot allocate memory"),
+        ImportError("libx.so: failed to map segment from shared object"),
+        SafetensorError("Cannot allocate memory (os error 12)"),
     ],
 )
 def test_too_little_memory_is_one_kind_of_error(error: Exception) -> None:
