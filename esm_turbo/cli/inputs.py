@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
-from esm_turbo.cli.options import READS, ModelOptions, Writes
+from esm_turbo.cli.options import READS, ModelOptions, SequenceOptions, Writes
 from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
@@ -70,13 +70,13 @@ def check_minimum(minimum: int, **options: int | None) -> None:
             raise ValueError(f"--{name.replace('_', '-')} must be at least {minimum}, got {value}")
 
 
-def read_proteins(path: Path, unknown: str | None) -> tuple[list[ProteinRecord], list[BadRecord]]:
+def read_proteins(path: Path, letters: SequenceOptions) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the good and the bad records of a FASTA file.
 
     Raises:
         ValueError: there is no good record, or the file is not FASTA.
     """
-    good, bad = read_fasta(path, unknown=unknown)
+    good, bad = read_fasta(path, **asdict(letters))
     check_usable(path, good, bad)
     return good, bad
 

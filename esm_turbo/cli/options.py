@@ -45,16 +45,30 @@ BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch,
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
 ]
-Unknown = Annotated[
-    str | None,
-    Parameter(help="X replaces characters that are not residue codes with X. By default, such records are rejected."),
-]
 # `-` alone is standard output.
 JsonFile = Annotated[
     str | None,
     Parameter(help="Write the result as JSON to this file; - for standard output.", allow_leading_hyphen=True),
     Writes("text"),
 ]
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class SequenceOptions:
+    """What becomes of characters that are not residue codes."""
+
+    unknown: Annotated[
+        str | None,
+        Parameter(
+            help="X replaces characters that are not residue codes with X, but not gaps. By default, such records are"
+            " rejected."
+        ),
+    ] = None
+    remove_gaps: Annotated[
+        bool,
+        Parameter(help="Remove gaps (- . ~) from sequences, such as those of an alignment.", negative=""),
+    ] = False
 
 
 @Parameter(name="*", group=_MODEL)

@@ -19,9 +19,14 @@ RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard residues, in alphabetical order."""
 
+GAPS = "-.~"
+"""What stands for no residue in rows of alignments."""
+
 _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
+_NEITHER_RESIDUE_NOR_GAP = re.compile(f"[^{RESIDUES}{re.escape(GAPS)}]")
 # str.upper would also change non-ASCII letters, some of them into two.
 _TO_UPPER = str.maketrans("abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+_WITHOUT_GAPS = str.maketrans("", "", GAPS)
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
 _FIRST_IN_HEADER = re.compile(r"(?:^|\s)first_position=(-?\d{1,9})(?=\s|$)", re.ASCII)
 _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
@@ -111,7 +116,7 @@ class _Rejected(ValueError):
     """The reason for rejecting a sequence or a file, without its name."""
 
 
-def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None) -> str:
+def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, remove_gaps: bool = False) -> str:
     """Convert a protein sequence to upper-case residue codes.
 
     Whitespace and one trailing `*` (the translated stop codon) are removed.
@@ -119,25 +124,27 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None) 
     Args:
         sequence: One-letter residue codes in either case.
         name: Name of the sequence in error messages.
-        unknown: None, or `"X"` to replace every character outside `RESIDUES`, gaps included, with X. An internal stop
-            is never replaced.
+        unknown: None, or `"X"` to replace every character outside `RESIDUES` with X, but for gaps and internal stops,
+            which stand for no residue.
+        remove_gaps: Remove the characters of `GAPS`.
 
     Raises:
         TypeError: `sequence` is not a string.
         ValueError: Nothing is left, there is a `*` before the end, or a character is outside `RESIDUES` (unless
-            `unknown` is given). The message gives the name and the position, counted from 1.
+            `unknown` or `remove_gaps` is for it). The message gives the name, the position, counted from 1, and what
+            to do.
     """
     if not isinstance(sequence, str):
         raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
     _check_unknown(unknown)
     try:
-        return _normalized(sequence, unknown)
+        return _normalized(sequence, unknown, remove_gaps)
     except _Rejected as error:
         raise ValueError(f"{name}: {error}") from None
 
 
 def read_fasta(
-    path: str | os.PathLike[str], *, unknown: str | None = None
+    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
@@ -147,6 +154,7 @@ def read_fasta(
     Args:
         path: The file; gzip is recognised by its first bytes, not by the name.
         unknown: As for `normalize_sequence`.
+        remove_gaps: As for `normalize_sequence`.
 
     Returns:
         The good and the bad records, each in the order of the file.
@@ -167,23 +175,26 @@ def read_fasta(
             earlier = first_use.setdefault(identifier, number)
             if earlier != number:
                 raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
-            good.append(ProteinRecord(identifier, _normalized(raw, unknown), "".join(rest)))
+            good.append(ProteinRecord(identifier, _normalized(raw, unknown, remove_gaps), "".join(rest)))
         except _Rejected as error:
             bad.append(BadRecord(identifier or f"#{number}", str(error)))
     return good, bad
 
 
-def read_fasta_strict(path: str | os.PathLike[str], *, unknown: str | None = None) -> list[ProteinRecord]:
+def read_fasta_strict(
+    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False
+) -> list[ProteinRecord]:
     """Read the proteins of a FASTA file, all of whose records must be good.
 
     Args:
         path: As for `read_fasta`.
         unknown: As for `normalize_sequence`.
+        remove_gaps: As for `normalize_sequence`.
 
     Raises:
         FastaError: As for `read_fasta`, or any record is bad; `problems` has all bad records.
     """
-    good, bad = read_fasta(path, unknown=unknown)
+    good, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps)
     if bad:
         raise FastaError(os.fspath(path), bad)
     return good
@@ -236,20 +247,34 @@ def _check_unknown(unknown: str | None) -> None:
         raise ValueError(f"`unknown` must be None or 'X', got {unknown!r}")
 
 
-def _normalized(sequence: str, unknown: str | None) -> str:
-    residues = "".join(sequence.split()).translate(_TO_UPPER).removesuffix("*")
-    if not residues:
-        raise _Rejected("holds no residues; give a sequence or remove the record")
+def _normalized(sequence: str, unknown: str | None, remove_gaps: bool) -> str:
+    residues = "".join(sequence.split()).translate(_TO_UPPER)
+    # Positions in messages count what is given, gaps included.
+    residues = residues.rstrip(GAPS if remove_gaps else "").removesuffix("*")
     if (stop := residues.find("*")) >= 0:
         raise _Rejected(f"position {stop + 1} is a stop '*' inside the sequence; cut it there or remove the record")
     if unknown is not None:
-        return _NOT_A_RESIDUE.sub("X", residues)
-    if outside := _NOT_A_RESIDUE.search(residues):
+        residues = _NEITHER_RESIDUE_NOR_GAP.sub("X", residues)
+    if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(residues):
         raise _Rejected(
             f"position {outside.start() + 1} is {outside[0]!a}, not one of the 25 residue codes "
-            "(A to Z without J); correct it, or replace it with X (--unknown X, in Python unknown='X')"
+            f"(A to Z without J); {_remedy(outside[0])}"
         )
+    residues = residues.translate(_WITHOUT_GAPS) if remove_gaps else residues
+    if not residues:
+        raise _Rejected("holds no residues; give a sequence or remove the record")
     return residues
+
+
+def _remedy(character: str) -> str:
+    """What to do about a character that is not a residue code."""
+    if character in GAPS:
+        return "remove gaps (--remove-gaps, in Python remove_gaps=True)"
+    if character.isdecimal():
+        return "remove numbers from the sequence"
+    if character == "?" or (character.isascii() and character.isalpha()):
+        return "correct it, or replace it with X (--unknown X, in Python unknown='X')"
+    return "correct or remove it"
 
 
 def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:

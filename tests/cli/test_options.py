@@ -13,7 +13,7 @@ from esm_turbo.cli.commands import app
 MODEL = {"--model": None, "--device": None, "--dtype": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": "turbo3"}
-FILES = {"--unknown": None, "--json": None}
+FILES = {"--unknown": None, "--remove-gaps": False, "--json": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {"--device": None, "--json": None},
     "calibrate": FILES | MODEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--arm": ("turbo",),
         "--refresh": 8,
         "--place": "masked",
-        "--top": 10,
+        "--top": None,
         "--top-k": 10,
         "--toks-per-batch": None,
         "--out": None,

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo.proteins.fasta import (
+    GAPS,
     RESIDUES,
     BadRecord,
     FastaError,
@@ -84,9 +85,45 @@ def test_normalize_sequence_accepts_case_whitespace_and_one_trailing_stop():
 def test_normalize_sequence_names_record_and_position(sequence, position, character):
     with pytest.raises(ValueError, match=rf"^P01308: position {position} is {re.escape(character)}, not one of"):
         normalize_sequence(sequence, name="P01308")
-    mapped = normalize_sequence(sequence, name="P01308", unknown="X")
+    if character.strip("'") in GAPS:
+        mapped = normalize_sequence(sequence, name="P01308", remove_gaps=True)
+    else:
+        mapped = normalize_sequence(sequence, name="P01308", unknown="X")
+        assert mapped[position - 1] == "X"
     assert set(mapped) <= set(RESIDUES)
-    assert mapped[position - 1] == "X"
+
+
+@pytest.mark.parametrize(
+    ("character", "remedy"),
+    [
+        ("J", "correct it, or replace it with X (--unknown X, in Python unknown='X')"),
+        ("?", "correct it, or replace it with X (--unknown X, in Python unknown='X')"),
+        ("-", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
+        (".", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
+        ("~", "remove gaps (--remove-gaps, in Python remove_gaps=True)"),
+        ("7", "remove numbers from the sequence"),
+        ("*", "cut it there or remove the record"),
+        (">", "correct or remove it"),
+        ("\u041c", "correct or remove it"),
+    ],
+    ids=ascii,
+)
+def test_the_remedy_fits_the_character(character, remedy):
+    with pytest.raises(ValueError, match=rf"^p: position 3 is .*; {re.escape(remedy)}$"):
+        normalize_sequence(f"MK{character}TAY", name="p")
+
+
+def test_gaps_are_removed_on_request_and_never_become_residues():
+    aligned = "-MKTAYI--QR.~*--"
+    assert normalize_sequence(aligned, name="p", remove_gaps=True) == "MKTAYIQR"
+    assert normalize_sequence("MJ-T", name="p", remove_gaps=True, unknown="X") == "MXT"
+    with pytest.raises(ValueError, match=r"position 7 is '-'.*--remove-gaps"):
+        normalize_sequence("MKTAYI--QR", name="p", unknown="X")
+    # Positions are those of the given text.
+    with pytest.raises(ValueError, match="position 4 is 'J'"):
+        normalize_sequence("M--J", name="p", remove_gaps=True)
+    with pytest.raises(ValueError, match="holds no residues"):
+        normalize_sequence("-.-", name="p", remove_gaps=True)
 
 
 @pytest.mark.parametrize(("sequence", "position"), [("MK*T", 3), ("*MK", 1), ("MKT**", 4), ("MK*T*", 3)])
@@ -118,7 +155,7 @@ def test_unknown_is_none_or_x(write, unknown):
 
 
 def test_unknown_keeps_the_length_and_every_residue_code():
-    assert normalize_sequence("MKJJ-1.BZUOXé", name="p", unknown="x") == "MKXXXXXBZUOXX"
+    assert normalize_sequence("MKJJ_1/BZUOXé", name="p", unknown="x") == "MKXXXXXBZUOXX"
 
 
 @given(st.text(max_size=40))
@@ -244,10 +281,16 @@ def test_unknown_replaces_letters_and_nothing_else(write):
     assert [(record.id, record.sequence) for record in good] == [
         ("a", "MKT"),
         ("b", "MXT"),
-        ("e", "MXT"),
         ("f", "LAG"),
     ]
-    assert [problem.record for problem in bad] == ["a", "c", "d", "#6"]
+    assert [problem.record for problem in bad] == ["a", "c", "d", "#6", "e"]
+
+
+def test_gaps_of_a_file_are_removed(write):
+    good, bad = read_fasta(write(MIXED), remove_gaps=True)
+    assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("e", "MT"), ("f", "LAG")]
+    assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6"]
+    assert read_fasta_strict(write(">a\nM-KT\n"), remove_gaps=True)[0].sequence == "MKT"
 
 
 def test_a_bad_record_keeps_its_identifier(write):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce, load_model
-from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, Unknown, Writes
+from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, SequenceOptions, Writes
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import TENSORS
 from esm_turbo.proteins.fasta import read_fasta_strict
@@ -21,8 +22,8 @@ def calibrate(
     out: Annotated[Path, Writes("calibration", TENSORS)],
     max_residues: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
-    unknown: Unknown = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: ModelOptions = ModelOptions(),
 ) -> None:
     """Calibrate a model on proteins, so that it can write compressed caches.
@@ -34,7 +35,7 @@ def calibrate(
         out: Calibration to write, a safetensors file.
         max_residues: Use only the first proteins, up to this total number of residues.
     """
-    records = read_fasta_strict(proteins, unknown=unknown)
+    records = read_fasta_strict(proteins, **asdict(letters))
     turbo = load_model(model)
     announce(turbo)
     from esm_turbo.cli.report import calibration_report

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, say, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceOptions, Writes
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
@@ -28,8 +28,8 @@ def embed(
     overlap: int | None = None,
     memory: int | None = None,
     format: EmbeddingFormat | None = None,
-    unknown: Unknown = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
 ) -> int:
     """Embed proteins, with the option names and results of esm-extract.
@@ -58,7 +58,7 @@ def embed(
     from esm_turbo.tasks.embedding.windows import Windows
 
     windows = Windows.of(window, overlap, memory)
-    good, bad = read_proteins(proteins, unknown)
+    good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show, width
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
-from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, Unknown
+from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, SequenceOptions
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
 
@@ -22,8 +23,8 @@ def evaluate(
     outlier_scales: Annotated[tuple[float, ...], MANY] = (1, 10, 60, 200),
     outlier_proteins: int = 8,
     outlier_calibration_proteins: int = 60,
-    unknown: Unknown = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CalibratedModelOptions = CalibratedModelOptions(),
     backend: BackendOption = Backend.AUTO,
 ) -> None:
@@ -48,7 +49,7 @@ def evaluate(
         if name != "all":
             TurboConfig.from_preset(name)
     check_minimum(1, max_proteins=max_proteins)
-    records = read_fasta_strict(proteins, unknown=unknown)[:max_proteins]
+    records = read_fasta_strict(proteins, **asdict(letters))[:max_proteins]
     turbo = load_model(model, backend=backend)
     announce(turbo)
     with progress_bar("proteins") as progress:

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
 from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceFile, Unknown
+from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceFile, SequenceOptions
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import UnmaskingOrder
@@ -37,9 +37,9 @@ def generate(
     refresh: int | None = None,
     refresh_every: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
-    unknown: Unknown = None,
     out: SequenceFile = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
 ) -> int:
     """Generate residues after proteins (--max-new-tokens) or in place of some of their residues (--positions).
@@ -70,7 +70,7 @@ def generate(
             "give --max-new-tokens to append residues, or --positions to replace some"
             + (", not both" if positions is not None else "")
         )
-    good, bad = read_proteins(proteins, unknown)
+    good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions

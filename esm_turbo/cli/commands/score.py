@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import announce, check_minimum, check_usable, list_bad, load_model, read_proteins
 from esm_turbo.cli.options import (
@@ -11,8 +13,8 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    SequenceOptions,
     TableFile,
-    Unknown,
 )
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
@@ -31,9 +33,9 @@ def score(
     top: int | None = None,
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
-    unknown: Unknown = None,
     out: TableFile = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
 ) -> int:
@@ -60,10 +62,10 @@ def score(
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
     if not arm:
         raise ValueError("--arm must name at least one arm")
-    good, bad_targets = read_proteins(targets, unknown)
+    good, bad_targets = read_proteins(targets, letters)
     from esm_turbo.tasks.scoring.records import read_candidates, score_records
 
-    read, bad_candidates = read_candidates(candidates, good, unknown=unknown)
+    read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
     check_usable(candidates, read, bad_candidates)
     turbo = load_model(model, backend=backend)
     arms = tuple(dict.fromkeys(arm))

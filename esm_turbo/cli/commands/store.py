@@ -8,7 +8,7 @@ from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
 from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, Unknown, Writes
+from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, SequenceOptions, Writes
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord
@@ -20,8 +20,8 @@ def store(
     /,
     *,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
-    unknown: Unknown = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
 ) -> int:
     """Add compressed contexts of proteins to a store.
@@ -33,7 +33,7 @@ def store(
         proteins: FASTA file, plain or gzip.
         folder: Folder of the store, created if needed.
     """
-    good, bad = read_proteins(proteins, unknown)
+    good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
     from esm_turbo.context_store import ContextStore
     from esm_turbo.tasks.common.run_info import context_arm

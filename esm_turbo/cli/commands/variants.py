@@ -12,8 +12,8 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     OptionalInput,
+    SequenceOptions,
     TableFile,
-    Unknown,
 )
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import variants_report
@@ -35,9 +35,9 @@ def variants(
     measured: str | None = None,
     top: int | None = None,
     toks_per_batch: AutoBatchTokens = None,
-    unknown: Unknown = None,
     out: TableFile = None,
     json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
 ) -> int:
@@ -68,7 +68,7 @@ def variants(
     for name, column in (("measured", measured), ("protein-column", protein_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
-    records, bad_records = read_proteins(wild_types, unknown)
+    records, bad_records = read_proteins(wild_types, letters)
     from esm_turbo.tasks.variants.records import read_variants, score_records
 
     good, bad = None, list[BadRecord]()

@@ -124,7 +124,11 @@ class ScoringRun:
 
 
 def read_candidates(
-    path: str | os.PathLike[str], targets: Sequence[ProteinRecord], *, unknown: str | None = None
+    path: str | os.PathLike[str],
+    targets: Sequence[ProteinRecord],
+    *,
+    unknown: str | None = None,
+    remove_gaps: bool = False,
 ) -> tuple[list[Candidate], list[BadRecord]]:
     """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV or TSV file.
 
@@ -132,7 +136,7 @@ def read_candidates(
         path: the file. A table needs only the column `sequence`, or `binder`; `target` names the target of a candidate
             by identifier, UniProt accession or sequence.
         targets: the targets that candidates may name.
-        unknown: `"X"` to replace letters that are not residues by X.
+        unknown: see `normalize_sequence`, as is `remove_gaps`.
 
     Returns:
         The good candidates and the bad ones, in the order of the file.
@@ -141,7 +145,7 @@ def read_candidates(
         ValueError: the file as a whole cannot be used.
     """
     if not is_table(path):
-        records, bad = read_fasta(path, unknown=unknown)
+        records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps)
         return [Candidate(record.id, record.sequence) for record in records], bad
     proteins = ProteinIndex(targets, "target")
 
@@ -149,7 +153,7 @@ def read_candidates(
         return f"{row['id'] or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
-        sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown)
+        sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
         target = proteins.find(row["target"]).id if row["target"] else None
         return Candidate(row["id"] or f"#{number}", sequence, target, row.cells)
 

@@ -97,13 +97,26 @@ def test_a_missing_h5py_is_reported(esm, fasta, tmp_path, tiny_folder, monkeypat
 @pytest.mark.parametrize("unknown", ["X", "x"])
 def test_unknown_letters_are_replaced_on_request(esm, tmp_path, tiny_folder, unknown):
     path = tmp_path / "j.fasta"
-    path.write_text(">d\nMKTAJ-LLVVAAKKRRSSTT\n")
+    path.write_text(">d\nMKTAJJLLVVAAKKRRSSTT\n")
     arguments = ["embed", path, tmp_path / "out", "--model", tiny_folder, "--include", "per_tok"]
     assert esm(*arguments).code == 2
     assert esm(*arguments, "--unknown", unknown).code == 0
     [file] = (tmp_path / "out").glob("*.pt")
     assert file.stem == sequence_hash("MKTAXXLLVVAAKKRRSSTT")
     assert esm(*arguments, "--unknown", "B").code == 2
+
+
+def test_gaps_are_removed_on_request(esm, tmp_path, tiny_folder):
+    path = tmp_path / "aligned.fasta"
+    path.write_text(">d\nMKTAYI--QR\n")
+    arguments = ["embed", path, tmp_path / "out", "--model", tiny_folder, "--include", "mean"]
+    for options in ([], ["--unknown", "X"]):
+        result = esm(*arguments, *options)
+        assert result.code == 2
+        assert "position 7 is '-'" in result.err and "--remove-gaps" in result.err
+    assert esm(*arguments, "--remove-gaps").code == 0
+    [file] = (tmp_path / "out").glob("*.pt")
+    assert file.stem == sequence_hash("MKTAYIQR")
 
 
 @pytest.mark.parametrize("case", ONE_RECORD)

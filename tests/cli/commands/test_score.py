@@ -102,10 +102,10 @@ def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write
     lines = err.splitlines()
     assert lines == [
         f"esm-turbo: error: {targets}, record 'bad': position 3 is '1', not one of the 25 residue codes (A to Z without"
-        " J); correct it, or replace it with X (--unknown X, in Python unknown='X')",
+        " J); remove numbers from the sequence",
         f"esm-turbo: error: {table}, record 'b (line 3)': holds no residues; give a sequence or remove the record",
         f"esm-turbo: error: {table}, record 'c (line 4)': position 3 is '-', not one of the 25 residue codes (A to Z"
-        " without J); correct it, or replace it with X (--unknown X, in Python unknown='X')",
+        " without J); remove gaps (--remove-gaps, in Python remove_gaps=True)",
         f"esm-turbo: error: {table}, record 'd (line 5)': there is no usable target 'three'; correct it, or leave it"
         " empty",
     ]

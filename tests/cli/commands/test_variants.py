@@ -135,7 +135,7 @@ def test_a_measured_column_needs_a_file(esm, fasta):
 
 def test_unknown_letters_of_a_wild_type_are_replaced_on_request(esm, tmp_path, tiny_folder):
     path = tmp_path / "wild_type.fasta"
-    path.write_text(">a\nMK1AYI\n")
+    path.write_text(">a\nMKJAYI\n")
     assert "--unknown X" in esm("variants", path).err
     result = esm("variants", path, "--unknown", "X", "--arm", "full", "--model", tiny_folder, "--json", "-")
     assert result.code == 0 and json.loads(result.out)

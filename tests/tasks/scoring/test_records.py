@@ -26,7 +26,7 @@ def test_candidates_of_a_fasta_file(tmp_path: Path) -> None:
     good, bad = read_candidates(path, TARGETS)
     assert good == [Candidate("a", "ACDEF")]
     assert [one.record for one in bad] == ["b"]
-    assert read_candidates(path, TARGETS, unknown="X")[0][1] == Candidate("b", "WXC")
+    assert read_candidates(path, TARGETS, remove_gaps=True)[0][1] == Candidate("b", "WC")
 
 
 def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
