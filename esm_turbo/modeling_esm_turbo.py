@@ -36,7 +36,7 @@ from transformers.models.esm.modeling_esm import (
 )
 
 from esm_turbo.calibration import Calibration
-from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
+from esm_turbo.codecs import KVCodec, Packed, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
 from esm_turbo.kv.tensors import OWN_TENSORS
@@ -709,14 +709,22 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         )
         return output
 
-    def run_tail(self, cache: TurboKVCache, num_tokens: int, num_stored: int, counts: tuple[Tensor, Tensor]) -> Tensor:
+    def run_tail(
+        self,
+        cache: TurboKVCache,
+        num_tokens: int,
+        num_stored: int,
+        store: Callable[[int, Packed], None],
+        counts: tuple[Tensor, Tensor],
+    ) -> Tensor:
         """Run the last tokens of rows that grow, and a mask after them; nothing is checked, or waits for the device.
 
         Args:
             cache: of this model, with a column for every token and for the mask. Its `token_ids`, and `positions` if it
                 has them, are known beyond its `lengths`.
             num_tokens: n, tokens that run: those from each row's length on, and the mask.
-            num_stored: number of these, from the first on, whose keys and values are stored. Lengths stay.
+            num_stored: number of these, from the first on, whose keys and values are stored.
+            store: stores them, see `GrowingExtension`.
             counts: number of tokens and of masks that each row has in the end, int64 [batch] each.
 
         Returns:
@@ -726,7 +734,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         input_ids = cache.token_ids.gather(1, columns).long()
         input_ids[:, -1] = self.config.mask_token_id
         positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
-        session = GrowingExtension(cache, self.kv_backend, columns[:, :num_stored])
+        session = GrowingExtension(cache, self.kv_backend, num_stored, store)
         embeddings = self._embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)
         states: Tensor = self._run_extension(session, embeddings, positions, {"return_dict": True}).last_hidden_state
         return states[:, -1]

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs import Packed
 from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.graphs import StaticKVCache, layer_rows
+
+# Tensors begin at multiples of this number of bytes, as kernels assume.
+_ALIGNMENT = 256
 
 
 class StepKind(NamedTuple):
@@ -60,6 +65,7 @@ class Growth:
     ) -> None:
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self.contexts = StaticKVCache.like(cache, max(columns, cache.columns), rows)
+        writer = _ColumnWriter(self.contexts)
         device = self.contexts.device
         # Some rows that can run every kind of step.
         self._known = torch.full((rows,), max(kind.tokens for kind in kinds), device=device)
@@ -70,8 +76,9 @@ class Growth:
             lengths = self.contexts.lengths
             # A repeated step computes the same: warming up before a capture changes nothing.
             lengths.copy_(self._known - (kind.tokens - 1))
+            store = writer.at(lengths[:, None] + torch.arange(kind.stored, device=device))
             counts = (self._known + 1, self._masks + 1)
-            self._states.copy_(model.run_tail(self.contexts, kind.tokens, kind.stored, counts))
+            self._states.copy_(model.run_tail(self.contexts, kind.tokens, kind.stored, store, counts))
             lengths.add_(kind.stored)
             return self._states
 
@@ -129,6 +136,56 @@ class Growth:
         return TurboKVCache.from_tensors(
             contexts.config, contexts.geometry, contexts.fingerprint, contexts.codec, tensors
         )
+
+
+class _ColumnWriter:
+    """What a cache's layers store per column, each layer's in one buffer, so that one write per layer stores tokens.
+
+    Args:
+        contexts: whose tensors are replaced by zeros.
+    """
+
+    def __init__(self, contexts: StaticKVCache) -> None:
+        self._contexts = contexts
+        self._buffers: list[Tensor] = []
+        self._sizes: list[tuple[int, ...]] = []
+        # By the sizes of columns, in bytes: for every byte of a column, where the first column has it, and the size.
+        self._bytes: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}
+        for layer in contexts.layers:
+            tensors = layer.packed.values()
+            lengths = [-(-x.nbytes // _ALIGNMENT) * _ALIGNMENT for x in tensors]
+            buffer = torch.zeros(sum(lengths), dtype=torch.uint8, device=contexts.device)
+            parts = dict(zip(layer.packed, buffer.split(lengths), strict=True))
+            layer.packed = {
+                name: parts[name][: x.nbytes].view(x.dtype).view(x.shape) for name, x in layer.packed.items()
+            }
+            sizes = tuple(x.shape[3:].numel() * x.element_size() for x in tensors)
+            if sizes not in self._bytes:
+                starts = accumulate(lengths[:-1], initial=0)
+                first = [start + byte for start, size in zip(starts, sizes, strict=True) for byte in range(size)]
+                step = [size for size in sizes for _ in range(size)]
+                self._bytes[sizes] = (
+                    torch.tensor(first, device=contexts.device),
+                    torch.tensor(step, device=contexts.device),
+                )
+            self._buffers.append(buffer)
+            self._sizes.append(sizes)
+
+    def at(self, columns: Tensor) -> Callable[[int, Packed], None]:
+        """Stores each layer's tensors of new tokens, [rows, heads, m, ...], at columns [rows, m]."""
+        contexts = self._contexts
+        rows, heads = contexts.batch_size, contexts.geometry.num_heads
+        row = torch.arange(rows * heads, device=columns.device).view(rows, heads, 1)
+        column = (row * contexts.columns + columns[:, None])[..., None]
+        indices = {sizes: (first + step * column).flatten() for sizes, (first, step) in self._bytes.items()}
+
+        def store(layer_idx: int, packed: Packed) -> None:
+            # Refinements that have been dropped stay dropped.
+            kept = contexts.layers[layer_idx].packed
+            new = torch.cat([packed[name].to(x.dtype).view(torch.uint8) for name, x in kept.items()], dim=3)
+            self._buffers[layer_idx].scatter_(0, indices[self._sizes[layer_idx]], new.flatten())
+
+        return store
 
 
 def _to(values: Tensor, target: Tensor) -> Tensor:

@@ -8,11 +8,12 @@ precision on CUDA by the packed encoder (model/packed_encoder.py) in both.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs import PackedContext
+from esm_turbo.codecs import Packed, PackedContext
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.ops.backends import KVBackend
@@ -101,36 +102,35 @@ class Extension(KVSession):
 
 
 class GrowingExtension(Extension):
-    """An extension that stores its first tokens in columns that are there already, for graphs.
+    """An extension whose first tokens are stored after each row's own at once, for graphs.
 
     Args:
         cache: with room in its columns beyond each row's length.
         backend: computes everything that the session does.
-        columns: of the tokens that are stored, each row's next ones, int64 [batch, m].
+        stored: number of tokens that are stored.
+        store: is given the index of each layer, and what it stores of these tokens, [batch, heads, stored, ...].
     """
 
-    def __init__(self, cache: TurboKVCache, backend: KVBackend, columns: Tensor) -> None:
+    def __init__(
+        self, cache: TurboKVCache, backend: KVBackend, stored: int, store: Callable[[int, Packed], None]
+    ) -> None:
         super().__init__(cache, backend, cache.valid(), None)
-        self.columns = columns
+        self.stored = stored
+        self.store = store
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         output = super().attend(layer_idx, query, keys, values)
         assert self.cache.codec is not None
-        stored = self.columns.shape[1]
         packed, _, _ = self.backend.encode(
             self.cache.codec,
             layer_idx,
-            keys[:, :, :stored],
-            values[:, :, :stored],
+            keys[:, :, : self.stored],
+            values[:, :, : self.stored],
             start=self.cache.lengths,
             columns=self.cache.columns,
             summarize=False,
         )
-        columns = self.columns[:, None, :, None]
-        # Refinements that have been dropped stay dropped.
-        for name, tensor in self.cache.layers[layer_idx].packed.items():
-            new = packed[name].to(tensor.dtype)
-            tensor.scatter_(2, columns.expand_as(new), new)
+        self.store(layer_idx, packed)
         return output
 
 
