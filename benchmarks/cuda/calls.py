@@ -76,6 +76,7 @@ def call_cases(
     yield from (calls.extend(1, at_most=4e-3), calls.extend(64, at_most=10e-3))
     yield from (calls.score(candidates), calls.variants())
     yield from (calls.generate(1, new_tokens, at_least=250), calls.generate(64, new_tokens, at_least=5000))
+    yield from (calls.replace(1, new_tokens), calls.replace(64, new_tokens))
     chosen = known[:proteins]
     for size in toks_per_batch:
         embed: Callable[..., Any] = partial(turbo.embed, chosen, toks_per_batch=size)
@@ -252,11 +253,6 @@ class _Calls:
 
     def generate(self, rows: int, new_tokens: int, at_least: float) -> Case:
         """Residues generated after one context, left to right."""
-        turbo, options = self.turbo, {"max_new_tokens": new_tokens}
-
-        def check() -> Check:
-            once, again = (turbo.generate([self.sequence] * rows, **options).sequences for _ in range(2))
-            return Check("sequences that differ when generated twice", float(once != again), 0.0)
 
         @torch.no_grad()
         def recomputed() -> None:
@@ -265,13 +261,49 @@ class _Calls:
                 drawn = self.model(ids).logits[:, -1].argmax(-1, keepdim=True)
                 ids = torch.cat([ids, drawn], dim=1)
 
+        name = f"generate after {rows} context{'s' if rows > 1 else ''}"
+        targets = [Target(("per_second", "turbo.generate"), at_least=at_least)]
+        return self._generate(name, rows, new_tokens, {"max_new_tokens": new_tokens}, recomputed, targets)
+
+    def replace(self, rows: int, new_tokens: int) -> Case:
+        """Residues generated in the middle of the context, in random order."""
+        begin = len(self.sequence) // 2
+
+        @torch.no_grad()
+        def recomputed() -> None:
+            ids = self._ids([self.sequence] * rows)
+            chosen = range(begin, begin + new_tokens)
+            ids[:, list(chosen)] = self.model.config.mask_token_id
+            for column in chosen:
+                ids[:, column] = self.model(ids).logits[:, column].argmax(-1)
+
+        name = f"generate in place in {rows} protein{'s' if rows > 1 else ''}"
+        positions = list(range(begin, begin + new_tokens))
+        return self._generate(name, rows, new_tokens, {"positions": positions}, recomputed, [])
+
+    def _generate(
+        self,
+        case: str,
+        rows: int,
+        new_tokens: int,
+        options: dict[str, Any],
+        recomputed: Callable[[], None],
+        targets: Sequence[Target],
+    ) -> Case:
+        turbo = self.turbo
+
+        def check() -> Check:
+            # The first calls are partly eager, whose rounding may draw others.
+            *_, once, again = (turbo.generate([self.sequence] * rows, **options).sequences for _ in range(4))
+            return Check("sequences that differ when generated twice", float(once != again), 0.0)
+
         def eager() -> None:
             with without_graphs(turbo):
                 turbo.generate([self.sequence] * rows, **options)
 
         name = "turbo.generate"
         return self._read(
-            f"generate after {rows} context{'s' if rows > 1 else ''}",
+            case,
             {"rows": rows, "new_tokens": new_tokens},
             check,
             {
@@ -280,7 +312,7 @@ class _Calls:
                 THEIRS: recomputed,
             },
             ("residues", rows * new_tokens),
-            [Target(("per_second", name), at_least=at_least)],
+            targets,
         )
 
     def _read(

@@ -13,7 +13,10 @@ chosen position is masked again and drawn given all others.
 
 from __future__ import annotations
 
+import functools
+from bisect import bisect_left
 from collections.abc import Collection, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,45 +73,58 @@ class MaskedBatch:
 
     @torch.no_grad()
     def logits(self) -> list[Tensor]:
-        """Predictions for the chosen columns of each protein, [columns, vocab_size] each."""
+        """Predictions for the chosen columns of each protein, [columns, vocab_size] each, on the CPU."""
         due = self.steps % self.refresh_every == 0
         self.steps += 1
-        return self._recompute() if due else self._extend()
+        logits, columns = (self._recompute(), self.chosen) if due else (self._extend(), self._chosen_of_running)
+        sizes = list(map(len, columns))
+        rows = [row if len(logits) > 1 else 0 for row, size in enumerate(sizes) for _ in range(size)]
+        # One copy for all rows: each waits for the device.
+        return list(logits[rows, list(chain.from_iterable(columns))].cpu().split(sizes))
 
-    def _recompute(self) -> list[Tensor]:
-        """Run whole proteins, and cache them if a later step reads the cache."""
+    def _recompute(self) -> Tensor:
+        """Run whole proteins, and cache them if a later step reads the cache. Logits [rows or 1, n, vocab_size]."""
         # Samples of one protein that are still identical are computed once and share one row of the cache.
         identical = all(row == self.rows[0] for row in self.rows)
-        ids, mask = self.turbo.codes.batch(self.rows[:1] if identical else self.rows)
+        rows = self.rows[:1] if identical else self.rows
+        ids, mask = self.turbo.codes.batch(rows)
         device = self.turbo.model.device
-        output = self.turbo.model(ids.to(device), mask.to(device), use_cache=self.refresh_every > 1)
+        output = self.turbo.model(
+            ids.to(device), mask.to(device), use_cache=self.refresh_every > 1, row_lengths=list(map(len, rows))
+        )
         self.cache = output.past_key_values
-        logits = output.logits.expand(len(self.rows), -1, -1)
-        return [logits[row, columns] for row, columns in enumerate(self.chosen)]
+        logits: Tensor = output.logits
+        return logits
 
-    def _extend(self) -> list[Tensor]:
-        """Run the chosen columns and their neighbours against the rest in the cache."""
+    def _extend(self) -> Tensor:
+        """Run the chosen columns and their neighbours against the rest in the cache. Logits [rows, n, vocab_size]."""
         assert self.cache is not None
-        codes, device = self.turbo.codes, self.turbo.model.device
-        ids, mask = codes.batch(
+        ids, _ = self.turbo.codes.batch(
             [[row[column] for column in columns] for row, columns in zip(self.rows, self.running, strict=True)]
         )
-        position_ids, _ = codes.batch(self.running)
+        logits: Tensor = self.turbo.model(
+            ids.to(self.turbo.model.device), *self._seen_and_positions, past_key_values=self.cache
+        ).logits
+        return logits
+
+    @functools.cached_property
+    def _seen_and_positions(self) -> tuple[Tensor, Tensor]:
+        """Attention mask and positions of every extension."""
+        position_ids, mask = self.turbo.codes.batch(self.running)
         visible = torch.zeros(len(self.rows), max(map(len, self.rows)), dtype=torch.int64)
         for row, columns in enumerate(self.running):
             visible[row, : len(self.rows[row])] = 1
             visible[row, columns] = 0
-        output = self.turbo.model(
-            ids.to(device),
-            torch.cat([visible, mask], dim=1).to(device),
-            position_ids.to(device),
-            past_key_values=self.cache,
-        )
-        chosen = [
-            [running.index(column) for column in columns]
+        device = self.turbo.model.device
+        return torch.cat([visible, mask], dim=1).to(device), position_ids.to(device)
+
+    @functools.cached_property
+    def _chosen_of_running(self) -> list[list[int]]:
+        """Where the chosen columns are among those that run."""
+        return [
+            [bisect_left(running, column) for column in columns]
             for running, columns in zip(self.running, self.chosen, strict=True)
         ]
-        return [output.logits[row, indices] for row, indices in enumerate(chosen)]
 
 
 def unmask(
@@ -133,14 +149,17 @@ def unmask(
         by_confidence = order == "confidence" and sweep == 0
         waiting = [set(columns) for columns in batch.chosen]
         if not by_confidence:
-            rows = zip(batch.chosen, log_probs, sampler.generators, strict=True)
-            orders = [_order(columns, order, scores, generator) for columns, scores, generator in rows]
+            known = zip(batch.chosen, log_probs, sampler.generators, strict=True)
+            orders = [_order(columns, order, scores, generator) for columns, scores, generator in known]
         # Every sweep begins with a refresh; a protein with fewer chosen columns than others waits for them.
         batch.steps = 0
         for start in range(0, max(map(len, batch.chosen)), per_step):
             if not by_confidence:
                 waiting = [set(columns[start : start + per_step]) for columns in orders]
                 batch.put(waiting, mask_id)
+            rows: list[int] = []
+            drawn_at: list[int] = []
+            parts: list[Tensor] = []
             for row, (logits, columns) in enumerate(zip(batch.logits(), waiting, strict=True)):
                 indices = [index for index, column in enumerate(batch.chosen[row]) if column in columns]
                 if not indices:
@@ -151,11 +170,14 @@ def unmask(
                     certainty = sampler.scores(own, positions).softmax(dim=1).amax(dim=1)
                     best = certainty.argsort(descending=True, stable=True)[:per_step].tolist()
                     positions, own = [positions[i] for i in best], own[best]
-                drawn = zip(positions, *sampler.draw(own, [row] * len(positions), positions), strict=True)
-                for column, token, log_prob in drawn:
-                    batch.rows[row][column] = token
-                    log_probs[row][column] = log_prob
-                    columns.discard(column)
+                rows += [row] * len(positions)
+                drawn_at += positions
+                parts.append(own)
+            drawn = zip(rows, drawn_at, *sampler.draw(torch.cat(parts), rows, drawn_at), strict=True)
+            for row, column, token, log_prob in drawn:
+                batch.rows[row][column] = token
+                log_probs[row][column] = log_prob
+                waiting[row].discard(column)
     return log_probs
 
 

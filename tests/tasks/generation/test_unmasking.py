@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from transformers import EsmForMaskedLM
 
-from esm_turbo import TurboEsm
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.unmasking import MaskedBatch
 from tests.helpers.frozen_esm2 import FrozenEsm2
+from tests.helpers.graphs import stand_in
 from tests.helpers.models import CLS, EOS, MASK, random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX, STANDARD, full_logits, plain_draw
+
+MakeModel = Callable[..., TurboEsmForMaskedLM]
 
 
 @pytest.mark.parametrize("order", ["left_to_right", "random", "confidence"])
@@ -108,3 +114,39 @@ def test_a_refresh_of_more_than_the_protein_is_all_of_it(exact: TurboEsm) -> Non
     options = {"positions": [1, 5], "seed": 1}
     all_of_it = exact.generate("MKTAYIAK", refresh=8, **options)
     assert exact.generate("MKTAYIAK", refresh=10**18, **options).sequences == all_of_it.sequences
+
+
+def test_captured_steps_draw_what_eager_ones_draw(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    captures = stand_in(monkeypatch)
+    monkeypatch.setattr(TurboEsmModel, "_capturable", lambda model: (1,) if model.captures else None)
+    outputs = []
+    for captured in (True, False):
+        exact.model.esm.captures = captured
+        outputs.append(
+            exact.generate([PREFIX, "MKTAYIAKQR"], positions=[2, 5, 6, 9], sweeps=3, refresh=1, refresh_every=3, seed=4)
+        )
+    exact.model.esm.captures = True
+    assert captures
+    assert outputs[0].sequences == outputs[1].sequences
+    torch.testing.assert_close(
+        torch.tensor(outputs[0].log_probs), torch.tensor(outputs[1].log_probs), rtol=0, atol=ATOL
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", ["random", "confidence"])
+def test_a_seed_draws_the_same_by_graphs(turbo: TurboEsm, tiny_model: MakeModel, order: str) -> None:
+    cuda = TurboEsm(tiny_model(layers=4, head_dim=32).to("cuda"), turbo.tokenizer)
+    outputs = []
+    for captured in (True, False):
+        cuda.model.esm.captures = captured
+        outputs.append(
+            cuda.generate(
+                [PREFIX, "MKTAYIAKQR"], positions=[2, 5, 6, 9], order=order, sweeps=3, refresh=1, refresh_every=3
+            )
+        )
+    assert len(cuda.model.esm._graphs) > 0
+    assert outputs[0].sequences == outputs[1].sequences
+    torch.testing.assert_close(
+        torch.tensor(outputs[0].log_probs), torch.tensor(outputs[1].log_probs), rtol=0, atol=ATOL
+    )
