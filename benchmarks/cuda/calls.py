@@ -76,7 +76,7 @@ def call_cases(
     yield from (calls.extend(1, at_most=4e-3), calls.extend(64, at_most=10e-3))
     yield from (calls.score(candidates), calls.variants())
     yield from (calls.generate(1, new_tokens, at_least=250), calls.generate(64, new_tokens, at_least=5000))
-    yield from (calls.replace(1, new_tokens), calls.replace(64, new_tokens))
+    yield from (calls.replace(1, new_tokens), calls.replace(8, new_tokens))
     chosen = known[:proteins]
     for size in toks_per_batch:
         embed: Callable[..., Any] = partial(turbo.embed, chosen, toks_per_batch=size)

@@ -21,6 +21,8 @@ def test_calls(no_device: None) -> None:
         "score all variants of 30 residues",
         "generate after 1 context",
         "generate after 64 contexts",
+        "generate in place in 1 protein",
+        "generate in place in 8 proteins",
     ]
     for case in reading:
         figures = measured(case)
