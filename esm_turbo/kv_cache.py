@@ -422,7 +422,7 @@ class TurboKVCache(CacheStorage):
         return selected
 
     def cut(self, lengths: Sequence[int]) -> list[Self]:
-        """Every row as a cache of its own, as by `select`; one launch and one allocation per row, and no device sync.
+        """Every row as a cache of its own, as by `select`; one launch, one allocation per row, and no device sync.
 
         Args:
             lengths: tokens per row: those of the cache, which the caller knows.
@@ -434,8 +434,8 @@ class TurboKVCache(CacheStorage):
             raise ValueError(_UNCLAIMED)
         names, cutter = self._cutter()
         caches = []
-        for row, length in enumerate(lengths):
-            tensors = dict(zip(names, cutter(row, length), strict=True))
+        for length, own in zip(lengths, cutter(lengths), strict=True):
+            tensors = dict(zip(names, own, strict=True))
             cache = self.from_tensors(self.config, self.geometry, self.fingerprint, self.codec, tensors)
             cache._seq_length = length
             caches.append(cache)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -91,8 +94,41 @@ def copy_rows(sources: Rows, targets: Rows) -> None:
     torch.autograd.graph.increment_version(targets.tensors)
 
 
+class _Group(NamedTuple):
+    """Tensors of one shape and dtype, which a cut lays out one after the other.
+
+    Attributes:
+        members: indices of the tensors.
+        shape: of a row, with -1 for the columns.
+        dtype: of the tensors.
+        bytes: of a row, or of one column of it.
+    """
+
+    members: list[int]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    bytes: int
+
+    def step(self, length: int) -> int:
+        """Bytes from one member to the next: every one begins where any dtype may."""
+        size = self.bytes * (length if -1 in self.shape else 1)
+        return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+    def views(self, buffer: Tensor, start: int, length: int) -> tuple[Tensor, ...]:
+        """The members' parts of a buffer of bytes, from `start` on."""
+        shape = [length if size == -1 else size for size in self.shape]
+        size = self.dtype.itemsize
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        # One view of all, and one call that splits it: a view each takes the host longer than the device copies.
+        return (
+            buffer.view(self.dtype)
+            .as_strided((len(self.members), *shape), (self.step(length) // size, *strides), start // size)
+            .unbind()
+        )
+
+
 class Cutter:
-    """Cuts rows out of the tensors of a batch: the first entries of one row of each, together in one allocation.
+    """Cuts a batch into its rows: the first entries of each tensor, those of a row together in one allocation.
 
     Args:
         tensors: [batch, ...] or, with columns, [batch, heads, columns, ...] or [batch, columns]; of one device.
@@ -110,41 +146,53 @@ class Cutter:
         ]
         self.copied = any(a is not b for a, b in zip(self.given, self.tensors, strict=True))
         self.device = self.tensors[0].device
-        entries = []
-        for x, dim in zip(self.tensors, self.dims, strict=True):
+        entries, groups = [], dict[Any, _Group]()
+        for index, (x, dim) in enumerate(zip(self.tensors, self.dims, strict=True)):
             size, first = x.element_size(), dim or 1
             entry = x.shape[first:].numel() if dim is None else x.shape[first + 1 :].numel()
             # Bytes to the batch's next row; heads, and bytes from one to the next; bytes of a column, or of all.
             strides = x.stride(0) * size, x.stride(1) * size if first > 1 else 0
-            entries.append([x.data_ptr(), strides[0], x.shape[1:first].numel(), strides[1], entry * size])
+            heads = x.shape[1:first].numel()
+            entries.append([x.data_ptr(), strides[0], heads, strides[1], entry * size])
+            shape = (1, *x.shape[1:]) if dim is None else (1, *x.shape[1:dim], -1, *x.shape[dim + 1 :])
+            group = groups.setdefault((shape, x.dtype), _Group([], shape, x.dtype, heads * entry * size))
+            group.members.append(index)
+        self._groups = list(groups.values())
         self._table = np.array(entries, dtype=np.int64).T
         self._has_columns = np.array([dim is not None for dim in self.dims])
 
-    def __call__(self, row: int, length: int) -> list[Tensor]:
-        """The first `length` columns of a row, [1, ...] each: views of one buffer."""
-        address, batch_stride, heads, head_stride, entry = self._table
-        lengths = np.where(self._has_columns, entry * length, entry)
-        sizes = heads * lengths
-        # Every view begins where any dtype may.
-        padded = -(-sizes // _ALIGNMENT) * _ALIGNMENT
-        buffer = torch.empty(int(padded.sum()), dtype=torch.uint8, device=self.device)
-        bounds = np.stack([sizes, padded - sizes], axis=1).ravel().tolist()
-        cut = []
-        for x, dim, part in zip(self.tensors, self.dims, buffer.split(bounds)[::2], strict=True):
-            shape = x.shape[1:] if dim is None else (*x.shape[1:dim], length, *x.shape[dim + 1 :])
-            cut.append(part.view(x.dtype).view(1, *shape))
+    def __call__(self, lengths: Sequence[int]) -> list[list[Tensor]]:
+        """The first `lengths[i]` columns of row i, [1, ...] each: views of one buffer per row. One launch on CUDA."""
+        cuts, addresses = [], []
+        for length in lengths:
+            starts = list(accumulate((g.step(length) * len(g.members) for g in self._groups), initial=0))
+            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
+            cut, places = list(self.tensors), [0] * len(self.tensors)
+            for group, start in zip(self._groups, starts, strict=False):
+                place, step = buffer.data_ptr() + start, group.step(length)
+                for index, view in zip(group.members, group.views(buffer, start, length), strict=True):
+                    cut[index], places[index] = view, place
+                    place += step
+            cuts.append(cut)
+            addresses.append(places)
         if self.device.type == "cpu" and not interpreted():
-            for x, dim, view in zip(self.tensors, self.dims, cut, strict=True):
-                one = x[row : row + 1]
-                view.copy_(one if dim is None else one.narrow(dim, 0, length))
-            return cut
-        sources = np.stack([address + row * batch_stride, heads, lengths, head_stride], axis=1)
-        targets = np.stack([buffer.data_ptr() + np.cumsum(padded) - padded, heads, lengths, lengths], axis=1)
-        both = np.stack([sources, targets])
-        words = not (both[..., [0, 2, 3]] % _WORD).any()
-        source, target = _on_device(both, self.device)
-        _launch(source, target, words)
-        return cut
+            for row, (cut, length) in enumerate(zip(cuts, lengths, strict=True)):
+                for x, dim, view in zip(self.tensors, self.dims, cut, strict=True):
+                    one = x[row : row + 1]
+                    view.copy_(one if dim is None else one.narrow(dim, 0, length))
+            return cuts
+        address, batch_stride, heads, head_stride, entry = self._table
+        rows = np.arange(len(lengths))[:, None]
+        sizes = np.where(self._has_columns, entry * np.array(lengths)[:, None], entry)
+        sources = np.broadcast_arrays(address + rows * batch_stride, heads, sizes, head_stride)
+        targets = np.broadcast_arrays(np.array(addresses), heads, sizes, sizes)
+        both = np.stack([np.stack(sources, axis=-1), np.stack(targets, axis=-1)]).reshape(2, -1, 4)
+        words = ~(both[..., [0, 2, 3]] % _WORD).any(axis=(0, 2))
+        for chosen, are_words in ((words, True), (~words, False)):
+            if chosen.any():
+                source, target = _on_device(np.ascontiguousarray(both[:, chosen]), self.device)
+                _launch(source, target, are_words)
+        return cuts
 
 
 def _on_device(table: npt.NDArray[np.int64], device: torch.device) -> Tensor:

@@ -82,11 +82,13 @@ def check_cuts(device: str) -> None:
     ]
     dims = [2, 2, None, 1, None, 2]
     cut = Cutter(tensors, dims)
-    for row, length in ((0, 21), (2, 1), (1, 9), (1, 0)):
-        for found, tensor, dim in zip(cut(row, length), tensors, dims, strict=True):
-            expected = tensor[row : row + 1]
-            assert torch.equal(found, expected if dim is None else expected.narrow(dim, 0, length))
-            assert found.is_contiguous()
+    for lengths in ((21, 9, 1), (0, 20), (0, 0, 0)):
+        for row, (length, found_row) in enumerate(zip(lengths, cut(lengths), strict=True)):
+            for found, tensor, dim in zip(found_row, tensors, dims, strict=True):
+                expected = tensor[row : row + 1]
+                assert torch.equal(found, expected if dim is None else expected.narrow(dim, 0, length))
+                assert found.is_contiguous()
+            assert len({found.untyped_storage().data_ptr() for found in found_row}) == 1
 
 
 def test_cuts_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
