@@ -18,16 +18,17 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import numpy as np
 import torch
 
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, TurboConfig
 from esm_turbo.context_model import ContextModel, as_list, totals_per_row
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_store
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import NotEnoughMemoryError
-from esm_turbo.proteins.batches import encode_rows, remaining_batches
+from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatContext
@@ -121,6 +122,15 @@ class ContextStore:
             self._device.clear()
             self._usage.flush()
 
+    def check_model(self, turbo: ContextModel) -> None:
+        """Makes sure that the store belongs to a model, or is new.
+
+        Raises:
+            ValueError: it belongs to another one.
+        """
+        with self._mutex:
+            self._files.partition(context_spec(turbo, TurboConfig.from_preset("exact")))
+
     def get(
         self,
         turbo: ContextModel,
@@ -181,6 +191,48 @@ class ContextStore:
             caches = {key: context.cache(spec) for key, context in found.items()}
             # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
             return TurboKVCache.cat([caches[job.key] for job in jobs])
+
+    def get_or_compute(
+        self,
+        turbo: ContextModel,
+        token_ids: Sequence[int],
+        config: TurboConfig,
+        compute: Callable[[], TurboKVCache],
+    ) -> TurboKVCache:
+        """The context of exactly these tokens, special ones included; computed and stored if it is missing.
+
+        Args:
+            turbo: the model.
+            token_ids: of one row.
+            config: options under which it is stored.
+            compute: computes it; returns a cache of one row. Called under the store's lock.
+
+        Raises:
+            ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
+        """
+        with self._mutex:
+            row = np.array(token_ids, dtype=np.uint8)
+            key = _key(row, len(row), token_ids.count(turbo.codes.mask))
+            spec, device = context_spec(turbo, config), turbo.model.device
+            context = self._look_up(self._files.partition(spec), key, device)
+            if context is None:
+                self._usage.count("missed")
+                if self.read_only:
+                    return compute()
+                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                    partition = self._files.make_partition(spec)
+                    self._sweep()
+                    self._files.discard_unfinished()
+                    # Another process may have written it while this one waited for the lock.
+                    context = self._read(partition, key)
+                    if context is None:
+                        context = FlatContext.of(compute())
+                        partition.write_context(key, context)
+                        self._reported.discard((partition.name, key))
+                    context = self._keep((partition.name, key), context, device)
+                    self._usage.flush()
+                    self._usage.compact()
+            return context.clone().cache(spec)
 
     def add(
         self,
@@ -407,10 +459,13 @@ def _jobs(
     all_masks = totals_per_row("total_masks", total_masks, masks)
     jobs = []
     for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
-        # Everything that a context depends on besides model, preset, calibration and dtype.
-        content = row.tobytes() + f"|{counts[2]}|{counts[3]}".encode()
-        jobs.append(_Job(hashlib.sha256(content).hexdigest(), sequence, *counts))
+        jobs.append(_Job(_key(row, *counts[2:]), sequence, *counts))
     return jobs
+
+
+def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
+    """A digest of everything that a context depends on besides model, preset, calibration and dtype."""
+    return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()
 
 
 def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

@@ -13,16 +13,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_PRESET, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
+from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
 from esm_turbo.files.hub import ModelNotFoundError, local_files_only, not_found
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
+    from esm_turbo.context_store import ContextStore
     from esm_turbo.evaluate import Evaluation
+    from esm_turbo.evaluate.presets import Presets
     from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.tasks.common.options import Arm, MarginalMethod, Place, UnmaskingOrder
+    from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
+    from esm_turbo.tasks.generation.options import Allowed
     from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.score import VariantScores
 
@@ -123,6 +128,7 @@ class TurboEsm(ContextModel):
         window: int | None = None,
         overlap: int | None = None,
         memory: int | None = None,
+        store: ContextStore | None = None,
     ) -> list[ProteinEmbedding]:
         """Embed proteins as `esm-extract` does.
 
@@ -134,37 +140,98 @@ class TurboEsm(ContextModel):
         from esm_turbo.tasks.embedding.windows import Windows
 
         windows = Windows.of(window, overlap, memory)
-        return embed(self, as_list(sequences), repr_layers, include, toks_per_batch, return_cache, windows)
+        return embed(self, as_list(sequences), repr_layers, include, toks_per_batch, return_cache, windows, store)
 
     def generate(
         self,
         sequences: str | Sequence[str] | TurboKVCache,
         *,
+        max_new_tokens: int | None = None,
+        positions: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        order: UnmaskingOrder | None = None,
+        per_step: int = 1,
+        sweeps: int = 1,
+        num_return_sequences: int = 1,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float = 1.0,
+        allowed: Allowed = None,
+        banned: str = "",
+        refresh: int | None = None,
+        refresh_every: int | None = None,
+        return_cache: bool = False,
         seed: int | Sequence[int] = 0,
-        **options: Any,
+        store: ContextStore | None = None,
     ) -> GenerationOutput:
         """Generate residues after sequences (`max_new_tokens=`), or in place of their masks.
 
-        `sequences` and `seed` are those of `tasks.generation.generate.generate`; all other keyword arguments are the
+        `sequences`, `seed` and `store` are those of `tasks.generation.generate.generate`; all other arguments are the
         fields of `tasks.generation.options.GenerationOptions`.
         """
         from esm_turbo.kv_cache import TurboKVCache
         from esm_turbo.tasks.generation.generate import GenerationOptions, generate
 
         given = sequences if isinstance(sequences, TurboKVCache) else as_list(sequences)
-        return generate(self, given, GenerationOptions(**options), seed)
+        options = GenerationOptions(
+            max_new_tokens=max_new_tokens,
+            positions=positions,
+            order=order,
+            per_step=per_step,
+            sweeps=sweeps,
+            num_return_sequences=num_return_sequences,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            allowed=allowed,
+            banned=banned,
+            refresh=refresh,
+            refresh_every=refresh_every,
+            return_cache=return_cache,
+        )
+        return generate(self, given, options, seed, store)
 
-    def score(self, context: str | TurboKVCache, candidates: str | Sequence[str], **options: Any) -> Scores:
+    def score(
+        self,
+        context: str | TurboKVCache,
+        candidates: str | Sequence[str],
+        *,
+        arm: Arm | None = None,
+        refresh: int = DEFAULT_REFRESH,
+        place: Place | None = None,
+        toks_per_batch: int | None = None,
+        store: ContextStore | None = None,
+        progress: Progress | None = None,
+    ) -> Scores:
         """Score candidates as continuations of a target: pseudo-log-likelihoods on one cached context.
 
         The arguments are those of `tasks.scoring.score.score`.
         """
         from esm_turbo.tasks.scoring.score import score
 
-        return score(self, context, candidates, **options)
+        return score(
+            self,
+            context,
+            candidates,
+            arm=arm,
+            refresh=refresh,
+            place=place,
+            toks_per_batch=toks_per_batch,
+            store=store,
+            progress=progress,
+        )
 
     def score_variants(
-        self, wild_type: str | TurboKVCache, variants: str | Sequence[str] | None = None, **options: Any
+        self,
+        wild_type: str | TurboKVCache,
+        variants: str | Sequence[str] | None = None,
+        *,
+        method: MarginalMethod = "masked",
+        arm: Arm | None = None,
+        refresh: int = DEFAULT_REFRESH,
+        first_position: int = 1,
+        toks_per_batch: int | None = None,
+        store: ContextStore | None = None,
+        progress: Progress | None = None,
     ) -> VariantScores:
         """Score substitutions in a protein by masked or wild-type marginals.
 
@@ -172,14 +239,33 @@ class TurboEsm(ContextModel):
         """
         from esm_turbo.tasks.variants.score import score_variants
 
-        return score_variants(self, wild_type, variants, **options)
+        return score_variants(
+            self,
+            wild_type,
+            variants,
+            method=method,
+            arm=arm,
+            refresh=refresh,
+            first_position=first_position,
+            toks_per_batch=toks_per_batch,
+            store=store,
+            progress=progress,
+        )
 
     def evaluate(
         self,
         sequences: str | Sequence[str],
-        presets: Sequence[str | TurboConfig] | None = None,
+        presets: Presets = None,
         max_proteins: int | None = None,
-        **options: Any,
+        *,
+        names: Sequence[str] | None = None,
+        classes: Sequence[str | None] | None = None,
+        extend_ks: Sequence[int] = (1, 8, 32),
+        refresh_ws: Sequence[int] = (0, 8, 32),
+        outlier_scales: Sequence[float] = (1, 10, 60, 200),
+        outlier_proteins: int = 8,
+        outlier_calibration_proteins: int = 60,
+        progress: Progress | None = None,
     ) -> Evaluation:
         """Measure the accuracy and memory of presets on proteins.
 
@@ -187,7 +273,20 @@ class TurboEsm(ContextModel):
         """
         from esm_turbo.evaluate import evaluate
 
-        return evaluate(self, as_list(sequences), presets, max_proteins, **options)
+        return evaluate(
+            self,
+            as_list(sequences),
+            presets,
+            max_proteins,
+            names=names,
+            classes=classes,
+            extend_ks=extend_ks,
+            refresh_ws=refresh_ws,
+            outlier_scales=outlier_scales,
+            outlier_proteins=outlier_proteins,
+            outlier_calibration_proteins=outlier_calibration_proteins,
+            progress=progress,
+        )
 
 
 def _usable(name: str | torch.device) -> torch.device:

@@ -34,6 +34,7 @@ from esm_turbo.store.files import FORMAT_VERSION
 from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
+from esm_turbo.tasks.common.arms import prefill_ids
 
 DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "ACDEFGHIKLMNPQRSTVWY" * 2]
@@ -121,6 +122,57 @@ def test_it_returns_what_prefill_returns(tiny, tmp_path, prefilled, preset):
         assert cache.nbytes == expected.nbytes
         output = turbo.extend(cache, ["GSGS"] * len(SEQUENCES), refresh=4)
         assert torch.equal(output.logits, turbo.extend(expected, ["GSGS"] * len(SEQUENCES), refresh=4).logits)
+
+
+def test_contexts_of_any_tokens_are_computed_once(compressed, tmp_path):
+    store, exact = ContextStore(tmp_path), TurboConfig.from_preset("exact")
+    codes, computed = compressed.codes, []
+    rows = [[codes.cls, 5, 6, codes.mask, codes.eos], [codes.cls, 5, 6, codes.mask]]
+
+    def compute(row, arm):
+        def run():
+            computed.append(row)
+            return prefill_ids(compressed, row, arm)
+
+        return run
+
+    for opened in (store, store, ContextStore(tmp_path)):
+        for row in rows:
+            for arm, config in (("frozen", exact), ("turbo", compressed.model.esm.turbo_config)):
+                cache = opened.get_or_compute(compressed, row, config, compute(row, arm))
+                assert_same(cache, prefill_ids(compressed, row, arm))
+                # A copy: the next look-up finds all of it.
+                cache.crop(2)
+    assert computed == [rows[0], rows[0], rows[1], rows[1]]
+    assert usage(store, "missed") == (4,)
+
+
+def test_a_plain_context_is_the_same_by_tokens_and_by_sequence(compressed, tmp_path):
+    store = ContextStore(tmp_path)
+    cache = store.get_or_prefill(compressed, "MKTAY")
+    ids = cache.token_ids[0].tolist()
+    found = store.get_or_compute(compressed, ids, compressed.model.esm.turbo_config, lambda: pytest.fail("computed"))
+    assert_same(found, cache)
+
+
+def test_a_read_only_store_computes_any_tokens_without_storing(compressed, tmp_path):
+    config, row = compressed.model.esm.turbo_config, [compressed.codes.cls, 5, 6]
+    ContextStore(tmp_path).get_or_prefill(compressed, "MKT")
+    before = contexts(tmp_path)
+    store = ContextStore(tmp_path, read_only=True)
+    cache = store.get_or_compute(compressed, row, config, lambda: prefill_ids(compressed, row, "turbo"))
+    assert_same(cache, prefill_ids(compressed, row, "turbo"))
+    assert contexts(tmp_path) == before
+
+
+def test_the_model_is_checked_before_anything_is_looked_up(tiny, tmp_path):
+    store = ContextStore(tmp_path)
+    # A store without contexts belongs to no model yet.
+    store.check_model(tiny(seed=1))
+    store.get_or_prefill(tiny(), "MKT")
+    store.check_model(tiny())
+    with pytest.raises(ValueError, match="holds contexts of another model"):
+        ContextStore(tmp_path).check_model(tiny(seed=1))
 
 
 def test_order_repeats_and_spelling(compressed, tmp_path, prefilled):

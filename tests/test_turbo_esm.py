@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import EsmForMaskedLM, EsmTokenizer
 
-from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM
+from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
+from esm_turbo.evaluate import evaluate
+from esm_turbo.tasks.embedding.embed import embed
+from esm_turbo.tasks.generation.generate import generate
+from esm_turbo.tasks.generation.options import GenerationOptions
+from esm_turbo.tasks.scoring.score import score
+from esm_turbo.tasks.variants.score import score_variants
 from tests.helpers.models import CLS, EOS
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -176,3 +183,42 @@ def test_an_unusable_device_is_named(device: str) -> None:
 def test_an_object_that_is_not_a_calibration_is_refused(calibration: object) -> None:
     with pytest.raises(ValueError, match="`calibration` must be a Calibration or its path, got "):
         TurboEsm.from_pretrained(calibration=calibration, device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("method", "task"),
+    [
+        (TurboEsm.score, score),
+        (TurboEsm.score_variants, score_variants),
+        (TurboEsm.evaluate, evaluate),
+        (TurboEsm.generate, generate),
+        (TurboEsm.embed, embed),
+    ],
+    ids=lambda function: function.__qualname__,
+)
+def test_methods_name_the_arguments_of_their_tasks(method: Callable[..., object], task: Callable[..., object]) -> None:
+    """With the same defaults, so that an editor and `help` show them; none hides behind `**options`."""
+    ours, theirs = ({name: p.default for name, p in inspect.signature(f).parameters.items()} for f in (method, task))
+    if task is generate:
+        theirs |= {field.name: field.default for field in fields(GenerationOptions)}
+        del theirs["options"]
+    if task is embed:
+        theirs |= dict.fromkeys(("window", "overlap", "memory"))
+        del theirs["windows"]
+    del ours["self"], theirs["turbo"]
+    assert ours == theirs
+
+
+def test_arguments_reach_their_tasks(turbo: TurboEsm, tmp_path: Path) -> None:
+    target, store = "MKTAYIAKQRQISFVK", ContextStore(tmp_path / "store")
+    scores = turbo.score(target, "ACD", arm="frozen", refresh=2, place="empty", toks_per_batch=64, store=store)
+    assert (scores.arm, scores.refresh, scores.place) == ("frozen", 2, "empty")
+    found = turbo.score_variants("MKTAY", "M24A", method="wild_type", arm="turbo", first_position=24, store=store)
+    assert (found.method, found.arm, found.refresh) == ("wild_type", "turbo", 0)
+    made = turbo.generate(target, max_new_tokens=3, temperature=0, allowed="A", seed=4, store=store, return_cache=True)
+    assert made.sequences == [target + "AAA"] and made.cache is not None
+    turbo.embed(target, include="mean", return_cache=True, store=store)
+    # One context each, but the embedding's is that of the generation.
+    assert store.info()["contexts"] == 3
+    evaluation = turbo.evaluate(target, ["turbo3"], outlier_scales=(), extend_ks=(), names=["x"], classes=["c"])
+    assert evaluation.provenance.proteins == 1

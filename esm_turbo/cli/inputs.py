@@ -17,6 +17,7 @@ from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 
 if TYPE_CHECKING:
+    from esm_turbo.context_store import ContextStore
     from esm_turbo.tasks.common.options import Arm
     from esm_turbo.turbo_esm import TurboEsm
 
@@ -150,6 +151,28 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
             " such as --model facebook/esm2_t33_650M_UR50D"
         )
     return info.to_dict()
+
+
+@contextlib.contextmanager
+def opened_store(folder: Path | None, turbo: TurboEsm) -> Iterator[ContextStore | None]:
+    """Open the store of a command, and say at the end how many contexts it held; None without a folder.
+
+    Raises:
+        ValueError: the folder is no store, or belongs to another model.
+    """
+    if folder is None:
+        yield None
+        return
+    from esm_turbo.context_store import ContextStore
+
+    # A command uses each context once.
+    with ContextStore(folder, host_bytes=0, device_bytes=0) as store:
+        store.check_model(turbo)
+        before = store.info()["usage"]
+        yield store
+        after = store.info()["usage"]
+    looked_up, missed = (after[name] - before[name] for name in ("looked_up", "missed"))
+    say(f"{folder}: {looked_up - missed:,} contexts found, {missed:,} computed and added")
 
 
 @contextlib.contextmanager

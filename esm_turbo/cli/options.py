@@ -45,6 +45,14 @@ BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch,
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
 ]
+StoreFolder = Annotated[
+    Path | None,
+    Parameter(
+        help="Folder of contexts, created if needed: those that it holds are used, and missing ones are computed and"
+        " added."
+    ),
+    Writes("contexts"),
+]
 # `-` alone is standard output.
 JsonFile = Annotated[
     str | None,

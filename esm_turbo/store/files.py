@@ -31,7 +31,7 @@ import torch
 
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.fingerprint import same_codec, same_model
+from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import LOCK_FILE, is_temporary, refuse_links, remove_temporaries, replacing
 from esm_turbo.store.flat import ContextSpec, FlatContext
@@ -341,20 +341,24 @@ def stored_info(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     return {"kind": kind, **shown, "bytes": size}
 
 
-def context_spec(turbo: ContextModel) -> ContextSpec:
+def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> ContextSpec:
     """Kind of the contexts that a model writes.
+
+    Args:
+        turbo: the model.
+        config: options under which they are stored; None is the model's own preset.
 
     Raises:
         ValueError: the model's preset needs a calibration, and there is none.
     """
     turbo.model.notice_changes()
-    cache = turbo.model.new_cache()
-    assert cache.codec is not None
+    esm = turbo.model.esm
+    config = esm.turbo_config if config is None else config
     return ContextSpec(
-        config=cache.config,
-        geometry=cache.geometry,
-        fingerprint=cache.fingerprint,
-        codec=cache.codec,
+        config=config,
+        geometry=Geometry.of(esm.config),
+        fingerprint=model_fingerprint(esm),
+        codec=esm.codec(config),
         model=turbo.name,
         dtype=str(turbo.model.dtype).removeprefix("torch."),
     )

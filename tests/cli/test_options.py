@@ -13,12 +13,13 @@ from esm_turbo.cli.commands import app
 MODEL = {"--model": None, "--device": None, "--dtype": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": "turbo3"}
+STORED = CACHES | {"--store": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--json": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {"--device": None, "--json": None},
     "calibrate": FILES | MODEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
     "embed": FILES
-    | CACHES
+    | STORED
     | {
         "--repr-layers": (-1,),
         "--include": ("mean", "per_tok"),
@@ -30,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--format": None,
     },
     "generate": FILES
-    | CACHES
+    | STORED
     | {
         "--max-new-tokens": None,
         "--positions": None,
@@ -63,7 +64,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--backend": "auto",
     },
     "score": FILES
-    | CACHES
+    | STORED
     | {
         "--arm": ("turbo",),
         "--refresh": 8,
@@ -75,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--backend": "auto",
     },
     "variants": FILES
-    | CACHES
+    | STORED
     | {
         "--method": "masked",
         "--arm": ("turbo",),

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, say, show
-from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceOptions, Writes
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins
+from esm_turbo.cli.options import (
+    MANY,
+    BatchTokens,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    SequenceOptions,
+    StoreFolder,
+    Writes,
+)
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
@@ -30,6 +39,7 @@ def embed(
     format: EmbeddingFormat | None = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
+    store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
 ) -> int:
     """Embed proteins, with the option names and results of esm-extract.
@@ -53,6 +63,8 @@ def embed(
     """
     format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
+    if store is not None and "cache" not in include:
+        raise ValueError("--store keeps compressed caches; give --include cache as well")
     if format == "h5" and "cache" in include:
         raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")
     from esm_turbo.tasks.embedding.windows import Windows
@@ -65,9 +77,9 @@ def embed(
     from esm_turbo.tasks.embedding.records import embed_records
 
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
-    request = EmbeddingRequest.of(turbo, repr_layers, include, windows)
-    used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else ["full"])
-    with progress_bar("residues") as progress:
+    with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
+        request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)
+        used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else ["full"])
         run = embed_records(
             turbo,
             good,

@@ -9,8 +9,17 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
-from esm_turbo.cli.options import MANY, BatchTokens, CacheOptions, InputFile, JsonFile, SequenceFile, SequenceOptions
+from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, read_proteins
+from esm_turbo.cli.options import (
+    MANY,
+    BatchTokens,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    SequenceFile,
+    SequenceOptions,
+    StoreFolder,
+)
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import UnmaskingOrder
@@ -40,6 +49,7 @@ def generate(
     out: SequenceFile = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
+    store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
 ) -> int:
     """Generate residues after proteins (--max-new-tokens) or in place of some of their residues (--positions).
@@ -70,6 +80,8 @@ def generate(
             "give --max-new-tokens to append residues, or --positions to replace some"
             + (", not both" if positions is not None else "")
         )
+    if store is not None and positions is not None:
+        raise ValueError("--store holds contexts to append to; --positions computes the protein with masks instead")
     good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
     from esm_turbo.tasks.common.run_info import context_arm
@@ -92,9 +104,9 @@ def generate(
         refresh_every=refresh_every,
     )
     used = announce(turbo, [context_arm(turbo)])
-    with progress_bar("samples") as progress:
+    with opened_store(store, turbo) as contexts, progress_bar("samples") as progress:
         generated, failed = generate_records(
-            turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, progress=progress
+            turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, store=contexts, progress=progress
         )
     bad = [*bad, *failed]
     list_bad(proteins, bad)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from esm_turbo.cli.console import progress_bar, save, show
-from esm_turbo.cli.inputs import announce, check_minimum, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import (
+    announce,
+    check_minimum,
+    check_usable,
+    list_bad,
+    load_model,
+    opened_store,
+    read_proteins,
+)
 from esm_turbo.cli.options import (
     Arms,
     AutoBatchTokens,
@@ -14,6 +22,7 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     SequenceOptions,
+    StoreFolder,
     TableFile,
 )
 from esm_turbo.cli.report import failures
@@ -36,6 +45,7 @@ def score(
     out: TableFile = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
+    store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
 ) -> int:
@@ -70,7 +80,7 @@ def score(
     turbo = load_model(model, backend=backend)
     arms = tuple(dict.fromkeys(arm))
     used = announce(turbo, arms)
-    with progress_bar("residues") as progress:
+    with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
         run = score_records(
             turbo,
             good,
@@ -81,6 +91,7 @@ def score(
             refresh=refresh,
             place=place,
             toks_per_batch=toks_per_batch,
+            store=contexts,
         )
     if out is not None and run.results:
         save(run.write, out)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from esm_turbo.cli.console import progress_bar, save, show
-from esm_turbo.cli.inputs import announce, check_minimum, check_usable, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import (
+    announce,
+    check_minimum,
+    check_usable,
+    list_bad,
+    load_model,
+    opened_store,
+    read_proteins,
+)
 from esm_turbo.cli.options import (
     Arms,
     AutoBatchTokens,
@@ -13,6 +21,7 @@ from esm_turbo.cli.options import (
     JsonFile,
     OptionalInput,
     SequenceOptions,
+    StoreFolder,
     TableFile,
 )
 from esm_turbo.cli.report import failures
@@ -38,6 +47,7 @@ def variants(
     out: TableFile = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
+    store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
 ) -> int:
@@ -80,7 +90,7 @@ def variants(
     turbo = load_model(model, backend=backend)
     arms = tuple(dict.fromkeys(arm))
     used = announce(turbo, arms)
-    with progress_bar("positions") as progress:
+    with opened_store(store, turbo) as contexts, progress_bar("positions") as progress:
         run = score_records(
             turbo,
             records,
@@ -90,6 +100,7 @@ def variants(
             refresh=refresh,
             first_position=first_position,
             toks_per_batch=toks_per_batch,
+            store=contexts,
             progress=progress,
         )
     if out is not None and run.results:

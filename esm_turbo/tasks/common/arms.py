@@ -9,8 +9,8 @@ Each task decides which of its `refresh` residues of a cached context run again 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -83,16 +83,46 @@ def batch_tokens(toks_per_batch: int | None, arm: str, device: torch.device) -> 
     return toks_per_batch
 
 
-@torch.no_grad()
-def prefill_ids(turbo: ContextModel, token_ids: Sequence[int], arm: str) -> TurboKVCache:
+class ContextSource(Protocol):
+    """Where tasks look contexts up before they compute them; a `ContextStore` is one."""
+
+    def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
+        """As `ContextModel.prefill`, but computes only what is missing."""
+
+    def get_or_compute(
+        self,
+        turbo: ContextModel,
+        token_ids: Sequence[int],
+        config: TurboConfig,
+        compute: Callable[[], TurboKVCache],
+        /,
+    ) -> TurboKVCache:
+        """The context of exactly these tokens, computed by `compute` if it is missing."""
+
+
+def prefill_ids(
+    turbo: ContextModel, token_ids: Sequence[int], arm: str, store: ContextSource | None = None
+) -> TurboKVCache:
     """Compute one row of tokens exactly, without adding or dropping any, and cache it as the arm requires.
 
+    Args:
+        token_ids: the row.
+        arm: `frozen` or `turbo`.
+        store: looked into before the row is computed, and added to.
+
     Raises:
-        ValueError: the preset needs a calibration and the model has none.
+        ValueError: the preset needs a calibration and the model has none, or the store belongs to another model.
         NotEnoughMemoryError: the row does not fit into the device's memory.
     """
+    config = FROZEN if arm == "frozen" else turbo.model.esm.turbo_config
+    if store is None:
+        return _prefill_ids(turbo, token_ids, config)
+    return store.get_or_compute(turbo, token_ids, config, lambda: _prefill_ids(turbo, token_ids, config))
+
+
+@torch.no_grad()
+def _prefill_ids(turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache:
     esm = turbo.model.esm
-    config = FROZEN if arm == "frozen" else esm.turbo_config
     geometry = Geometry.of(esm.config)
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
     check_memory(esm, len(token_ids), more=cache_bytes(esm, len(token_ids), config))

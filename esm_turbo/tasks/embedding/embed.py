@@ -19,6 +19,7 @@ from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -71,11 +72,13 @@ class EmbeddingRequest:
         layers: layers whose hidden states are returned, from 0 to the number of layers.
         include: see `embed`.
         windows: the split of long proteins into windows; None computes every protein whole.
+        store: a `ContextStore` that caches are taken from and added to; None computes them.
     """
 
     layers: tuple[int, ...]
     include: frozenset[str]
     windows: Windows | None = None
+    store: ContextSource | None = None
 
     @property
     def writes_contexts(self) -> bool:
@@ -84,14 +87,20 @@ class EmbeddingRequest:
 
     @classmethod
     def of(
-        cls, turbo: ContextModel, repr_layers: Sequence[int], include: Iterable[str], windows: Windows | None = None
+        cls,
+        turbo: ContextModel,
+        repr_layers: Sequence[int],
+        include: Iterable[str],
+        windows: Windows | None = None,
+        store: ContextSource | None = None,
     ) -> EmbeddingRequest:
         """Check a request; the arguments are those of `embed`.
 
         Raises:
             ValueError: nothing is requested, a layer does not exist, an item of `include` is unknown, caches are
                 requested and the model cannot write them, contacts are requested and the model's contact head was
-                never trained, or the results are not available in windows.
+                never trained, the results are not available in windows, or a store is given and no caches are
+                requested.
         """
         items = frozenset([include] if isinstance(include, str) else include)
         allowed = get_args(Include)
@@ -104,7 +113,9 @@ class EmbeddingRequest:
             )
         if "contacts" in items:
             check_head(turbo.model, "contact_head")
-        request = cls(layers, items, windows)
+        if store is not None and "cache" not in items:
+            raise ValueError(f"a store keeps caches: include 'cache', got {sorted(items)}")
+        request = cls(layers, items, windows, store)
         if request.writes_contexts:
             turbo.model.new_cache()
         return request
@@ -118,6 +129,7 @@ def embed(
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     return_cache: bool = False,
     windows: Windows | None = None,
+    store: ContextSource | None = None,
 ) -> list[ProteinEmbedding]:
     """Embed proteins. `iter_embeddings` does the same without keeping all results.
 
@@ -128,6 +140,7 @@ def embed(
         toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
         return_cache: same as `cache` in `include`.
         windows: the split of long proteins into windows; None computes every protein whole.
+        store: with caches, a `ContextStore` whose contexts are used and to which missing ones are added.
 
     Returns:
         One embedding per sequence, in the same order.
@@ -138,7 +151,7 @@ def embed(
             contacts are requested of a model whose contact head was never trained.
     """
     include = [include] if isinstance(include, str) else list(include)
-    request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows)
+    request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows, store)
     embeddings: dict[int, ProteinEmbedding] = {}
     for batch in iter_embeddings(turbo, sequences, request, toks_per_batch):
         embeddings.update(batch)
@@ -270,7 +283,9 @@ def _embed_batch(
         contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
         # A context is <cls> and the residues, computed without <eos>.
-        contexts = turbo.prefill([turbo.codes.decode(rows[index][1:-1]) for index in batch])
+        sequences = [turbo.codes.decode(rows[index][1:-1]) for index in batch]
+        store = request.store
+        contexts = turbo.prefill(sequences) if store is None else store.get_or_prefill(turbo, sequences)
         caches = contexts.cut([1 + n for n in lengths])
     if device.type == "cuda":
         copied = torch.cuda.Event()

@@ -10,6 +10,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.options import GenerationOptions
@@ -48,6 +49,7 @@ def generate(
     sequences: Sequence[str] | TurboKVCache,
     options: GenerationOptions,
     seed: int | Sequence[int] = 0,
+    store: ContextSource | None = None,
 ) -> GenerationOutput:
     """Generate residues.
 
@@ -60,6 +62,7 @@ def generate(
         options: see `GenerationOptions`.
         seed: one seed, from which those of the rows are derived, or one per row. The same seed gives the same
             residues with the same model on the same backend.
+        store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added.
 
     Raises:
         ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, or the preset needs
@@ -87,15 +90,16 @@ def generate(
             distinct = list(dict.fromkeys(contexts))
             number_of = {context: number for number, context in enumerate(distinct)}
             begins = [number_of[context] for context in contexts]
-            cache = turbo.prefill(distinct)
+            cache = turbo.prefill(distinct) if store is None else store.get_or_prefill(turbo, distinct)
         chosen = [begin for begin in begins for _ in range(repeats)]
         # A cache made here may be changed.
         if cache is sequences or chosen != list(range(cache.batch_size)):
             cache = cache.select(chosen)
         decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY)
         return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
-    if cache is not None:
-        raise ValueError("a cache can only be appended to: give `max_new_tokens`")
+    if cache is not None or store is not None:
+        given = "a cache" if store is None else "contexts of a store"
+        raise ValueError(f"{given} can only be appended to: give `max_new_tokens`")
     positions = _positions(turbo, rows, options.positions)
     _check_constrained_positions(sampler.allowed, positions)
     warn_if_long([len(row) for row in rows], stacklevel=3)

@@ -11,6 +11,7 @@ import torch
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
+from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import allowed_residues, generate
@@ -62,6 +63,7 @@ def generate_records(
     *,
     seed: int = 0,
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[GeneratedSequence], list[BadRecord]]:
     """Generate from every record. Those for which it is impossible are set apart and reported.
@@ -73,6 +75,7 @@ def generate_records(
         options: see `GenerationOptions`; the same for all records.
         seed: seed from which those of all rows are derived.
         toks_per_batch: padded tokens per batch, in which every sample is a row.
+        store: as of `generate`.
         progress: called with stage `generate` and samples, see `Progress`.
 
     Returns:
@@ -102,7 +105,8 @@ def generate_records(
             return
         sequences = [records[row // samples].sequence for row in rows]
         try:
-            output = generate(turbo, sequences, replace(options, num_return_sequences=1), [seeds[row] for row in rows])
+            one = replace(options, num_return_sequences=1)
+            output = generate(turbo, sequences, one, [seeds[row] for row in rows], store)
         except ValueError as error:
             if len(own) > 1:
                 # A single record may be the cause, for example if it is too short for a position.

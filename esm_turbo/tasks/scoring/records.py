@@ -12,6 +12,7 @@ from esm_turbo.files.csv_files import CsvRow, is_table, read_csv, write_csv
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import too_large
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, part_of
@@ -170,6 +171,7 @@ def score_records(
     refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
     toks_per_batch: int | None = None,
+    store: ContextSource | None = None,
     top_k: int = DEFAULT_TOP_K,
     progress: Progress | None = None,
 ) -> ScoringRun:
@@ -182,7 +184,7 @@ def score_records(
         top_k: number of top candidates used to compare arms.
         progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
 
-    `refresh`, `place` and `toks_per_batch` are those of `score.score`.
+    `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
     """
     run = ScoringRun()
     by_target: dict[str | None, list[int]] = {}
@@ -208,6 +210,7 @@ def score_records(
                     refresh=refresh,
                     place=place,
                     toks_per_batch=toks_per_batch,
+                    store=store,
                     progress=part,
                 )
                 done += sum(map(len, sequences))

@@ -25,7 +25,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import batch_tokens, log_probabilities, resolve_arm
+from esm_turbo.tasks.common.arms import ContextSource, batch_tokens, log_probabilities, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -140,6 +140,7 @@ def score(
     refresh: int = DEFAULT_REFRESH,
     place: Place | None = None,
     toks_per_batch: int | None = None,
+    store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score candidates as continuations of a target, each residue masked in turn.
@@ -155,6 +156,7 @@ def score(
             one context per candidate length; `empty` computes the target alone, once. A cache is used as it is:
             `empty`.
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score` and residues, see `Progress`.
 
     Raises:
@@ -181,7 +183,7 @@ def score(
         if arm == "full":
             target = recomputed_target(turbo, token_ids)
         else:
-            target = cached_target(turbo, token_ids, arm, place, refresh)
+            target = cached_target(turbo, token_ids, arm, place, refresh, store)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
     log_probs: dict[int, tuple[float, ...]] = {}

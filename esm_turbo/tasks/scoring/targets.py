@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.tasks.common.arms import prefill_ids, single_row
+from esm_turbo.tasks.common.arms import ContextSource, prefill_ids, single_row
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, Place
 
@@ -62,7 +62,14 @@ def recomputed_target(turbo: ContextModel, token_ids: list[int]) -> Target:
     return Target(len(token_ids), 0, run)
 
 
-def cached_target(turbo: ContextModel, token_ids: list[int], arm: Arm, place: Place, refresh: int) -> Target:
+def cached_target(
+    turbo: ContextModel,
+    token_ids: list[int],
+    arm: Arm,
+    place: Place,
+    refresh: int,
+    store: ContextSource | None = None,
+) -> Target:
     """A target that is prefilled for its candidates.
 
     Args:
@@ -70,6 +77,7 @@ def cached_target(turbo: ContextModel, token_ids: list[int], arm: Arm, place: Pl
         arm: `frozen` or `turbo`.
         place: contents of the candidate's positions during the prefill: `masked` or `empty`.
         refresh: number of residues at the end that run again with every candidate; at most all.
+        store: holds contexts.
     """
     codes, refresh = turbo.codes, min(refresh, len(token_ids))
     kept = len(token_ids) - refresh
@@ -82,7 +90,7 @@ def cached_target(turbo: ContextModel, token_ids: list[int], arm: Arm, place: Pl
             after = [*[codes.mask] * length, codes.eos] if place == "masked" else []
             # Frees the previous context before the next one is computed.
             latest = None
-            cache = prefill_ids(turbo, [codes.cls, *token_ids, *after], arm)
+            cache = prefill_ids(turbo, [codes.cls, *token_ids, *after], arm, store)
             cache.crop(1 + kept)
             latest = TargetRun(token_ids[kept:], {"past_key_values": cache})
         return latest

@@ -13,6 +13,7 @@ from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import check_memory, too_large
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, part_of
@@ -225,6 +226,7 @@ def score_records(
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
     toks_per_batch: int | None = None,
+    store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
@@ -236,7 +238,7 @@ def score_records(
         first_position: position of each protein's first residue; None reads it from its header, or is 1.
         progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
 
-    `method`, `refresh` and `toks_per_batch` are those of `score.score_variants`.
+    `method`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
     """
     run = VariantsRun()
     own_variants: dict[str, list[MeasuredVariant]] = {record.id: [] for record in wild_types}
@@ -270,6 +272,7 @@ def score_records(
                     refresh=refresh,
                     first_position=first,
                     toks_per_batch=toks_per_batch,
+                    store=store,
                     progress=part_of(progress, start=begin + len(scores) * positions[record.id], total=total),
                 )
         except Exception as error:

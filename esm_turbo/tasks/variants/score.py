@@ -24,7 +24,14 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import batch_tokens, log_probabilities, prefill_ids, resolve_arm, single_row
+from esm_turbo.tasks.common.arms import (
+    ContextSource,
+    batch_tokens,
+    log_probabilities,
+    prefill_ids,
+    resolve_arm,
+    single_row,
+)
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
@@ -96,6 +103,7 @@ def score_variants(
     refresh: int = DEFAULT_REFRESH,
     first_position: int = 1,
     toks_per_batch: int | None = None,
+    store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> VariantScores:
     """Score variants of a protein.
@@ -112,6 +120,7 @@ def score_variants(
             the mask.
         first_position: position of the protein's first residue in the variants.
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score` and positions, see `Progress`.
 
     Raises:
@@ -144,7 +153,7 @@ def score_variants(
         check_memory(turbo.model.esm, len(ids))
         batches = _recomputed(turbo, ids, torch.from_numpy(positions), method, toks_per_batch)
     else:
-        cache = prefill_ids(turbo, ids, arm) if cache is None else cache
+        cache = prefill_ids(turbo, ids, arm, store) if cache is None else cache
         batches = _extended(turbo, cache, ids, torch.from_numpy(positions), method, refresh, toks_per_batch)
     counter = StageProgress(progress, "score", len(positions))
     parts = []

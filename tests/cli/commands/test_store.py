@@ -84,3 +84,89 @@ def test_a_protein_that_does_not_fit_does_not_stop_the_others(esm, write, tmp_pa
     assert result.code == 1
     assert "record 'c': its 40 residues need more memory than cpu has; cut it, request less" in result.error
     assert result.out.startswith(f"3 contexts computed; {folder} holds 3, ")
+
+
+@pytest.fixture
+def computed(monkeypatch):
+    """Numbers of tokens of the rows that the model computes from scratch, forward by forward."""
+    calls = []
+    original = TurboEsmModel.forward
+
+    def noting(self, input_ids=None, *arguments, **options):
+        cache = options.get("past_key_values")
+        if options.get("use_cache") and (cache is None or not cache.get_seq_length()):
+            calls.append(input_ids.shape[1])
+        return original(self, input_ids, *arguments, **options)
+
+    monkeypatch.setattr(TurboEsmModel, "forward", noting)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("command", "contexts"),
+    [
+        (["score", "targets.fasta", "candidates.fasta", "--arm", "frozen", "full"], 2 * 2),
+        (["score", "targets.fasta", "candidates.fasta", "--arm", "frozen", "turbo", "--place", "empty"], 2),
+        (["variants", "targets.fasta", "--arm", "frozen"], 2),
+        (["generate", "targets.fasta", "--max-new-tokens", "3", "--seed", "1"], 2),
+        (["embed", "targets.fasta", "out", "--include", "cache", "mean", "--format", "safetensors"], 2),
+    ],
+    ids=["score", "score-empty", "variants", "generate", "embed"],
+)
+def test_commands_use_and_fill_a_store(esm, write, tmp_path, tiny_folder, computed, monkeypatch, command, contexts):
+    write("targets.fasta", ">a\nMKTAYIAKQRQ\n>b\nGSWKDLAE\n")
+    write("candidates.fasta", ">x\nACD\n>y\nWTCK\n>z\nGGG\n")
+    monkeypatch.chdir(tmp_path)
+    model = ["--model", tiny_folder, "--preset", "exact"]
+    plain = esm(*command, *model, "--json", "plain.json")
+    computed.clear()
+    first = esm(*[f"{word}1" if word == "out" else word for word in command], *model, "--store", "contexts")
+    assert (plain.code, first.code) == (0, 0)
+    looked_up = contexts * (2 if "turbo" in command else 1)
+    assert first.err == f"esm-turbo: contexts: {looked_up - contexts} contexts found, {contexts} computed and added\n"
+    assert computed
+    computed.clear()
+    again = esm(*[f"{word}2" if word == "out" else word for word in command], *model, "--store", "contexts")
+    assert again.err == f"esm-turbo: contexts: {looked_up} contexts found, 0 computed and added\n"
+    assert computed == []
+    if command[0] != "embed":
+        assert plain.out == first.out == again.out
+
+
+def test_stored_contexts_are_those_that_generation_and_embedding_use(esm, fasta, tmp_path, tiny_folder, computed):
+    model = ["--model", tiny_folder, "--preset", "exact", "--store", tmp_path / "contexts"]
+    assert esm("store", fasta, tmp_path / "contexts", *model[:4]).code == 0
+    computed.clear()
+    assert esm("generate", fasta, "--max-new-tokens", "2", *model).code == 0
+    assert esm("embed", fasta, tmp_path / "out", "--include", "cache", *model).code == 0
+    assert computed == []
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (
+            ["generate", "--positions", "2"],
+            "--store holds contexts to append to; --positions computes the protein with",
+        ),
+        (["embed", "out"], "--store keeps compressed caches; give --include cache as well"),
+    ],
+)
+def test_commands_that_need_no_contexts_refuse_a_store(esm, fasta, tmp_path, command, message):
+    result = esm(command[0], fasta, *command[1:], "--store", tmp_path / "contexts")
+    assert result.code == 2 and message in result.error
+    assert not (tmp_path / "contexts").exists()
+
+
+@pytest.mark.parametrize("command", [["variants"], ["generate", "--max-new-tokens", "2"]])
+def test_a_store_of_another_model_is_refused(esm, fasta, tmp_path, tiny_folder, command):
+    store = tmp_path / "contexts"
+    assert esm("store", fasta, store, "--model", tiny_folder, "--preset", "exact").code == 0
+    before = files(store)
+    result = esm(command[0], fasta, *command[1:], "--store", store)
+    assert result.code == 2 and "holds contexts of" in result.error
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").touch()
+    result = esm(command[0], fasta, *command[1:], "--store", tmp_path / "folder")
+    assert result.code == 2 and "not a context store, but holds x" in result.error
+    assert files(store) == before

@@ -52,7 +52,7 @@ def test_contexts_are_computed_with_masks_in_the_place_of_the_candidate(
 ) -> None:
     prefilled: list[list[int]] = []
 
-    def noting(model: TurboEsm, token_ids: list[int], arm: str) -> object:
+    def noting(model: TurboEsm, token_ids: list[int], arm: str, store: None) -> object:
         prefilled.append(token_ids)
         return arms.prefill_ids(model, token_ids, arm)
 
