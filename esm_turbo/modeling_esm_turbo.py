@@ -69,6 +69,7 @@ from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, Prefill
 from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
+from esm_turbo.ops.warmup import Sizes
 
 # Options of a forward that the packed encoder supports.
 _PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states", "kv_session"}
@@ -298,6 +299,29 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             " or use preset='exact'"
         )
 
+    def warmup(self) -> int:
+        """Compile the GPU kernels that this model needs for caches of its preset, side by side; once on a machine.
+
+        They are compiled at the latest when a call first needs them. They are few, whatever the lengths and the numbers
+        of sequences, and other ones for each dtype and preset.
+
+        Returns:
+            Number of kernels; 0 where there are none, as on a CPU.
+
+        Raises:
+            ValueError: the preset needs a calibration and the model has none.
+            KernelError: (a RuntimeError) a kernel does not compile.
+            KernelCacheError: (an OSError) the folder of compiled kernels cannot be used.
+        """
+        return self._compile_ahead(self.codec(self.turbo_config))
+
+    def _compile_ahead(self, codec: KVCodec | None) -> int:
+        if torch.compiler.is_compiling():
+            return 0
+        geometry = Geometry.of(self.config)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.config.intermediate_size)
+        return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
+
     def new_cache(self) -> TurboKVCache:
         """An empty cache of this model."""
         fingerprint = model_fingerprint(self)
@@ -426,6 +450,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         kwargs: dict[str, Any],
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
         self._claim(cache)
+        self._compile_ahead(cache.codec)
         if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise ValueError(
                 f"`attention_mask` must be [batch, n] = {list(input_ids.shape)}, got {list(attention_mask.shape)}"
@@ -494,6 +519,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
             return output
         from esm_turbo.ops import triton_encoder
 
+        self._compile_ahead(None)
         if inputs_embeds is None:
             inputs_embeds = self.embeddings(input_ids=input_ids, attention_mask=attention_mask)
         packing = Packing.of(row_lengths, inputs_embeds.shape[1], inputs_embeds.device)
@@ -653,6 +679,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         if kwargs.get("output_attentions"):
             raise ValueError("`output_attentions` is not available for an extension: its scores are never materialised")
         self._claim(cache)
+        self._compile_ahead(cache.codec)
         batch_size, n = input_ids.shape
         if cache.batch_size not in (1, batch_size):
             raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared")

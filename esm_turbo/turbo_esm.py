@@ -117,6 +117,11 @@ class TurboEsm(ContextModel):
         if self.calibration is not None:
             self.calibration.save(Path(folder) / CALIBRATION_FILE)
 
+    def warmup(self) -> int:
+        """Compile the GPU kernels that calls need, ahead of the first call; see `TurboEsmModel.warmup`."""
+        count: int = self.model.esm.warmup()
+        return count
+
     def embed(
         self,
         sequences: str | Sequence[str],

@@ -28,7 +28,9 @@ TESTED_IN = {
     "ops/kernels/queries.py": "ops/test_triton_attention.py",
     "ops/reference.py": "ops/test_torch_ops.py",
     "ops/torch_encoder.py": "model/test_packed_encoder.py",
-    "ops/triton_launch.py": "ops/test_triton_attention.py",
+    "ops/compile_worker.py": "ops/test_compilation.py",
+    "ops/slabs.py": "ops/test_triton_layout.py",
+    "ops/variants.py": "ops/test_compilation.py",
     # Parts of a store, seen through the store.
     "store": "test_context_store.py",
 }

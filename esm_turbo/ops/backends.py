@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed
 from esm_turbo.config import Backend
-from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer
+from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer, warmup
 
 # Not imported: triton is loaded only when a kernel runs.
 _TRITON_IS_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -55,6 +55,12 @@ class KVBackend:
             layers: protected tokens of each layer.
         """
         return None
+
+    def compile_ahead(
+        self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        """Compiles the kernels of a model's calls, see `warmup.compile_ahead`; 0 where there are none."""
+        return 0
 
 
 class TorchBackend(KVBackend):
@@ -110,6 +116,12 @@ class TritonBackend(KVBackend):
 
     def prepare(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
         triton_attention.prepare(codec, layers)
+
+    def compile_ahead(
+        self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device
+    ) -> int:
+        # The interpreter compiles nothing.
+        return warmup.compile_ahead(sizes, codec, dtype, device) if device.type == "cuda" else 0
 
 
 _BACKENDS: dict[Backend, KVBackend] = {

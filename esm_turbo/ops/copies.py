@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.triton_launch import interpreted
+from esm_turbo.ops.triton_launch import Options, interpreted, launch
 
 __all__ = ["Cutter", "Rows", "copy_rows"]
 
@@ -90,7 +90,7 @@ def copy_rows(sources: Rows, targets: Rows) -> None:
             target[tuple(map(slice, source.shape))] = source
         return
     assert len(sources.tensors) == len(targets.tensors)
-    _launch(sources.table, targets.table, sources.words and targets.words)
+    launch_copies(sources.table, targets.table, sources.words and targets.words)
     torch.autograd.graph.increment_version(targets.tensors)
 
 
@@ -191,7 +191,7 @@ class Cutter:
         for chosen, are_words in ((words, True), (~words, False)):
             if chosen.any():
                 source, target = _on_device(np.ascontiguousarray(both[:, chosen]), self.device)
-                _launch(source, target, are_words)
+                launch_copies(source, target, are_words)
         return cuts
 
 
@@ -200,9 +200,16 @@ def _on_device(table: npt.NDArray[np.int64], device: torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def _launch(sources: Tensor, targets: Tensor, words: bool) -> None:
+def launch_copies(sources: Tensor, targets: Tensor, words: bool) -> None:
     from esm_turbo.ops.kernels import copies as kernels
 
-    kernels.copy_rows[(len(sources), _PROGRAMS)](
-        source_ptr=sources, target_ptr=targets, UNIT=_WORD if words else 1, BLOCK=_BLOCK, num_warps=4
+    launch(
+        kernels.copy_rows,
+        (len(sources), _PROGRAMS, 1),
+        sources.device,
+        Options(num_warps=4),
+        source_ptr=sources,
+        target_ptr=targets,
+        UNIT=_WORD if words else 1,
+        BLOCK=_BLOCK,
     )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
 from esm_turbo.ops.triton_encoder import flash_attention
-from esm_turbo.ops.triton_launch import empty_by_token, interpreted, operator, strides
+from esm_turbo.ops.triton_launch import Options, empty_by_token, interpreted, launch, operator, placeholder, strides
 from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["attend_new", "decode", "extend_attention", "pays"]
@@ -147,26 +147,29 @@ def attend_new(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
     output = empty_by_token(query)
     query, keys, values, past = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values, past))
     lse = lse if lse.stride(2) == 1 else lse.contiguous()
-    if mask is not None:
-        mask = mask.expand(batch_size, -1).contiguous().view(torch.uint8)
-    kernels.attend_new[(-(-n // _TILE), heads, batch_size)](
+    shown = None if mask is None else mask.expand(batch_size, -1).contiguous().view(torch.uint8)
+    launch(
+        kernels.attend_new,
+        (-(-n // _TILE), heads, batch_size),
+        query.device,
+        Options(num_warps=4),
         query_ptr=query,
         key_ptr=keys,
         value_ptr=values,
-        mask_ptr=mask,
+        mask_ptr=placeholder(torch.uint8, query.device) if shown is None else shown,
         past_ptr=past,
         lse_ptr=lse,
         output_ptr=output,
         **strides(q=query, k=keys, v=values, p=past),
-        stride_lb=lse.stride(0),
-        stride_lh=lse.stride(1),
+        lse_stride_b=lse.stride(0),
+        lse_stride_h=lse.stride(1),
         num_tokens=n,
         num_heads=heads,
+        has_mask=int(shown is not None),
         HEAD_DIM=head_dim,
         SIZE=max(16, next_power_of_two(head_dim)),
         T=_TILE,
         PRECISION="tf32x3" if query.dtype == torch.float32 and not interpreted() else "ieee",
-        num_warps=4,
     )
     return output
 

@@ -8,28 +8,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import decoded_attention, torch_ops
+from esm_turbo.ops.slabs import SlabSpec
 from esm_turbo.ops.triton_launch import (
+    Options,
     Tuning,
     empty_by_token,
     fence,
     interpreted,
+    launch,
     operator,
     overlaps,
     per_codec,
+    placeholder,
     strides,
 )
 from esm_turbo.ops.triton_layout import (
     KernelLayout,
-    SlabSpec,
     block_angles,
     key_view,
     next_power_of_two,
+    num_slots,
     triton_layout,
     value_view,
 )
@@ -40,8 +45,8 @@ _MAX_REGISTERS = 256
 # Assumed in the interpreter, where there are none.
 _MULTIPROCESSORS = 132
 _MAX_PARTS = 64
-# From this number of parts on, `merge` has twice as many warps.
-_MANY_PARTS = 32
+# Parts that `merge` reads at a time, where there are several.
+_PARTS_AT_A_TIME = 4
 # Rows of a tensor core's operand.
 _MMA_ROWS = 16
 _SMALL_HEAD = 64
@@ -58,7 +63,7 @@ class AttentionTuning(Tuning):
 
     Attributes:
         prefetch_tiles: tiles per prefetch to the L2 cache, where groups and programs have several; 0 disables it.
-        merge_warps: warps of a program of `merge` with few parts; twice as many with many parts.
+        merge_warps: warps of a program of `merge`.
         merge_programs: rows of the extension share a program of `merge` only where this number of programs remains.
     """
 
@@ -185,7 +190,7 @@ def attend_packed(
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, contexts, mask, visible, protected_mask)
-    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs)
+    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, tuning.tile)
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
@@ -194,30 +199,36 @@ def attend_packed(
     # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
     operand_rows = 8 if rows <= 8 else _MMA_ROWS
-    queries = min(operand_rows, next_power_of_two(rows))
+    # A single query, or as many as an operand holds: other numbers would be kernels of their own.
+    queries = 1 if rows == 1 else operand_rows
     blocks, items = max(1, -(-columns // KEY_BLOCK)), contexts * heads * -(-rows // queries)
     warps = tuning.warps or 1
-    registers, limits = _MAX_REGISTERS, {}
-    if tuning.registers and half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
-        registers = limits["maxnreg"] = tuning.registers
-    programs = tuning.programs or _concurrent_programs(query.device, warps, registers)
+    registers = None
+    if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
+        registers = tuning.registers
+    programs = tuning.programs or _concurrent_programs(query.device, warps, registers or _MAX_REGISTERS)
     blocks_per_program = _blocks_per_program(items, blocks, programs)
     max_parts = _max_parts(blocks, blocks_per_program)
-    key_size, value_size = query_map.shape[2], value_map.shape[1]
+    keys_spec, values_spec = _specs(key_specs), _specs(value_specs)
+    key_size, value_size = query_map.shape[2], sum(spec.size for spec in values_spec)
     count = contexts * heads * max_parts * rows
     scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
     part_acc, part_max, part_total = scratch.split([count * value_size, count, count])
     # The kernels do not read the tables and angles that a codec does not have.
     key_table, value_table = tables or (map_scale, map_scale)
     key_residual, value_residual = residuals or (None, None)
-    mask, visible, protected_mask = (
-        None if x is None else x.expand(batch_size, -1).contiguous().view(torch.uint8)
-        for x in (mask, visible, protected_mask)
-    )
-    protected_keys, protected_values = _inverse_transformed(protected, inverses, means) if protected else (None, None)
-    slots = protected_keys.shape[2] if protected_keys is not None else 0
+    masks = [_bytes_of(x, batch_size, query.device) for x in (mask, visible, protected_mask)]
+    protected_keys = protected_values = placeholder(torch.float32, query.device)
+    slots = 0
+    if protected:
+        protected_keys, protected_values = _inverse_transformed(protected, inverses, means)
+        slots = protected_keys.shape[2]
     overlap = overlaps(query.device)
-    attend_context[(-(-items * blocks // blocks_per_program),)](
+    launch(
+        attend_context,
+        (-(-items * blocks // blocks_per_program), 1, 1),
+        query.device,
+        Options(warps, tuning.stages, registers, overlap),
         query_ptr=query,
         map_ptr=query_map,
         map_scale_ptr=map_scale,
@@ -231,7 +242,7 @@ def attend_packed(
         value_table_ptr=value_table,
         length_ptr=lengths,
         protected_ptr=protected_columns,
-        mask_ptr=visible,
+        mask_ptr=masks[1],
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -242,45 +253,45 @@ def attend_packed(
         num_rows=rows,
         num_heads=heads,
         num_items=items,
+        num_slots=protected_columns.shape[1],
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
+        has_mask=int(visible is not None),
         HEAD_DIM=head_dim,
         HALF=query_map.shape[3],
-        KEYS=_specs(key_specs),
-        VALUES=_specs(value_specs),
+        KEYS=keys_spec,
+        VALUES=values_spec,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
         QUERIES=queries,
         ROWS=operand_rows,
-        SLOTS=protected_columns.shape[1],
-        SHARED=shared,
+        SLOTS=num_slots(protected_columns.shape[1]),
         ROTATED=angles is not None,
-        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows and blocks_per_program > 1 else 0,
+        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows else 0,
         T=tuning.tile,
-        MASK_LOADS=columns < tuning.tile,
         TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
         DTYPE=tl.float16 if half else tl.float32,
         PRECISION=precision,
         ASM=not interpreted(),
         OVERLAP=overlap,
-        num_warps=warps,
-        num_stages=tuning.stages,
-        launch_pdl=overlap,
-        **limits,
     )
     output = empty_by_token(query)
     # Rows with few new tokens share a tile, and with it the output's map, as long as enough programs remain.
     flat = max(1, min(_MMA_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _MMA_ROWS else 0
-    merge_rows = next_power_of_two(flat * n) if flat else _MMA_ROWS
-    grid = (-(-batch_size // flat), heads, 1) if flat else (-(-n // _MMA_ROWS), heads, batch_size)
-    merge[grid](
+    many, batch_tile = not flat, max(1, flat)
+    merge_rows = 1 if batch_tile * n == 1 else _MMA_ROWS
+    launch(
+        merge,
+        (-(-batch_size // batch_tile), heads, -(-n // _MMA_ROWS)),
+        query.device,
+        Options(tuning.merge_warps, launch_pdl=overlap),
         query_ptr=query,
         key_ptr=keys,
         value_ptr=values,
-        new_mask_ptr=mask,
+        new_mask_ptr=masks[0],
         protected_key_ptr=protected_keys,
         protected_value_ptr=protected_values,
-        protected_mask_ptr=protected_mask,
+        protected_mask_ptr=masks[2],
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -289,6 +300,7 @@ def attend_packed(
         value_residual_ptr=value_residual,
         output_ptr=output,
         **strides(q=query, k=keys, v=values),
+        stride_part=value_size,
         batch_size=batch_size,
         num_tokens=n,
         num_rows=rows,
@@ -296,19 +308,19 @@ def attend_packed(
         num_blocks=blocks,
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
+        queries=queries,
+        batch_tile=batch_tile,
+        own_context=int(not shared),
+        has_new_mask=int(mask is not None),
+        has_protected_mask=int(protected_mask is not None),
         HEAD_DIM=head_dim,
         SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
-        VALUE_SIZE=value_size,
-        PADDED_VALUE_SIZE=max(_MMA_ROWS, next_power_of_two(value_size)),
-        QUERIES=queries,
+        VALUE_SIZE=value_map.shape[1],
         ROWS=merge_rows,
-        ROUNDS=next_power_of_two(-(-max_parts * merge_rows // _MMA_ROWS)),
-        SHARED=shared,
-        FLAT=flat,
+        ROUNDS=1 if max_parts == 1 and merge_rows > 1 else _PARTS_AT_A_TIME,
+        MANY=many,
         PRECISION=precision,
         OVERLAP=overlap,
-        num_warps=tuning.merge_warps * (2 if max_parts >= _MANY_PARTS else 1),
-        launch_pdl=overlap,
     )
     return output
 
@@ -327,18 +339,34 @@ def _specs(numbers: Sequence[int]) -> tuple[SlabSpec, ...]:
     return tuple(spec._replace(table=bool(spec.table)) for spec in specs)
 
 
-def _with_one_stride(key_slabs: list[Tensor], value_slabs: list[Tensor]) -> tuple[list[Tensor], list[Tensor], int]:
+def _with_one_stride(
+    key_slabs: list[Tensor], value_slabs: list[Tensor], tile: int
+) -> tuple[list[Tensor], list[Tensor], int]:
     """Slabs [C, H, L, elements] whose heads all begin the same number of columns after each other, and that number.
 
-    Slabs of a cache that grows in place are views of buffers with more columns. Others are copied unless contiguous.
+    Slabs of a cache that grows in place are views of buffers with more columns. Others are copied unless contiguous, or
+    if there are fewer columns than a kernel loads at a time.
     """
     slabs, heads, columns = [*key_slabs, *value_slabs], key_slabs[0].shape[1], key_slabs[0].shape[2]
     slab_columns = slabs[0].stride(1) // slabs[0].stride(2)
     for slab in slabs:
         size = slab.shape[3]
         if slab.stride() != (heads * slab_columns * size, slab_columns * size, size, 1):
-            return [x.contiguous() for x in key_slabs], [x.contiguous() for x in value_slabs], columns
-    return key_slabs, value_slabs, slab_columns
+            slab_columns = columns
+            break
+    if slab_columns < tile:
+        slabs = [functional.pad(slab, (0, 0, 0, tile - columns)) for slab in slabs]
+        slab_columns = tile
+    elif slab_columns == columns:
+        slabs = [slab.contiguous() for slab in slabs]
+    return slabs[: len(key_slabs)], slabs[len(key_slabs) :], slab_columns
+
+
+def _bytes_of(mask: Tensor | None, batch_size: int, device: torch.device) -> Tensor:
+    """A mask as kernels read it, [batch, n]; something else for none."""
+    if mask is None:
+        return placeholder(torch.uint8, device)
+    return mask.expand(batch_size, -1).contiguous().view(torch.uint8)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:
@@ -444,11 +472,25 @@ def _inverse_maps(codec: KVCodec, device: torch.device) -> tuple[tuple[Tensor, T
 
 
 @per_codec
+def _value_size(codec: KVCodec, stored: tuple[str, ...]) -> int:
+    """Components of all value operands of a layer, rounded up to a power of two; the largest of all layers."""
+    sizes = [
+        sum(value_view(slab).spec.size for slab in codec.field_slabs(layer, "value") if slab.name in stored)
+        for layer in range(codec.geometry.num_layers)
+    ]
+    return max(_MMA_ROWS, next_power_of_two(max(sizes)))
+
+
+@per_codec
 def _layout(
     codec: KVCodec, layer_idx: int, stored: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> KernelLayout:
     """The layer's layout, with maps and tables in the dtypes that queries of `dtype` need."""
     layout = triton_layout(codec, layer_idx, stored, device)
+    # Of one size in all layers, so that they share a kernel.
+    size = _value_size(codec, stored)
+    value_map = layout.value_map
+    layout = replace(layout, value_map=functional.pad(value_map, (0, 0, 0, size - value_map.shape[1])))
     if dtype == torch.bfloat16:
         layout = replace(layout, query_map=layout.query_map.half())
     if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:

@@ -15,8 +15,18 @@ from esm_turbo.codecs import FieldSlab, KVCodec, LutCodec, Packed, TurboCodec
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.packing import GROUP_SIZE
 from esm_turbo.ops import torch_ops
-from esm_turbo.ops.triton_launch import Tuning, fence, operator, overlaps, per_codec, strides
-from esm_turbo.ops.triton_layout import block_angles, next_power_of_two
+from esm_turbo.ops.triton_launch import (
+    Options,
+    Tuning,
+    fence,
+    launch,
+    operator,
+    overlaps,
+    per_codec,
+    placeholder,
+    strides,
+)
+from esm_turbo.ops.triton_layout import block_angles, next_power_of_two, num_slots
 
 # The maps of a head are held in a multiprocessor's shared memory.
 _MAX_HEAD_DIM = 128
@@ -181,20 +191,23 @@ def encode_packed(
     spread = tokens if start is None else tokens + tuning.tile - 1
     tiles = -(-spread // tuning.tile) + (slots > 0)
     splits = _num_splits(tiles, 2 * heads * batch_size, tuning.programs or 0)
-    # The kernel does not read pointers that it does not need.
-    partial = codes
+    partial = placeholder(torch.float32, keys.device)
     if residual and splits > 1:
         partial = torch.empty(2 * batch_size * heads * splits * size, dtype=torch.float32, device=keys.device)
         if counters is None:
             counters = new_counters(1, batch_size, heads, keys.device)
-    limits = {} if tuning.registers is None else {"maxnreg": tuning.registers}
     overlap = overlaps(keys.device)
-    kernels.encode_context[splits, 2 * heads, batch_size](
+    indices, number = placeholder(torch.int64, keys.device), placeholder(torch.int32, keys.device)
+    launch(
+        kernels.encode_context,
+        (splits, 2 * heads, batch_size),
+        keys.device,
+        Options(_num_warps(tuning, size), tuning.stages, tuning.registers, overlap),
         x_ptrs=(keys, values),
-        order_ptr=order,
-        start_ptr=start,
-        count_ptr=counts,
-        protected_ptr=protected,
+        order_ptr=indices if order is None else order,
+        start_ptr=indices if start is None else start,
+        count_ptr=indices if counts is None else counts,
+        protected_ptr=indices if protected is None else protected,
         map_ptrs=tuple(layout[0:2]),
         mean_ptrs=tuple(layout[2:4]),
         inverse_ptrs=tuple(layout[4:6]),
@@ -205,28 +218,27 @@ def encode_packed(
         residual_ptr=residuals,
         special_ptr=special,
         partial_ptr=partial,
-        counter_ptr=codes if counters is None else counters,
+        counter_ptr=number if counters is None else counters,
         **strides(k=keys, v=values),
         num_tokens=tokens,
         num_blocks=1 if angles is None else angles.shape[0],
         padded_tokens=_padded(batch_size * heads * tokens),
+        num_slots=slots,
+        has_order=int(order is not None),
+        has_start=int(start is not None),
+        has_count=int(counts is not None),
         HEAD_DIM=head_dim,
         N=size,
         HALF=_operand_size(head_dim // 2),
         T=tuning.tile,
         BLOCK=KEY_BLOCK,
         PARTS=_num_parts(tuning, size),
-        SPLITS=splits,
-        SLOTS=slots,
+        SLOTS=num_slots(slots),
         MAPPED=tuple(mapped),
         FIELDS=tuple(field_bits),
         LEVELS=levels,
         RESIDUAL=residual,
         OVERLAP=overlap,
-        num_warps=_num_warps(tuning, size),
-        num_stages=tuning.stages,
-        launch_pdl=overlap,
-        **limits,
     )
     return codes, residuals, special
 
@@ -285,7 +297,7 @@ class EncodeLayout:
             the rest, [H, 2, N, D]; the mean [H, D]; the inverse map [H, D, D]; the levels of a table [H, levels], or
             zeros. Then the table of both profiles, see `profile`, int32 [2, 5, N / 8].
         slabs: name and bytes per token and head, in the order in memory.
-        field_bits: unions (bitwise or) of the widths of all fields, of keys and of values.
+        field_bits: unions (bitwise or) of the widths of all fields of all layers, of keys and of values.
         levels: of a table; 0 for uniform codes.
         mapped: whether keys are mapped, and whether values are.
     """
@@ -321,11 +333,20 @@ def encode_layout(codec: KVCodec, layer_idx: int, device: torch.device) -> Encod
         found = codec.field_slabs(layer_idx, kind)
         profiles.append(profile(found, size, sum(num_bytes for _, num_bytes in slabs)))
         slabs += [(slab.name, _num_bytes(slab)) for slab in found]
-    field_bits = [functools.reduce(or_, widths) for widths, *_ in profiles]
     tensors = [*maps, *means, *inverses, *tables, torch.tensor(profiles, dtype=torch.int32, device=device)]
     levels = tables[0].shape[-1] if isinstance(codec, LutCodec) else 0
     fence(device)
-    return EncodeLayout(tensors, slabs, field_bits, levels, mapped)
+    return EncodeLayout(tensors, slabs, _field_bits(codec), levels, mapped)
+
+
+@per_codec
+def _field_bits(codec: KVCodec) -> list[int]:
+    """Unions of the widths of all fields, of keys and of values; of all layers, so that they share a kernel."""
+    layers = range(codec.geometry.num_layers)
+    return [
+        functools.reduce(or_, (slab.bits for layer in layers for slab in codec.field_slabs(layer, kind)))
+        for kind in ("key", "value")
+    ]
 
 
 def column_order(size: int, parts: int) -> list[int]:

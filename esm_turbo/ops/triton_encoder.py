@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from esm_turbo.ops.triton_launch import Options, launch
 from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["add_layer_norm", "attend", "flash_attention", "gelu_", "rotate_"]
@@ -24,7 +25,11 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     block = next_power_of_two(size)
-    kernels.add_layer_norm[(tokens,)](
+    launch(
+        kernels.add_layer_norm,
+        (tokens, 1, 1),
+        x.device,
+        Options(num_warps=min(8, max(1, block // 256))),
         x_ptr=x,
         delta_ptr=x if delta is None else delta,
         weight_ptr=weight,
@@ -32,10 +37,9 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
         sum_ptr=total,
         normed_ptr=normed,
         eps=eps,
+        adds=int(delta is not None),
         SIZE=size,
         BLOCK=block,
-        ADD=delta is not None,
-        num_warps=min(8, max(1, block // 256)),
     )
     return total, normed
 
@@ -45,7 +49,11 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, _, heads, head_dim = qkv.shape
-    kernels.rotate_[(tokens,)](
+    launch(
+        kernels.rotate_,
+        (tokens, 1, 1),
+        qkv.device,
+        Options(num_warps=4),
         qkv_ptr=qkv,
         cos_ptr=cos,
         sin_ptr=sin,
@@ -54,7 +62,6 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
         HEAD_DIM=head_dim,
         HEADS_BLOCK=next_power_of_two(2 * heads),
         HALF_BLOCK=next_power_of_two(head_dim // 2),
-        num_warps=4,
     )
 
 
@@ -62,7 +69,15 @@ def gelu_(x: Tensor) -> None:
     """See `torch_encoder.gelu_`; one launch."""
     from esm_turbo.ops.kernels import encoder as kernels
 
-    kernels.gelu_[(-(-x.numel() // _BLOCK),)](x_ptr=x, count=x.numel(), BLOCK=_BLOCK, num_warps=4)
+    launch(
+        kernels.gelu_,
+        (-(-x.numel() // _BLOCK), 1, 1),
+        x.device,
+        Options(num_warps=4),
+        x_ptr=x,
+        count=x.numel(),
+        BLOCK=_BLOCK,
+    )
 
 
 def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:

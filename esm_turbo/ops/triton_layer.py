@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.triton_launch import empty_by_token, operator, overlaps, strides
+from esm_turbo.ops.triton_launch import Options, empty_by_token, launch, operator, overlaps, strides
 from esm_turbo.ops.triton_layout import next_power_of_two
 
 __all__ = ["gelu", "rotate"]
@@ -27,7 +27,11 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) 
         sin = sin.contiguous()
         cos = cos.contiguous()
     new_query, new_keys = empty_by_token(query), empty_by_token(keys)
-    kernels.rotate[n, -(-heads // _HEADS), batch_size](
+    launch(
+        kernels.rotate,
+        (n, -(-heads // _HEADS), batch_size),
+        query.device,
+        Options(num_warps=4),
         query_ptr=query,
         key_ptr=keys,
         cos_ptr=cos,
@@ -36,15 +40,14 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) 
         new_key_ptr=new_keys,
         scale=scale,
         **strides(q=query, k=keys),
-        stride_cb=cos.stride(0),
-        stride_cn=cos.stride(1),
+        cos_stride_b=cos.stride(0),
+        cos_stride_n=cos.stride(1),
         num_heads=heads,
         num_tokens=n,
         HEAD_DIM=head_dim,
         HALF=next_power_of_two(head_dim // 2),
         HEADS=_HEADS,
         OVERLAP=overlaps(query.device),
-        num_warps=4,
     )
     return new_query, new_keys
 
@@ -63,7 +66,16 @@ def gelu(x: Tensor) -> Tensor:
 
     x = x.contiguous()
     activated = torch.empty_like(x)
-    kernels.gelu[(-(-x.numel() // _BLOCK),)](x_ptr=x, out_ptr=activated, numel=x.numel(), BLOCK=_BLOCK, num_warps=4)
+    launch(
+        kernels.gelu,
+        (-(-x.numel() // _BLOCK), 1, 1),
+        x.device,
+        Options(num_warps=4),
+        x_ptr=x,
+        out_ptr=activated,
+        numel=x.numel(),
+        BLOCK=_BLOCK,
+    )
     return activated
 
 

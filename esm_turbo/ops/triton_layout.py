@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, Packed
+from esm_turbo.ops.slabs import SlabSpec
 
 _MIN_OPERAND_SIZE = 16
 # A tensor core's operand distributes the components of a key over four lanes, those of a value over eight.
@@ -24,36 +24,10 @@ _KEY_LANES, _VALUE_LANES = 4, 8
 _FP16_OFFSET = 1024
 # Smaller maps count as zero: keys that vary less are all equal, and their mean cannot be divided by less.
 _MIN_SCALE = 1e-20
+_SLOTS = 2
 # Blocks that a program may process beyond the last one.
 _EXTRA_BLOCKS = 16
 _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-
-
-class SlabSpec(NamedTuple):
-    """The layout of a slab, a compile-time constant of the kernels.
-
-    Attributes:
-        bits: per field.
-        words: loaded per token and head, of four bytes each, or one smaller word; a power of two.
-        elements: parts of the words that lanes unpack, per token and head: one word each, or equal fractions of one.
-        element_bits: per element.
-        size: of the operand in components, padded with zeros; a power of two, at least 16.
-        table: whether fields are looked up in a table.
-        stored: words per token and head in memory; the others are loaded as zeros.
-    """
-
-    bits: int
-    words: int
-    elements: int
-    element_bits: int
-    size: int
-    table: bool
-    stored: int
-
-    @property
-    def fields(self) -> int:
-        """Fields per element."""
-        return self.element_bits // self.bits
 
 
 @dataclass(frozen=True)
@@ -105,6 +79,11 @@ def _view(slab: FieldSlab, lanes: int) -> SlabView:
 def next_power_of_two(count: int) -> int:
     """The smallest power of two that is at least `count`."""
     return 1 << (count - 1).bit_length()
+
+
+def num_slots(slots: int) -> int:
+    """Slots of protected tokens that a kernel has room for: a protein has two special tokens, few contexts more."""
+    return max(_SLOTS, next_power_of_two(max(1, slots)))
 
 
 def key_order(spec: SlabSpec) -> list[int]:

@@ -17,7 +17,7 @@ def test_help_and_version(esm):
     result = esm("--help")
     assert result.code == 0
     assert not result.err
-    commands = ("demo", "calibrate", "embed", "evaluate", "generate", "info", "score", "store", "variants")
+    commands = ("demo", "calibrate", "embed", "evaluate", "generate", "info", "score", "store", "variants", "warmup")
     assert all(command in result.out for command in commands)
     assert esm("--version").out.strip() == esm_turbo.__version__
     for option in ("--repr-layers", "--include", "--truncation-seq-length", "--format"):

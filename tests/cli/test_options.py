@@ -90,6 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--backend": "auto",
     },
     "info": {"--calibration": None, "--length": 1024, "--batch": 1, "--json": None},
+    "warmup": CACHES | {"--json": None},
 }
 
 

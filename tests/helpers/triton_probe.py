@@ -17,7 +17,7 @@ from esm_turbo.ops.kernels.operands import (
     token_at,
     value_operand,
 )
-from esm_turbo.ops.triton_layout import SlabSpec
+from esm_turbo.ops.slabs import SlabSpec
 
 
 @triton.jit
@@ -28,7 +28,6 @@ def _show_operand(
     num_tokens,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    MASK_LOADS: tl.constexpr,
     SLABS: tl.constexpr,
     KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -40,11 +39,11 @@ def _show_operand(
     table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
     if KEYS:
         opaque_one = tl.minimum(num_tokens, 1)
-        elements = load_key_slab(slab_ptr, 0, 0, num_tokens, opaque_one, T, MASK_LOADS, slab_of(SLABS, 0))
+        elements = load_key_slab(slab_ptr, 0, 0, opaque_one, T, slab_of(SLABS, 0))
         operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), DTYPE, ASM)  # [size, T]
         tl.store(out_ptr + tl.arange(0, T)[None, :] * size + index[:, None], operand.to(tl.float32))
     else:
-        words = load_value_slab(slab_ptr, 0, 0, num_tokens, T, MASK_LOADS, slab_of(SLABS, 0))
+        words = load_value_slab(slab_ptr, 0, 0, T, slab_of(SLABS, 0))
         operand = value_operand(words, table_ptr, table, T, slab_of(SLABS, 0), DTYPE, ASM)  # [T, size]
         tl.store(out_ptr + token_at(tl.arange(0, T))[:, None] * size + index[None, :], operand.to(tl.float32))
 
@@ -80,6 +79,8 @@ def operand(
         assembly: whether it is made with inline assembly; None for where there is a GPU.
     """
     out = torch.full((64, spec.size), float("nan"), device=words.device)
+    # There is always room for a whole tile.
+    words = torch.nn.functional.pad(words, (0, 0, 0, 64 - len(words)))
     _show_operand[(1,)](
         slab_ptr=words,
         table_ptr=out if table is None else table,
@@ -87,7 +88,6 @@ def operand(
         num_tokens=len(words),
         T=64,
         ROWS=rows,
-        MASK_LOADS=len(words) < 64,
         SLABS=(spec,),
         KEYS=kind == "key",
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,

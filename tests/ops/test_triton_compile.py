@@ -3,113 +3,50 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from esm_turbo.ops import triton_attention, triton_encode, triton_encoder, triton_launch, triton_layer
+from esm_turbo.ops.triton_launch import recorded
 from tests.helpers.attention_cases import LAYER, codec_of, make_case
 from tests.ops.test_torch_ops import rotary_case
 
 triton = pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget  # noqa: E402
-from triton.compiler import ASTSource  # noqa: E402
-
-from esm_turbo.ops.kernels import attention, encode, encoder, layer, merge  # noqa: E402
-
-KERNELS = (
-    (attention, "attend_context"),
-    (merge, "merge"),
-    (encode, "encode_context"),
-    (layer, "rotate"),
-    (layer, "gelu"),
-    (encoder, "add_layer_norm"),
-    (encoder, "rotate_"),
-    (encoder, "gelu_"),
-)
 # Limit per program in bytes, by compute capability: Ampere, the oldest one supported, and Hopper.
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024}
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
-TYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.int16: "i16",
-    torch.int8: "i8",
-    torch.uint8: "u8",
-}
+Compile = Callable[..., dict[str, Any]]
 
 
-def type_of(value: object) -> Any:
-    """The type of an argument in Triton's notation."""
-    if isinstance(value, tuple):
-        return tuple(map(type_of, value))
-    if isinstance(value, Tensor):
-        return "*" + TYPES[value.dtype]
-    return "fp32" if isinstance(value, float) else "i32"
-
-
-class Compiler:
-    """Stands in for the kernels: a launch compiles the kernel for its arguments and does not run it.
-
-    Attributes:
-        compiled: kernels by name.
-    """
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-        self.compiled: dict[str, Any] = {}
-
-    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module, name in KERNELS:
-            monkeypatch.setattr(module, name, _Kernel(partial(self.compile, getattr(module, name))))
-
-    def compile(self, kernel: Any, **values: Any) -> None:
-        options = {name: values.pop(name) for name in OPTIONS if name in values}
-        assert list(values) == kernel.arg_names
-        signature, constants, aligned = {}, {}, {}
-        for index, (parameter, value) in enumerate(zip(kernel.params, values.values(), strict=True)):
-            if parameter.is_constexpr or value is None:
-                signature[parameter.name] = "constexpr"
-                constants[(index,)] = value
-                continue
-            signature[parameter.name] = type_of(value)
-            paths = [(index, i) for i in range(len(value))] if isinstance(value, tuple) else [(index,)]
-            if isinstance(value, tuple | Tensor):
-                aligned |= {path: [["tt.divisibility", 16]] for path in paths}
-        source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-        self.compiled[kernel.__name__] = triton.compile(source, target=self.target, options=options)
-
-
-class _Kernel:
-    def __init__(self, launch: Callable[..., None]) -> None:
-        self.launch = launch
-
-    def __getitem__(self, grid: object) -> Callable[..., None]:
-        return self.launch
+def compiled(capability: int, *calls: Callable[[], object]) -> dict[str, Any]:
+    """Compiles what calls launch, for a device of some capability, and runs nothing; kernels by name."""
+    if triton.knobs.runtime.interpret:
+        pytest.fail("these tests compile kernels: run without TRITON_INTERPRET")
+    with torch.no_grad(), recorded(capability) as variants:
+        for call in calls:
+            call()
+    return {variant.name: variant.compile() for variant in variants}
 
 
 @pytest.fixture(params=SHARED_MEMORY, ids=lambda capability: f"sm{capability}")
-def compiler(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
-    """Compiles the kernels that a test launches: all must fit the GPU, and compute nothing in float64."""
-    if triton.knobs.runtime.interpret:
-        pytest.fail("these tests compile kernels: run without TRITON_INTERPRET")
-    compiler = Compiler(request.param)
-    compiler.replace(monkeypatch)
-    yield compiler
-    assert compiler.compiled
-    for name, kernel in compiler.compiled.items():
-        assert kernel.asm["cubin"]
-        assert kernel.metadata.shared <= SHARED_MEMORY[request.param], name
-        assert "f64" not in kernel.asm["ttgir"], name
+def compile_for(request: pytest.FixtureRequest) -> Callable[..., dict[str, Any]]:
+    """Compiles the kernels that calls launch: all must fit the GPU, and compute nothing in float64."""
+
+    def compile_checked(*calls: Callable[[], object]) -> dict[str, Any]:
+        kernels = compiled(request.param, *calls)
+        assert kernels
+        for name, kernel in kernels.items():
+            assert kernel.asm["cubin"]
+            assert kernel.metadata.shared <= SHARED_MEMORY[request.param], name
+            assert "f64" not in kernel.asm["ttgir"], name
+        return kernels
+
+    return compile_checked
 
 
 def use_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,12 +66,17 @@ def use_one_program(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_attention(
-    compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype, n: int, options: dict[str, Any]
+    compile_for: Compile,
+    preset: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    n: int,
+    options: dict[str, Any],
 ) -> None:
     codec = codec_of(preset, head_dim)
     case = make_case(codec, n=n, dtype=dtype, **options)
-    triton_attention.extend_attention(*case.arguments, codec, LAYER)
-    assert compiler.compiled.keys() == {"attend_context", "merge"}
+    kernels = compile_for(partial(triton_attention.extend_attention, *case.arguments, codec, LAYER))
+    assert kernels.keys() == {"attend_context", "merge"}
 
 
 @pytest.mark.parametrize(
@@ -147,26 +89,30 @@ def test_attention(
     ],
 )
 def test_long_contexts(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, preset: str, n: int, dtype: torch.dtype, limit: int | None
+    compile_for: Compile,
+    monkeypatch: pytest.MonkeyPatch,
+    preset: str,
+    n: int,
+    dtype: torch.dtype,
+    limit: int | None,
 ) -> None:
     """With few queries words are prefetched, and registers are limited with up to eight in half precision."""
     use_one_program(monkeypatch)
     codec = codec_of(preset, 64)
     case = make_case(codec, n=n, columns=700, dtype=dtype)
-    triton_attention.extend_attention(*case.arguments, codec, LAYER)
-    attend = compiler.compiled["attend_context"]
+    kernels = compile_for(partial(triton_attention.extend_attention, *case.arguments, codec, LAYER))
+    attend = kernels["attend_context"]
     assert ("prefetch.global.L2" in attend.asm["ptx"]) == (n == 1)
     assert attend.metadata.maxnreg == limit
 
 
 def test_operands_shared_by_all_tiles_stay_in_registers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The layout of queries and weights is converted once per group of tiles, not once per tile."""
-    compiler = Compiler(90)
-    compiler.replace(monkeypatch)
     use_one_program(monkeypatch)
     codec = codec_of("turbo2", 64)
-    triton_attention.extend_attention(*make_case(codec, n=1, columns=700, dtype=torch.bfloat16).arguments, codec, LAYER)
-    code = compiler.compiled["attend_context"].asm["ttgir"]
+    case = make_case(codec, n=1, columns=700, dtype=torch.bfloat16)
+    kernels = compiled(90, partial(triton_attention.extend_attention, *case.arguments, codec, LAYER))
+    code = kernels["attend_context"].asm["ttgir"]
     tiles = re.findall(r"scf\.while .*?^ +} do {(.*?)^ +scf\.yield", code, flags=re.DOTALL | re.MULTILINE)
     assert len(tiles) == 2
     for tile in tiles:
@@ -179,44 +125,46 @@ def test_operands_shared_by_all_tiles_stay_in_registers(monkeypatch: pytest.Monk
     ("preset", "head_dim", "dtype"),
     [("turbo3", 64, torch.bfloat16), ("turbo4", 128, torch.float32), ("paper", 24, torch.float16)],
 )
-def test_encoding(compiler: Compiler, preset: str, head_dim: int, dtype: torch.dtype) -> None:
+def test_encoding(compile_for: Compile, preset: str, head_dim: int, dtype: torch.dtype) -> None:
     keys, values = torch.randn(2, 2, 2, 70, head_dim).to(dtype)
     protected = torch.tensor([[0, 5], [3, -1]])
-    triton_encode.encode(codec_of(preset, head_dim), LAYER, keys, values, protected=protected)
-    assert compiler.compiled.keys() == {"encode_context"}
+    encode = partial(triton_encode.encode, codec_of(preset, head_dim), LAYER, keys, values, protected=protected)
+    assert compile_for(encode).keys() == {"encode_context"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rotation_and_activation(compiler: Compiler, dtype: torch.dtype) -> None:
+def test_rotation_and_activation(compile_for: Compile, dtype: torch.dtype) -> None:
     case = rotary_case(dtype)
-    triton_layer.rotate(*case, 0.5)
-    triton_layer.gelu(case[0])
-    assert compiler.compiled.keys() == {"rotate", "gelu"}
+    kernels = compile_for(partial(triton_layer.rotate, *case, 0.5), partial(triton_layer.gelu, case[0]))
+    assert kernels.keys() == {"rotate", "gelu"}
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_packed_encoder(compiler: Compiler, dtype: torch.dtype) -> None:
+def test_packed_encoder(compile_for: Compile, dtype: torch.dtype) -> None:
     x = torch.randn(5, 320).to(dtype)
-    triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
     angles = torch.randn(5, 8)
-    triton_encoder.rotate_(torch.randn(5, 3, 20, 16).to(dtype), angles, angles, 0.25)
-    triton_encoder.gelu_(x)
-    assert compiler.compiled.keys() == {"add_layer_norm", "rotate_", "gelu_"}
+    kernels = compile_for(
+        partial(triton_encoder.add_layer_norm, x, x, x[0], x[0], 1e-5),
+        partial(triton_encoder.rotate_, torch.randn(5, 3, 20, 16).to(dtype), angles, angles, 0.25),
+        partial(triton_encoder.gelu_, x),
+    )
+    assert kernels.keys() == {"add_layer_norm", "rotate_", "gelu_"}
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel launched early waits for its predecessor, and a kernel with a successor lets it launch early."""
-    compiler = Compiler(90)
-    compiler.replace(monkeypatch)
     for module in (triton_encode, triton_layer, triton_attention):
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     codec = codec_of("turbo3", 64)
-    triton_encode.encode(codec, LAYER, *torch.randn(2, 2, 2, 70, 64))
-    triton_layer.rotate(*rotary_case(torch.bfloat16), 0.5)
-    triton_attention.extend_attention(*make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER)
+    kernels = compiled(
+        90,
+        partial(triton_encode.encode, codec, LAYER, *torch.randn(2, 2, 2, 70, 64)),
+        partial(triton_layer.rotate, *rotary_case(torch.bfloat16), 0.5),
+        partial(triton_attention.extend_attention, *make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER),
+    )
     found = {
         name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
-        for name, kernel in compiler.compiled.items()
+        for name, kernel in kernels.items()
     }
     assert found == {
         "encode_context": [True, True],
@@ -224,7 +172,7 @@ def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "attend_context": [True, True],
         "merge": [True, False],
     }
-    early = [name for name in found if compiler.compiled[name].metadata.launch_pdl]
+    early = [name for name in found if kernels[name].metadata.launch_pdl]
     assert early == ["encode_context", "attend_context", "merge"]
 
 

@@ -12,6 +12,7 @@ from esm_turbo.cli.commands.info import info
 from esm_turbo.cli.commands.score import score
 from esm_turbo.cli.commands.store import store
 from esm_turbo.cli.commands.variants import variants
+from esm_turbo.cli.commands.warmup import warmup
 from esm_turbo.cli.inputs import with_checked_outputs
 
 app = App(
@@ -22,5 +23,5 @@ app = App(
     "`--debug` with any command adds the traceback to an error. Exit codes: 0 success; 1 some records failed, or the"
     " job failed; 2 wrong arguments or unusable input.",
 )
-for command in (demo, calibrate, embed, generate, store, evaluate, score, variants, info):
+for command in (demo, calibrate, embed, generate, store, evaluate, score, variants, info, warmup):
     app.command(with_checked_outputs(command))

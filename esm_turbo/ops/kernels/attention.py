@@ -69,11 +69,9 @@ def _score_tile(
     table,
     slab_row,
     next_start,
-    num_columns,
     opaque_one,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    MASK_LOADS: tl.constexpr,
     KEYS: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -87,9 +85,7 @@ def _score_tile(
     next_words = ()
     for i in tl.static_range(len(KEYS)):
         keys = key_operand(key_words[i], table_ptr, table, T, ROWS, slab_of(KEYS, i), DTYPE, ASM)  # [size, T]
-        slab = load_key_slab(
-            slab_ptrs[i], slab_row, next_start, num_columns, opaque_one, T, MASK_LOADS, slab_of(KEYS, i)
-        )
+        slab = load_key_slab(slab_ptrs[i], slab_row, next_start, opaque_one, T, slab_of(KEYS, i))
         next_words = next_words + (slab,)
         scores = dot_fields(queries[i], keys, scores, slab_of(KEYS, i).table, PRECISION)
     return (scores,) + next_words
@@ -106,10 +102,8 @@ def _accumulate_tile(
     table,
     slab_row,
     next_start,
-    num_columns,
     T: tl.constexpr,
     ROWS: tl.constexpr,
-    MASK_LOADS: tl.constexpr,
     VALUES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -123,7 +117,7 @@ def _accumulate_tile(
     next_words = ()
     for i in tl.static_range(len(VALUES)):
         values = value_operand(value_words[i], table_ptr, table, T, slab_of(VALUES, i), DTYPE, ASM)  # [T, size]
-        slab = load_value_slab(slab_ptrs[i], slab_row, next_start, num_columns, T, MASK_LOADS, slab_of(VALUES, i))
+        slab = load_value_slab(slab_ptrs[i], slab_row, next_start, T, slab_of(VALUES, i))
         next_words = next_words + (slab,)
         if own_rows is None and tl.float16 == DTYPE:
             new_acc = new_acc + (dot_fields(weights, values, acc[i], slab_of(VALUES, i).table, PRECISION),)
@@ -136,7 +130,7 @@ def _accumulate_tile(
     return new_acc + next_words
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["length_ptr", "protected_ptr", "mask_ptr"])
 def attend_context(
     query_ptr,
     map_ptr,
@@ -164,8 +158,10 @@ def attend_context(
     num_rows,
     num_heads,
     num_items,
+    num_slots,
     blocks_per_program,
     max_parts,
+    has_mask,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
     KEYS: tl.constexpr,
@@ -175,11 +171,9 @@ def attend_context(
     QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     SLOTS: tl.constexpr,
-    SHARED: tl.constexpr,
     ROTATED: tl.constexpr,
     PREFETCH_TILES: tl.constexpr,
     T: tl.constexpr,
-    MASK_LOADS: tl.constexpr,
     TILES_PER_BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -203,7 +197,9 @@ def attend_context(
     `ROWS / QUERIES` rows, one for each tile of a group. The tiles of a group are multiplied one after the other, and
     only with their own rows, so that the scores and weights of a whole group fill one tile.
 
-    Slabs have `slab_columns` columns per head in memory, of which the first `num_columns` belong to the contexts.
+    Contexts are rows of the extension; a single one is shared by all rows, and has all queries. Slabs have
+    `slab_columns` columns per head in memory, at least T, of which the first `num_columns` belong to the contexts.
+    `num_slots` columns of each, up to SLOTS, are protected. The mask is read if `has_mask`.
 
     The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
     are prefetched while the preceding kernel may still run.
@@ -240,20 +236,17 @@ def attend_context(
         # The slabs first, because their loads take longest.
         slab_row = context_head * slab_columns
         first_start = tile_start(first_tile, num_columns, T)
-        key_words = load_keys(key_slab_ptrs, slab_row, first_start, num_columns, opaque_one, T, MASK_LOADS, KEYS)
-        value_words = load_values(value_slab_ptrs, slab_row, first_start, num_columns, T, MASK_LOADS, VALUES)
+        key_words = load_keys(key_slab_ptrs, slab_row, first_start, opaque_one, T, KEYS)
+        value_words = load_values(value_slab_ptrs, slab_row, first_start, T, VALUES)
         protected = ()
         for slot in tl.static_range(SLOTS):
-            protected = protected + (tl.load(protected_ptr + context * SLOTS + slot),)
+            slot_ptr = protected_ptr + context * num_slots + slot
+            protected = protected + (tl.load(slot_ptr, mask=slot < num_slots, other=-1),)
 
         row = row_tile * QUERIES + i % QUERIES
         in_rows = row < num_rows
-        if SHARED:
-            batch = row // num_tokens
-            token = row % num_tokens
-        else:
-            batch = tl.zeros_like(row) + context
-            token = row
+        batch = context + row // num_tokens
+        token = row % num_tokens
         map_scale = tl.load(map_scale_ptr + head)
         maps = load_query_maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
         field_biases = load_field_biases(field_bias_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
@@ -273,9 +266,11 @@ def attend_context(
         mean_high = load_mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_half)
         # This waits for the length, and so does everything after it.
         end_column = tl.minimum(end_tile * T, num_columns)
+        # Programs with a single block have nothing to prefetch.
+        end_prefetch = tl.where(blocks_per_program > 1, end_column, 0)
         if PREFETCH_TILES > 0:
-            prefetch(key_slab_ptrs, slab_row, first_tile * T, end_column, _PREFETCH_DISTANCE * T, KEYS, ASM)
-            prefetch(value_slab_ptrs, slab_row, first_tile * T, end_column, _PREFETCH_DISTANCE * T, VALUES, ASM)
+            prefetch(key_slab_ptrs, slab_row, first_tile * T, end_prefetch, _PREFETCH_DISTANCE * T, KEYS, ASM)
+            prefetch(value_slab_ptrs, slab_row, first_tile * T, end_prefetch, _PREFETCH_DISTANCE * T, VALUES, ASM)
 
         # Scores are in units in which the maps are at most 1. The mean may be far larger, so it has a scale of its own.
         largest = tl.max(tl.maximum(tl.abs(mean_low), tl.abs(mean_high)), 0)
@@ -316,8 +311,8 @@ def attend_context(
             if copies == 1:
                 scored = _score_tile(
                     mapped[1:], key_words, key_slab_ptrs, key_table_ptrs, key_table, slab_row,
-                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T), num_columns, opaque_one,
-                    T, ROWS, MASK_LOADS, KEYS, DTYPE, PRECISION, ASM,
+                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T), opaque_one,
+                    T, ROWS, KEYS, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 scores = scored[0]
                 key_words = scored[1:]
@@ -327,11 +322,11 @@ def attend_context(
                 while tile < end:
                     if PREFETCH_TILES > 0 and (tile - begin) % PREFETCH_TILES == 0:
                         ahead = (tile + _PREFETCH_DISTANCE) * T
-                        prefetch(key_slab_ptrs, slab_row, ahead, end_column, PREFETCH_TILES * T, KEYS, ASM)
+                        prefetch(key_slab_ptrs, slab_row, ahead, end_prefetch, PREFETCH_TILES * T, KEYS, ASM)
                     scored = _score_tile(
                         mapped[1:], key_words, key_slab_ptrs, key_table_ptrs, key_table, slab_row,
-                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), num_columns, opaque_one,
-                        T, ROWS, MASK_LOADS, KEYS, DTYPE, PRECISION, ASM,
+                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), opaque_one,
+                        T, ROWS, KEYS, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
                     scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                     key_words = scored[1:]
@@ -340,7 +335,7 @@ def attend_context(
             partial = (begin + copies > end_tile) | ((begin + copies) * T > length)
             for slot in tl.static_range(SLOTS):
                 partial = partial | ((protected[slot] >= begin * T) & (protected[slot] < (begin + copies) * T))
-            if mask_ptr is not None or partial:
+            if (has_mask != 0) | partial:
                 # Not visible are rows beyond the last query and tiles from `end` on, columns that belong to an earlier
                 # tile (the last one is loaded from the context's last columns) or lie beyond the length, protected ones
                 # and masked ones.
@@ -349,9 +344,8 @@ def attend_context(
                 visible = (in_rows & (own_tile < end))[:, None] & (column >= own_start[:, None]) & (column < length)
                 for slot in tl.static_range(SLOTS):
                     visible = visible & (column != protected[slot])
-                if mask_ptr is not None:
-                    mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * num_columns + column
-                    visible = visible & (tl.load(mask_ptrs, mask=visible, other=0) != 0)
+                mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * num_columns + column
+                visible = visible & (tl.load(mask_ptrs, mask=visible & (has_mask != 0), other=1) != 0)
                 scores = tl.where(visible, scores, float("-inf"))
             bias = mapped[0] * scale
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale + bias)
@@ -367,8 +361,8 @@ def attend_context(
             if copies == 1:
                 summed = _accumulate_tile(
                     weights, None, acc, value_words, value_slab_ptrs, value_table_ptrs, value_table, slab_row,
-                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T), num_columns,
-                    T, ROWS, MASK_LOADS, VALUES, DTYPE, PRECISION, ASM,
+                    tile_start(tl.minimum(end, end_tile - 1), num_columns, T),
+                    T, ROWS, VALUES, DTYPE, PRECISION, ASM,
                 )  # fmt: skip
                 acc = summed[: len(VALUES)]
                 value_words = summed[len(VALUES) :]
@@ -377,12 +371,12 @@ def attend_context(
                 while tile < end:
                     if PREFETCH_TILES > 0 and (tile - begin) % PREFETCH_TILES == 0:
                         ahead = (tile + _PREFETCH_DISTANCE) * T
-                        prefetch(value_slab_ptrs, slab_row, ahead, end_column, PREFETCH_TILES * T, VALUES, ASM)
+                        prefetch(value_slab_ptrs, slab_row, ahead, end_prefetch, PREFETCH_TILES * T, VALUES, ASM)
                     summed = _accumulate_tile(
                         weights, (own_tile == tile)[:, None], acc, value_words, value_slab_ptrs, value_table_ptrs,
                         value_table, slab_row,
-                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), num_columns,
-                        T, ROWS, MASK_LOADS, VALUES, DTYPE, PRECISION, ASM,
+                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T),
+                        T, ROWS, VALUES, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
                     acc = summed[: len(VALUES)]
                     value_words = summed[len(VALUES) :]

@@ -199,7 +199,7 @@ def _store_residual(mean, inverse, residual_ptr, n, in_head):
     tl.store(residual_ptr + n, tl.sum(inverse * mean[None, :], 1).to(tl.bfloat16), mask=in_head)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["order_ptr", "start_ptr", "count_ptr", "protected_ptr", "counter_ptr"])
 def encode_context(
     x_ptrs,
     order_ptr,
@@ -226,13 +226,16 @@ def encode_context(
     num_tokens,
     num_blocks,
     padded_tokens,
+    num_slots,
+    has_order,
+    has_start,
+    has_count,
     HEAD_DIM: tl.constexpr,
     N: tl.constexpr,
     HALF: tl.constexpr,
     T: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
-    SPLITS: tl.constexpr,
     SLOTS: tl.constexpr,
     MAPPED: tl.constexpr,
     FIELDS: tl.constexpr,
@@ -249,6 +252,8 @@ def encode_context(
 
     With RESIDUAL, it also stores the mean over tokens of T^-1 (z - dequantised code).
 
+    Order, start and count are read if there are any. Of each row, `num_slots` tokens are protected, up to SLOTS.
+
     Grid: (splits, 2 x heads, rows); even programs of the second dimension take keys, odd ones values. The slabs
     follow one another in `codes_ptr`, each with room for `padded_tokens` tokens of a head. With OVERLAP, maps are
     loaded while the preceding kernel may still run, and the next kernel may begin likewise.
@@ -259,6 +264,7 @@ def encode_context(
     half: tl.constexpr = HEAD_DIM // 2
     early: tl.constexpr = RESIDUAL and N <= _MAX_EARLY_SIZE
     split = tl.program_id(0)
+    splits = tl.num_programs(0)
     num_heads = tl.num_programs(1) // 2
     head = tl.program_id(1) // 2
     batch = tl.program_id(2).to(tl.int64)
@@ -298,16 +304,17 @@ def encode_context(
             if OVERLAP:
                 tl.extra.cuda.gdc_wait()
             begin = 0
-            if kind == 0 and start_ptr is not None:
-                begin = tl.load(start_ptr + batch).to(tl.int32)
+            if kind == 0:
+                begin = tl.load(start_ptr + batch, mask=has_start != 0, other=0).to(tl.int32)
             num_kept = num_tokens
-            if count_ptr is not None:
+            if has_count != 0:
                 num_kept = tl.load(count_ptr + batch).to(tl.int32)
             # Protected tokens are not read from their codes; -1 for an empty slot.
             num_read = num_kept
             protected = ()
             for slot in tl.static_range(SLOTS):
-                protected = protected + (tl.load(protected_ptr + batch * SLOTS + slot).to(tl.int32),)
+                slot_ptr = protected_ptr + batch * num_slots + slot
+                protected = protected + (tl.load(slot_ptr, mask=slot < num_slots, other=-1).to(tl.int32),)
                 num_read -= (protected[slot] >= 0).to(tl.int32)
 
             x_ptr = x_ptrs[kind] + (
@@ -318,37 +325,35 @@ def encode_context(
             lead = begin % T
             tiles = tl.cdiv(lead + num_tokens, T)
             residual = tl.zeros((T, G, 8), tl.float32)
-            for tile in tl.range(split, tiles + (SLOTS > 0), SPLITS, disable_licm=True):
+            for tile in tl.range(split, tiles + tl.minimum(num_slots, 1), splits, disable_licm=True):
                 t = tl.arange(0, T)
                 token = tile * T - lead + t
                 block = (begin - lead + tile * T) // BLOCK
                 valid = (token >= 0) & (token < num_tokens)
-                coded = valid
-                if SLOTS > 0:
-                    # The last tile holds the protected tokens.
-                    is_last = tile == tiles
-                    coded = valid & (tile < tiles)
-                    valid = coded | (is_last & (t < SLOTS))
-                    slot_ptrs = protected_ptr + batch * SLOTS + t
-                    slot_token = tl.maximum(tl.load(slot_ptrs, mask=is_last & (t < SLOTS), other=0), 0)
-                    token = tl.where(is_last, slot_token.to(tl.int32), token)
-                    # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
-                    block = tl.where(is_last, 0, block)
+                # The last tile holds the protected tokens.
+                is_last = tile == tiles
+                coded = valid & (tile < tiles)
+                is_slot = is_last & (t < num_slots)
+                valid = coded | is_slot
+                slot_ptrs = protected_ptr + batch * num_slots + t
+                slot_token = tl.maximum(tl.load(slot_ptrs, mask=is_slot, other=0), 0)
+                token = tl.where(is_last, slot_token.to(tl.int32), token)
+                # Relative to the first block, whatever their columns, so that one mapped query serves all of them.
+                block = tl.where(is_last, 0, block)
                 tile_angle_ptr = angle_ptr if kind == 0 else None
                 if tile_angle_ptr is not None:
                     # Blocks beyond the end of the table have no valid tokens.
                     tile_angle_ptr += tl.minimum(block, num_blocks - 1) * HEAD_DIM
                 source = token.to(tl.int64)
-                if order_ptr is not None:
+                if has_order != 0:
                     source = tl.load(order_ptr + batch * num_tokens + token, mask=valid, other=0)
                 source *= stride_kn if kind == 0 else stride_vn
                 x = _load_transformed(
                     x_ptr, source, valid, tile_angle_ptr, mean, upper_mean, maps, k, in_half, HEAD_DIM, N, T, PARTS
                 )  # [T, N]
-                if SLOTS > 0:  # noqa: SIM102 - evaluated at compile time
-                    if is_last:
-                        special_ptrs = special_ptr + output * (SLOTS * HEAD_DIM) + t[:, None] * HEAD_DIM + n[None, :]
-                        tl.store(special_ptrs, x.to(tl.bfloat16), mask=(t < SLOTS)[:, None] & in_head[None, :])
+                if is_last:
+                    special_ptrs = special_ptr + (output * num_slots + t[:, None]) * HEAD_DIM + n[None, :]
+                    tl.store(special_ptrs, x.to(tl.bfloat16), mask=is_slot[:, None] & in_head[None, :])
                 x = tl.reshape(x, (T, G, 8))
                 if LEVELS > 0:
                     codes = _table_codes(x, levels_ptrs[kind] + head * LEVELS, LEVELS)
@@ -367,16 +372,16 @@ def encode_context(
                 num_read = tl.maximum(num_read, 1).to(tl.float32)
                 if not early:
                     inverse = tl.load(inverse_ptr, mask=inside, other=0.0)
-                if SPLITS == 1:
+                if splits == 1:
                     _store_residual(total / num_read, inverse, residual_ptr + output * HEAD_DIM, n, in_head)
                 else:
-                    partial_ptrs = partial_ptr + output * (SPLITS * N) + n
+                    partial_ptrs = partial_ptr + output * (splits * N) + n
                     tl.store(partial_ptrs + split * N, total)
                     tl.debug_barrier()
-                    if tl.atomic_add(counter_ptr + output, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+                    if tl.atomic_add(counter_ptr + output, 1, sem="acq_rel", scope="gpu") == splits - 1:
                         # Back to zero, for the next launch.
                         tl.store(counter_ptr + output, 0)
                         total = tl.zeros((N,), tl.float32)
-                        for i in range(SPLITS):
+                        for i in range(splits):
                             total += tl.load(partial_ptrs + i * N, cache_modifier=".cg")
                         _store_residual(total / num_read, inverse, residual_ptr + output * HEAD_DIM, n, in_head)

@@ -19,21 +19,21 @@ def add_layer_norm(
     bias_ptr,
     sum_ptr,
     normed_ptr,
-    eps,
+    eps: tl.float32,
+    adds,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
-    ADD: tl.constexpr,
 ):
     """sum = x + delta; normed = (sum - mean) / sqrt(var + eps) * weight + bias. Grid: (tokens,).
 
-    The statistics are those of the sum as it is stored. Without ADD, x itself is normalised.
+    The statistics are those of the sum as it is stored. Unless it `adds`, x itself is normalised.
     """
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)  # [BLOCK]
-    if ADD:
-        dtype: tl.constexpr = x.dtype
+    dtype: tl.constexpr = x.dtype
+    if adds != 0:
         delta = tl.load(delta_ptr + row + column, mask=inside, other=0.0)  # [BLOCK]
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row + column, x, mask=inside)
@@ -52,7 +52,7 @@ def rotate_(
     qkv_ptr,
     cos_ptr,
     sin_ptr,
-    scale,
+    scale: tl.float32,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
@@ -83,7 +83,7 @@ def rotate_(
 
 
 @triton.jit
-def gelu_(x_ptr, count, BLOCK: tl.constexpr):
+def gelu_(x_ptr, count: tl.int64, BLOCK: tl.constexpr):
     """x / 2 (1 + erf(x / sqrt(2))), in place. Grid: (blocks,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < count

@@ -9,7 +9,7 @@ _LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 _LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["mask_ptr", "lse_ptr"])
 def attend_new(
     query_ptr,
     key_ptr,
@@ -30,10 +30,11 @@ def attend_new(
     stride_pb,
     stride_ph,
     stride_pn,
-    stride_lb,
-    stride_lh,
+    lse_stride_b,
+    lse_stride_h,
     num_tokens,
     num_heads,
+    has_mask,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
     T: tl.constexpr,
@@ -42,7 +43,7 @@ def attend_new(
     """Continues an online softmax (Milakov and Gimelshein 2018) over the past with the new tokens of a row.
 
     With o_p and lse_p of the past, o = (exp(lse_p) o_p + sum_j exp(q k_j) v_j) / (exp(lse_p) + sum_j exp(q k_j)).
-    Tensors are [B, H, n, D], the mask uint8 [B, n] or None, lse float32 [B, H, n]. Grid: (n / T, H, B).
+    Tensors are [B, H, n, D], the mask uint8 [B, n], read if `has_mask`, lse float32 [B, H, n]. Grid: (n / T, H, B).
     """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -57,7 +58,7 @@ def attend_new(
     past = tl.load(
         past_ptr + row * stride_pb + head * stride_ph + i[:, None] * stride_pn + d[None, :], mask=block, other=0.0
     )
-    lse = tl.load(lse_ptr + row * stride_lb + head * stride_lh + i, mask=in_rows, other=0.0)
+    lse = tl.load(lse_ptr + row * lse_stride_b + head * lse_stride_h + i, mask=in_rows, other=0.0)
     # Of a past without tokens, flash attention returns plus infinity.
     seen = (lse > _LOWEST) & (lse < float("inf"))
     highest = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [T], in units of log 2
@@ -73,8 +74,8 @@ def attend_new(
         value = tl.load(
             value_ptr + row * stride_vb + head * stride_vh + j[:, None] * stride_vn + d[None, :], mask=tile, other=0.0
         )
-        if mask_ptr is not None:
-            shown = shown & (tl.load(mask_ptr + row * num_tokens + j, mask=shown, other=0) != 0)
+        mask = tl.load(mask_ptr + row * num_tokens + j, mask=shown & (has_mask != 0), other=1)
+        shown = shown & (mask != 0)
         scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _LOG2_E  # [T, T]
         scores = tl.where(shown[None, :], scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, axis=1))

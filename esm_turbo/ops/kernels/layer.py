@@ -34,15 +34,15 @@ def rotate(
     sin_ptr,
     new_query_ptr,
     new_key_ptr,
-    scale,
+    scale: tl.float32,
     stride_qb,
     stride_qh,
     stride_qn,
     stride_kb,
     stride_kh,
     stride_kn,
-    stride_cb,
-    stride_cn,
+    cos_stride_b,
+    cos_stride_n,
     num_heads,
     num_tokens,
     HEAD_DIM: tl.constexpr,
@@ -63,7 +63,7 @@ def rotate(
     in_half = d < HEAD_DIM // 2
     inside = (head < num_heads)[:, None] & in_half[None, :]
     # Both halves of a head have the same angles.
-    angle = batch * stride_cb + token * stride_cn + d
+    angle = batch * cos_stride_b + token * cos_stride_n + d
     cos = tl.load(cos_ptr + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]  # [1, HALF]
     sin = tl.load(sin_ptr + angle, mask=in_half, other=0.0).to(tl.float32)[None, :]
     query_ptr += batch * stride_qb + token * stride_qn
@@ -74,7 +74,7 @@ def rotate(
 
 
 @triton.jit
-def gelu(x_ptr, out_ptr, numel, BLOCK: tl.constexpr):
+def gelu(x_ptr, out_ptr, numel: tl.int64, BLOCK: tl.constexpr):
     """GELU, x / 2 (1 + erf(x / sqrt(2))), rounded after every step. Grid: (blocks,)."""
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = i < numel

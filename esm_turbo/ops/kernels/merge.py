@@ -52,7 +52,7 @@ def _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION: 
     return new_max, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr"])
 def merge(
     query_ptr,
     key_ptr,
@@ -77,6 +77,7 @@ def merge(
     stride_vb,
     stride_vh,
     stride_vn,
+    stride_part,
     batch_size,
     num_tokens,
     num_rows,
@@ -84,15 +85,17 @@ def merge(
     num_blocks,
     blocks_per_program,
     max_parts,
+    queries,
+    batch_tile,
+    own_context,
+    has_new_mask,
+    has_protected_mask,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    PADDED_VALUE_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
     ROWS: tl.constexpr,
     ROUNDS: tl.constexpr,
-    SHARED: tl.constexpr,
-    FLAT: tl.constexpr,
+    MANY: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -104,42 +107,36 @@ def merge(
         total  = 2^(m - max) t + sum_p 2^(m_p - max) t_p
         output = (2^(m - max) a + sum_p 2^(m_p - max) (T^-1 a_p + t_p (mean + residual))) / total
 
-    Grid: (row tiles, heads, batch). A row is a new token of one row of the extension. A tile holds all new tokens of
-    FLAT rows of the extension, and the last dimension of the grid is 1; with FLAT 0 it holds tokens of a single row.
-    An operand holds the ROWS rows of a tile (a power of two, up to 16) in `16 / ROWS` copies, which process different
-    parts, in ROUNDS rounds. Protected keys and values are in the model's coordinates. With OVERLAP, everything that
-    does not depend on `attend_context` is done while it still runs.
+    Grid: (batch tiles, heads, row tiles). A row is a new token of one row of the extension. A tile holds all new tokens
+    of `batch_tile` rows of the extension; with MANY new tokens it holds 16 tokens of a single row. An operand holds
+    ROWS rows (1 or 16) in `16 / ROWS` copies, which process different parts, ROUNDS at a time. `attend_context` has
+    read `queries` queries at a time. All rows share one context, unless they each have their `own_context`. Masks are
+    read if there are any. Accumulators of the parts are `stride_part` apart, the sum of the operands' sizes, up to
+    VALUE_SIZE. Protected keys and values are in the model's coordinates. With OVERLAP, everything that does not depend
+    on `attend_context` is done while it still runs.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
     copies: tl.constexpr = MMA_ROWS // ROWS
-    # Rows of the extension that share a tile each have protected tokens of their own, unless they share the context.
-    own_slots: tl.constexpr = FLAT > 0 and not SHARED
     i = tl.arange(0, MMA_ROWS)
     d = tl.arange(0, SIZE)
     in_head = d < HEAD_DIM
-    if FLAT > 0:
-        first_batch = tl.program_id(0) * FLAT
-        num_new = FLAT * num_tokens
-        batch = first_batch + i % ROWS // num_tokens
-        token = i % ROWS % num_tokens
-        in_rows = (i % ROWS < num_new) & (batch < batch_size)
-    else:
-        first_batch = tl.program_id(2)
-        num_new = num_tokens
-        batch = tl.zeros_like(i) + first_batch
-        token = tl.program_id(0) * MMA_ROWS + i
-        in_rows = token < num_tokens
-    context = batch * 0 if SHARED else batch
+    first_batch = tl.program_id(0) * batch_tile
+    num_new = batch_tile * num_tokens
+    tile_row = tl.program_id(2) * MMA_ROWS + i % ROWS
+    batch = first_batch + tile_row // num_tokens
+    token = tile_row % num_tokens
+    in_rows = (tile_row < num_new) & (batch < batch_size)
+    context = batch * own_context
     context_head = (context * num_heads + head).to(tl.int64)
     inside = in_rows[:, None] & in_head[None, :]
     # All loads are issued at once: a short kernel waits for memory most of its time.
     query_row = batch.to(tl.int64) * stride_qb + token * stride_qn
     query = _load_rows(query_ptr + head * stride_qh, 1, query_row, d, inside)  # [16, SIZE]
-    component = tl.arange(0, PADDED_VALUE_SIZE)
-    in_values = component < VALUE_SIZE
+    component = tl.arange(0, VALUE_SIZE)
+    in_values = component < stride_part
     map_ptrs = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM) + component[:, None] * HEAD_DIM + d[None, :]
-    value_map = tl.load(map_ptrs, mask=in_values[:, None] & in_head[None, :], other=0.0)  # [PADDED_VALUE_SIZE, SIZE]
+    value_map = tl.load(map_ptrs, mask=in_head[None, :], other=0.0)  # [VALUE_SIZE, SIZE]
     mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)[None, :]  # [1 or 16, SIZE]
     if value_residual_ptr is not None:
         mean += _load_rows(value_residual_ptr, HEAD_DIM, context_head, d, inside).to(tl.float32)
@@ -147,75 +144,69 @@ def merge(
     row_max = tl.full((MMA_ROWS,), LOWEST, tl.float32)
     total = tl.zeros((MMA_ROWS,), tl.float32)
     acc = tl.zeros((MMA_ROWS, SIZE), tl.float32)
-    num_dense = num_new
-    if protected_key_ptr is not None:
-        num_dense += num_slots * FLAT if own_slots else num_slots
+    # Rows that share a tile each have protected tokens of their own, unless they share the context.
+    num_dense = num_new + num_slots * (1 + (batch_tile - 1) * own_context)
     # With few new tokens there is a single round, and nothing to load ahead.
-    for first in tl.range(0, num_dense, MMA_ROWS, num_stages=1 if FLAT > 0 else 3):
+    for first in tl.range(0, num_dense, MMA_ROWS, num_stages=3 if MANY else 1):
         new = first + i
-        if FLAT > 0:
-            new_batch = first_batch + new // num_tokens
-            new_token = new % num_tokens
-        else:
-            new_batch = batch
-            new_token = new
+        new_batch = first_batch + new // num_tokens
+        new_token = new % num_tokens
         is_new = (new < num_new) & (new_batch < batch_size)
         new_inside = is_new[:, None] & in_head[None, :]
         key_row = new_batch.to(tl.int64) * stride_kb + new_token * stride_kn
         value_row = new_batch.to(tl.int64) * stride_vb + new_token * stride_vn
         keys = _load_rows(key_ptr + head * stride_kh, 1, key_row, d, new_inside).to(query.dtype)  # [16, SIZE]
         values = _load_rows(value_ptr + head * stride_vh, 1, value_row, d, new_inside).to(query.dtype)
-        visible = is_new
-        if new_mask_ptr is not None:
-            visible = visible & (tl.load(new_mask_ptr + new_batch * num_tokens + new_token, mask=is_new, other=0) != 0)
+        new_mask_ptrs = new_mask_ptr + new_batch.to(tl.int64) * num_tokens + new_token
+        visible = is_new & (tl.load(new_mask_ptrs, mask=is_new & (has_new_mask != 0), other=1) != 0)
         visible = visible[None, :] & (batch[:, None] == new_batch[None, :])  # [16, 16]
-        if protected_key_ptr is not None:
-            slot = new - num_new
-            is_slot = (slot >= 0) & (new < num_dense)
-            if own_slots:
-                slot_batch = first_batch + slot // num_slots
-                slot = slot % num_slots
-                is_slot = is_slot & (slot_batch < batch_size)
-            else:
-                slot_batch = context
-            slot_inside = is_slot[:, None] & in_head[None, :]
-            slot_row = (slot_batch * num_heads + head).to(tl.int64) * num_slots + slot
-            slot_keys = _load_rows(protected_key_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
-            keys = tl.where(new_inside, keys, slot_keys)
-            slot_values = _load_rows(protected_value_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
-            values = tl.where(new_inside, values, slot_values)
-            slot_visible = is_slot[None, :] & in_rows[:, None]
-            if own_slots:
-                slot_visible = slot_visible & (batch[:, None] == slot_batch[None, :])
-            if protected_mask_ptr is not None:
-                mask_ptrs = protected_mask_ptr + batch[:, None] * num_slots + slot[None, :]
-                slot_visible = slot_visible & (tl.load(mask_ptrs, mask=slot_visible, other=0) != 0)
-            visible = visible | slot_visible
+        slot = new - num_new
+        is_slot = (slot >= 0) & (new < num_dense)
+        slot_batch = (first_batch + slot // tl.maximum(num_slots, 1)) * own_context
+        slot = slot % tl.maximum(num_slots, 1)
+        is_slot = is_slot & (slot_batch < batch_size)
+        slot_inside = is_slot[:, None] & in_head[None, :]
+        slot_row = (slot_batch * num_heads + head).to(tl.int64) * num_slots + slot
+        slot_keys = _load_rows(protected_key_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
+        keys = tl.where(new_inside, keys, slot_keys)
+        slot_values = _load_rows(protected_value_ptr, HEAD_DIM, slot_row, d, slot_inside).to(query.dtype)
+        values = tl.where(new_inside, values, slot_values)
+        slot_visible = is_slot[None, :] & in_rows[:, None]
+        slot_visible = slot_visible & ((batch[:, None] == slot_batch[None, :]) | (own_context == 0))
+        mask_ptrs = protected_mask_ptr + batch[:, None].to(tl.int64) * num_slots + slot[None, :]
+        slot_mask = tl.load(mask_ptrs, mask=slot_visible & (has_protected_mask != 0), other=1)
+        visible = visible | (slot_visible & (slot_mask != 0))
         row_max, total, acc = _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION)
 
-    row = batch * num_tokens + token if SHARED else token
-    item = (context * num_heads + head) * tl.cdiv(num_rows, QUERIES) + row // QUERIES
+    row = batch * num_tokens * (1 - own_context) + token
+    item = (context * num_heads + head) * tl.cdiv(num_rows, queries) + row // queries
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
     copy = i // ROWS
-    part = copy[:, None] + tl.arange(0, ROUNDS)[None, :] * copies
-    is_part = in_rows[:, None] & (part < num_parts[:, None])
     first_row = context_head * max_parts * num_rows + row
-    part_row = first_row[:, None] + part * num_rows
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    part_max = tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST)  # [16, ROUNDS]
-    part_total = tl.load(part_total_ptr + part_row, mask=is_part, other=0.0)
-    new_max = tl.maximum(row_max, _max_over_copies(tl.max(part_max, 1), ROWS))
-    rescale = tl.exp2(row_max - new_max)
-    copy_total = tl.sum(tl.exp2(part_max - new_max[:, None]) * part_total, 1)
-    part_acc = tl.zeros((MMA_ROWS, PADDED_VALUE_SIZE), tl.float32)
-    for s in tl.static_range(ROUNDS):
-        part = s * copies + copy
-        is_part = in_rows & (part < num_parts)
-        part_row = first_row + part * num_rows
-        part_rescale = tl.exp2(tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST) - new_max)
-        acc_ptrs = part_acc_ptr + part_row[:, None] * VALUE_SIZE + component[None, :]
-        part_acc += part_rescale[:, None] * tl.load(acc_ptrs, mask=is_part[:, None] & in_values[None, :], other=0.0)
+    highest = row_max
+    copy_total = tl.zeros((MMA_ROWS,), tl.float32)
+    part_acc = tl.zeros((MMA_ROWS, VALUE_SIZE), tl.float32)
+    for first in tl.range(0, tl.cdiv(max_parts, copies), ROUNDS, num_stages=1):
+        part = copy[:, None] + (first + tl.arange(0, ROUNDS)[None, :]) * copies
+        is_part = in_rows[:, None] & (part < num_parts[:, None])
+        part_row = first_row[:, None] + part * num_rows
+        part_max = tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST)  # [16, ROUNDS]
+        part_total = tl.load(part_total_ptr + part_row, mask=is_part, other=0.0)
+        new_max = tl.maximum(highest, _max_over_copies(tl.max(part_max, 1), ROWS))
+        rescale = tl.exp2(highest - new_max)
+        copy_total = copy_total * rescale + tl.sum(tl.exp2(part_max - new_max[:, None]) * part_total, 1)
+        part_acc *= rescale[:, None]
+        for s in tl.static_range(ROUNDS):
+            part = copy + (first + s) * copies
+            is_part = in_rows & (part < num_parts)
+            part_row = first_row + part * num_rows
+            part_rescale = tl.exp2(tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST) - new_max)
+            acc_ptrs = part_acc_ptr + part_row[:, None] * stride_part + component[None, :]
+            part_acc += part_rescale[:, None] * tl.load(acc_ptrs, mask=is_part[:, None] & in_values[None, :], other=0.0)
+        highest = new_max
+    rescale = tl.exp2(row_max - highest)
     mapped = tl.dot(part_acc, value_map, copy_total[:, None] * mean, input_precision=PRECISION)
     acc = acc * rescale[:, None] + _sum_over_copies(mapped, ROWS)
     total = total * rescale + tl.sum(_sum_over_copies(copy_total[:, None], ROWS), 1)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from esm_turbo.ops.kernels.products import MMA_ROWS
-from esm_turbo.ops.triton_layout import SlabSpec
+from esm_turbo.ops.slabs import SlabSpec
 
 # Bytes that one prefetch instruction fetches.
 _PREFETCH_BYTES: tl.constexpr = tl.constexpr(64)
@@ -187,7 +187,7 @@ def tile_start(tile, num_columns, T: tl.constexpr):
     """The first column loaded for a tile of T columns.
 
     The last tile is loaded from the context's last T columns, so that no load needs a mask. A context shorter than one
-    tile is loaded from column 0.
+    tile is loaded from column 0: there is room for a whole tile in memory.
     """
     return tl.maximum(tl.minimum(tile * T, num_columns - T), 0)
 
@@ -222,9 +222,7 @@ def prefetch(slab_ptrs, row, first, end, COUNT: tl.constexpr, SLABS: tl.constexp
 
 
 @triton.jit
-def load_key_slab(
-    slab_ptr, row, first, num_columns, opaque_one, T: tl.constexpr, MASK_LOADS: tl.constexpr, SLAB: tl.constexpr
-):
+def load_key_slab(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr):
     """The elements of T keys, [4, 8, T / 8, elements / 4]: four lanes share a key and hold neighbouring elements.
 
     The shape follows the lanes and registers of the operand, so that no loaded data moves between lanes.
@@ -236,11 +234,8 @@ def load_key_slab(
     eighth = (tl.arange(0, T // 8) * 8)[None, None, :, None]
     next_word = tl.arange(0, per_lane)[None, None, None, :]
     mask = None
-    if MASK_LOADS:
-        mask = token + eighth < num_columns
     if SLAB.stored < SLAB.words:
-        is_stored = word + next_word < SLAB.stored
-        mask = is_stored if mask is None else mask & is_stored
+        mask = word + next_word < SLAB.stored
     # `opaque_one` is a 1 that the compiler does not know to be 1. It hides that neighbouring lanes load neighbouring
     # words; otherwise one lane would load the words of several. The row moves the pointer, so that other offsets fit
     # 32 bits; what all lanes share is added last.
@@ -249,13 +244,11 @@ def load_key_slab(
 
 
 @triton.jit
-def load_keys(
-    slab_ptrs, row, first, num_columns, opaque_one, T: tl.constexpr, MASK_LOADS: tl.constexpr, SLABS: tl.constexpr
-):
+def load_keys(slab_ptrs, row, first, opaque_one, T: tl.constexpr, SLABS: tl.constexpr):
     """The elements of a tile of every key slab, see `load_key_slab`."""
     words = ()
     for i in tl.static_range(len(SLABS)):
-        slab = load_key_slab(slab_ptrs[i], row, first, num_columns, opaque_one, T, MASK_LOADS, slab_of(SLABS, i))
+        slab = load_key_slab(slab_ptrs[i], row, first, opaque_one, T, slab_of(SLABS, i))
         words = words + (slab,)
     return words
 
@@ -332,24 +325,22 @@ def token_at(row):
 
 
 @triton.jit
-def load_value_slab(slab_ptr, row, first, num_columns, T: tl.constexpr, MASK_LOADS: tl.constexpr, SLAB: tl.constexpr):
+def load_value_slab(slab_ptr, row, first, T: tl.constexpr, SLAB: tl.constexpr):
     """The words of T values, [T, words]."""
     token = token_at(tl.arange(0, T))[:, None]
     word = tl.arange(0, SLAB.words)[None, :]
     mask = None
-    if MASK_LOADS:
-        mask = token < num_columns
     if SLAB.stored < SLAB.words:
-        mask = (word < SLAB.stored) if mask is None else mask & (word < SLAB.stored)
+        mask = word < SLAB.stored
     return tl.load(slab_ptr + (row + first) * SLAB.stored + (token * SLAB.stored + word), mask=mask)
 
 
 @triton.jit
-def load_values(slab_ptrs, row, first, num_columns, T: tl.constexpr, MASK_LOADS: tl.constexpr, SLABS: tl.constexpr):
+def load_values(slab_ptrs, row, first, T: tl.constexpr, SLABS: tl.constexpr):
     """The words of a tile of every value slab, see `load_value_slab`."""
     words = ()
     for i in tl.static_range(len(SLABS)):
-        words = words + (load_value_slab(slab_ptrs[i], row, first, num_columns, T, MASK_LOADS, slab_of(SLABS, i)),)
+        words = words + (load_value_slab(slab_ptrs[i], row, first, T, slab_of(SLABS, i)),)
     return words
 
 

@@ -1,0 +1,169 @@
+"""All variants of all kernels that a model's calls launch, whatever their lengths, batches and numbers of candidates.
+
+The launchers themselves say which: they run on empty tensors of few shapes, and their launches are listed.
+`tests/ops/test_warmup.py` compares the list with what calls launch.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext, TurboCodec
+from esm_turbo.ops import copies, decoded_attention, triton_attention, triton_encode, triton_encoder, triton_layer
+from esm_turbo.ops.compilation import compile_together
+from esm_turbo.ops.triton_launch import per_codec, recorded
+from esm_turbo.ops.triton_layout import key_view, value_view
+from esm_turbo.ops.variants import KernelError, Variant
+
+# New tokens and columns: a single query, few and many of them; one part of a context, and several.
+_EXTENSIONS = ((1, 128), (8, 64), (8, 128), (16, 64), (16, 128))
+_HALF = (torch.float16, torch.bfloat16)
+_compiling = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a model.
+
+    Attributes:
+        heads: per layer.
+        head_dim: components per head.
+        intermediate: width of the feed-forward network.
+    """
+
+    heads: int
+    head_dim: int
+    intermediate: int
+
+
+def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device) -> int:
+    """Compiles what calls of a model on a CUDA device need, side by side, unless Triton's cache holds it; once.
+
+    Args:
+        sizes: of the model.
+        codec: of the caches; None for forwards without caches.
+        dtype: of the model.
+        device: of the model.
+
+    Returns:
+        Number of kernels that calls need.
+
+    Raises:
+        KernelError: a kernel does not compile.
+        KernelCacheError: the cache of compiled kernels cannot be used.
+    """
+    with _compiling:
+        if codec is None:
+            return _compile_encoder(sizes, dtype, device)
+        return _compile(codec, sizes, dtype, device)
+
+
+@functools.cache
+def _compile_encoder(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
+    return _compile_all(encoder_variants(sizes, dtype, device, _capability(device)))
+
+
+@per_codec
+def _compile(codec: KVCodec, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
+    capability = _capability(device)
+    encoder = encoder_variants(sizes, dtype, device, capability)
+    return _compile_all([*encoder, *cache_variants(codec, sizes, dtype, device, capability)])
+
+
+def _compile_all(variants: list[Variant]) -> int:
+    distinct = list(dict.fromkeys(variants))
+    _, reasons = compile_together(distinct)
+    if reasons:
+        raise KernelError(reasons[0])
+    return len(distinct)
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, capability: int) -> list[Variant]:
+    """What the packed encoder launches; nothing where it does not run."""
+    if dtype not in _HALF:
+        return []
+    hidden = sizes.heads * sizes.head_dim
+    x, inner = (torch.empty(16, size, dtype=dtype, device=device) for size in (hidden, sizes.intermediate))
+    angles = torch.empty(16, sizes.head_dim // 2, device=device)
+    with recorded(capability) as variants:
+        triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
+        triton_encoder.rotate_(_qkv(16, sizes, dtype, device)[0], angles, angles, 1.0)
+        triton_encoder.gelu_(inner)
+    return variants
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def cache_variants(
+    codec: KVCodec, sizes: Sizes, dtype: torch.dtype, device: torch.device, capability: int
+) -> list[Variant]:
+    """What writing and reading caches of a codec launches."""
+    with recorded(capability) as variants:
+        query, keys, values = _heads(16, sizes, dtype, device)
+        cos, sin = torch.empty(2, 1, 16, sizes.head_dim, dtype=dtype, device=device)
+        triton_layer.rotate(query, keys, cos, sin, 1.0)
+        triton_layer.gelu(torch.empty(16, sizes.intermediate, dtype=dtype, device=device))
+        lse = torch.empty(query.shape[:3], device=device)
+        decoded_attention.attend_new(query, keys, values, None, query, lse)
+        table = torch.empty(1, 4, dtype=torch.int64, device=device)
+        for words in (True, False):
+            copies.launch_copies(table, table, words)
+        if not isinstance(codec, ExactCodec):
+            for layer_idx in _distinct_layers(codec):
+                _record_layer(codec, layer_idx, sizes, dtype, device)
+    return variants
+
+
+def _record_layer(codec: KVCodec, layer_idx: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
+    if triton_encode.can_run(codec, layer_idx):
+        _, keys, values = _heads(16, sizes, dtype, device)
+        for summarize in (True, False):
+            triton_encode.encode(codec, layer_idx, keys, values, summarize=summarize)
+    if triton_attention.can_run(codec):
+        for n, columns in _EXTENSIONS:
+            context = _empty_context(codec, layer_idx, columns, device)
+            triton_attention.extend_attention(*_heads(n, sizes, dtype, device), None, context, codec, layer_idx)
+
+
+def _distinct_layers(codec: KVCodec) -> list[int]:
+    """The first layer of each combination of slabs."""
+    first = {}
+    for layer_idx in reversed(range(codec.geometry.num_layers)):
+        views = ((key_view, codec.field_slabs(layer_idx, "key")), (value_view, codec.field_slabs(layer_idx, "value")))
+        first[tuple(tuple(view(slab).spec for slab in slabs) for view, slabs in views)] = layer_idx
+    return list(first.values())
+
+
+def _qkv(n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Queries, keys and values as a fused projection leaves them, [1, n, 3, heads, head_dim]."""
+    return torch.empty(1, n, 3, sizes.heads, sizes.head_dim, dtype=dtype, device=device)
+
+
+def _heads(n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, [1, heads, n, head_dim] each."""
+    query, keys, values = _qkv(n, sizes, dtype, device).permute(2, 0, 3, 1, 4)
+    return query, keys, values
+
+
+def _empty_context(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> PackedContext:
+    heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
+    packed = {}
+    for kind in ("key", "value"):
+        for slab in codec.field_slabs(layer_idx, kind):
+            num_bytes = len(slab.components) * slab.bits // 8
+            packed[slab.name] = torch.empty(1, heads, columns, num_bytes, dtype=torch.uint8, device=device)
+    residual = torch.empty(1, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
+    rows = dict.fromkeys(("key_residual", "value_residual"), residual) if isinstance(codec, TurboCodec) else {}
+    return PackedContext(packed, None, {}, None, rows)
