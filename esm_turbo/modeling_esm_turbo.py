@@ -759,7 +759,7 @@ class TurboEsmModel(CheckpointMixin, EsmModel):
         """
         columns = cache.lengths[:, None] + torch.arange(num_tokens, device=cache.device)
         input_ids = cache.token_ids.gather(1, columns).long()
-        input_ids[:, -1] = self.config.mask_token_id
+        input_ids[:, -1].fill_(self.config.mask_token_id)
         positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
         session = GrowingExtension(cache, self.kv_backend, num_stored, store)
         embeddings = self._embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
@@ -83,19 +85,13 @@ def generate(
         new = [range(len(row) + 1, end + 1) for row, end in zip(rows, ends, strict=True)]
         _check_constrained_positions(sampler.allowed, new)
         warn_if_long(ends, stacklevel=3)
-        begins = list(range(len(rows)))
+        token_ids = None
         if cache is None:
-            # Rows that begin alike share one context.
-            contexts = [turbo.codes.decode(row) for row in rows]
-            distinct = list(dict.fromkeys(contexts))
-            number_of = {context: number for number, context in enumerate(distinct)}
-            begins = [number_of[context] for context in contexts]
-            cache = turbo.prefill(distinct) if store is None else store.get_or_prefill(turbo, distinct)
-        chosen = [begin for begin in begins for _ in range(repeats)]
-        # A cache made here may be changed.
-        if cache is sequences or chosen != list(range(cache.batch_size)):
-            cache = cache.select(chosen)
-        decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY)
+            cache = _prefilled(turbo, rows, repeats, store)
+            token_ids = [[turbo.codes.cls, *row] for row in rows for _ in range(repeats)]
+        else:
+            cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
+        decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY, token_ids)
         return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
     if cache is not None or store is not None:
         given = "a cache" if store is None else "contexts of a store"
@@ -156,6 +152,20 @@ def _rows_of_cache(turbo: ContextModel, cache: TurboKVCache) -> list[list[int]]:
     if not rows:
         raise ValueError("the cache is empty: prefill a context first")
     return [row[1:] for row in rows]
+
+
+def _prefilled(
+    turbo: ContextModel, rows: Sequence[Sequence[int]], repeats: int, store: ContextSource | None
+) -> TurboKVCache:
+    """A cache of rows of residues, each repeated. Rows that begin alike are computed once."""
+    contexts = [turbo.codes.decode(row) for row in rows]
+    number_of = {context: number for number, context in enumerate(dict.fromkeys(contexts))}
+    distinct = list(number_of)
+    cache = turbo.prefill(distinct) if store is None else store.get_or_prefill(turbo, distinct)
+    chosen = [number_of[context] for context in contexts for _ in range(repeats)]
+    if chosen != list(range(len(number_of))):
+        cache.batch_select_indices(torch.tensor(chosen))
+    return cache
 
 
 def _append(

@@ -35,19 +35,35 @@ class LeftToRight:
         refresh: number of tokens at the end of each row that a refresh computes again; a number of at least the row's
             tokens computes the whole row.
         refresh_every: steps from one refresh to the next; the first step has one.
+        token_ids: of each row, if the caller knows them and positions count from 0; otherwise they are read from the
+            cache, which waits for a device.
     """
 
-    def __init__(self, turbo: ContextModel, cache: TurboKVCache, refresh: int, refresh_every: int) -> None:
+    def __init__(
+        self,
+        turbo: ContextModel,
+        cache: TurboKVCache,
+        refresh: int,
+        refresh_every: int,
+        token_ids: list[list[int]] | None = None,
+    ) -> None:
         self.turbo = turbo
         self.cache = cache
         self.refresh = refresh
         self.refresh_every = refresh_every
         self.steps = 0
         # Copies of the cache's own state on the host, which are read without waiting for a device.
-        self.cached: list[int] = cache.lengths.tolist()
+        self.positions: list[list[int]] | None = None
+        if token_ids is not None:
+            self.token_ids = token_ids
+            self.cached = list(map(len, token_ids))
+            self.next_positions = list(self.cached)
+            return
+        self.cached = cache.lengths.tolist()
         self.token_ids = _rows(cache.token_ids, self.cached)
-        self.next_positions: list[int] = cache.next_positions.tolist()
-        self.positions = None if cache.positions is None else _rows(cache.positions, self.cached)
+        self.next_positions = cache.next_positions.tolist()
+        if cache.positions is not None:
+            self.positions = _rows(cache.positions, self.cached)
 
     def push(self, token_ids: list[int]) -> None:
         """Append a token to every row; the next step caches it."""
@@ -121,6 +137,8 @@ class LeftToRight:
                 torch.tensor([ids.count(codes.mask) for ids in self.token_ids]),
                 self._all_positions(columns),
             )
+            # Its rows are among the contexts of the graph now.
+            self.cache.reset()
             everywhere = _upload(sampler.allowed.everywhere[None], device)
             results, finite = [], []
             for number, step in enumerate(steps):
