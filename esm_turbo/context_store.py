@@ -7,16 +7,19 @@ contexts are reported and computed again. Recently used contexts are kept in mem
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import os
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -30,6 +33,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.tiers import Tier
@@ -40,6 +44,7 @@ from esm_turbo.tasks.common.progress import Progress, silent
 __all__ = ["ContextStore", "is_store", "store_info"]
 
 _GIB = 1 << 30
+_POLL_SECONDS = 0.1
 _log = logging.getLogger("esm_turbo")
 
 
@@ -64,11 +69,26 @@ class _Job:
     total_masks: int
 
 
+class _Filled(NamedTuple):
+    """A batch of contexts that is in the store.
+
+    Attributes:
+        batch: indices of its jobs.
+        contexts: by key.
+        computed: number of those that this process computed.
+    """
+
+    batch: Sequence[int]
+    contexts: dict[str, FlatContext]
+    computed: int
+
+
 class ContextStore:
     """Compressed contexts on disk, with recently used ones in memory.
 
-    Several processes may read and write one store. One at a time writes, and the others wait for it. What a process
-    that is killed while writing leaves behind is never read.
+    Several processes may read and write one store. Those that fill it share the work: each claims a batch before
+    computing it, and leaves batches that others have claimed to them. One at a time writes, and the others wait for it.
+    What a process that is killed while writing leaves behind is never read.
 
     Its methods take a model, whose preset decides what is looked up and stored, and the arguments of its `prefill`.
 
@@ -76,7 +96,8 @@ class ContextStore:
         folder: of a store; a new or empty one becomes a store with the first context.
         host_bytes: host memory for contexts in bytes, pinned if the model is on a CUDA device; 0 keeps none.
         device_bytes: device memory for contexts in bytes, if the model is on a device; 0 keeps none.
-        lock_timeout: seconds to wait for another process that is writing.
+        lock_timeout: seconds to wait for another process that is writing; and for one that computes what is wanted,
+            before it is computed here too.
         read_only: compute missing contexts, but do not write them.
 
     Raises:
@@ -99,6 +120,7 @@ class ContextStore:
         self.lock_timeout = lock_timeout
         self.read_only = read_only
         self._files = StoreFiles(self.folder)
+        self._claims = Claims(self.folder)
         self._host = Tier(host_bytes)
         self._device = Tier(device_bytes)
         self._usage = Usage(self.folder)
@@ -184,8 +206,8 @@ class ContextStore:
                 if context is not None:
                     found[job.key] = context
             done = {index for index, job in enumerate(unique) if job.key in found}
-            for _, filled in self._fill(turbo, spec, unique, done, toks_per_batch):
-                found |= filled
+            for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+                found |= filled.contexts
             if len(jobs) == 1:
                 return found[jobs[0].key].clone().cache(spec)
             caches = {key: context.cache(spec) for key, context in found.items()}
@@ -281,11 +303,9 @@ class ContextStore:
             residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
             report("prefill", 0, total)
             computed = 0
-            for batch, filled in self._fill(
-                turbo, spec, jobs, done, toks_per_batch, counted=False, on_failure=on_failure
-            ):
-                computed += len(filled)
-                residues += sum(jobs[index].tokens - 1 for index in batch)
+            for filled in self._fill(turbo, spec, jobs, done, toks_per_batch, counted=False, on_failure=on_failure):
+                computed += filled.computed
+                residues += sum(jobs[index].tokens - 1 for index in filled.batch)
                 report("prefill", residues, total)
             return computed
 
@@ -376,45 +396,97 @@ class ContextStore:
         *,
         counted: bool = True,
         on_failure: Callable[[str, str], None] | None = None,
-    ) -> Iterator[tuple[list[int], dict[str, FlatContext]]]:
+    ) -> Iterator[_Filled]:
         """Computes and stores contexts batch by batch, without the jobs that are `done`; `counted` as misses.
 
-        Yields:
-            Indices of a batch, and its contexts by key.
+        Each batch is claimed before it is computed. Batches that other processes have claimed come last; by then they
+        are usually there.
         """
         warn_if_long((job.tokens - 1 for index, job in enumerate(jobs) if index not in done), stacklevel=4)
-        device = turbo.model.device
-        for batch in remaining_batches([job.tokens for job in jobs], toks_per_batch, done):
+        pending = deque(remaining_batches([job.tokens for job in jobs], toks_per_batch, done))
+        put_off, since = 0, time.monotonic()
+        while pending:
+            batch = pending.popleft()
             wanted = [jobs[index] for index in batch]
-            for _ in wanted if counted else ():
-                # Also a miss if another process writes it in the meantime.
-                self._usage.count("missed")
             if self.read_only:
-                yield batch, dict(self._prefill(turbo, wanted, on_failure))
+                filled: dict[str, FlatContext] | None = dict(self._prefill(turbo, wanted, on_failure))
+                computed = len(wanted)
+            else:
+                waits = time.monotonic() - since < self.lock_timeout
+                filled, computed = self._fill_batch(turbo, spec, wanted, on_failure, waits)
+            if filled is None:
+                pending.append(batch)
+                put_off += 1
+                if put_off >= len(pending):
+                    time.sleep(_POLL_SECONDS)
                 continue
+            for _ in wanted if counted else ():
+                # Also a miss if another process has written it in the meantime.
+                self._usage.count("missed")
+            yield _Filled(batch, filled, computed)
+            put_off, since = 0, time.monotonic()
+
+    def _fill_batch(
+        self,
+        turbo: ContextModel,
+        spec: ContextSpec,
+        wanted: Sequence[_Job],
+        on_failure: Callable[[str, str], None] | None,
+        waits: bool,
+    ) -> tuple[dict[str, FlatContext] | None, int]:
+        """Reads, or claims, computes and stores a batch.
+
+        Args:
+            wanted: the batch.
+            waits: leave contexts to a process that has claimed them.
+
+        Returns:
+            Contexts by key and the number of those computed; None if some are left to another process.
+        """
+        device = turbo.model.device
+        with contextlib.ExitStack() as claim:
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 partition = self._files.make_partition(spec)
                 self._sweep()
                 self._files.discard_unfinished()
-                filled: dict[str, FlatContext] = {}
-                for job in wanted:
-                    # Another process may have written it while this one waited for the lock.
-                    context = self._read(partition, job.key)
-                    if context is not None:
-                        filled[job.key] = self._keep((partition.name, job.key), context, device)
+                filled = self._read_all(partition, wanted, device)
                 missing = [job for job in wanted if job.key not in filled]
+                if not missing:
+                    return filled, 0
+                claimed = self._claims.of_others()
+                if waits and any(job.key in claimed for job in missing):
+                    return None, 0
+                claim.enter_context(self._claims.claim([job.key for job in missing]))
+            contexts = self._prefill(turbo, missing, on_failure)
+            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                self._files.discard_unfinished()
+                # Where claims do not work, another process may have computed the same.
+                filled |= self._read_all(partition, missing, device)
+                missing = [job for job in missing if job.key not in filled]
+                keys = {job.key for job in missing}
                 with self._files.batch(partition, [job.key for job in missing]):
-                    for key, context in self._prefill(turbo, missing, on_failure):
-                        partition.write_context(key, context)
-                        self._reported.discard((partition.name, key))
-                        filled[key] = self._keep((partition.name, key), context, device)
+                    for key, context in contexts:
+                        if key in keys:
+                            partition.write_context(key, context)
+                            self._reported.discard((partition.name, key))
+                            filled[key] = self._keep((partition.name, key), context, device)
                 self._usage.flush()
                 self._usage.compact()
-            yield batch, filled
+        return filled, len(keys & filled.keys())
+
+    def _read_all(self, partition: Partition, jobs: Sequence[_Job], device: torch.device) -> dict[str, FlatContext]:
+        """The contexts that are on disk, by key."""
+        found: dict[str, FlatContext] = {}
+        for job in jobs:
+            context = self._read(partition, job.key)
+            if context is not None:
+                found[job.key] = self._keep((partition.name, job.key), context, device)
+        return found
 
     def _prefill(
         self, turbo: ContextModel, jobs: Sequence[_Job], on_failure: Callable[[str, str], None] | None
     ) -> Iterator[tuple[str, FlatContext]]:
+        """Computes contexts at once, and returns them one by one, each with its key."""
         esm = turbo.model.esm
 
         def prefill(part: Sequence[int]) -> TurboKVCache:
@@ -438,11 +510,10 @@ class ContextStore:
             failed.add(index)
             on_failure(jobs[index].sequence, reason)
 
-        parts = halve_until_it_fits(prefill, range(len(jobs)), fail) if jobs else []
+        parts = halve_until_it_fits(prefill, range(len(jobs)), fail)
         good = [job for index, job in enumerate(jobs) if index not in failed]
         contexts = (context for cache in parts for context in cache.cut(cache.lengths.tolist()))
-        for job, context in zip(good, contexts, strict=True):
-            yield job.key, FlatContext.of(context)
+        return ((job.key, FlatContext.of(context)) for job, context in zip(good, contexts, strict=True))
 
 
 def _jobs(

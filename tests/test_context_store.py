@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
-from esm_turbo.context_store import is_store, store_info
+from esm_turbo.context_store import _jobs, is_store, store_info
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
@@ -696,6 +697,94 @@ def test_two_writers_and_three_readers_at_once(tiny_folder, tmp_path):
     assert info["usage"]["damaged"] == 0
     # Every process found every context.
     assert info["usage"]["looked_up"] >= 5 * 24
+
+
+SHARE = """
+import json, sys
+import torch
+torch.set_num_threads(1)
+from esm_turbo import ContextStore, TurboEsm
+model, folder, sequences = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+turbo = TurboEsm.from_pretrained(model, preset="exact", device="cpu")
+print("ready", flush=True)
+sys.stdin.readline()
+print(ContextStore(folder).add(turbo, sequences, toks_per_batch=60))
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_fill_a_store_share_the_work(tiny_folder, tmp_path):
+    sequences = proteins(40, seed=5)
+    command = [sys.executable, "-c", SHARE, tiny_folder, tmp_path / "shared", json.dumps(sequences)]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [one.stdout.readline() for one in started] == ["ready\n"] * 2
+    for one in started:
+        one.stdin.write("go\n")
+        one.stdin.flush()
+    computed = [int(one.communicate(timeout=200)[0]) for one in started]
+    # Each context was computed once, and both ended with all of them.
+    assert sum(computed) == 40
+    assert all(one.returncode == 0 for one in started)
+    alone = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
+    ContextStore(tmp_path / "alone").add(alone, sequences, toks_per_batch=60)
+    assert entries(tmp_path / "shared") == entries(tmp_path / "alone")
+
+
+def test_claimed_contexts_come_last_and_are_read_once_they_are_there(compressed, tmp_path, prefilled):
+    sequences = proteins()
+    other, store = ContextStore(tmp_path), ContextStore(tmp_path)
+    store.get_or_prefill(compressed, "MKTAY")
+    key = _jobs(compressed, sequences[-1], None, None)[0].key
+    prefilled.clear()
+    with other._claims.claim([key]):
+
+        def add():
+            return store.add(compressed, sequences, toks_per_batch=60)
+
+        with ThreadPoolExecutor(1) as pool:
+            filling = pool.submit(add)
+            wait_until(lambda: len(contexts(tmp_path)) == 8)
+            assert not filling.done()
+            assert sequences[-1] not in [sequence for batch in prefilled for sequence in batch]
+            # As the other process would.
+            ContextStore(tmp_path, lock_timeout=0.5).get_or_prefill(compressed, sequences[-1])
+            assert filling.result(timeout=60) == 7
+    assert sum(map(len, prefilled)) == 8
+
+
+@pytest.mark.parametrize("ends", ["it is killed", "it takes too long"])
+def test_claimed_contexts_are_computed_if_their_process_does_not(compressed, tmp_path, prefilled, ends):
+    store = ContextStore(tmp_path, lock_timeout=60 if ends == "it is killed" else 0.5)
+    store.get_or_prefill(compressed, "MKTAY")
+    key = _jobs(compressed, "GSGSW", None, None)[0].key
+    code = (
+        "import sys, time; from pathlib import Path; from esm_turbo.store.claims import Claims\n"
+        "with Claims(Path(sys.argv[1])).claim(sys.argv[2:]): print('held', flush=True); time.sleep(600)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", code, tmp_path, key], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout.readline() == "held\n"
+        assert store._claims.of_others() == {key}
+        if ends == "it is killed":
+            threading.Timer(0.3, holder.kill).start()
+        begin = time.monotonic()
+        assert store.add(compressed, ["GSGSW"]) == 1
+        assert time.monotonic() - begin > 0.2
+        if ends == "it is killed":
+            assert store._claims.of_others() == set()
+    finally:
+        holder.kill()
+        holder.wait()
+    # Another run removes what is left of the claim.
+    ContextStore(tmp_path).add(compressed, ["AAAAA"])
+    assert [path.name for path in tmp_path.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def wait_until(condition):
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
 
 
 def test_threads_share_a_store(compressed, tmp_path):

@@ -67,7 +67,7 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (inside or copied):
             remove_temporaries(path.parent, path.name)
-        with _own_folder(Path(tempfile.gettempdir()) if copied else path.parent, path.name) as folder:
+        with locked_temporary(Path(tempfile.gettempdir()) if copied else path.parent, path.name) as folder:
             temporary = folder / path.name
             temporary.touch()
             mode = temporary.stat().st_mode
@@ -81,8 +81,13 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
 
 
 @contextlib.contextmanager
-def _own_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A temporary folder that is locked by this process, and removed in the end."""
+def locked_temporary(parent: Path, name: str) -> Iterator[Path]:
+    """Yield a temporary folder that this process keeps locked, and remove it in the end.
+
+    Args:
+        parent: where it lies.
+        name: what it is for.
+    """
     claim = None
     # Another process may remove a new folder before it is locked. Where locks do not work, there is no claim.
     for _ in range(3):
@@ -96,6 +101,33 @@ def _own_folder(parent: Path, name: str) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         if claim is not None:
             os.close(claim)
+
+
+def held_temporaries(parent: Path, name: str) -> Iterator[Path]:
+    """Yield the temporary folders of this name that a living process keeps locked; none where locks do not work."""
+    for path in parent.iterdir():
+        found = _TEMPORARY.fullmatch(path.name)
+        if found is not None and found["name"] == name and _is_locked(path):
+            yield path
+
+
+def _is_locked(path: Path) -> bool:
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        # Imported here because Windows lacks it.
+        import fcntl
+
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except (OSError, ImportError):
+        pass
+    finally:
+        os.close(handle)
+    return False
 
 
 def _claim(path: Path) -> int | None:

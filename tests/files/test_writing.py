@@ -16,7 +16,9 @@ from esm_turbo.files.writing import (
     LOCK_FILE,
     FolderBusyError,
     file_errors,
+    held_temporaries,
     is_temporary,
+    locked_temporary,
     only_writer,
     refuse_links,
     remove_temporaries,
@@ -268,3 +270,12 @@ def test_a_folder_that_can_never_be_made(tmp_path: Path, monkeypatch: pytest.Mon
     message = r"out: cannot be written \(Read-only file system\); choose another path"
     with pytest.raises(NotWritableError, match=message), only_writer(tmp_path / "out"):
         pass
+
+
+def test_held_temporaries_are_those_of_living_processes(tmp_path: Path) -> None:
+    (tmp_path / ".claim.abcd1234.tmp").mkdir()
+    with locked_temporary(tmp_path, "claim") as mine, locked_temporary(tmp_path, "other"):
+        assert mine.is_dir()
+        assert list(held_temporaries(tmp_path, "claim")) == [mine]
+    assert list(held_temporaries(tmp_path, "claim")) == []
+    assert [path.name for path in tmp_path.iterdir()] == [".claim.abcd1234.tmp"]
