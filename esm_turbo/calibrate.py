@@ -18,12 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from transformers import EsmModel
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.families import FAMILIES, FAMILY_NAMES, encoder_of, projections_of
 from esm_turbo.files.fingerprint import attention_fingerprint, model_fingerprint
 from esm_turbo.files.hub import model_name
 from esm_turbo.model.checkpoints import check_weights
@@ -35,12 +35,13 @@ from esm_turbo.model.collectors import (
     SampleCollector,
     SensitivityCollector,
 )
-from esm_turbo.modeling_esm_turbo import TurboEsmModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from transformers import EsmForMaskedLM
+    from transformers import PreTrainedModel
+
+    from esm_turbo.model.cached_model import CachedModel
 
 
 _Dataclass = TypeVar("_Dataclass", TokenMoments, Sensitivity, Moments)
@@ -50,7 +51,8 @@ class KVCalibrator:
     """Estimator of the statistics from which the codecs of one model are fitted.
 
     Args:
-        model: an `EsmModel` or `EsmForMaskedLM`; it is not changed.
+        model: an encoder of a supported family, such as an `EsmModel`, or a model with a language-model head, such as
+            an `EsmForMaskedLM`; it is not changed.
         sample_size: number of tokens kept for the codebooks.
         max_positions: the statistics hold for positions below this.
 
@@ -59,20 +61,21 @@ class KVCalibrator:
         n_residues_seen_: residues seen so far.
 
     Raises:
-        ValueError: the model's weights are not finite, or it is not ESM-2.
+        ValueError: the model's weights are not finite, or it is of no supported family.
     """
 
-    def __init__(self, model: EsmModel | EsmForMaskedLM, *, sample_size: int = 1024, max_positions: int = 1024) -> None:
+    def __init__(self, model: PreTrainedModel, *, sample_size: int = 1024, max_positions: int = 1024) -> None:
         if sample_size < 1 or max_positions < 1:
             raise ValueError(f"`sample_size` and `max_positions` must be positive, got {sample_size}, {max_positions}")
-        esm = getattr(model, "esm", model)
-        if not isinstance(esm, EsmModel):
-            raise ValueError(f"`model` must be an EsmModel or an EsmForMaskedLM, got {type(model).__name__}")
+        encoder = encoder_of(model)
+        if getattr(getattr(encoder, "config", None), "model_type", None) not in FAMILIES:
+            raise ValueError(f"`model` must be of {FAMILY_NAMES}, such as an EsmModel, got {type(model).__name__}")
         self.model = model
         self.sample_size = sample_size
         self.max_positions = max_positions
         check_weights(model)
-        self._encoder = TurboEsmModel.from_esm(esm).eval()
+        family = FAMILIES[encoder.config.model_type]
+        self._encoder: CachedModel = family.load(family.model).from_esm(encoder).eval()
         config = self._encoder.config
         self.geometry = Geometry.of(config)
         self._special_ids = torch.tensor(self._encoder.special_ids)
@@ -85,7 +88,7 @@ class KVCalibrator:
         eigenvalues, vectors = np.linalg.eigh(self._output_gram)
         root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
         self._output_root = torch.from_numpy(root.astype(np.float32))
-        self._inv_freq = self._encoder.rotary_embeddings.inv_freq.detach().float().cpu()
+        self._inv_freq = self._encoder.rotary_frequencies.detach().float().cpu()
         self._sample = SampleBuffer(sample_size)
         self.n_sequences_seen_ = 0
         self.n_residues_seen_ = 0
@@ -116,10 +119,11 @@ class KVCalibrator:
         sample = SampleCollector(sampled.to(device), sensitivity)
         session = ProteinAttention(lengths, [moments, sensitivity, sample])
         with torch.no_grad():
-            embeddings = self._encoder.embeddings(ids.to(device), attention_mask=mask.long().to(device))
+            ids, mask = ids.to(device), mask.to(device)
+            embeddings = self._encoder.embed(ids, mask, None)
             # All proteins in one row: padding would cost as much as tokens.
-            packed = embeddings[mask.to(device)][None]
-            self._encoder(inputs_embeds=packed, position_ids=positions[None].to(device), kv_session=session)
+            packed = (ids[mask][None], None, positions[None].to(device), embeddings[mask][None])
+            self._encoder.library_forward(*packed, kv_session=session)
         (residues, specials), sensitivities = moments.result(), sensitivity.result()
         self._residues = self._residues.merge(residues)
         self._specials = self._specials.merge(specials)
@@ -204,11 +208,11 @@ def _hash_tokens(ids: Tensor) -> int:
     return int.from_bytes(hashlib.blake2b(ids.to(torch.int64).numpy().tobytes(), digest_size=8).digest(), "little")
 
 
-def _output_gram(model: TurboEsmModel, geometry: Geometry) -> Array:
+def _output_gram(model: CachedModel, geometry: Geometry) -> Array:
     """W_o,h^T W_o,h of every head, float64 rounded to float32 as in files, [layers, heads, head_dim, head_dim]."""
     grams = []
-    for layer in model.encoder.layer:
-        weight = layer.attention.output.dense.weight.detach().float().cpu().numpy().astype(np.float64)
+    for *_, output in projections_of(model):
+        weight = output.weight.detach().float().cpu().numpy().astype(np.float64)
         heads = weight.reshape(weight.shape[0], geometry.num_heads, geometry.head_dim)
         grams.append(np.einsum("ohi,ohj->hij", heads, heads, optimize=True))
     return np.stack(grams).astype(np.float32).astype(np.float64)

@@ -6,7 +6,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -20,6 +20,7 @@ from esm_turbo.codecs import KVCodec, codec_class
 from esm_turbo.codecs.fitting.statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.families import encoder_of
 from esm_turbo.files.fingerprint import (
     Fingerprint,
     attention_fingerprint,
@@ -106,15 +107,15 @@ class Calibration:
         Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted.
 
         Args:
-            model: an `EsmModel` or a model with one in `model.esm`.
+            model: an encoder or a model with one, of the library's classes or of this package's.
 
         Raises:
             ValueError: it belongs to another model.
         """
         geometry = Geometry.of(model.config)
-        if geometry != self.geometry:
-            raise ValueError(f"the calibration is for {self.geometry}, the model has {geometry}; {_REMEDY}")
-        weights = model_fingerprint(getattr(model, "esm", model))
+        if difference := self.geometry.unlike(geometry):
+            raise ValueError(f"the calibration is {difference}; {_REMEDY}")
+        weights = model_fingerprint(encoder_of(model))
         if not same_attention(self.fingerprint, attention_fingerprint(weights, geometry.num_layers)):
             source = self.provenance.get("model", "another model")
             raise ValueError(f"the calibration was made for {source}: the weights are not this model's; {_REMEDY}")
@@ -148,7 +149,7 @@ class Calibration:
         tensors, copies = _without_copies(tensors)
         metadata = {
             "copies": copies,
-            "geometry": asdict(self.geometry),
+            "geometry": self.geometry.to_dict(),
             "counts": counts,
             "presets": presets,
             "provenance": self.provenance,

@@ -27,28 +27,48 @@ class Backend(enum.StrEnum):
     REFERENCE = "reference"
 
 
+# Files of before there were other families do not name theirs.
+_UNNAMED_TYPE = "esm"
+
+
 @dataclass(frozen=True)
 class Geometry:
-    """Shape of a model's keys and values.
+    """Shape of a model's keys and values, and whose they are.
 
     Attributes:
         num_layers: transformer layers.
-        num_heads: attention heads per layer; ESM-2 has as many key/value heads as query heads.
+        num_heads: attention heads per layer, of keys and values as of queries.
         head_dim: components per head.
+        model_type: of the model's family, as in config.json.
     """
 
     num_layers: int
     num_heads: int
     head_dim: int
+    model_type: str = _UNNAMED_TYPE
 
     @classmethod
     def of(cls, config: Any) -> Geometry:
-        """Geometry of an `EsmConfig`."""
+        """Geometry of a model with this configuration."""
         return cls(
             num_layers=config.num_hidden_layers,
             num_heads=config.num_attention_heads,
             head_dim=config.hidden_size // config.num_attention_heads,
+            model_type=config.model_type,
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in files, which name the model type of ESM-2 by its absence."""
+        fields = dataclasses.asdict(self)
+        return {name: value for name, value in fields.items() if value != _UNNAMED_TYPE}
+
+    def unlike(self, model: Geometry) -> str | None:
+        """How this geometry differs from a model's, to follow "the cache is"; None if it does not."""
+        if self == model:
+            return None
+        if self.model_type != model.model_type:
+            return f"for model type {self.model_type!r}, the model is {model.model_type!r}"
+        return f"for {self}, the model has {model}"
 
     @property
     def elements_per_token(self) -> int:

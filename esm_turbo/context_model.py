@@ -18,11 +18,11 @@ from esm_turbo.files.hub import model_name
 from esm_turbo.proteins.tokens import TokenCodes
 
 if TYPE_CHECKING:
-    from transformers import EsmTokenizer
+    from transformers import PreTrainedTokenizerBase
 
     from esm_turbo.calibration import Calibration
     from esm_turbo.kv_cache import TurboKVCache
-    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
+    from esm_turbo.model.cached_model import CachedMaskedLM
 
 __all__ = ["ContextModel", "ExtendOutput"]
 
@@ -51,29 +51,29 @@ class ContextModel:
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
-    `new_cache()`, `claim_cache()` and `notice_changes()`; of the encoder, `model.esm`, the forward, `config`, `device`,
-    `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's layers, and
-    evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
+    `new_cache()`, `claim_cache()` and `notice_changes()`; of the encoder, `model.base_model`, the forward, `config`,
+    `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the
+    encoder's layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.
         tokenizer: its tokenizer.
 
     Attributes:
-        model: `TurboEsmForMaskedLM`.
-        tokenizer: `EsmTokenizer`.
+        model: of any family, such as `TurboEsmForMaskedLM`.
+        tokenizer: of the same family, such as `EsmTokenizer`.
         codes: token ids of residues and special tokens.
     """
 
-    def __init__(self, model: TurboEsmForMaskedLM, tokenizer: EsmTokenizer) -> None:
+    def __init__(self, model: CachedMaskedLM, tokenizer: PreTrainedTokenizerBase) -> None:
         self.model = model.eval()
         self.tokenizer = tokenizer
-        self.codes = TokenCodes.of(tokenizer)
+        self.codes = TokenCodes.of(tokenizer, model.family)
 
     @property
     def calibration(self) -> Calibration | None:
         """The model's calibration, if it has one."""
-        calibration: Calibration | None = self.model.esm.calibration
+        calibration: Calibration | None = self.model.base_model.calibration
         return calibration
 
     @property
@@ -115,7 +115,7 @@ class ContextModel:
             if bool((counts[1] >= counts[0]).any()):
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
         device = self.model.device
-        output = self.model.esm(
+        output = self.model.base_model(
             input_ids.to(device),
             attention_mask.to(device),
             use_cache=True,
@@ -182,7 +182,7 @@ class ContextModel:
             )
         past = torch.arange(cache.get_seq_length()) < first
         device = self.model.device
-        states = self.model.esm(
+        states = self.model.base_model(
             input_ids.to(device),
             torch.cat([past.long(), mask], dim=1).to(device),
             positions.to(device),

@@ -487,7 +487,7 @@ class ContextStore:
         self, turbo: ContextModel, jobs: Sequence[_Job], on_failure: Callable[[str, str], None] | None
     ) -> Iterator[tuple[str, FlatContext]]:
         """Computes contexts at once, and returns them one by one, each with its key."""
-        esm = turbo.model.esm
+        esm = turbo.model.base_model
 
         def prefill(part: Sequence[int]) -> TurboKVCache:
             own = [jobs[index] for index in part]

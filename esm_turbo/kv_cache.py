@@ -12,7 +12,6 @@ import functools
 import operator
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -532,7 +531,7 @@ class TurboKVCache(CacheStorage):
         """Writes a safetensors file, whole or not at all."""
         fingerprints = {"fingerprint": self.fingerprint, "codec_fingerprint": self.codec_fingerprint}
         tensors = {name: torch.from_numpy(array) for name, array in fingerprints.items()} | dict(self.named_tensors())
-        metadata = {"geometry": asdict(self.geometry), "config": self.config.to_dict()}
+        metadata = {"geometry": self.geometry.to_dict(), "config": self.config.to_dict()}
         write_artifact(path, "cache", FORMAT_VERSION, tensors, metadata)
 
     @classmethod
@@ -547,8 +546,8 @@ class TurboKVCache(CacheStorage):
         Args:
             path: a file written by `save`.
             device: of the cache; None for the model's device, or the CPU.
-            model: a `TurboEsmModel` or `TurboEsmForMaskedLM` that the cache must belong to. Without one, that is
-                checked when the cache is first used.
+            model: a model of this package that the cache must belong to. Without one, that is checked when the cache
+                is first used.
 
         Raises:
             ValueError: the file is missing, damaged, of another format version, or another model's.

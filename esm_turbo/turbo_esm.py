@@ -52,8 +52,8 @@ class TurboEsm(ContextModel):
         """Load a model with its tokenizer and calibration.
 
         Args:
-            model: a hub id or a folder of any ESM-2 checkpoint; None is the embedded esm2-mini, which needs no network
-                and ships with its calibration.
+            model: a hub id or a folder of any ESM-2 or ESM-C checkpoint; None is the embedded esm2-mini, which needs no
+                network and ships with its calibration.
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
                 result in the user's cache folder. None uses the calibration in the model's folder if there is one.
                 False uses none; then only the preset `exact` can write caches.
@@ -64,13 +64,11 @@ class TurboEsm(ContextModel):
             device_map: spreads the model over devices, as in Hugging Face's `from_pretrained`; needs accelerate.
 
         Raises:
-            ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is unreadable or
-                belongs to another model, an option is invalid, or the device cannot be used.
+            ValueError: the checkpoint is neither ESM-2 nor ESM-C, its weights are not finite, the calibration is
+                unreadable or belongs to another model, an option is invalid, or the device cannot be used.
             ModelNotFoundError: (an OSError) the model does not exist, or the hub cannot be reached.
         """
-        from transformers import EsmTokenizer
-
-        from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
+        from esm_turbo.model.checkpoints import checkpoint_class
 
         source = os.fspath(EMBEDDED_MODEL if model is None else model)
         TurboConfig.from_preset(preset)
@@ -80,7 +78,8 @@ class TurboEsm(ContextModel):
             options["device_map"] = device_map
         offline = local_files_only(source)
         try:
-            loaded = TurboEsmForMaskedLM.from_pretrained(
+            model_class = checkpoint_class(source, {"local_files_only": offline})
+            loaded = model_class.from_pretrained(
                 source,
                 preset=preset,
                 calibration=False if calibration == "auto" else calibration,
@@ -90,13 +89,14 @@ class TurboEsm(ContextModel):
         except OSError as error:
             raise not_found(source) from error
         try:
-            tokenizer = EsmTokenizer.from_pretrained(source, local_files_only=offline)
+            tokenizer = model_class.family.load_tokenizer().from_pretrained(source, local_files_only=offline)
         # The tokenizer raises a TypeError if its vocabulary file is missing.
         except (OSError, TypeError) as error:
             raise not_found(source) from error
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{source}: vocab.txt is damaged: it is not text; copy it again from the checkpoint"
+                f"{source}: {model_class.family.vocabulary_file} is damaged: it is not text; copy it again from the"
+                " checkpoint"
             ) from error
         if device_map is None:
             loaded = loaded.to(device)
@@ -105,7 +105,7 @@ class TurboEsm(ContextModel):
             from esm_turbo.tasks.calibration.auto import auto_calibration
 
             calibration = auto_calibration(turbo)
-        loaded.set_turbo(calibration=calibration or loaded.esm.calibration, preset=preset, backend=backend)
+        loaded.set_turbo(calibration=calibration or loaded.base_model.calibration, preset=preset, backend=backend)
         return turbo
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

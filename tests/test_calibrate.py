@@ -166,7 +166,7 @@ def test_offsets_leave_hidden_states_alone(model, proteins):
     calibrator = KVCalibrator(model)
     ids, mask = batch(proteins)
     outputs = []
-    handle = calibrator._encoder.register_forward_hook(lambda m, args, out: outputs.append(out.last_hidden_state))
+    handle = calibrator._encoder.encoder.register_forward_hook(lambda m, args, out: outputs.append(out[0]))
     calibrator.partial_fit(ids, mask)
     handle.remove()
     with torch.no_grad():

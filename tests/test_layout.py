@@ -14,6 +14,9 @@ PACKAGE, TESTS = ROOT / "esm_turbo", ROOT / "tests"
 TESTED_IN = {
     # Lazy imports of the public names.
     "__init__.py": "test_public_api.py",
+    # What the models of all families share, seen through the models.
+    "model/cached_model.py": "test_modeling_esm_turbo.py",
+    "model/rotary.py": "test_modeling_esm_turbo.py",
     # Parts of a cache, seen through the cache.
     "kv": "test_kv_cache.py",
     # Kernels are launched by these modules, whose tests compare them with the reference.

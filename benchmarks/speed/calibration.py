@@ -29,6 +29,7 @@ from benchmarks.harness.models import random_tokens
 from esm_turbo import KVCalibrator
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins
 from esm_turbo.codecs.fitting.statistics import Array
+from esm_turbo.files.families import FAMILIES
 from esm_turbo.proteins.fasta import read_fasta_strict, token_batches
 from esm_turbo.proteins.tokens import TokenCodes
 
@@ -118,7 +119,7 @@ def memory_cases(proteins: Sequence[int], residues: int) -> Iterator[Case]:
 
 def _shipped_batches(proteins: int, toks_per_batch: int) -> list[Batch]:
     records = read_fasta_strict(calibration_proteins())
-    codes = TokenCodes.of(EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
+    codes = TokenCodes.of(EsmTokenizer.from_pretrained(EMBEDDED_MODEL), FAMILIES["esm"])
     chosen = records[:: max(1, len(records) // proteins)][:proteins]
     rows = [[codes.cls, *codes.encode(record.sequence, record.id), codes.eos] for record in chosen]
     batches = token_batches([len(row) for row in rows], toks_per_batch)

@@ -24,7 +24,7 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.hub import local_files_only, not_found
 from esm_turbo.files.kinds import CALIBRATION_FILE, INDEX_FILE, SETTINGS_FILE, STORE_FILE, is_embeddings, is_h5, is_zip
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.checkpoints import check_is_esm2
+from esm_turbo.model.checkpoints import checkpoint_class
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
 from esm_turbo.store.files import STORED_KINDS, stored_info
@@ -81,20 +81,21 @@ def model_info(
     """Geometry of a model, from its configuration alone, and the sizes of its caches.
 
     Args:
-        source: folder or hub id of an ESM-2 checkpoint.
+        source: folder or hub id of a checkpoint.
         calibration: whose codecs give the sizes; None for the one in the folder, if any.
         length: tokens per protein.
         batch_size: proteins per cache.
 
     Raises:
-        ValueError: the checkpoint is not ESM-2, or the calibration is damaged or of another geometry.
+        ValueError: the checkpoint is of no supported family, or the calibration is damaged or of another geometry.
         ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
     """
     source = os.fspath(source)
     options = {"local_files_only": local_files_only(source)}
     try:
-        check_is_esm2(source, options)
-        config = EsmConfig.from_pretrained(source, **options)
+        encoder = checkpoint_class(source, options, head=False)
+        encoder.check_checkpoint(source, options)
+        config = encoder.config_class.from_pretrained(source, **options)
     except OSError as error:
         raise not_found(source) from error
     geometry = Geometry.of(config)
@@ -102,8 +103,8 @@ def model_info(
     if calibration is None and in_folder.is_file():
         calibration = in_folder
     loaded = None if calibration is None else Calibration.load(calibration)
-    if loaded is not None and loaded.geometry != geometry:
-        raise ValueError(f"the calibration is for {loaded.geometry}, the model has {geometry}; give this model's own")
+    if loaded is not None and (difference := loaded.geometry.unlike(geometry)):
+        raise ValueError(f"the calibration is {difference}; give this model's own")
     return {
         "kind": "model",
         "model": Path(source).name if os.path.isdir(source) else source,

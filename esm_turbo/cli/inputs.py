@@ -123,7 +123,7 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
 
             with progress_bar("residues") as progress:
                 calibration = auto_calibration(turbo, progress)
-            esm = turbo.model.esm
+            esm = turbo.model.base_model
             esm.set_turbo(calibration=calibration, preset=esm.turbo_config, backend=esm.backend)
     return turbo
 

@@ -17,7 +17,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.sessions import KVSession, Prefill
 
 if TYPE_CHECKING:
-    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboMaskedLMOutput
+    from esm_turbo.model.cached_model import CachedMaskedLM, TurboMaskedLMOutput
 
 
 class _PrefillEach(KVSession):
@@ -32,7 +32,7 @@ class _PrefillEach(KVSession):
 
 
 def prefill(
-    model: TurboEsmForMaskedLM, configs: Sequence[TurboConfig], input_ids: Tensor, attention_mask: Tensor
+    model: CachedMaskedLM, configs: Sequence[TurboConfig], input_ids: Tensor, attention_mask: Tensor
 ) -> tuple[TurboMaskedLMOutput, dict[TurboConfig, TurboKVCache]]:
     """Run one exact forward pass and write a cache of each preset from it.
 
@@ -48,7 +48,7 @@ def prefill(
     Raises:
         ValueError: a preset needs a calibration, and the model has none.
     """
-    esm, device = model.esm, model.device
+    esm, device = model.base_model, model.device
     geometry, fingerprint = Geometry.of(model.config), model_fingerprint(esm)
     input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
     prefills = []

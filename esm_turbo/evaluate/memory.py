@@ -42,7 +42,9 @@ def measure_memory(
             caches[config].bits_per_element,
             ratio_to_fp32=4 * elements / nbytes,
             ratio_to_fp16=2 * elements / nbytes,
-            calibration_nbytes=sum(t.numel() * t.element_size() for t in turbo.model.esm.codec(config).state.values()),
+            calibration_nbytes=sum(
+                t.numel() * t.element_size() for t in turbo.model.base_model.codec(config).state.values()
+            ),
         )
         for config in configs
     ]

@@ -16,12 +16,13 @@ import numpy.typing as npt
 import torch
 
 from esm_turbo.config import Geometry
+from esm_turbo.files.families import projections_of
 
 if TYPE_CHECKING:
-    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
+    from esm_turbo.model.cached_model import CachedMaskedLM
 
 
-def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> TurboEsmForMaskedLM:
+def with_outliers(model: CachedMaskedLM, scale: float, seed: int = 0) -> CachedMaskedLM:
     """A copy of a model with one pair of key channels and one pair of value channels of every head scaled.
 
     The copy computes the same function up to the rounding of its dtype (in bfloat16, a scale that is not a power of two
@@ -40,20 +41,19 @@ def with_outliers(model: TurboEsmForMaskedLM, scale: float, seed: int = 0) -> Tu
     """
     if not (math.isfinite(scale) and scale > 0):
         raise ValueError(f"`scale` must be a positive number, got {scale}")
-    planted = copy.deepcopy(model, {id(model.esm.calibration): None})
-    geometry = Geometry.of(model.config)
+    planted = copy.deepcopy(model, {id(model.base_model.calibration): None})
+    encoder, geometry = planted.base_model, Geometry.of(model.config)
     channels = torch.from_numpy(outlier_channels(geometry, seed))
     with torch.no_grad():
-        for layer, (keys, values) in zip(planted.esm.encoder.layer, channels, strict=True):
-            attention = layer.attention
-            for projection, rows, factor in (
-                (attention.self.key, keys, scale),
-                (attention.self.query, keys, 1 / scale),
-                (attention.self.value, values, scale),
-            ):
-                projection.weight[rows] *= factor
-                projection.bias[rows] *= factor
-            attention.output.dense.weight[:, values] /= scale
+        for index, (layer, (keys, values)) in enumerate(zip(projections_of(encoder), channels, strict=True)):
+            of_queries, of_keys, of_values = encoder.channel_parameters(index)
+            for parameter in of_keys:
+                parameter[keys] *= scale
+            for parameter in of_queries:
+                parameter[keys] *= 1 / scale
+            for parameter in of_values:
+                parameter[values] *= scale
+            layer[-1].weight[:, values] /= scale
     return planted
 
 

@@ -49,8 +49,8 @@ def planted_accuracy(
     records = read_fasta_strict(shipped_proteins())[:calibration_proteins]
     planted.model.set_turbo(
         calibration=calibrate_records(planted, records, presets=configs.values()),
-        preset=turbo.model.esm.turbo_config,
-        backend=turbo.model.esm.backend,
+        preset=turbo.model.base_model.turbo_config,
+        backend=turbo.model.base_model.backend,
     )
     drift = Comparison(f"outliers x{scale:g}")
     for protein in proteins:
@@ -59,7 +59,7 @@ def planted_accuracy(
             as_outputs(prefill(model, [], input_ids, torch.ones_like(input_ids))[0], 0, slice(None))
             for model in (turbo.model, planted.model)
         )
-        drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.esm.special_ids))
+        drift.add(protein, 0, before, after, np.isin(input_ids[0].numpy(), turbo.model.base_model.special_ids))
     arms = leave_one_out(planted, proteins, configs, advance)
     return PlantedModel(scale, token_accuracy(drift)), {
         name: OutlierAccuracy(scale, token_accuracy(comparison)) for name, comparison in arms.turbo_frozen.items()

@@ -34,7 +34,7 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
     Raises:
         ValueError: there is no preset, or one that does not exist or that this model or installation does not support.
     """
-    esm = turbo.model.esm
+    esm = turbo.model.base_model
     if presets is None:
         presets = [FROZEN, esm.turbo_config]
     if isinstance(presets, str | TurboConfig):

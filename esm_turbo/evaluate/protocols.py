@@ -23,7 +23,7 @@ from esm_turbo.tasks.common.arms import FROZEN
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
-    from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM
+    from esm_turbo.model.cached_model import CachedMaskedLM
     from esm_turbo.proteins.tokens import TokenCodes
 
 # Rows per leave-one-out forward pass: with a context of a thousand residues, scores take a few megabytes per head.
@@ -178,12 +178,12 @@ def leave_one_out(
             (name, frozen if config.codec == FROZEN.codec else extend_each_token(model, caches[config], input_ids[0]))
             for name, config in configs.items()
         )
-        arms.add(protein, 0, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.esm.special_ids))
+        arms.add(protein, 0, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.base_model.special_ids))
         advance(1)
     return arms
 
 
-def extend_each_token(model: TurboEsmForMaskedLM, cache: TurboKVCache, input_ids: Tensor) -> Outputs:
+def extend_each_token(model: CachedMaskedLM, cache: TurboKVCache, input_ids: Tensor) -> Outputs:
     """Extend a cache of one row by each of its own tokens, with the stored copy of that token masked.
 
     Args:

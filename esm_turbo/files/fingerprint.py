@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from esm_turbo.files.families import FAMILIES, projections_of
+
 RTOL = 1e-2
 CODEC_RTOL = 1e-4
 # Sums in another order, and roundings of float16, which are not those of bfloat16, relative to a tensor's norm.
@@ -35,20 +37,20 @@ _SMALL = 1e-4
 # Elements of each tensor that are compared to notice writes that leave no trace in counters.
 _SAMPLED = 32
 # Modules that have no influence on keys and values.
-_OUTSIDE = ("pooler", "contact_head")
+OUTSIDE_ENCODER = ("pooler", "contact_head")
 _ROW = 1 + _NUM_PROJECTIONS * _NUM_BLOCKS
 # Columns of the first row: whether a tensor is float16, layer_norm_eps, token_dropout, then a hash of adapters.
 _HASH = 3
 _KEPT_AS = "_seen_weights"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Where modules are defined that compute what their parameters say.
-_PLAIN = ("transformers.models.esm.", "torch.nn.modules.", "esm_turbo.")
+_PLAIN = (*(family.library_modules for family in FAMILIES.values()), "torch.nn.modules.", "esm_turbo.")
 
 Fingerprint = npt.NDArray[np.float32]
 
 
 def model_fingerprint(model: Any, *, sampled: bool | None = None) -> Fingerprint:
-    """Fingerprint of an `EsmModel`, [1 + tensors, 1 + blocks * projections].
+    """Fingerprint of an encoder, [1 + tensors, 1 + blocks * projections].
 
     The first row describes the configuration and what adapters show besides tensors; the four attention matrices of
     each layer follow, then all other tensors. The result is kept, and the same array is returned while nothing changes.
@@ -192,24 +194,18 @@ class _Weights:
         shown = "\n".join(_shown(name, module) for name, module in self.foreign)
         bits = np.frombuffer(hashlib.sha256(shown.encode()).digest(), dtype=np.uint8)[: _ROW - _HASH]
         half = any(tensor.dtype == torch.float16 for tensor in self.tensors)
-        options = np.array([half, config.layer_norm_eps, bool(config.token_dropout)])
+        # Not every family has these options.
+        options = np.array([half, getattr(config, "layer_norm_eps", 0), getattr(config, "token_dropout", False)])
         return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if name.partition(".")[0] not in _OUTSIDE)
+    return ((name, module) for name, module in model.named_modules() if name.partition(".")[0] not in OUTSIDE_ENCODER)
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:
     """The attention matrices of each layer, then all others, each once."""
-    linears = [
-        linear
-        for layer in model.encoder.layer
-        for linear in (
-            *map(layer.attention.self.get_submodule, ("query", "key", "value")),
-            layer.attention.output.dense,
-        )
-    ]
+    linears: list[Any] = [linear for layer in projections_of(model) for linear in layer]
     # PEFT's adapters hold the layer that they adapt.
     first = [getattr(linear, "base_layer", getattr(linear, "original_module", linear)).weight for linear in linears]
     yield from first

@@ -1,47 +1,35 @@
-"""Loading and saving of ESM-2 checkpoints, and checks of what they hold."""
+"""Loading and saving of checkpoints, and checks of what they hold."""
 
 from __future__ import annotations
 
 import copy
 import os
 import pickle
-from typing import Any, Literal, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
-from transformers import EsmConfig, EsmForMaskedLM, EsmModel, PreTrainedConfig
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+from esm_turbo.files.families import Family, encoder_of, family_of
+from esm_turbo.files.fingerprint import OUTSIDE_ENCODER
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.packed_encoder import is_recorder
 
-_INV_FREQ = "rotary_embeddings.inv_freq"
-# transformers 5 saves one key for all layers, with an asterisk for the layer's number.
-_PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embeddings\.inv_freq"
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _CONVERT = (
     'python -c "import torch; from safetensors.torch import save_file;'
     " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
     " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
 )
-
-
-# Fields of config.json that decide results and for which transformers has a default.
-_DECIDING: dict[str, tuple[type, ...]] = {
-    "token_dropout": (bool,),
-    "emb_layer_norm_before": (bool,),
-    "layer_norm_eps": (float,),
-    "mask_token_id": (int,),
-    "pad_token_id": (int,),
-    "vocab_size": (int,),
-    "hidden_size": (int,),
-    "num_hidden_layers": (int,),
-    "num_attention_heads": (int,),
-    "intermediate_size": (int,),
-}
 
 
 class WithoutRecorders:
@@ -59,21 +47,48 @@ class WithoutRecorders:
 
 
 class CheckpointMixin(WithoutRecorders):
-    """How models of both classes are made and saved."""
+    """How models of all families and classes are made and saved.
 
-    config: EsmConfig
+    Attributes:
+        family: the model's.
+        deciding_fields: fields of config.json that decide results, with their types; none may be missing.
+        key_mapping: weights of older checkpoints by regular expression, see `PreTrainedModel.from_pretrained`.
+    """
+
+    family: ClassVar[Family]
+    deciding_fields: ClassVar[Mapping[str, tuple[type, ...]]]
+    key_mapping: ClassVar[Mapping[str, str]] = {}
+    config: PreTrainedConfig
 
     @classmethod
-    def from_esm(cls, model: EsmModel | EsmForMaskedLM, **turbo: Any) -> Self:
-        """Convert Hugging Face's model of the same kind, which stays unchanged; both share their weights.
+    def check_fields(cls, fields: Mapping[str, Any], source: object) -> None:
+        """Check what a config.json says, beyond `deciding_fields`, before anything is loaded.
+
+        Raises:
+            ValueError: it is not the family's.
+        """
+
+    @classmethod
+    def check_config(cls, config: PreTrainedConfig) -> None:
+        """Check that a configuration is that of an encoder of the family.
+
+        Raises:
+            ValueError: it is another architecture's.
+        """
+        if config.model_type != cls.family.model_type:
+            raise ValueError(f"{cls.__name__} needs a model of {cls.family.name}, got model type {config.model_type!r}")
+
+    @classmethod
+    def from_esm(cls, model: PreTrainedModel, **turbo: Any) -> Self:
+        """Convert the library's model of the same kind, which stays unchanged; both share their weights.
 
         Args:
-            model: an `EsmModel` or an `EsmForMaskedLM`.
-            **turbo: as in `TurboEsmModel.set_turbo`.
+            model: an encoder, or one with a language-model head.
+            **turbo: as in `CachedModel.set_turbo`.
         """
-        options = {"add_pooling_layer": model.pooler is not None} if isinstance(model, EsmModel) else {}
+        cls.check_config(model.config)
         with torch.device("meta"):
-            converted = cls(copy.deepcopy(model.config), **options)  # type: ignore[call-arg]
+            converted = cls(copy.deepcopy(model.config), **cls.options_of(model))  # type: ignore[call-arg]
         for name, module in converted.named_modules():  # type: ignore[attr-defined]
             source = model.get_submodule(name)
             module._parameters.update(source._parameters)
@@ -81,6 +96,11 @@ class CheckpointMixin(WithoutRecorders):
             module.training = source.training
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
         return converted
+
+    @classmethod
+    def options_of(cls, model: PreTrainedModel) -> dict[str, Any]:
+        """Arguments of the class, besides the configuration, with which a model was made."""
+        return {}
 
     @classmethod
     def from_pretrained(
@@ -92,7 +112,7 @@ class CheckpointMixin(WithoutRecorders):
         backend: str | Backend = Backend.AUTO,
         **kwargs: Any,
     ) -> Self:
-        """Load any ESM-2 checkpoint as Hugging Face's class does.
+        """Load any checkpoint of the family as the library's class does.
 
         Args:
             pretrained_model_name_or_path: a hub id or a folder.
@@ -103,13 +123,13 @@ class CheckpointMixin(WithoutRecorders):
             **kwargs: as in `PreTrainedModel.from_pretrained`.
 
         Raises:
-            ValueError: the checkpoint is not ESM-2, its weights are not finite, the calibration is another model's,
-                or an option is wrong.
+            ValueError: the checkpoint is not the family's, its weights are not finite, the calibration is another
+                model's, or an option is wrong.
             OSError: there is no such checkpoint, or the hub cannot be reached.
         """
-        check_is_esm2(pretrained_model_name_or_path, kwargs)
-        # Hugging Face renames these keys for its own classes only.
-        kwargs.setdefault("key_mapping", {_PUBLISHED_INV_FREQ: _INV_FREQ})
+        cls.check_checkpoint(pretrained_model_name_or_path, kwargs)
+        # The library renames these keys for its own classes only.
+        kwargs.setdefault("key_mapping", dict(cls.key_mapping))
         wants_report = kwargs.pop("output_loading_info", False)
         try:
             loaded, report = super().from_pretrained(  # type: ignore[misc]
@@ -130,72 +150,92 @@ class CheckpointMixin(WithoutRecorders):
         in_folder = os.path.join(pretrained_model_name_or_path, CALIBRATION_FILE)
         if calibration is None and os.path.isfile(in_folder):
             calibration = in_folder
-        # Hugging Face fills missing weights with random ones. Heads and the pooler may be missing; rotary frequencies
+        # The library fills missing weights with random ones. Heads and the pooler may be missing; rotary frequencies
         # follow from the configuration.
-        keys = (key for key in report["missing_keys"] if not key.endswith(_INV_FREQ))
-        missing = sorted(key for key in keys if "encoder.layer." in key or "embeddings." in key)
+        encoder, prefix = encoder_of(loaded), f"{cls.family.attribute}."
+        needed = {name for name, _ in encoder.named_parameters() if name.partition(".")[0] not in OUTSIDE_ENCODER}
+        missing = sorted(key for key in report["missing_keys"] if key.removeprefix(prefix) in needed)
         if missing:
             raise ValueError(
                 f"{pretrained_model_name_or_path}: the checkpoint lacks {len(missing)} weights of the encoder, such as"
-                f" {missing[0]}; is it ESM-2, and complete?"
+                f" {missing[0]}; is it {cls.family.name}, and complete?"
             )
         mark_missing_heads(loaded.config, report["missing_keys"])
         check_weights(loaded)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 
+    @classmethod
+    def check_checkpoint(cls, name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:
+        """Check that a checkpoint is the family's before anything is loaded.
+
+        Args:
+            name_or_path: a hub id or a folder.
+            options: of `from_pretrained`.
+
+        Raises:
+            ValueError: it is another architecture, or its configuration is not valid or lacks a field that decides
+                results.
+            OSError: there is no such checkpoint, or the hub cannot be reached.
+        """
+        fields = read_config(name_or_path, options)
+        kind = fields.get("model_type")
+        if kind != cls.family.model_type:
+            raise ValueError(f"{name_or_path}: not {cls.family.name} but model type {kind!r}")
+        cls.check_fields(fields, name_or_path)
+        for name, kinds in cls.deciding_fields.items():
+            if type(fields.get(name)) not in kinds:
+                problem = f"has {name} {fields[name]!r}" if name in fields else f"lacks {name}"
+                raise ValueError(
+                    f"{name_or_path}: config.json {problem}, on which results depend; copy it again from the checkpoint"
+                )
+        try:
+            cls.config_class.from_dict(fields)  # type: ignore[attr-defined]
+        # Errors of many types, some of which are no ValueErrors.
+        except Exception as error:
+            reason = " ".join(str(error).rpartition("Error: ")[2].split())
+            raise ValueError(f"{name_or_path}: config.json is not valid ({reason}); copy it again") from error
+
+    def state_to_save(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The state as it stands in published checkpoints."""
+        return state
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
-        """Save as Hugging Face's class does, with the rotary frequencies in float32 under the published keys."""
+        """Save as the library's class does, under the keys of published checkpoints."""
         state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
-        for name in [name for name in state if name.endswith(_INV_FREQ)]:
-            prefix, inv_freq = name.removesuffix(_INV_FREQ), state.pop(name)
-            for index in range(self.config.num_hidden_layers):
-                state[f"{prefix}encoder.layer.{index}.attention.self.{_INV_FREQ}"] = inv_freq.clone()
         kwargs.setdefault("save_original_format", False)
-        super().save_pretrained(save_directory, state_dict=state, **kwargs)  # type: ignore[misc]
+        super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
 
 
-def check_is_esm2(name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
-    """Check that a checkpoint is ESM-2 before anything is loaded.
+def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a checkpoint's config.json.
+
+    Args:
+        name_or_path: a hub id or a folder.
+        options: of `from_pretrained`; those that do not tell where the file is are ignored.
 
     Raises:
-        ValueError: it is another architecture, or its configuration is not valid or lacks a field that decides results.
         OSError: there is no such checkpoint, or the hub cannot be reached.
     """
     names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-    config, _ = PreTrainedConfig.get_config_dict(
+    fields: dict[str, Any]
+    fields, _ = PreTrainedConfig.get_config_dict(
         name_or_path, **{name: options[name] for name in names if name in options}
     )
-    if not config:
+    if not fields:
         raise OSError(f"{name_or_path}: there is no config.json")
-    kind = config.get("model_type")
-    if kind != "esm":
-        raise ValueError(f"{name_or_path}: not ESM-2 but model type {kind!r}")
-    positions = config.get("position_embedding_type", "absolute")
-    if positions != "rotary":
-        raise ValueError(f"{name_or_path}: not ESM-2 but an ESM model with {positions} positions (ESM-1?)")
-    for name, kind in _DECIDING.items():
-        if type(config.get(name)) not in kind:
-            problem = f"has {name} {config[name]!r}" if name in config else f"lacks {name}"
-            raise ValueError(
-                f"{name_or_path}: config.json {problem}, on which results depend; copy it again from the checkpoint"
-            )
-    try:
-        EsmConfig.from_dict(config)
-    # Errors of many types, some of which are no ValueErrors.
-    except Exception as error:
-        reason = " ".join(str(error).rpartition("Error: ")[2].split())
-        raise ValueError(f"{name_or_path}: config.json is not valid ({reason}); copy it again") from error
+    return fields
 
 
-def check_config(config: EsmConfig) -> None:
-    """Check that a configuration is that of an ESM-2 encoder.
+def checkpoint_class(name_or_path: str | os.PathLike[str], options: Mapping[str, Any], *, head: bool = True) -> Any:
+    """The class of this package that loads a checkpoint: of its family, with a language-model head or without.
 
     Raises:
-        ValueError: it has other positions, or is a decoder or a folding model.
+        ValueError: it is of no supported family, or the installed transformers lacks the family.
+        OSError: there is no such checkpoint, or the hub cannot be reached.
     """
-    if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
-        raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
+    family = family_of(read_config(name_or_path, options).get("model_type"), name_or_path)
+    return family.load(family.masked_lm if head else family.model)
 
 
 def check_weights(model: nn.Module) -> None:

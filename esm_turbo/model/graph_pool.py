@@ -121,7 +121,7 @@ class GraphPool:
         """The last hidden states of an extension, by a graph if there is one or if the call has recurred.
 
         Args:
-            model: `TurboEsmModel` on a CUDA device.
+            model: `CachedModel` on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: the contexts, claimed by the model.
             input_ids: [batch, n].
@@ -164,7 +164,7 @@ class GraphPool:
         """The last hidden states of a single row, and its context, by a graph like those of `extend`.
 
         Args:
-            model: `TurboEsmModel` on a CUDA device.
+            model: `CachedModel` on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: empty; says how the context is stored.
             input_ids: [1, n], without padding.
@@ -195,7 +195,7 @@ class GraphPool:
         """A context of one row at full precision, by a graph like those of `extend`; None if there is none for it.
 
         Args:
-            model: `TurboEsmModel` on a CUDA device.
+            model: `CachedModel` on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: of one row, claimed by the model.
             uses: number of calls that this one counts for.
@@ -232,7 +232,7 @@ class GraphPool:
         """Rows that grow by graphs, for the caller alone; None if there are none. Others may use the pool meanwhile.
 
         Args:
-            model: `TurboEsmModel` on a CUDA device.
+            model: `CachedModel` on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: claimed by the model: how rows are stored, and their number.
             kinds: of the steps to come.
@@ -390,7 +390,7 @@ class _Extension:
     """An extension of one bucket.
 
     Args:
-        model: `TurboEsmModel` that computes it.
+        model: `CachedModel` that computes it.
         contexts: read by the graph.
         bucket: shapes.
         memory: handle of the memory that graphs share.
@@ -439,7 +439,7 @@ class _Prefill:
     """A prefill of one row of up to so many tokens.
 
     Args:
-        model: `TurboEsmModel` that computes it.
+        model: `CachedModel` that computes it.
         cache: empty; says how contexts are stored.
         tokens: of the longest row.
         memory: handle of the memory that graphs share.
@@ -489,7 +489,7 @@ class _Decoding:
     """Contexts at full precision.
 
     Args:
-        model: `TurboEsmModel` whose contexts they are.
+        model: `CachedModel` whose contexts they are.
         contexts: read by the graph.
         memory: handle of the memory that graphs share.
 

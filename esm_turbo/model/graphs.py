@@ -142,7 +142,7 @@ class CapturedExtension:
     captured after it.
 
     Args:
-        model: `TurboEsmModel` or `TurboEsmForMaskedLM` on a CUDA device.
+        model: a `CachedModel`, or a model with a head and one, on a CUDA device.
         context: one row for each of the extension's, or one that they share. It is copied, see `copy_`.
         num_new_tokens: n, per row.
         batch_size: B, rows of the extension; None for the context's.

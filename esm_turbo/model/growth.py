@@ -39,7 +39,7 @@ class Growth:
     """Captured steps over a static cache.
 
     Args:
-        model: `TurboEsmModel` that computes them.
+        model: `CachedModel` that computes them.
         cache: how rows are stored.
         rows: most rows to come.
         columns: tokens of the longest row to come, and one for the mask after it.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Literal
 
+from esm_turbo.files.families import encoder_of
+
 Head = Literal["contact_head", "lm_head"]
 
 _USES: dict[Head, tuple[str, str]] = {
@@ -26,7 +28,7 @@ def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
     """Record in a model's configuration which heads its checkpoint lacks.
 
     Args:
-        config: `EsmConfig`.
+        config: the model's.
         missing: names of the weights that the checkpoint lacks.
     """
     # The output embeddings are tied; `dense` is the head's own.
@@ -37,16 +39,19 @@ def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
 
 
 def untrained(model: Any, head: Head) -> str | None:
-    """Why a model's head gives noise, and what to do; None for a trained head.
+    """Why a model's head gives noise, or that there is none, and what to do; None for a trained head.
 
     Args:
-        model: `TurboEsmForMaskedLM`, or `TurboEsmModel` for its contact head.
+        model: such as `TurboEsmForMaskedLM`, or `TurboEsmModel` for its contact head.
         head: the head.
     """
+    encoder = encoder_of(model)
+    if head == "contact_head" and not hasattr(encoder, head):
+        return f"{type(encoder).__name__} has no contact head: contacts cannot be predicted"
     if head in _named(model.config):
         reason = "was never trained"
     # Contacts are rare, so that a trained regression has a negative intercept; zero is how it was initialised.
-    elif head == "contact_head" and not bool(getattr(model, "esm", model).contact_head.regression.bias.any()):
+    elif head == "contact_head" and not bool(encoder.contact_head.regression.bias.any()):
         reason = "was never trained: its intercept is exactly 0, as initialised"
     else:
         return None

@@ -27,6 +27,16 @@ class KVSession(ABC):
         """Computes the attention output [batch, heads, n, head_dim]; None leaves it to the model's own attention."""
 
 
+def attend_by(session: KVSession, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor | None:
+    """`session.attend` outside of autocast, under which rotations return another dtype than linear layers."""
+    query, keys = query.to(values.dtype), keys.to(values.dtype)
+    device_type = values.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return session.attend(layer_idx, query, keys, values)
+    with torch.autocast(device_type, enabled=False):
+        return session.attend(layer_idx, query, keys, values)
+
+
 class Prefill(KVSession):
     """Encodes the keys and values of an exact forward into an empty cache, layer by layer."""
 

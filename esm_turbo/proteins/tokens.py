@@ -16,12 +16,15 @@ from torch import Tensor
 from esm_turbo.proteins.fasta import RESIDUES, normalize_sequence
 
 if TYPE_CHECKING:
-    from transformers import EsmTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+    from esm_turbo.files.families import Family
 
 _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
-VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", "<null_1>", _MASK)
-"""ESM-2's tokens in the order of their ids."""
+_UNUSED = "<null_1>"
+VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", _UNUSED, _MASK)
+"""ESM-2's tokens in the order of their ids. Other families may have a chain break where ESM-2's has no use."""
 _SPECIAL_TOKENS = {"cls_token": "<cls>", "pad_token": "<pad>", "eos_token": "<eos>", "mask_token": _MASK}
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -30,10 +33,11 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True)
 class TokenCodes:
-    """Ids of ESM-2's tokens.
+    """Ids of a vocabulary's tokens.
 
     Attributes:
         residues: id of each residue letter.
+        chain_break: id of the token between chains; None if there is none.
     """
 
     residues: dict[str, int]
@@ -41,26 +45,28 @@ class TokenCodes:
     eos: int
     mask: int
     pad: int
+    chain_break: int | None = None
 
     @classmethod
-    def of(cls, tokenizer: EsmTokenizer) -> TokenCodes:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, family: Family) -> TokenCodes:
         """The ids of a tokenizer.
 
         Raises:
-            ValueError: its vocabulary or special tokens are not ESM-2's.
+            ValueError: its vocabulary or special tokens are not the family's.
         """
+        known = [family.chain_break or token if token == _UNUSED else token for token in VOCABULARY]
         vocabulary = tokenizer.get_vocab()
         tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-        for index, (found, expected) in enumerate(itertools.zip_longest(tokens, VOCABULARY)):
+        for index, (found, expected) in enumerate(itertools.zip_longest(tokens, known)):
             if found != expected or vocabulary[found] != index:
                 raise ValueError(
-                    f"{tokenizer.name_or_path}: vocab.txt is not ESM-2's: token {index} is {found!r}, not {expected!r};"
-                    " copy it again from the checkpoint"
+                    f"{tokenizer.name_or_path}: {family.vocabulary_file} is not {family.name}'s: token {index} is"
+                    f" {found!r}, not {expected!r}; copy it again from the checkpoint"
                 )
         for name, expected in _SPECIAL_TOKENS.items():
             if (found := getattr(tokenizer, name)) != expected:
                 raise ValueError(
-                    f"{tokenizer.name_or_path}: tokenizer_config.json is not ESM-2's: {name} is {found!r}, not"
+                    f"{tokenizer.name_or_path}: tokenizer_config.json is not {family.name}'s: {name} is {found!r}, not"
                     f" {expected!r}; copy it again from the checkpoint"
                 )
         residues = {token: index for token, index in vocabulary.items() if len(token) == 1 and token.isalpha()}
@@ -70,6 +76,7 @@ class TokenCodes:
             tokenizer.eos_token_id,
             tokenizer.mask_token_id,
             tokenizer.pad_token_id,
+            vocabulary.get(family.chain_break),
         )
 
     def encode(self, sequence: str, name: str) -> list[int]:

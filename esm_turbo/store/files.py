@@ -21,7 +21,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -198,7 +198,7 @@ class StoreHeader:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
     def write(self, path: Path) -> None:
-        metadata = {"model": self.model, "geometry": asdict(self.geometry)}
+        metadata = {"model": self.model, "geometry": self.geometry.to_dict()}
         with replacing(path, inside=True) as temporary:
             fingerprint = {"fingerprint": torch.from_numpy(self.fingerprint)}
             write_artifact(temporary, "context_store", FORMAT_VERSION, fingerprint, metadata)
@@ -209,11 +209,8 @@ class StoreHeader:
         Raises:
             ValueError: it belongs to another model.
         """
-        if self.geometry != spec.geometry:
-            raise ValueError(
-                f"{folder}: holds contexts of {self.model} ({self.geometry}), the model has {spec.geometry};"
-                " give another folder"
-            )
+        if difference := self.geometry.unlike(spec.geometry):
+            raise ValueError(f"{folder}: holds contexts of {self.model}, {difference}; give another folder")
         if not same_model(self.fingerprint, spec.fingerprint):
             raise ValueError(
                 f"{folder}: holds contexts of another model, {self.model}: the weights differ; give another folder"

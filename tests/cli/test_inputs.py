@@ -218,7 +218,7 @@ def nan_weights(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (bert, "not ESM-2 but model type 'bert'"),
+        (bert, "not ESM-2 or ESM-C but model type 'bert'"),
         (esm1b, "not ESM-2 but an ESM model with absolute positions"),
         (esmfold, "folding"),
         (no_weights, "not a complete checkpoint"),

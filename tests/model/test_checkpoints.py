@@ -18,7 +18,6 @@ from transformers import BertConfig, EsmConfig, EsmForMaskedLM, EsmModel
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
-from esm_turbo.model.checkpoints import check_is_esm2
 from tests.helpers.models import make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -373,4 +372,4 @@ def test_fields_that_decide_results_are_required(
 
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*/config.json")), ids=lambda path: path.parent.name)
 def test_published_configurations_have_all_fields(path: Path) -> None:
-    check_is_esm2(path.parent, {})
+    TurboEsmModel.check_checkpoint(path.parent, {})

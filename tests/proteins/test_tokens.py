@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from transformers import EsmTokenizer
 
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.files.families import FAMILIES
 from esm_turbo.proteins.fasta import RESIDUES
 from esm_turbo.proteins.tokens import TokenCodes
 
@@ -23,7 +24,7 @@ def tokenizer() -> EsmTokenizer:
 
 @pytest.fixture(scope="module")
 def codes(tokenizer: EsmTokenizer) -> TokenCodes:
-    return TokenCodes.of(tokenizer)
+    return TokenCodes.of(tokenizer, FAMILIES["esm"])
 
 
 def test_the_vocabulary(codes: TokenCodes) -> None:
@@ -90,11 +91,11 @@ def test_a_damaged_vocabulary_is_refused(tmp_path: Path, change: Any, message: s
     lines = (EMBEDDED_MODEL / "vocab.txt").read_text().split()
     (tmp_path / "vocab.txt").write_text("\n".join(change(lines)))
     with pytest.raises(ValueError, match=rf"vocab.txt is not ESM-2's: {re.escape(message)}; copy it again"):
-        TokenCodes.of(EsmTokenizer.from_pretrained(tmp_path))
+        TokenCodes.of(EsmTokenizer.from_pretrained(tmp_path), FAMILIES["esm"])
 
 
 @pytest.mark.parametrize("name", ["cls_token", "pad_token", "eos_token", "mask_token"])
 def test_other_special_tokens_are_refused(name: str) -> None:
     tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL, **{name: "A"})
     with pytest.raises(ValueError, match=f"tokenizer_config.json is not ESM-2's: {name} is 'A', not '<"):
-        TokenCodes.of(tokenizer)
+        TokenCodes.of(tokenizer, FAMILIES["esm"])

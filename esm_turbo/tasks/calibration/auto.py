@@ -42,7 +42,7 @@ def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> C
     calibration = _saved(folder, prefix, turbo)
     if calibration is not None:
         return calibration
-    path = folder / f"{prefix}-{_digest(model_fingerprint(turbo.model.esm).tobytes())}.safetensors"
+    path = folder / f"{prefix}-{_digest(model_fingerprint(turbo.model.base_model).tobytes())}.safetensors"
     _log.info("calibrating on the shipped proteins, once for this model; the result is kept in %s", path)
     calibration = calibrate_records(turbo, read_fasta_strict(fasta), source=fasta, progress=progress)
     try:
@@ -68,7 +68,7 @@ def _saved(folder: Path, prefix: str, turbo: ContextModel) -> Calibration | None
 
     Digests of fingerprints do not suffice to find it: dtype and device change a fingerprint's last digits.
     """
-    own = model_fingerprint(turbo.model.esm)
+    own = model_fingerprint(turbo.model.base_model)
     for path in sorted(folder.glob(f"{prefix}-*.safetensors")):
         try:
             with safe_open(path, framework="numpy") as file:

@@ -64,7 +64,11 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
 
 def arm_preset(turbo: ContextModel, arm: Arm) -> str | None:
     """The preset that the contexts of an arm are stored as; None for `full`, which stores none."""
-    presets: dict[Arm, str | None] = {"full": None, "frozen": FROZEN.name, "turbo": turbo.model.esm.turbo_config.name}
+    presets: dict[Arm, str | None] = {
+        "full": None,
+        "frozen": FROZEN.name,
+        "turbo": turbo.model.base_model.turbo_config.name,
+    }
     return presets[arm]
 
 
@@ -114,7 +118,7 @@ def prefill_ids(
         ValueError: the preset needs a calibration and the model has none, or the store belongs to another model.
         NotEnoughMemoryError: the row does not fit into the device's memory.
     """
-    config = FROZEN if arm == "frozen" else turbo.model.esm.turbo_config
+    config = FROZEN if arm == "frozen" else turbo.model.base_model.turbo_config
     if store is None:
         return _prefill_ids(turbo, token_ids, config)
     return store.get_or_compute(turbo, token_ids, config, lambda: _prefill_ids(turbo, token_ids, config))
@@ -122,7 +126,7 @@ def prefill_ids(
 
 @torch.no_grad()
 def _prefill_ids(turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache:
-    esm = turbo.model.esm
+    esm = turbo.model.base_model
     geometry = Geometry.of(esm.config)
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
     check_memory(esm, len(token_ids), more=cache_bytes(esm, len(token_ids), config))
@@ -154,7 +158,7 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     Args:
         input_ids: [batch, n].
         at: index of the token in each row, int64 [batch]; or of k tokens, [batch, k].
-        **options: further arguments of `TurboEsmModel.forward`.
+        **options: further arguments of `CachedModel.forward`.
 
     Returns:
         Natural logarithms of probabilities over the vocabulary, float32 [batch, vocab_size] or
@@ -165,7 +169,7 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
     if not options:
         # Without a cache and padding, the encoder may run the rows packed.
         options = {"row_lengths": [input_ids.shape[1]] * len(input_ids)}
-    states = turbo.model.esm(input_ids.to(device), **options).last_hidden_state
+    states = turbo.model.base_model(input_ids.to(device), **options).last_hidden_state
     rows = torch.arange(len(at), device=states.device).view(-1, *[1] * (at.dim() - 1))
     # The language model head runs on the selected tokens only.
     logits = turbo.model.lm_head(states[rows, at.to(states.device)])

@@ -13,7 +13,7 @@ from esm_turbo.model.memory import NotEnoughMemoryError, available_bytes, is_out
 if TYPE_CHECKING:
     from transformers import EsmConfig
 
-    from esm_turbo.modeling_esm_turbo import TurboEsmModel
+    from esm_turbo.model.cached_model import CachedModel
 
 _Result = TypeVar("_Result")
 
@@ -38,7 +38,7 @@ def forward_bytes(config: EsmConfig, tokens: int, itemsize: int, *, eager: bool 
     return total
 
 
-def cache_bytes(model: TurboEsmModel, tokens: int, config: TurboConfig | None = None) -> int:
+def cache_bytes(model: CachedModel, tokens: int, config: TurboConfig | None = None) -> int:
     """Estimate the bytes of the keys and values of `tokens` tokens under a preset; None is the model's own."""
     options = config or model.turbo_config
     bits = {"exact": 8.0 * model.dtype.itemsize, "turbo": options.mean_bits}.get(options.codec, 8.0)
@@ -46,7 +46,7 @@ def cache_bytes(model: TurboEsmModel, tokens: int, config: TurboConfig | None = 
     return total
 
 
-def check_memory(model: TurboEsmModel, tokens: int, *, rows: int = 1, more: int = 0) -> None:
+def check_memory(model: CachedModel, tokens: int, *, rows: int = 1, more: int = 0) -> None:
     """Check that a forward fits into memory.
 
     Args:

@@ -62,4 +62,4 @@ class RunInfo:
 
 def context_arm(turbo: ContextModel) -> Arm:
     """The arm whose contexts a model writes under its own preset."""
-    return "frozen" if turbo.model.esm.turbo_config.codec == "exact" else "turbo"
+    return "frozen" if turbo.model.base_model.turbo_config.codec == "exact" else "turbo"

@@ -280,7 +280,7 @@ def _embed_batch(
                 found.setdefault(_BOS, {})[layer] = _to_host(states[:, 0].float())
     contacts = caches = copied = None
     if "contacts" in request.include:
-        contacts = _to_host(turbo.model.esm.predict_contacts(input_ids, attention_mask))
+        contacts = _to_host(turbo.model.base_model.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
         # A context is <cls> and the residues, computed without <eos>.
         sequences = [turbo.codes.decode(rows[index][1:-1]) for index in batch]
@@ -329,8 +329,8 @@ def _check_memory(turbo: ContextModel, lengths: Sequence[int], request: Embeddin
     if set(request.layers) != {config.num_hidden_layers}:
         more += turbo.model.dtype.itemsize * config.hidden_size * tokens * len(lengths) * config.num_hidden_layers
     if "cache" in request.include:
-        more += cache_bytes(turbo.model.esm, tokens * len(lengths))
-    check_memory(turbo.model.esm, tokens, rows=len(lengths), more=more)
+        more += cache_bytes(turbo.model.base_model, tokens * len(lengths))
+    check_memory(turbo.model.base_model, tokens, rows=len(lengths), more=more)
 
 
 def _hidden_states(
@@ -339,7 +339,7 @@ def _hidden_states(
     """Hidden states [batch, n, hidden_size] of the given layers; `lengths` counts residues per row."""
     last = turbo.model.config.num_hidden_layers
     # The states of all layers take many times the memory of the last one's.
-    output = turbo.model.esm(
+    output = turbo.model.base_model(
         input_ids,
         attention_mask,
         output_hidden_states=set(layers) != {last},

@@ -242,7 +242,7 @@ class FolderWriter:
 
     def _tokens(self, path: Path) -> list[list[int]]:
         cache = TurboKVCache.load(path, device="cpu", model=self.turbo.model)
-        if cache.config != self.turbo.model.esm.turbo_config:
+        if cache.config != self.turbo.model.base_model.turbo_config:
             raise ArtifactError(f"{path}: a cache of preset {cache.config.name}")
         rows = zip(cache.token_ids.tolist(), cache.lengths.tolist(), strict=True)
         return [row[:length] for row, length in rows]

@@ -174,7 +174,7 @@ class _WindowRun:
             options |= self._memory_options(input_ids, 0 if next_start is None else next_start - start)
         elif self.cache is not None and next_start is not None:
             options |= {"past_key_values": self.cache, "use_cache": True}
-        output = self.turbo.model.esm(input_ids, **options)
+        output = self.turbo.model.base_model(input_ids, **options)
         if self.cache is not None and next_start is not None:
             if start == 0:
                 self.cache.crop(1 + next_start)

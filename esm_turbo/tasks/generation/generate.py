@@ -127,7 +127,7 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
 
 def _check_memory(turbo: ContextModel, rows: Sequence[Sequence[int]], options: GenerationOptions) -> None:
     """Check that all rows fit into memory, before anything is made for each of them."""
-    esm, count = turbo.model.esm, len(rows) * options.num_return_sequences
+    esm, count = turbo.model.base_model, len(rows) * options.num_return_sequences
     longest = max(map(len, rows), default=0) + 2
     if options.max_new_tokens is None:
         check_memory(esm, longest, rows=count, more=cache_bytes(esm, count * longest))

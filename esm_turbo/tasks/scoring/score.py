@@ -212,7 +212,7 @@ def _masked_log_probabilities(
     width = len(prefix) + length + 1
     many = turbo.model.device.type == "cuda" and len(copies) * width >= _DECODED_FROM
     if many and "past_key_values" in options:
-        options["past_key_values"] = turbo.model.esm.decoded(options["past_key_values"])
+        options["past_key_values"] = turbo.model.base_model.decoded(options["past_key_values"])
     for part in copies.split(max(1, toks_per_batch // width)):
         rows, at = part // length, part % length
         masked = candidates[rows].scatter(1, at[:, None], turbo.codes.mask)

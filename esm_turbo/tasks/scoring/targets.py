@@ -56,7 +56,7 @@ def recomputed_target(turbo: ContextModel, token_ids: list[int]) -> Target:
     prefix = [turbo.codes.cls, *token_ids]
 
     def run(length: int) -> TargetRun:
-        check_memory(turbo.model.esm, len(prefix) + length + 1)
+        check_memory(turbo.model.base_model, len(prefix) + length + 1)
         return TargetRun(prefix, {})
 
     return Target(len(token_ids), 0, run)

@@ -258,7 +258,7 @@ def score_records(
             continue
         try:
             # Before there is an object for each of its variants.
-            check_memory(turbo.model.esm, len(record.sequence) + 2)
+            check_memory(turbo.model.base_model, len(record.sequence) + 2)
             own = own_variants[record.id]
             if variants is None:
                 own = [MeasuredVariant(name) for name in all_substitutions(record.sequence, first)]

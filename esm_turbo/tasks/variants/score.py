@@ -150,7 +150,7 @@ def score_variants(
     refresh = min(refresh, len(residues) - 1) if method == "masked" and arm != "full" else 0
     positions, row = np.unique(parsed.index, return_inverse=True)
     if arm == "full":
-        check_memory(turbo.model.esm, len(ids))
+        check_memory(turbo.model.base_model, len(ids))
         batches = _recomputed(turbo, ids, torch.from_numpy(positions), method, toks_per_batch)
     else:
         cache = prefill_ids(turbo, ids, arm, store) if cache is None else cache

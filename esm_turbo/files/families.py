@@ -1,0 +1,147 @@
+"""The table of model families: where their classes are, and where a model of the library keeps its attention.
+
+Nothing outside a family's own modules may branch on the family. What differs besides is asked of the model, see
+`model/cached_model.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        name: for readers.
+        model_type: in config.json.
+        modeling: module of this package with the family's classes.
+        model: class of the encoder in it.
+        masked_lm: class with the language-model head in it.
+        attribute: in which a model with a head holds its encoder.
+        tokenizer: class in transformers.
+        vocabulary_file: from which the tokenizer is loaded.
+        chain_break: token that separates chains; None if the vocabulary has none.
+        layers: path of the list of layers in the encoder.
+        projections: paths of the query, key, value and output projections in a layer.
+        since: the first version of transformers that has the family.
+    """
+
+    name: str
+    model_type: str
+    modeling: str
+    model: str
+    masked_lm: str
+    attribute: str
+    tokenizer: str
+    vocabulary_file: str
+    chain_break: str | None
+    layers: str
+    projections: tuple[str, str, str, str]
+    since: str
+
+    @property
+    def library_modules(self) -> str:
+        """Package of the library in which the family's modules are defined."""
+        return f"transformers.models.{self.model_type}."
+
+    def load(self, name: str) -> Any:
+        """A class of this package, by name: `model` or `masked_lm`.
+
+        Raises:
+            ValueError: the installed transformers has no such family.
+        """
+        try:
+            return getattr(importlib.import_module(self.modeling), name)
+        except ImportError as error:
+            raise self._too_old() from error
+
+    def load_tokenizer(self) -> Any:
+        """The tokenizer's class.
+
+        Raises:
+            ValueError: the installed transformers has no such family.
+        """
+        try:
+            return getattr(importlib.import_module("transformers"), self.tokenizer)
+        except (ImportError, AttributeError) as error:
+            raise self._too_old() from error
+
+    def _too_old(self) -> ValueError:
+        from transformers import __version__
+
+        return ValueError(f"{self.name} needs transformers {self.since} or newer, installed is {__version__}")
+
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in (
+        Family(
+            name="ESM-2",
+            model_type="esm",
+            modeling="esm_turbo.modeling_esm_turbo",
+            model="TurboEsmModel",
+            masked_lm="TurboEsmForMaskedLM",
+            attribute="esm",
+            tokenizer="EsmTokenizer",
+            vocabulary_file="vocab.txt",
+            chain_break=None,
+            layers="encoder.layer",
+            projections=(
+                "attention.self.query",
+                "attention.self.key",
+                "attention.self.value",
+                "attention.output.dense",
+            ),
+            since="5.6",
+        ),
+        Family(
+            name="ESM-C",
+            model_type="esmc",
+            modeling="esm_turbo.modeling_esmc_turbo",
+            model="TurboEsmcModel",
+            masked_lm="TurboEsmcForMaskedLM",
+            attribute="esmc",
+            tokenizer="EsmcTokenizer",
+            vocabulary_file="tokenizer.json",
+            chain_break="|",
+            layers="layers",
+            projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
+            since="5.16",
+        ),
+    )
+}
+"""By model type."""
+
+FAMILY_NAMES = " or ".join(family.name for family in FAMILIES.values())
+
+
+def family_of(model_type: Any, source: object) -> Family:
+    """The family of a model type.
+
+    Args:
+        model_type: as in config.json.
+        source: what has it, for the error.
+
+    Raises:
+        ValueError: it is none of the table's.
+    """
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ValueError(f"{source}: not {FAMILY_NAMES} but model type {model_type!r}")
+    return FAMILIES[model_type]
+
+
+def encoder_of(model: Any) -> Any:
+    """The encoder of a model that may have a head, of the library's classes or of this package's."""
+    family = FAMILIES.get(getattr(getattr(model, "config", None), "model_type", ""))
+    return model if family is None else getattr(model, family.attribute, model)
+
+
+def projections_of(encoder: Any) -> list[tuple[Any, ...]]:
+    """Query, key, value and output projections of every layer of an encoder."""
+    family = family_of(encoder.config.model_type, type(encoder).__name__)
+    layers = encoder.get_submodule(family.layers)
+    return [tuple(map(layer.get_submodule, family.projections)) for layer in layers]
