@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
@@ -324,7 +324,7 @@ class ContextStore:
                 "kind": "context_store",
                 "format_version": FORMAT_VERSION,
                 "model": None if header is None else header.model,
-                "geometry": None if header is None else asdict(header.geometry),
+                "geometry": None if header is None else header.geometry.to_dict(),
                 "presets": presets,
                 "contexts": sum(preset["contexts"] for preset in presets),
                 "bytes": sum(preset["bytes"] for preset in presets),

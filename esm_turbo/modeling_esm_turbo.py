@@ -157,12 +157,14 @@ class _Checkpoints(CheckpointMixin):
 
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any], source: object) -> None:
+        """See `CheckpointMixin.check_fields`."""
         positions = fields.get("position_embedding_type", "absolute")
         if positions != "rotary":
             raise ValueError(f"{source}: not ESM-2 but an ESM model with {positions} positions (ESM-1?)")
 
     @classmethod
     def check_config(cls, config: EsmConfig) -> None:
+        """See `CheckpointMixin.check_config`."""
         super().check_config(config)
         if config.position_embedding_type != "rotary" or config.is_decoder or config.is_folding_model:
             raise ValueError("TurboEsm needs an ESM-2 encoder: rotary positions, no decoder, no folding trunk")
@@ -214,6 +216,7 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
 
     @classmethod
     def options_of(cls, model: EsmModel) -> dict[str, Any]:
+        """See `CheckpointMixin.options_of`."""
         return {"add_pooling_layer": model.pooler is not None}
 
     @property
@@ -223,18 +226,22 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
 
     @property
     def token_dropout(self) -> bool:
+        """See `CachedModel.token_dropout`."""
         return bool(self.embeddings.token_dropout)
 
     @property
     def rotary_frequencies(self) -> Tensor:
+        """See `CachedModel.rotary_frequencies`."""
         frequencies: Tensor = self.rotary_embeddings.inv_freq
         return frequencies
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
+        """See `CachedModel.parts`."""
         return self.embeddings, self.encoder, self.rotary_embeddings
 
     def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See `CachedModel.channel_parameters`."""
         attention = self.encoder.layer[layer_idx].attention.self
         query, keys, values = (
             (linear.weight, linear.bias) for linear in (attention.query, attention.key, attention.value)
@@ -266,6 +273,7 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
         embeddings: Tensor | None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """See `CachedModel.library_forward`."""
         input_ids = input_ids if embeddings is None else None
         output: BaseModelOutputWithPoolingAndCrossAttentions = EsmModel.forward(
             self, input_ids, attention_mask, position_ids, embeddings, **kwargs
@@ -273,12 +281,14 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
         return output
 
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """See `CachedModel.output`."""
         pooled = None if self.pooler is None else self.pooler(last)
         return BaseModelOutputWithPoolingAndCrossAttentions(last, pooled, hidden_states=states)
 
     def run_packed(
         self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `CachedModel.run_packed`."""
         return packed_encoder(self.encoder, self.rotary_frequencies, embeddings, positions, ops, attend, layers)
 
     def _capturable(self) -> tuple[int, ...] | None:

@@ -119,7 +119,7 @@ class TurboEsm(ContextModel):
 
     def warmup(self) -> int:
         """Compile the GPU kernels that calls need, ahead of the first call; see `TurboEsmModel.warmup`."""
-        count: int = self.model.esm.warmup()
+        count: int = self.model.base_model.warmup()
         return count
 
     def embed(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +107,7 @@ def model_info(
     return {
         "kind": "model",
         "model": Path(source).name if os.path.isdir(source) else source,
-        "geometry": asdict(geometry),
+        "geometry": geometry.to_dict(),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "calibrated": loaded is not None,
@@ -132,7 +131,7 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
         calibration = Calibration.load(path)
         return {
             "kind": kind,
-            "geometry": asdict(calibration.geometry),
+            "geometry": calibration.geometry.to_dict(),
             "provenance": calibration.provenance,
             "calibration_bytes": calibration.nbytes,
             "cache": cache_sizes(calibration.geometry, calibration, length, batch_size),
@@ -141,7 +140,7 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
         cache = TurboKVCache.load(path)
         return {
             "kind": kind,
-            "geometry": asdict(cache.geometry),
+            "geometry": cache.geometry.to_dict(),
             "preset": cache.config.name,
             "options": cache.config.to_dict(),
             "lengths": cache.lengths.tolist(),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from esm_turbo import __version__
@@ -152,7 +151,7 @@ def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
     calibration = turbo.calibration
     return Provenance(
         model=turbo.name,
-        geometry=asdict(Geometry.of(model.config)),
+        geometry=Geometry.of(model.config).to_dict(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
         device_name=device_name(model.device),

@@ -349,7 +349,7 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
         ValueError: the model's preset needs a calibration, and there is none.
     """
     turbo.model.notice_changes()
-    esm = turbo.model.esm
+    esm = turbo.model.base_model
     config = esm.turbo_config if config is None else config
     return ContextSpec(
         config=config,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import EsmConfig, EsmForMaskedLM
+from transformers import EsmConfig, EsmForMaskedLM, PreTrainedModel
 
 from esm_turbo import Calibration, KVCalibrator
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
@@ -83,7 +83,39 @@ def make_esm(*, seed: int = 0, attn_implementation: str = "sdpa", **config: obje
     return model
 
 
-def make_calibration(model: EsmForMaskedLM, residues: int = 512) -> Calibration:
+def make_esmc(
+    *,
+    head_dim: int = 16,
+    heads: int = 4,
+    layers: int = 2,
+    seed: int = 0,
+    attn_implementation: str = "sdpa",
+    **config: object,
+) -> PreTrainedModel:
+    """As `make_esm`, of the ESM-C architecture."""
+    from transformers import EsmcConfig, EsmcForMaskedLM
+
+    sizes = {
+        "hidden_size": head_dim * heads,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "intermediate_size": 64,
+    }
+    model = EsmcForMaskedLM._from_config(EsmcConfig(**(sizes | config)), attn_implementation=attn_implementation).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(generator=generator)
+            if "norm" in name:
+                parameter.mul_(0.1).add_(1.0 if name.endswith("weight") else 0.0)
+            elif parameter.dim() == 1:
+                parameter.mul_(0.1)
+            elif "embed_tokens" not in name:
+                parameter.mul_(1.2 * parameter.shape[1] ** -0.5)
+    return model
+
+
+def make_calibration(model: PreTrainedModel, residues: int = 512) -> Calibration:
     """A calibration on random residues."""
     calibrator = KVCalibrator(model, sample_size=256)
     calibrator.partial_fit(random_ids([residues // 4] * 4, seed=7)[0])

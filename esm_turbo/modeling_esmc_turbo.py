@@ -1,0 +1,240 @@
+"""ESM-C as in Hugging Face Transformers, with a key/value cache.
+
+Without a cache every computation is Hugging Face's own code. With one, the self-attention projects, normalises and
+rotates its queries and keys (RoPE) and passes them and the values to a session (model/sessions.py), which encodes them
+(prefill) or attends to a cache (extension).
+
+Unlike ESM-2, ESM-C has no token dropout and no contact head; its vocabulary has a chain break, and `sequence_id` keeps
+chains from attending to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.esmc.modeling_esmc import (
+    EsmcAttention,
+    EsmcLayer,
+    EsmcLayerNorm,
+    EsmcMaskedLMHead,
+    EsmcMLP,
+    EsmcRotaryEmbedding,
+    apply_rotary_pos_emb,
+    eager_attention_forward,
+)
+
+from esm_turbo.files.families import FAMILIES
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
+from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
+from esm_turbo.model.rotary import Float32Frequencies
+from esm_turbo.model.sessions import Extension, KVSession, attend_by
+
+
+class TurboEsmcAttention(WithoutRecorders, EsmcAttention):
+    """Self-attention that passes queries, keys and values to a session where there is one."""
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        kv_session: KVSession | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend as `EsmcAttention` does; with a session, to what it says."""
+        if kv_session is None:
+            plain: tuple[Tensor, Tensor | None] = super().forward(
+                hidden_states, attention_mask, position_embeddings, **kwargs
+            )
+            return plain
+        assert position_embeddings is not None
+        heads = (-1, self.head_dim)
+        # The norms are over all heads together.
+        projected = (
+            self.q_norm(self.q_proj(hidden_states)).to(hidden_states.dtype),
+            self.k_norm(self.k_proj(hidden_states)).to(hidden_states.dtype),
+            self.v_proj(hidden_states),
+        )
+        query, keys, values = (x.unflatten(-1, heads).transpose(1, 2) for x in projected)  # [batch, heads, n, head_dim]
+        weights = None
+        if isinstance(kv_session, Extension):
+            query, keys = kv_session.rotate(query, keys, *position_embeddings, self.scaling)
+            output = attend_by(kv_session, self.layer_idx, query, keys, values)
+        else:
+            query, keys = apply_rotary_pos_emb(query, keys, *position_embeddings)
+            output = attend_by(kv_session, self.layer_idx, query * self.scaling, keys, values)
+        if output is not None:
+            output = output.transpose(1, 2)
+        else:
+            attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+                self.config._attn_implementation, eager_attention_forward
+            )
+            dropout = self.attention_dropout if self.training else 0.0
+            output, weights = attend(
+                self, query, keys, values, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
+            )
+        output = output.reshape(*hidden_states.shape[:-1], -1).contiguous()
+        return self.o_proj(output), weights
+
+
+class TurboEsmcLayer(WithoutRecorders, EsmcLayer):
+    """Transformer layer that can be pickled after a forward which recorded hidden states."""
+
+
+class TurboEsmcRotaryEmbedding(Float32Frequencies, EsmcRotaryEmbedding):
+    """Rotary embedding whose frequencies stay in float32 whatever the model is cast to."""
+
+
+class _Checkpoints(CheckpointMixin):
+    """What ESM-C says of its checkpoints."""
+
+    family = FAMILIES["esmc"]
+    deciding_fields: ClassVar[dict[str, tuple[type, ...]]] = {
+        "mask_token_id": (int,),
+        "vocab_size": (int,),
+        "hidden_size": (int,),
+        "num_hidden_layers": (int,),
+        "num_attention_heads": (int,),
+        "intermediate_size": (int,),
+    }
+
+    @classmethod
+    def check_fields(cls, fields: Mapping[str, Any], source: object) -> None:
+        """See `CheckpointMixin.check_fields`."""
+        heads, shared = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+        if shared not in (None, heads):
+            raise ValueError(f"{source}: {heads} heads share {shared} of keys and values; ESM-C has as many of each")
+
+    @classmethod
+    def check_config(cls, config: EsmcConfig) -> None:
+        """See `CheckpointMixin.check_config`."""
+        super().check_config(config)
+        head_dim = config.hidden_size // config.num_attention_heads
+        if config.head_dim != head_dim:
+            raise ValueError(
+                f"`head_dim` must be hidden_size / num_attention_heads = {head_dim}, got {config.head_dim}"
+            )
+        if config.rope_parameters["rope_type"] != "default":
+            raise ValueError(f"rope_type must be 'default', got {config.rope_parameters['rope_type']!r}")
+
+
+class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
+    """`EsmcModel` with a key/value cache, see `CachedModel`."""
+
+    _keep_in_fp32_modules_strict = ("rotary_emb",)
+    _no_split_modules = ("TurboEsmcLayer",)
+    plain_modules = frozenset(
+        {
+            nn.Embedding,
+            TurboEsmcRotaryEmbedding,
+            TurboEsmcLayer,
+            TurboEsmcAttention,
+            EsmcMLP,
+            EsmcLayerNorm,
+            nn.Linear,
+            nn.ModuleList,
+            nn.SiLU,
+        }
+    )
+
+    def __init__(self, config: EsmcConfig) -> None:
+        self.check_config(config)
+        super().__init__(config)
+        for index, layer in enumerate(self.layers):
+            # Only the class changes: the parameters and their initialisation stay Hugging Face's.
+            layer.__class__ = TurboEsmcLayer
+            layer.self_attn.__class__ = TurboEsmcAttention
+            layer.self_attn.layer_idx = index
+        self.rotary_emb.__class__ = TurboEsmcRotaryEmbedding
+        self.prepare_turbo()
+
+    @property
+    def special_ids(self) -> tuple[int, int]:
+        """See `CachedModel.special_ids`."""
+        return self.config.bos_token_id, self.config.eos_token_id
+
+    @property
+    def rotary_frequencies(self) -> Tensor:
+        """See `CachedModel.rotary_frequencies`."""
+        frequencies: Tensor = self.rotary_emb.inv_freq
+        return frequencies
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """See `CachedModel.parts`."""
+        return self.embed_tokens, self.layers, self.norm, self.rotary_emb
+
+    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See `CachedModel.channel_parameters`."""
+        attention = self.layers[layer_idx].self_attn
+        # Scaled before the norms, a channel of queries or keys would change the others.
+        return (attention.q_norm.weight,), (attention.k_norm.weight,), (attention.v_proj.weight,)
+
+    def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
+        """See `CachedModel.embed`."""
+        embeddings: Tensor = self.embed_tokens(input_ids)
+        return embeddings
+
+    def library_forward(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        embeddings: Tensor | None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """See `CachedModel.library_forward`."""
+        # The library's forward embeds the tokens itself.
+        output = EsmcModel.forward(self, input_ids, attention_mask, position_ids, **kwargs)
+        return BaseModelOutputWithPast(**output)
+
+    def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
+        """See `CachedModel.output`."""
+        return BaseModelOutputWithPast(last, hidden_states=states)
+
+
+class TurboEsmcForMaskedLM(_Checkpoints, CachedMaskedLM, EsmcForMaskedLM):
+    """`EsmcForMaskedLM` with a key/value cache; see `TurboEsmcModel`."""
+
+    _keep_in_fp32_modules_strict = ("rotary_emb",)
+
+    def __init__(self, config: EsmcConfig) -> None:
+        self.check_config(config)
+        # Skips EsmcForMaskedLM's own, which would build an EsmcModel.
+        super(EsmcForMaskedLM, self).__init__(config)
+        self.esmc = TurboEsmcModel(config)
+        self.lm_head = EsmcMaskedLMHead(config.hidden_size, config.vocab_size)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sequence_id: Tensor | None = None,
+        labels: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        use_cache: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> TurboMaskedLMOutput | tuple[Any, ...]:
+        """Run the model as `EsmcForMaskedLM` does, and optionally with a cache: see `TurboEsmcModel.forward`."""
+        return self.forward_with_head(
+            EsmcForMaskedLM.forward,
+            input_ids,
+            attention_mask,
+            position_ids,
+            sequence_id,
+            labels,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            return_dict=return_dict,
+            **kwargs,
+        )

@@ -1,0 +1,184 @@
+"""ESM-C's models: exact beside Hugging Face's, converted from them, and with a cache."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
+
+from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
+from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
+from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
+
+# Heads of the three published models, all of 64 components.
+GEOMETRIES = {"300M": 15, "600M": 18, "6B": 40}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """To a dtype, with rotary frequencies in float32 as those of a loaded checkpoint."""
+    frequencies = model.esmc.rotary_emb.inv_freq.float()
+    model = model.to(dtype)
+    model.esmc.rotary_emb.inv_freq = frequencies
+    return model
+
+
+def assert_same_output(ours: object, theirs: object) -> None:
+    """Bit for bit, in all that Hugging Face's output holds."""
+    for name in theirs:
+        mine, other = getattr(ours, name), theirs[name]
+        if isinstance(other, tuple):
+            assert len(mine) == len(other)
+            assert all(torch.equal(a, b) for a, b in zip(mine, other, strict=True)), name
+        else:
+            assert torch.equal(mine, other), name
+
+
+def relative_error(one: Tensor, other: Tensor) -> float:
+    return float((one - other).square().mean().sqrt() / other.square().mean().sqrt())
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("size", GEOMETRIES)
+def test_prefill_is_exact_in_every_published_geometry(size: str) -> None:
+    """Hidden states, logits and attentions, with and without a cache; padding and masks in the batch."""
+    hf = make_esmc(heads=GEOMETRIES[size], head_dim=64, layers=1 if size == "6B" else 2)
+    ids, mask = random_ids([14, 9, 4], masks=2, eos=True)
+    for dtype in DTYPES:
+        hf = cast(hf, dtype)
+        for attention in ("eager", "sdpa"):
+            hf.set_attn_implementation(attention)
+            ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+            options = {"output_hidden_states": True, "output_attentions": attention == "eager"}
+            expected = hf(ids, mask, **options)
+            assert expected.logits.dtype == dtype and expected.logits.shape[-1] == 64
+            assert_same_output(ours(ids, mask, **options), expected)
+            cached = ours(ids, mask, use_cache=True, **options)
+            assert_same_output(cached, expected)
+            assert cached.past_key_values.lengths.tolist() == [14, 9, 4]
+
+
+@torch.no_grad()
+def test_base_model_is_exact() -> None:
+    hf = make_esmc().esmc
+    ours = TurboEsmcModel.from_esm(hf, preset="exact")
+    ids, mask = random_ids([14, 9], masks=1, eos=True)
+    expected = hf(ids, mask, output_hidden_states=True)
+    for options in ({}, {"use_cache": True}, {"row_lengths": [14, 9]}):
+        assert_same_output(ours(ids, mask, output_hidden_states=True, **options), expected)
+    assert isinstance(ours(ids, mask, return_dict=False, use_cache=True), tuple)
+    positions = torch.arange(14)[None] + torch.tensor([[3], [500]])
+    assert_same_output(ours(ids, mask, positions, use_cache=True), hf(ids, mask, positions))
+
+
+@torch.no_grad()
+def test_labels_and_gradients_are_hugging_faces() -> None:
+    hf = make_esmc()
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    ids, mask = random_ids([14, 9], masks=2, eos=True)
+    labels = torch.where(ids == MASK, 7, -100)
+    assert_same_output(ours(ids, mask, labels=labels, use_cache=True), hf(ids, mask, labels=labels))
+    with torch.enable_grad():
+        found = [torch.autograd.grad(model(ids, mask).logits.sum(), [*model.parameters()]) for model in (ours, hf)]
+        with pytest.raises(ValueError, match="while gradients are recorded"):
+            ours(ids, mask, use_cache=True)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@torch.no_grad()
+def test_a_token_in_its_own_place_is_the_exact_run() -> None:
+    """Leave-one-out at every position, on the frozen context: no token dropout that would depend on the rest."""
+    hf = make_esmc(layers=3)
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    ids, _ = random_ids([14], masks=3, eos=True)
+    cache = ours(ids, use_cache=True).past_key_values
+    seen = torch.ones(14, 15, dtype=torch.int64)
+    seen[torch.arange(14), torch.arange(14)] = 0
+    one = ours(ids[0][:, None], seen, torch.arange(14)[:, None], past_key_values=cache)
+    expected = hf(ids).logits[0]
+    # As for ESM-2: rounding, relative to logits of about 3.
+    assert (one.logits[:, 0] - expected).abs().max() <= 2e-5
+
+
+@torch.no_grad()
+def test_all_masked_is_an_input_as_any_other() -> None:
+    """ESM-2 has no scale for it."""
+    hf = make_esmc()
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    ids = torch.full((1, 5), MASK)
+    assert_same_output(ours(ids, use_cache=True), hf(ids))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
+def test_presets_write_read_and_append(preset: str) -> None:
+    hf = make_esmc(heads=3, head_dim=64)
+    ours = TurboEsmcForMaskedLM.from_esm(hf, calibration=make_calibration(hf), preset=preset)
+    ids, mask = random_ids([20, 17], eos=False)
+    cache = ours(ids, mask, use_cache=True).past_key_values
+    new = torch.tensor([[5, 6, EOS], [8, 9, EOS]])
+    appended = ours(new, past_key_values=cache, use_cache=True)
+    assert cache.lengths.tolist() == [23, 20]
+    for row, length in enumerate((20, 17)):
+        exact = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+        past = exact(ids[row : row + 1, :length], use_cache=True).past_key_values
+        expected = exact(new[row : row + 1], past_key_values=past).logits
+        assert relative_error(appended.logits[row : row + 1], expected) < (1e-5 if preset == "exact" else 0.9)
+
+
+@torch.no_grad()
+def test_compression_is_close() -> None:
+    hf = make_esmc(heads=3, head_dim=64)
+    ours = TurboEsmcForMaskedLM.from_esm(hf, calibration=make_calibration(hf, residues=2048), preset=DEFAULT_PRESET)
+    ids, _ = random_ids([20])
+    full = ours(ids, use_cache=True)
+    seen = torch.ones(1, 21, dtype=torch.int64)
+    seen[:, 10] = 0
+    one = ours(ids[:, 10:11], seen, torch.tensor([[10]]), past_key_values=full.past_key_values)
+    assert 1e-4 < relative_error(one.logits, full.logits[:, 10:11]) < 0.3
+
+
+def test_from_esm_shares_the_weights_and_refuses_others() -> None:
+    hf = make_esmc()
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    assert [p.data_ptr() for p in ours.parameters()] == [p.data_ptr() for p in hf.parameters()]
+    assert type(hf.esmc) is EsmcModel
+    for cls, model in ((TurboEsmcModel, make_esm().esm), (TurboEsmcForMaskedLM, make_esm())):
+        with pytest.raises(ValueError, match=r"needs a model of ESM-C, got model type 'esm'"):
+            cls.from_esm(model)
+    for cls, model in ((TurboEsmModel, hf.esmc), (TurboEsmForMaskedLM, hf)):
+        with pytest.raises(ValueError, match=r"needs a model of ESM-2, got model type 'esmc'"):
+            cls.from_esm(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_save_pretrained_is_read_by_both(tmp_path: Path, dtype: torch.dtype) -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact").to(dtype)
+    assert ours.esmc.rotary_emb.inv_freq.dtype == torch.float32
+    ours.save_pretrained(tmp_path)
+    ids, mask = random_ids([14, 9], masks=1)
+    expected = ours(ids, mask).logits
+    for cls in (TurboEsmcForMaskedLM, EsmcForMaskedLM):
+        assert torch.equal(cls.from_pretrained(tmp_path, dtype=dtype).eval()(ids, mask).logits, expected)
+    encoder = TurboEsmcModel.from_pretrained(tmp_path, dtype=dtype).eval()
+    assert torch.equal(encoder(ids, mask).last_hidden_state, ours.esmc(ids, mask).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_model_can_be_pickled_after_a_forward() -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    ids, mask = random_ids([14, 9])
+    expected = ours(ids, mask, output_hidden_states=True)
+    copied = pickle.loads(pickle.dumps(ours))
+    assert_same_output(copied(ids, mask, output_hidden_states=True), expected)
+
+
+def test_contacts_are_refused() -> None:
+    with pytest.raises(ValueError, match="ESM-C has no contact head"):
+        TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact").esmc.predict_contacts(*random_ids([9]))
