@@ -21,7 +21,7 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import calls, compile_ahead, decode_attention, peers
+from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
@@ -191,6 +191,16 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "calls of the public API, from strings to results",
         partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384), 1000, 20),
         most_repeats=5,
+    ),
+    "host_time_cuda": Benchmark(
+        "time of the host for an eager extension, and for a forward of Hugging Face's model",
+        partial(host_time.host_cases, ESM2_650M, 500, 21, 0.6),
+        most_repeats=9,
+    ),
+    "cold_start_cuda": Benchmark(
+        "everyday calls in a fresh process without compiled kernels",
+        partial(cold_start.cold_cases, ESM2_650M, 24, 30.0),
+        most_repeats=1,
     ),
     "prefill_cuda": Benchmark(
         "encoding all layers, and prefills with and without writing a cache, eager and captured",

@@ -18,7 +18,7 @@ from threading import Thread
 from esm_turbo.ops.variants import Variant
 
 # A process takes about half a gigabyte.
-_MOST_PROCESSES = 24
+MOST_PROCESSES = 24
 # The kernel that takes longest to compile begins first.
 _SLOWEST_FIRST = ("attend_context", "encode_context", "merge")
 
@@ -40,7 +40,7 @@ def compile_together(variants: Iterable[Variant], processes: int | None = None) 
     if not missing:
         return 0, []
     missing.sort(key=lambda variant: (*_SLOWEST_FIRST, variant.name).index(variant.name))
-    processes = min(len(missing), processes or _cores(), _MOST_PROCESSES)
+    processes = min(len(missing), processes or _cores(), MOST_PROCESSES)
     print(
         f"esm-turbo: compiling {len(missing)} GPU kernels in {processes} processes, once on this machine",
         file=sys.stderr,
