@@ -51,9 +51,9 @@ class ContextModel:
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
-    `new_cache()`, `claim_cache()` and `notice_changes()`; of the encoder, `model.base_model`, the forward, `config`,
-    `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the
-    encoder's layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
+    `new_cache()`, `claim_cache()`, `notice_changes()` and `growing()`; of the encoder, `model.base_model`, the forward,
+    `config`, `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's
+    layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.

@@ -170,6 +170,8 @@ class _ColumnWriter:
                 )
             self._buffers.append(buffer)
             self._sizes.append(sizes)
+        # They would keep what has been replaced.
+        contexts.descriptions.clear()
 
     def at(self, columns: Tensor) -> Callable[[int, Packed], None]:
         """Stores each layer's tensors of new tokens, [rows, heads, m, ...], at columns [rows, m]."""

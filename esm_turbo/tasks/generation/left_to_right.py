@@ -83,7 +83,7 @@ class LeftToRight:
         """Draw and append tokens to every row, by captured steps where these are possible.
 
         Args:
-            sampler: draws residues, one row per row.
+            sampler: draws residues; its rows are those of the batch.
             count: number of tokens per row.
             keep_cache: whether the cache is needed afterwards, for `finish`.
 
@@ -124,7 +124,7 @@ class LeftToRight:
         model, codes = self.turbo.model, self.turbo.codes
         batch_size, device = len(self.token_ids), model.device
         steps = range(self.steps, self.steps + count)
-        kinds = list(dict.fromkeys(map(self._kind, steps)))
+        kinds = sorted({self._kind(0), self._kind(1)})
         known = list(map(len, self.token_ids))
         columns = max(known) + count + 1
         with model.growing(self.cache, kinds, columns, count // _STEPS_PER_USE) as growth:
