@@ -701,6 +701,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             yield None
             return
         self._claim(cache)
+        self._compile_ahead(cache.codec)
         with self._graphs.growing(self, addresses, cache, kinds, columns, uses) as growth:
             yield growth
 

@@ -17,6 +17,7 @@ from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
 from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.ops import (
     copies,
     decoded_attention,
@@ -104,6 +105,9 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
         turbo.extend(several, [PROTEIN[:new]] * 3, refresh=new % 3)
     static = StaticKVCache.like(several, 128, 4)
     turbo.model(torch.randint(4, 24, (4, 8)), past_key_values=static)
+    growth = Growth(turbo.model.esm, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
+    growth.step(StepKind(9, 1))
+    growth.step(StepKind(2, 1))
     yield "several contexts, as in a graph"
     turbo.score(PROTEIN[:100], [PROTEIN[i : i + 4 + i % 9] for i in range(20)])
     peptides = [PROTEIN[i : i + 12] for i in range(12)]
