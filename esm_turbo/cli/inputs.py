@@ -128,6 +128,23 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
     return turbo
 
 
+def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm) -> tuple[Arm, ...]:
+    """The arms of a command, each once; if none is named, the model's default."""
+    from esm_turbo.tasks.common.arms import default_arm
+
+    if arm is None:
+        return (default_arm(turbo),)
+    return tuple(dict.fromkeys(arm))
+
+
+def prefer_exact(turbo: TurboEsm) -> None:
+    """Keep contexts at full precision for a model without a calibration, unless another preset was chosen."""
+    from esm_turbo.tasks.common.arms import default_arm
+
+    if default_arm(turbo) == "frozen":
+        turbo.model.set_turbo(preset="exact", backend=turbo.model.base_model.backend)
+
+
 def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
     """Say on standard error what runs, and where; say of the embedded model that it is a demonstration.
 

@@ -40,7 +40,7 @@ Device = Annotated[
     str | None, Parameter(help="Device of the model, such as cpu, cuda or mps. By default, the best one available.")
 ]
 BackendOption = Annotated[Backend, Parameter(help="Implementation of attention over compressed caches.", group=_MODEL)]
-Arms = Annotated[tuple[Arm, ...], MANY]
+Arms = Annotated[tuple[Arm, ...] | None, Parameter(consume_multiple=True, negative="")]
 BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch, padding included.")]
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")

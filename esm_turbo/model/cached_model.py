@@ -224,8 +224,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             return codec
         raise ValueError(
             f"preset {config.name!r} needs a calibration of this model: make one with `esm-turbo calibrate"
-            " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=,"
-            " or use preset='exact'"
+            " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=, or pass"
+            " calibration='auto' (--calibration auto); preset 'exact' and the arms 'frozen' and 'full' need none"
         )
 
     def warmup(self) -> int:

@@ -473,3 +473,15 @@ def test_the_suffix_decides_the_format(esm, fasta, tmp_path, tiny_folder):
     assert out.read_text().startswith("target\tcandidate\tsequence\t")
     assert esm("embed", fasta, tmp_path / "x.h5", *model).code == 0
     assert (tmp_path / "x.h5").read_bytes().startswith(b"\x89HDF")
+
+
+@pytest.mark.parametrize("command", [["score", "IN"], ["variants"], ["generate", "--max-new-tokens", "1"]])
+def test_a_model_without_a_calibration_runs_at_full_precision(esm, fasta, tiny_folder, command):
+    name, *options = [fasta if one == "IN" else one for one in command]
+    model = ["--model", tiny_folder, "--json", "-"]
+    result = esm(name, fasta, *options, *model)
+    assert (result.code, result.err) == (0, "")
+    assert json.loads(result.out)["run"]["arms"] == {"frozen": "exact"}
+    result = esm(name, fasta, *options, *model, "--preset", "turbo2")
+    assert result.code == 2
+    assert "needs a calibration" in result.error and "--calibration auto" in result.error

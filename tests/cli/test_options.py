@@ -66,7 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "score": FILES
     | STORED
     | {
-        "--arm": ("turbo",),
+        "--arm": None,
         "--refresh": 8,
         "--place": "masked",
         "--top": None,
@@ -79,7 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | STORED
     | {
         "--method": "masked",
-        "--arm": ("turbo",),
+        "--arm": None,
         "--refresh": 8,
         "--first-position": None,
         "--protein-column": None,

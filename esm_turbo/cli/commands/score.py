@@ -11,6 +11,7 @@ from esm_turbo.cli.inputs import (
     check_usable,
     list_bad,
     load_model,
+    named_arms,
     opened_store,
     read_proteins,
 )
@@ -36,7 +37,7 @@ def score(
     candidates: InputFile,
     /,
     *,
-    arm: Arms = ("turbo",),
+    arm: Arms = None,
     refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
     top: int | None = None,
@@ -60,7 +61,7 @@ def score(
         candidates: FASTA file, or CSV or TSV file with a column sequence (or binder) and optional columns id and target
             (identifier, accession or sequence; a candidate with a target is scored on that one only).
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
-            compressed.
+            compressed. By default turbo, or frozen if the model has no calibration.
         refresh: Residues at the end of the target that are recomputed with every candidate.
         place: What fills the candidate's positions while the target is computed: masks, or nothing.
         top: Number of candidates to print per target. By default, 10 for up to 3 targets; of more, only a summary is
@@ -70,7 +71,7 @@ def score(
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
-    if not arm:
+    if arm == ():
         raise ValueError("--arm must name at least one arm")
     good, bad_targets = read_proteins(targets, letters)
     from esm_turbo.tasks.scoring.records import read_candidates, score_records
@@ -78,7 +79,7 @@ def score(
     read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
     check_usable(candidates, read, bad_candidates)
     turbo = load_model(model, backend=backend)
-    arms = tuple(dict.fromkeys(arm))
+    arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
     with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
         run = score_records(

@@ -9,6 +9,7 @@ from esm_turbo.cli.inputs import (
     check_usable,
     list_bad,
     load_model,
+    named_arms,
     opened_store,
     read_proteins,
 )
@@ -37,7 +38,7 @@ def variants(
     /,
     *,
     method: MarginalMethod = "masked",
-    arm: Arms = ("turbo",),
+    arm: Arms = None,
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
     protein_column: str | None = None,
@@ -61,7 +62,7 @@ def variants(
             protein with their identifiers. By default, all single substitutions.
         method: masked masks each position in turn; wild_type masks none, which is cheaper and less accurate.
         arm: How the protein is computed: full recomputes it for every position, frozen stores it at full precision,
-            turbo compressed.
+            turbo compressed. By default turbo, or frozen if the model has no calibration.
         refresh: Number of residues around each masked position to recompute.
         first_position: Number of each protein's first residue. By default, that of its header (first_position=24, or
             an identifier such as NAME/24-286), or 1.
@@ -73,7 +74,7 @@ def variants(
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, toks_per_batch=toks_per_batch)
-    if not arm:
+    if arm == ():
         raise ValueError("--arm must name at least one arm")
     for name, column in (("measured", measured), ("protein-column", protein_column)):
         if column is not None and variants is None:
@@ -88,7 +89,7 @@ def variants(
         )
         check_usable(variants, good, bad, "variant")
     turbo = load_model(model, backend=backend)
-    arms = tuple(dict.fromkeys(arm))
+    arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
     with opened_store(store, turbo) as contexts, progress_bar("positions") as progress:
         run = score_records(

@@ -25,7 +25,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, batch_tokens, log_probabilities, resolve_arm
+from esm_turbo.tasks.common.arms import ContextSource, as_read_fastest, batch_tokens, log_probabilities, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -34,9 +34,6 @@ from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_ta
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-
-# Tokens from which a device reads a context faster that was decoded once, measured on an H200.
-_DECODED_FROM = 8192
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,8 @@ def score(
         context: residues of the target; or a cache of one row without `<eos>`, from `turbo.prefill` or a store.
         candidates: residues of each candidate, of any lengths.
         arm: `full` runs target and candidate again for every mask; `frozen` extends a context kept at full precision;
-            `turbo`, the default, extends one stored under the model's preset. A cache fixes its own arm.
+            `turbo` extends one stored under the model's preset. A cache fixes its own arm; else the default is
+            `turbo`, or `frozen` if the model has no calibration.
         refresh: number of residues at the end of the target that run again with every candidate, their cached keys
             and values dropped. More is closer to `full`, and slower.
         place: contents of the candidate's positions while the context is computed. `masked`, the default, computes
@@ -210,9 +208,8 @@ def _masked_log_probabilities(
     prefix, eos = torch.tensor(run.prefix, dtype=torch.int64), torch.tensor([turbo.codes.eos])
     copies, options = torch.arange(count * length), dict(run.options)
     width = len(prefix) + length + 1
-    many = turbo.model.device.type == "cuda" and len(copies) * width >= _DECODED_FROM
-    if many and "past_key_values" in options:
-        options["past_key_values"] = turbo.model.base_model.decoded(options["past_key_values"])
+    if "past_key_values" in options:
+        options["past_key_values"] = as_read_fastest(turbo, options["past_key_values"], len(copies) * width)
     for part in copies.split(max(1, toks_per_batch // width)):
         rows, at = part // length, part % length
         masked = candidates[rows].scatter(1, at[:, None], turbo.codes.mask)

@@ -26,6 +26,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import (
     ContextSource,
+    as_read_fastest,
     batch_tokens,
     log_probabilities,
     prefill_ids,
@@ -114,8 +115,8 @@ def score_variants(
         method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
             accurate.
         arm: `full` runs the whole protein for every position; `frozen` runs the position against the protein cached
-            at full precision; `turbo`, the default, against the protein cached under the model's preset. A cache
-            fixes its own arm.
+            at full precision; `turbo` against the protein cached under the model's preset. A cache fixes its own arm;
+            else the default is `turbo`, or `frozen` if the model has no calibration.
         refresh: for masked marginals, number of residues around the position, half on each side, that run again with
             the mask.
         first_position: position of the protein's first residue in the variants.
@@ -209,6 +210,8 @@ def _extended(
     whole = torch.tensor(list(ids))
     residues = sum(token not in (turbo.codes.cls, turbo.codes.eos) for token in ids)
     width = refresh + 1
+    if turbo.model.device.type == "cpu":
+        cache = as_read_fastest(turbo, cache, len(positions) * width)
     for part in positions.split(max(1, toks_per_batch // width)):
         start = (part - refresh // 2).clamp(0, residues - width)
         columns = 1 + start[:, None] + torch.arange(width)

@@ -9,11 +9,13 @@ import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.common import arms, memory
 from esm_turbo.tasks.common.arms import (
     ARMS,
     FROZEN,
+    as_read_fastest,
     batch_tokens,
+    default_arm,
     log_probabilities,
     prefill_ids,
     resolve_arm,
@@ -42,6 +44,34 @@ def compressed(turbo: TurboEsm, tiny_model: MakeModel) -> TurboEsm:
 )
 def test_the_requested_arm(compressed: TurboEsm, arm: str | None, expected: tuple[str, str | None]) -> None:
     assert resolve_arm(compressed, arm) == expected
+
+
+def test_the_default_without_a_calibration(turbo: TurboEsm, tiny_model: MakeModel) -> None:
+    bare = TurboEsm(tiny_model(), turbo.tokenizer)
+    # A chosen preset decides: this one needs no calibration, the others say that they do.
+    assert default_arm(bare) == "turbo"
+    bare.model.set_turbo()
+    assert default_arm(bare) == "frozen"
+    assert resolve_arm(bare, None) == ("frozen", "exact")
+    bare.model.set_turbo(preset="turbo2")
+    assert default_arm(bare) == "turbo"
+
+
+def test_contexts_are_decoded_where_that_pays_and_fits(
+    compressed: TurboEsm, exact: TurboEsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, frozen = compressed.prefill("MKTAYIAK"), exact.prefill("MKTAYIAK")
+    assert as_read_fastest(compressed, cache, 255) is cache
+    decoded = as_read_fastest(compressed, cache, 256)
+    assert decoded.config == FROZEN
+    assert decoded.lengths.tolist() == cache.lengths.tolist()
+    assert as_read_fastest(exact, frozen, 10**6) is frozen
+    # 9 tokens of 2 layers, 4 heads and 16 components, keys and values in float32.
+    needed = 9 * 2 * 4 * 16 * 2 * 4
+    monkeypatch.setattr(arms, "available_bytes", lambda device: 4 * needed)
+    assert as_read_fastest(compressed, cache, 256) is not cache
+    monkeypatch.setattr(arms, "available_bytes", lambda device: 4 * needed - 1)
+    assert as_read_fastest(compressed, cache, 256) is cache
 
 
 def test_a_cache_fixes_its_arm(compressed: TurboEsm, exact: TurboEsm) -> None:

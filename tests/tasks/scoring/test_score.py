@@ -14,7 +14,7 @@ from transformers import EsmForMaskedLM
 from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common import memory
+from esm_turbo.tasks.common import arms, memory
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -253,11 +253,25 @@ def test_invalid_options(turbo: TurboEsm, options: dict[str, object], message: s
         turbo.score(TARGET, CANDIDATES, **options)
 
 
-def test_a_preset_without_its_calibration_is_refused(turbo: TurboEsm) -> None:
+def test_a_model_without_a_calibration_scores_frozen_unless_told_otherwise(turbo: TurboEsm) -> None:
     bare = TurboEsm.from_pretrained(calibration=False, device="cpu")
-    with pytest.raises(ValueError, match="needs a calibration"):
+    assert bare.score(TARGET, "ACD") == turbo.score(TARGET, "ACD", arm="frozen")
+    with pytest.raises(
+        ValueError, match=r"needs a calibration .*--calibration auto\); .* the arms 'frozen' and 'full'"
+    ):
+        bare.score(TARGET, "ACD", arm="turbo")
+    bare.model.set_turbo(preset="turbo2")
+    with pytest.raises(ValueError, match="preset 'turbo2' needs a calibration"):
         bare.score(TARGET, "ACD")
-    assert bare.score(TARGET, "ACD", arm="frozen") == turbo.score(TARGET, "ACD", arm="frozen")
+
+
+def test_a_decoded_context_gives_the_same_scores(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(arms, "_DECODED_FROM", {})
+    packed = turbo.score(TARGET, CANDIDATES)
+    monkeypatch.setattr(arms, "_DECODED_FROM", {"cpu": 1})
+    decoded = turbo.score(TARGET, CANDIDATES)
+    assert decoded.preset == "turbo3"
+    assert 0 < (log_probabilities(decoded) - log_probabilities(packed)).abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
