@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.graphs import StaticKVCache, layer_rows
+from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.packed_encoder import Packing
 from esm_turbo.ops.copies import Rows
@@ -414,7 +414,7 @@ class _Extension:
             return states
 
         self.replay = capture(run, device, memory)
-        self._read = [model.codec(contexts.config), *_weights(model)]
+        self._read = [model.codec(contexts.config), *weights_of(model)]
 
     def load(
         self, cache: TurboKVCache, rows: Rows, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor
@@ -471,7 +471,7 @@ class _Prefill:
             return states
 
         self.replay = capture(run, device, memory)
-        self._read = [cache.codec, *_weights(model)]
+        self._read = [cache.codec, *weights_of(model)]
 
     def load(self, input_ids: Tensor, token_counts: tuple[Tensor, Tensor]) -> None:
         """Loads the inputs of a call."""
@@ -511,11 +511,6 @@ class _Decoding:
 
         self.replay = capture(run, model.device, memory)
         self._read = model.codec(contexts.config)
-
-
-def _weights(model: Any) -> list[Tensor]:
-    """What a graph of the model reads and must keep alive, since it knows only addresses."""
-    return [x.detach() for x in (*model.parameters(), *model.buffers())]
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:

@@ -120,6 +120,11 @@ def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
     return names, rows
 
 
+def weights_of(model: Any) -> list[Tensor]:
+    """What a graph of the model reads and must keep alive, since it knows only addresses."""
+    return [x.detach() for x in (*model.parameters(), *model.buffers())]
+
+
 def _zeros(name: str, tensor: Tensor, rows: int, sizes: dict[Axis, int]) -> Tensor:
     """Zeros in the shape of a cache's tensor, with other numbers of rows, columns and slots."""
     shape = [rows, *tensor.shape[1:]]
@@ -192,8 +197,7 @@ class CapturedExtension:
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph):
                 self.output = model(self._input_ids, self._mask, **options)
-            # The graph knows only addresses: these tensors must not be freed.
-            self._read = [fused, kwargs, *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+            self._read = [fused, kwargs, *weights_of(model)]
 
     def copy_(self, context: TurboKVCache) -> None:
         """Loads other contexts for the calls that follow, as many as before, see `StaticKVCache.copy_`."""

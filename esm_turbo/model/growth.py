@@ -17,7 +17,7 @@ from torch import Tensor
 from esm_turbo.codecs import Packed
 from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.graphs import StaticKVCache, layer_rows
+from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
 
 # Tensors begin at multiples of this number of bytes, as kernels assume.
 _ALIGNMENT = 256
@@ -83,7 +83,7 @@ class Growth:
             return self._states
 
         self._replays = {kind: capture(lambda kind=kind: run(kind)) for kind in kinds}  # type: ignore[misc]
-        self._read = [model.codec(cache.config), *(x.detach() for x in (*model.parameters(), *model.buffers()))]
+        self._read = [model.codec(cache.config), *weights_of(model)]
 
     @torch.no_grad()
     def load(
