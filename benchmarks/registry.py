@@ -30,6 +30,7 @@ from benchmarks.harness.measure import Case, Target
 from benchmarks.harness.models import Architecture
 from benchmarks.harness.names import PAPER_KERNEL
 from benchmarks.speed import calibration, context_store, embedding, extension, imports, prefill, scoring, short_contexts
+from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.tasks.embedding.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
@@ -333,6 +334,18 @@ EXPERIMENTS: dict[str, Experiment] = {
         "leave-one-out of every preset with planted outliers, scales 1 to 200",
         "outliers",
         lambda limit: accuracy.outlier_cases(accuracy.ALL_PRESETS, max_proteins=limit),
+    ),
+    "families": Experiment(
+        "accuracy and memory of the package's presets with the small model of ESM-C, as `accuracy` with that of ESM-2",
+        "families",
+        lambda limit: accuracy.preset_cases(
+            PRODUCT_PRESETS, ("cath_val200", "long_human"), max_proteins=limit, model="esmc-mini"
+        ),
+    ),
+    "families_outliers": Experiment(
+        "leave-one-out with planted outliers with the small model of ESM-C",
+        "families_outliers",
+        lambda limit: accuracy.outlier_cases(PRODUCT_PRESETS, max_proteins=limit, model="esmc-mini"),
     ),
     "class_shift": Experiment(
         "leave-one-out on one class or source of proteins after calibration on another",

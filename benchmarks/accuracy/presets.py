@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.harness.ablation import PAPER_ABLATION
-from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded
+from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
@@ -32,6 +32,7 @@ def preset_cases(
     sets: Sequence[str] = SETS,
     max_proteins: int | None = None,
     extension: Mapping[str, Any] = EXTENSION,
+    model: str = EMBEDDED_MODEL.name,
 ) -> Iterator[Case]:
     """Figures 1 to 4 of every preset on every protein set.
 
@@ -40,10 +41,11 @@ def preset_cases(
         sets: names of evaluation sets.
         max_proteins: use only the first N proteins of every set; None for all.
         extension: options of `evaluate` for figure 2.
+        model: one of `SMALL_MODELS`.
     """
     for name in sets:
         for preset, config in presets.items():
-            yield _preset_case(name, preset, config, max_proteins, extension)
+            yield _preset_case(name, preset, config, max_proteins, extension, model)
 
 
 def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
@@ -59,12 +61,14 @@ def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
     yield from preset_cases(installed, SETS, max_proteins)
 
 
-def outlier_cases(presets: Mapping[str, TurboConfig], max_proteins: int | None = None) -> Iterator[Case]:
+def outlier_cases(
+    presets: Mapping[str, TurboConfig], max_proteins: int | None = None, model: str = EMBEDDED_MODEL.name
+) -> Iterator[Case]:
     """Figure 5: one case per scale of the outliers, with one row per preset."""
     proteins = evaluation_set("cath_val200", min(OUTLIER_PROTEINS, max_proteins or OUTLIER_PROTEINS))
     compressed = {name: config for name, config in presets.items() if config.codec != FROZEN.codec}
     for scale in OUTLIER_SCALES:
-        yield _outlier_case(scale, proteins, compressed)
+        yield _outlier_case(scale, proteins, compressed, model)
 
 
 def _preset_case(
@@ -73,11 +77,12 @@ def _preset_case(
     config: TurboConfig,
     max_proteins: int | None,
     extension: Mapping[str, Any],
+    model: str,
 ) -> Case:
     def measure(repeats: int) -> Figures:
         begin = time.perf_counter()
         proteins = evaluation_set(set_name, max_proteins)
-        evaluation = evaluate(embedded(), proteins, {preset: config}, **extension)
+        evaluation = evaluate(small_model(model), proteins, {preset: config}, **extension)
         whole = rounded(evaluation.to_dict())
         [figures] = whole["presets"]
         return {
@@ -89,18 +94,20 @@ def _preset_case(
 
     return Case(
         name=f"{preset} on {set_name}",
-        model=EMBEDDED_MODEL.name,
+        model=model,
         shape={"dtype": "float32", "max_proteins": max_proteins},
-        check=_check,
+        check=functools.partial(_check, model),
         measure=measure,
     )
 
 
-def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig]) -> Case:
+def _outlier_case(
+    scale: float, proteins: Sequence[ProteinRecord], presets: Mapping[str, TurboConfig], model: str
+) -> Case:
     def measure(repeats: int) -> list[Figures]:
         tested = [Protein(p.id, p.sequence, p.structural_class) for p in proteins]
         planted, accuracies = planted_accuracy(
-            embedded(), tested, presets, scale, OUTLIER_CALIBRATION_PROTEINS, lambda done: None
+            small_model(model), tested, presets, scale, OUTLIER_CALIBRATION_PROTEINS, lambda done: None
         )
         shared = {
             "proteins": "cath_val200.fasta",
@@ -121,13 +128,13 @@ def _outlier_case(scale: float, proteins: Sequence[ProteinRecord], presets: Mapp
 
     return Case(
         name=f"outliers x{scale:g}",
-        model=EMBEDDED_MODEL.name,
+        model=model,
         shape={"dtype": "float32", "calibration_proteins": OUTLIER_CALIBRATION_PROTEINS},
-        check=_check,
+        check=functools.partial(_check, model),
         measure=measure,
     )
 
 
 @functools.cache
-def _check() -> Check:
-    return exactness(evaluation_set("cath_val200", 1)[0])
+def _check(model: str) -> Check:
+    return exactness(evaluation_set("cath_val200", 1)[0], model)
