@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 __all__ = ["FORMAT_VERSION", "Append", "TurboCacheLayer", "TurboKVCache"]
 
 FORMAT_VERSION = 2
+# Of a file with chains, which other releases do not know.
+_CHAINS_VERSION = 3
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
 _DEVICE_SLOTS = 2
@@ -70,6 +72,7 @@ class TurboKVCache(CacheStorage):
         lengths: tokens stored per row, int64 [batch].
         token_ids: uint8 [batch, columns]; undefined beyond a row's length, as everything else stored per column.
         positions: int32 [batch, columns], or None while they are 0, 1, 2, ...
+        chains: int32 [batch, columns], or None while every row is one chain, number 0.
         protected_columns: columns of the protected tokens, -1 for none, int32 [batch, slots].
         batch_size: number of rows.
         columns: number of columns, at least the longest row's length.
@@ -161,7 +164,12 @@ class TurboKVCache(CacheStorage):
         return torch.arange(self.columns, device=self.device) < self.lengths[:, None]
 
     def plan_append(
-        self, input_ids: Tensor, keep: Tensor, position_ids: Tensor | None, special_ids: Sequence[int]
+        self,
+        input_ids: Tensor,
+        keep: Tensor,
+        position_ids: Tensor | None,
+        special_ids: Sequence[int],
+        chains: Tensor | None = None,
     ) -> Append:
         """Starts an append: which tokens are stored, in which order, and which of them are protected.
 
@@ -170,7 +178,13 @@ class TurboKVCache(CacheStorage):
             keep: which of them are stored, bool [batch, n].
             position_ids: their positions, [batch, n]; None for each row's next ones.
             special_ids: tokens that are protected if the options say so.
+            chains: number of each token's chain, integers [batch, n]; None for 0.
+
+        Raises:
+            ValueError: the cache has several chains, and those of the new tokens are not given.
         """
+        if chains is None and self.chains is not None:
+            raise ValueError("the context has several chains: say by `sequence_id` which one appended tokens belong to")
         order = torch.argsort((~keep).to(torch.int32), dim=1, stable=True)
         token_ids = input_ids.gather(1, order)
         counts = keep.sum(1)
@@ -188,7 +202,11 @@ class TurboKVCache(CacheStorage):
             start = self.lengths[:, None] if self.batch_size else 0
             if bool((~stored | (positions == start + torch.arange(order.shape[1]))).all()):
                 positions = None
-        return Append(order, counts, token_ids.to(torch.uint8), positions, protected)
+        if chains is not None:
+            chains = chains.gather(1, order).to(torch.int32)
+            if self.chains is None and self._on_cpu and not bool((stored & (chains != 0)).any()):
+                chains = None
+        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
         """Encodes one layer's keys and values of the new tokens.
@@ -239,7 +257,11 @@ class TurboKVCache(CacheStorage):
             self._set_tensors(no_tokens(len(append.counts), append.counts.device))
         if append.positions is not None and self.positions is None:
             self.positions, self._capacity = self._default_positions(self.columns), 0
+        if append.chains is not None and self.chains is None:
+            self.chains, self._capacity = torch.zeros_like(self.token_ids, dtype=torch.int32), 0
         new = {"token_ids": append.token_ids}
+        if append.chains is not None:
+            new["chains"] = append.chains
         if append.positions is not None:
             new["positions"] = append.positions
         elif self.positions is not None:
@@ -516,6 +538,9 @@ class TurboKVCache(CacheStorage):
             columns = max(cache.columns for cache in caches)
             for cache, tensors in zip(caches, named, strict=True):
                 tensors.setdefault("positions", cache._default_positions(columns))
+        if any(cache.chains is not None for cache in caches):
+            for tensors in named:
+                tensors.setdefault("chains", torch.zeros_like(tensors["token_ids"], dtype=torch.int32))
         packed = [{name for name in tensors if axis_of(name) is Axis.COLUMN} for tensors in named]
         if any(names != packed[0] for names in packed):
             raise ValueError(
@@ -532,7 +557,8 @@ class TurboKVCache(CacheStorage):
         fingerprints = {"fingerprint": self.fingerprint, "codec_fingerprint": self.codec_fingerprint}
         tensors = {name: torch.from_numpy(array) for name, array in fingerprints.items()} | dict(self.named_tensors())
         metadata = {"geometry": self.geometry.to_dict(), "config": self.config.to_dict()}
-        write_artifact(path, "cache", FORMAT_VERSION, tensors, metadata)
+        version = FORMAT_VERSION if self.chains is None else _CHAINS_VERSION
+        write_artifact(path, "cache", version, tensors, metadata)
 
     @classmethod
     def load(
@@ -552,7 +578,7 @@ class TurboKVCache(CacheStorage):
         Raises:
             ValueError: the file is missing, damaged, of another format version, or another model's.
         """
-        tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION)
+        tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION, _CHAINS_VERSION)
         try:
             geometry, fingerprint = Geometry(**metadata["geometry"]), tensors.pop("fingerprint").numpy()
             # Four attention matrices per layer: a number of layers costs nothing that the file does not hold.

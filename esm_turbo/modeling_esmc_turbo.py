@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
+from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esmc.modeling_esmc import (
@@ -31,6 +32,7 @@ from transformers.models.esmc.modeling_esmc import (
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
+from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extension
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
@@ -139,7 +141,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             EsmcLayerNorm,
             nn.Linear,
             nn.ModuleList,
-            nn.SiLU,
+            SiLUActivation,
         }
     )
 
@@ -197,6 +199,54 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
         """See `CachedModel.output`."""
         return BaseModelOutputWithPast(last, hidden_states=states)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sequence_id: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Run the model as `EsmcModel` does, and optionally write or extend a cache.
+
+        Args:
+            input_ids: token ids, int64 or int32 [batch, n].
+            attention_mask: see `CachedModel.forward`.
+            position_ids: see `CachedModel.forward`. Positions run on across chains.
+            sequence_id: number of each token's chain, integers [batch, n], -1 for padding; tokens of different chains
+                do not see each other. A cache keeps it. An extension is of one chain per row, given for the new tokens
+                or with the past, [batch, past + n]; a context that was written without is chain 0. Without it, new
+                tokens see all chains.
+            past_key_values: see `CachedModel.forward`.
+            use_cache: see `CachedModel.forward`.
+            **kwargs: of `CachedModel.forward`.
+
+        Raises:
+            ValueError: `sequence_id` contradicts the mask or the cache; see also `CachedModel.forward`.
+        """
+        cached: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache}
+        if sequence_id is not None and input_ids is not None:
+            shape = (input_ids.shape[0], input_ids.shape[1])
+            if isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size:
+                past = past_key_values.get_seq_length()
+                check_chains(sequence_id, [shape, (shape[0], past + shape[1])])
+                attention_mask, new = mask_of_extension(past_key_values, sequence_id, attention_mask, shape[1])
+                cached["chains"] = new
+            else:
+                check_chains(sequence_id, [shape])
+                # Packed rows and captured prefills see all of their row.
+                kwargs |= {"sequence_id": sequence_id, "row_lengths": None}
+                if use_cache:
+                    attention_mask = mask_of_chains(sequence_id, attention_mask)
+                    cached["chains"] = sequence_id
+        output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
+            input_ids, attention_mask, position_ids, **cached, **kwargs
+        )
+        return output
 
 
 class TurboEsmcForMaskedLM(_Checkpoints, CachedMaskedLM, EsmcForMaskedLM):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
 
-from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
 from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
@@ -182,3 +182,118 @@ def test_a_model_can_be_pickled_after_a_forward() -> None:
 def test_contacts_are_refused() -> None:
     with pytest.raises(ValueError, match="ESM-C has no contact head"):
         TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact").esmc.predict_contacts(*random_ids([9]))
+
+
+BAR = 31
+# Two chains with a break between them, which belongs to the first.
+CHAINS = torch.tensor([[0] * 8 + [1] * 6, [0] * 5 + [1] * 4 + [-1] * 5])
+
+
+def two_chains() -> tuple[Tensor, Tensor]:
+    ids, mask = random_ids([14, 9])
+    ids[0, 7] = ids[1, 4] = BAR
+    return ids, mask
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_chains_are_exact(attention: str) -> None:
+    hf = make_esmc(attn_implementation=attention)
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    ids, mask = two_chains()
+    options = {"sequence_id": CHAINS, "output_hidden_states": True}
+    expected = hf(ids, **options)
+    for given in ({}, {"attention_mask": mask}):
+        assert_same_output(ours(ids, **options, **given), expected)
+        cached = ours(ids, use_cache=True, **options, **given)
+        assert_same_output(cached, expected)
+        assert cached.past_key_values.lengths.tolist() == [14, 9]
+        assert torch.equal(cached.past_key_values.chains[1, :9], CHAINS[1, :9].int())
+    assert not torch.equal(expected.logits, hf(ids, mask).logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chain", [0, 1])
+@pytest.mark.parametrize("whole", [False, True], ids=["of new tokens", "of all tokens"])
+def test_an_extension_of_one_chain_sees_that_chain(chain: int, whole: bool) -> None:
+    """A token of the chain in its own place has the states of the exact run; one that sees all chains does not."""
+    hf = make_esmc(layers=3)
+    ours = TurboEsmcForMaskedLM.from_esm(hf, preset="exact")
+    ids, _ = two_chains()
+    ids, chains = ids[:1], CHAINS[:1]
+    expected = hf(ids, sequence_id=chains).logits
+    cache = ours(ids, sequence_id=chains, use_cache=True).past_key_values
+    for at in (chains[0] == chain).nonzero()[:, 0].tolist():
+        seen = torch.ones(1, 15, dtype=torch.int64)
+        seen[:, at] = 0
+        own = torch.full((1, 1), chain)
+        given = torch.cat([chains, own], dim=1) if whole else own
+        args = ids[:, at : at + 1], seen, torch.tensor([[at]])
+        one = ours(*args, given, past_key_values=cache)
+        assert (one.logits[:, 0] - expected[:, at]).abs().max() <= 2e-5
+        assert (ours(*args, past_key_values=cache).logits[:, 0] - expected[:, at]).abs().max() > 1e-3
+
+
+@torch.no_grad()
+def test_chains_are_appended_saved_and_cut(tmp_path: Path) -> None:
+    hf = make_esmc()
+    ours = TurboEsmcForMaskedLM.from_esm(hf, calibration=make_calibration(hf), preset=DEFAULT_PRESET)
+    ids, _ = two_chains()
+    cache = ours(ids, sequence_id=CHAINS, use_cache=True).past_key_values
+    new = torch.tensor([[5, 6], [7, 8]])
+    ours(new, sequence_id=torch.tensor([[1, 1], [0, -1]]), past_key_values=cache, use_cache=True)
+    assert cache.lengths.tolist() == [16, 10]
+    expected = [[*CHAINS[0].tolist(), 1, 1], [*CHAINS[1, :9].tolist(), 0]]
+    cache.save(tmp_path / "cache")
+    read = TurboKVCache.load(tmp_path / "cache", model=ours)
+    for one in (cache, read, TurboKVCache.cat([read.select(0), read.select(1)])):
+        assert [one.chains[row, :length].tolist() for row, length in enumerate((16, 10))] == expected
+    one = TurboKVCache.cat([read.select(1), ours(ids[:1], use_cache=True).past_key_values])
+    assert one.chains[1].tolist() == [0] * 14
+    read.crop(12)
+    assert read.chains[0].tolist() == expected[0][:12]
+    with pytest.raises(ValueError, match="several chains: say by `sequence_id` which one appended tokens belong to"):
+        ours(new, past_key_values=cache, use_cache=True)
+    assert cache.lengths.tolist() == [16, 10]
+
+
+@torch.no_grad()
+def test_one_chain_is_stored_as_before(tmp_path: Path) -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    ids, _ = random_ids([14])
+    cache = ours(ids, sequence_id=torch.zeros_like(ids), use_cache=True).past_key_values
+    assert cache.chains is None
+    ours(ids[:, :1], sequence_id=torch.tensor([[3]]), past_key_values=cache, use_cache=True)
+    assert cache.chains.tolist() == [[0] * 14 + [3]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("chains", "mask", "message"),
+    [
+        (torch.tensor([[0] * 13]), None, r"`sequence_id` must be \[1, 14\], got \[1, 13\]"),
+        (torch.zeros(1, 14), None, r"`sequence_id` must be integers, got torch.float32"),
+        (torch.tensor([[0] * 14]), torch.tensor([[1] * 13 + [0]]), "contradict each other: -1 is for padding"),
+        (torch.tensor([[-1] + [0] * 13]), None, "padded on the left or has holes"),
+    ],
+)
+def test_chains_that_contradict_the_context_are_refused(chains: Tensor, mask: Tensor | None, message: str) -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    with pytest.raises(ValueError, match=message):
+        ours(random_ids([14])[0], mask, sequence_id=chains, use_cache=True)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("chains", "message"),
+    [
+        ([[0, 1]], r"puts the new tokens of row 0 into chains \[0, 1\]: extend one at a time"),
+        ([[0] * 14 + [1, 1]], r"says chain 0 of token 8 in row 0, the cache 1: give it for the new tokens alone"),
+        ([[0] * 3], r"`sequence_id` must be \[1, 2\] or \[1, 16\], got \[1, 3\]"),
+    ],
+)
+def test_chains_that_contradict_the_cache_are_refused(chains: list[list[int]], message: str) -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    cache = ours(random_ids([14])[0], sequence_id=CHAINS[:1], use_cache=True).past_key_values
+    with pytest.raises(ValueError, match=message):
+        ours(torch.tensor([[5, 6]]), sequence_id=torch.tensor(chains), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""The small trained models of all families, the proteins that accuracy is measured on, and the check of every accuracy row."""
+"""Small trained models, the proteins that accuracy is measured on, and the check of every accuracy row."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ from esm_turbo.tasks.common.arms import FROZEN
 SETS = ("cath_val200", "long_human", "paper_six")
 """Evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six proteins."""
 
-SMALL_MODELS = {
-    path.name: path for path in (EMBEDDED_MODEL, Path(__file__).resolve().parents[2] / "models" / "esmc-mini")
-}
+_MODELS = Path(__file__).resolve().parents[2] / "models"
+SMALL_MODELS = {path.name: path for path in (EMBEDDED_MODEL, _MODELS / "esmc-mini")}
 """A small trained model of every family: that of ESM-2 is in the package, the others are in models/."""
 
 # Hidden states after the last layer norm are of size one.
@@ -43,11 +42,8 @@ def embedded() -> TurboEsm:
 @functools.cache
 def small_model(name: str) -> TurboEsm:
     """The small trained model of that name, see `SMALL_MODELS`, as `embedded`."""
-    return (
-        embedded()
-        if SMALL_MODELS[name] == EMBEDDED_MODEL
-        else TurboEsm.from_pretrained(SMALL_MODELS[name], device="cpu")
-    )
+    folder = SMALL_MODELS[name]
+    return embedded() if folder == EMBEDDED_MODEL else TurboEsm.from_pretrained(folder, device="cpu")
 
 
 @functools.cache

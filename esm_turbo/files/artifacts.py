@@ -38,8 +38,8 @@ def write_artifact(
         save_file(contiguous, temporary, metadata=strings)
 
 
-def read_artifact(path: str | os.PathLike[str], kind: str, version: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read what `write_artifact` wrote.
+def read_artifact(path: str | os.PathLike[str], kind: str, *versions: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Read what `write_artifact` wrote, in one of these versions.
 
     Raises:
         ArtifactError: the file is missing, damaged, of another kind, or of another format version.
@@ -52,9 +52,10 @@ def read_artifact(path: str | os.PathLike[str], kind: str, version: int) -> tupl
             strings = file.metadata() or {}
             if strings.get("kind") != kind:
                 raise ArtifactError(f"{path}: not an esm_turbo {kind} (its metadata says {strings.get('kind')!r})")
-            if strings.get("format_version") != str(version):
+            if strings.get("format_version") not in [str(version) for version in versions]:
                 raise ArtifactError(
-                    f"{path}: {kind} format version {strings.get('format_version')}, this release reads {version};"
+                    f"{path}: {kind} format version {strings.get('format_version')}, this release reads"
+                    f" {' and '.join(map(str, versions))};"
                     " write it again with this release, or install the release that wrote it"
                 )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping

@@ -44,7 +44,8 @@ _HASH = 3
 _KEPT_AS = "_seen_weights"
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Where modules are defined that compute what their parameters say.
-_PLAIN = (*(family.library_modules for family in FAMILIES.values()), "torch.nn.modules.", "esm_turbo.")
+_LIBRARY = ("transformers.activations", *(family.library_modules for family in FAMILIES.values()))
+_PLAIN = (*_LIBRARY, "torch.nn.modules.", "esm_turbo.")
 
 Fingerprint = npt.NDArray[np.float32]
 

@@ -18,6 +18,7 @@ class Append:
         counts: number of tokens kept per row, [batch].
         token_ids: of the tokens as ordered, uint8 [batch, n].
         positions: of the tokens as ordered, int32 [batch, n], or None for each row's next ones.
+        chains: of the tokens as ordered, int32 [batch, n], or None where all of a row are one chain.
         protected: per slot the ordered token that it protects, -1 for none, [batch, slots].
         layers: what is stored of them in each layer that has been encoded.
         counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
@@ -28,5 +29,6 @@ class Append:
     token_ids: Tensor
     positions: Tensor | None
     protected: Tensor
+    chains: Tensor | None = None
     layers: list[TurboCacheLayer] = field(default_factory=list)
     counters: Tensor | None = None

@@ -38,7 +38,7 @@ class CacheStorage(Cache):
         device: of the tensors.
 
     Attributes:
-        lengths, token_ids, positions, protected_columns: see `TurboKVCache`.
+        lengths, token_ids, positions, chains, protected_columns: see `TurboKVCache`.
         layers: the others, see `TurboCacheLayer`.
         descriptions: what is known about where the tensors lie; forgotten as soon as one is replaced.
     """
@@ -46,6 +46,7 @@ class CacheStorage(Cache):
     lengths: Tensor
     token_ids: Tensor
     positions: Tensor | None
+    chains: Tensor | None
     protected_columns: Tensor
     descriptions: dict[str, Any]
 
@@ -92,7 +93,8 @@ class CacheStorage(Cache):
         # A description refers to tensors, and would keep those that are replaced.
         self.descriptions = {}
         self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
-        self.protected_columns, self.positions = tensors["protected_columns"], tensors.get("positions")
+        self.protected_columns = tensors["protected_columns"]
+        self.positions, self.chains = tensors.get("positions"), tensors.get("chains")
         for layer in self.layers:
             layer.packed, layer.protected, layer.rows = {}, {}, {}
         for name, tensor in tensors.items():

@@ -1,6 +1,6 @@
 """The tensors of a cache: their names, as in files, and what each has one entry for.
 
-The cache itself has `lengths` [batch], `token_ids` and `positions` [batch, columns] and `protected_columns`
+The cache itself has `lengths` [batch], `token_ids`, `positions` and `chains` [batch, columns] and `protected_columns`
 [batch, slots]. A layer has `layers.N.packed.*` [batch, heads, columns, ...], `layers.N.protected.*`
 [batch, heads, slots, head_dim] and `layers.N.rows.*` [batch, heads, 1, ...].
 """
@@ -24,13 +24,20 @@ class Axis(enum.Enum):
     SLOT = "slot"
 
 
-# In the order in which files list them. `positions` may be absent.
-OWN_TENSORS = {"lengths": Axis.ROW, "token_ids": Axis.COLUMN, "protected_columns": Axis.SLOT, "positions": Axis.COLUMN}
+# In the order in which files list them. `positions` and `chains` may be absent.
+OWN_TENSORS = {
+    "lengths": Axis.ROW,
+    "token_ids": Axis.COLUMN,
+    "protected_columns": Axis.SLOT,
+    "positions": Axis.COLUMN,
+    "chains": Axis.COLUMN,
+}
 OWN_DTYPES = {
     "lengths": torch.int64,
     "token_ids": torch.uint8,
     "protected_columns": torch.int32,
     "positions": torch.int32,
+    "chains": torch.int32,
 }
 LAYER_TENSORS = {"packed": Axis.COLUMN, "protected": Axis.SLOT, "rows": Axis.ROW}
 

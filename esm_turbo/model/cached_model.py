@@ -301,6 +301,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         token_counts: tuple[Tensor, Tensor] | None = None,
         append_mask: Tensor | None = None,
         row_lengths: Sequence[int] | None = None,
+        chains: Tensor | None = None,
         return_dict: bool | None = None,
         **kwargs: Any,
     ) -> ModelOutput | tuple[Any, ...]:
@@ -324,6 +325,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             row_lengths: tokens per row (the sums of `attention_mask`), where the host knows them. Without gradients, a
                 past or `position_ids`, a float16 or bfloat16 model on CUDA then runs packed rows with fused kernels
                 (model/packed_encoder.py); in all other cases it has no effect.
+            chains: number of each new token's chain, for the cache to store, integers [batch, n]; None for one chain.
             return_dict: as in the library's class.
             **kwargs: as in the library's class.
 
@@ -347,14 +349,22 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         if extends:
             assert past is not None and input_ids is not None
             output = self._extend(
-                past, input_ids, attention_mask, position_ids, bool(use_cache), append_mask, token_counts, kwargs
+                past,
+                input_ids,
+                attention_mask,
+                position_ids,
+                bool(use_cache),
+                append_mask,
+                token_counts,
+                chains,
+                kwargs,
             )
             written = past if use_cache else None
         elif use_cache:
             assert input_ids is not None
             written = self.new_cache() if past is None else past
             output = self._prefill(
-                written, input_ids, attention_mask, position_ids, append_mask, token_counts, row_lengths, kwargs
+                written, input_ids, attention_mask, position_ids, append_mask, token_counts, chains, row_lengths, kwargs
             )
         else:
             written = None
@@ -376,6 +386,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         position_ids: Tensor | None,
         append_mask: Tensor | None,
         token_counts: tuple[Tensor, Tensor] | None,
+        chains: Tensor | None,
         row_lengths: Sequence[int] | None,
         kwargs: dict[str, Any],
     ) -> ModelOutput:
@@ -398,7 +409,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
                 append_mask,
                 positions_to_store(append_mask, mask, position_ids, computed.expand_as(input_ids)),
             )
-        append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids)
+        append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids, chains)
         kwargs = {"kv_session": Prefill(cache, append, self.kv_backend), **kwargs}
         if token_counts is None and self.token_dropout:
             check_not_all_masked(count_tokens(input_ids, mask, self.config.mask_token_id))
@@ -518,7 +529,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             raise ValueError("the cache is empty: prefill a context first")
         if cache.config.codec == "exact":
             return cache
-        if cache.batch_size == 1 and (addresses := self._capturable()) is not None:
+        if cache.batch_size == 1 and cache.chains is None and (addresses := self._capturable()) is not None:
             made = self._graphs.decode(self, addresses, cache)
             if made is not None:
                 return made
@@ -588,6 +599,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         appends: bool,
         append_mask: Tensor | None,
         token_counts: tuple[Tensor, Tensor] | None,
+        chains: Tensor | None,
         kwargs: dict[str, Any],
     ) -> ModelOutput:
         if kwargs.get("output_attentions"):
@@ -616,9 +628,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask
-            append = cache.plan_append(
-                input_ids, keep, positions_to_store(keep, new_mask, given, position_ids), self.special_ids
-            )
+            stored_positions = positions_to_store(keep, new_mask, given, position_ids)
+            append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids, chains)
         session = Extension(
             cache,
             self.kv_backend,
@@ -696,7 +707,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             columns: of the longest row to come, and one for the mask after it.
             uses: number of calls that this one counts for, see `GraphPool`.
         """
-        addresses = self._capturable() if is_unhooked(self) else None
+        addresses = self._capturable() if is_unhooked(self) and cache.chains is None else None
         if addresses is None:
             yield None
             return

@@ -54,7 +54,9 @@ class StaticKVCache(TurboKVCache):
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
         sizes = {Axis.COLUMN: columns, Axis.SLOT: _SLOTS if cache.config.protect_special_tokens else 0}
         rows = cache.batch_size if rows is None else rows
-        tensors = {name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors()}
+        tensors = {
+            name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors() if name != "chains"
+        }
         made = cls.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, tensors)
         made.copy_(cache)
         return made
@@ -90,7 +92,8 @@ class StaticKVCache(TurboKVCache):
         self.protected_columns.fill_(-1)
         for name in OWN_TENSORS:
             given = getattr(cache, name)
-            if given is not None:
+            # Which chains a token sees is in the masks.
+            if given is not None and name != "chains":
                 getattr(self, name)[tuple(map(slice, given.shape))] = given
         copy_rows(rows, layer_rows(self)[1])
 
