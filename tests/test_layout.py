@@ -44,6 +44,7 @@ ACROSS_MODULES = {
     "docs",
     "ops/test_triton_compile.py",
     "test_calibration_data.py",
+    "test_families.py",
     "test_kv_cache_dropping.py",
     "test_kv_cache_refinements.py",
     "test_layout.py",

@@ -71,11 +71,13 @@ class CachedModel(CheckpointMixin, _LibraryModel):
     Attributes:
         captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
             and a fraction of a second to capture. Set it to False for eager calls only.
+        peptide_notice: what to warn of, once per model, where a peptide is put after a target.
         packs: whether the family has a packed encoder, `run_packed`.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
     """
 
     packs: ClassVar[bool] = False
+    peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
 
     @property
@@ -278,8 +280,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
             return
         geometry = Geometry.of(self.config)
-        if cache.geometry != geometry:
-            raise ValueError(f"the cache is for {cache.geometry}, the model has {geometry}")
+        if difference := cache.geometry.unlike(geometry):
+            raise ValueError(f"the cache is {difference}")
         if not same_model(cache.fingerprint, fingerprint):
             raise ValueError("the cache belongs to another model: the weights differ")
         codec = self._codec(cache.config, fingerprint)

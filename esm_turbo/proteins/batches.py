@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esm_turbo.proteins.fasta import normalize_sequence, token_batches
-from esm_turbo.proteins.tokens import TokenCodes
+from esm_turbo.proteins.tokens import CHAIN_BREAK, TokenCodes
 
 TokenRow = npt.NDArray[np.uint8]
 """Token ids of one protein, special tokens included."""
@@ -32,7 +32,7 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
     end = bytes([codes.eos]) if eos else b""
     for number, sequence in enumerate(sequences, start=1):
         name = f"sequence {number}"
-        if "<" in sequence:
+        if "<" in sequence or CHAIN_BREAK in sequence:
             ids = bytes(codes.encode(sequence, name))
         else:
             ids = normalize_sequence(sequence, name=name).encode("ascii").translate(table)

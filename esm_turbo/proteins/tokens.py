@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
+CHAIN_BREAK = "|"
+"""Stands between chains, in vocabularies that have it."""
 _UNUSED = "<null_1>"
 VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", _UNUSED, _MASK)
 """ESM-2's tokens in the order of their ids. Other families may have a chain break where ESM-2's has no use."""
@@ -80,7 +82,7 @@ class TokenCodes:
         )
 
     def encode(self, sequence: str, name: str) -> list[int]:
-        """Ids of residues and `<mask>`, without `<cls>` and `<eos>`.
+        """Ids of residues, `<mask>` and, where the vocabulary has it, `|`, without `<cls>` and `<eos>`.
 
         Raises:
             TypeError: the sequence is not a string.
@@ -89,17 +91,20 @@ class TokenCodes:
         if not isinstance(sequence, str):
             raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
         symbols = _SYMBOL.findall(sequence)
-        # A mask counts as one residue, so that messages give the positions that a reader counts.
-        letters = "".join("X" if symbol.lower() == _MASK else symbol for symbol in symbols)
+        others = {_MASK: self.mask} | ({} if self.chain_break is None else {CHAIN_BREAK: self.chain_break})
+        # They count as one residue each, so that messages give the positions that a reader counts.
+        letters = "".join("X" if symbol.lower() in others else symbol for symbol in symbols)
         residues = normalize_sequence(letters, name=name)
         return [
-            self.mask if symbol.lower() == _MASK else self.residues[residue]
+            others.get(symbol.lower(), self.residues[residue])
             for symbol, residue in zip(symbols, residues, strict=False)
         ]
 
     def decode(self, token_ids: Iterable[int]) -> str:
-        """Residues and `<mask>` of ids: the inverse of `encode`."""
+        """Residues, `<mask>` and `|` of ids: the inverse of `encode`."""
         letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
+        if self.chain_break is not None:
+            letters[self.chain_break] = CHAIN_BREAK
         return "".join(letters[index] for index in token_ids)
 
     def batch(self, rows: Sequence[TokenIds]) -> tuple[Tensor, Tensor]:

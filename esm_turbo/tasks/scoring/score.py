@@ -14,6 +14,7 @@ which ones.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -128,6 +129,10 @@ class Scores:
         }
 
 
+class UntrainedInputWarning(UserWarning):
+    """A model is given inputs of a kind that it was not trained on."""
+
+
 def score(
     turbo: ContextModel,
     context: str | TurboKVCache,
@@ -184,6 +189,10 @@ def score(
             target = cached_target(turbo, token_ids, arm, place, refresh, store)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
+    encoder = turbo.model.base_model
+    if encoder.peptide_notice is not None:
+        warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=2)
+        encoder.peptide_notice = None
     log_probs: dict[int, tuple[float, ...]] = {}
     counter = StageProgress(progress, "score", sum(map(len, residues)))
     # Candidates of one length need no padding and share one context.
