@@ -30,6 +30,7 @@ from esm_turbo.files.fingerprint import (
     same_model,
 )
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.files.tabular import counted, named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -69,6 +70,11 @@ class Calibration:
         self._codecs: dict[TurboConfig, KVCodec] = {}
         for config, state in (fitted or {}).items():
             self._codecs[config] = codec_class(config)(config, self.geometry, state)
+
+    def __repr__(self) -> str:
+        known = self.provenance
+        counts = [counted(known[name], name[:-1]) for name in ("sequences", "residues") if name in known]
+        return named(self, known.get("model", "a model"), self.geometry, *counts)
 
     @property
     def geometry(self) -> Geometry:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
+from esm_turbo.files.tabular import named
 from esm_turbo.proteins.tokens import TokenCodes
 
 if TYPE_CHECKING:
@@ -40,6 +41,9 @@ class ExtendOutput:
     hidden_states: Tensor
     logits: Tensor
     attention_mask: Tensor
+
+    def __repr__(self) -> str:
+        return named(self, **{name: list(value.shape) for name, value in vars(self).items()})
 
 
 class ContextModel:
@@ -69,6 +73,13 @@ class ContextModel:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.codes = TokenCodes.of(tokenizer, model.family)
+
+    def __repr__(self) -> str:
+        encoder = self.model.base_model
+        geometry, preset = Geometry.of(encoder.config), encoder.turbo_config.name
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        calibrated = "calibrated" if self.calibration is not None else "not calibrated"
+        return named(self, self.name, geometry, f"preset {preset}", calibrated, dtype, self.model.device)
 
     @property
     def calibration(self) -> Calibration | None:

@@ -28,6 +28,7 @@ from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, TurboConfig
 from esm_turbo.context_model import ContextModel, as_list, totals_per_row
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_store
+from esm_turbo.files.tabular import named
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import NotEnoughMemoryError
@@ -128,6 +129,9 @@ class ContextStore:
         self._swept = False
         self._mutex = threading.RLock()
         self._flush = weakref.finalize(self, self._usage.flush)
+
+    def __repr__(self) -> str:
+        return named(self, repr(str(self.folder)), read_only=self.read_only or None)
 
     def __enter__(self) -> Self:
         return self

@@ -23,6 +23,7 @@ from esm_turbo.codecs import KVCodec, Packed, codec_class
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
+from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
 from esm_turbo.kv.storage import CacheStorage
@@ -117,10 +118,8 @@ class TurboKVCache(CacheStorage):
         return cache
 
     def __repr__(self) -> str:
-        return (
-            f"TurboKVCache({self.config.name}, {self.geometry}, batch_size={self.batch_size}, "
-            f"columns={self.columns}, device={self.device})"
-        )
+        rows = f"{counted(self.batch_size, 'row')} of up to {counted(self.get_seq_length(), 'token')}"
+        return named(self, self.config.name, self.geometry, rows, f"{self.nbytes:,} bytes", self.device)
 
     def __getstate__(self) -> dict[str, Any]:
         """A pickled cache comes without its codec, which is as large as a model: as a saved one, it must be claimed."""

@@ -15,7 +15,7 @@ import torch
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
-from esm_turbo.files.hub import ModelNotFoundError, local_files_only, not_found
+from esm_turbo.files.hub import ModelNotFoundError, local_files_only, not_found, without_loading_bar
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -79,13 +79,14 @@ class TurboEsm(ContextModel):
         offline = local_files_only(source)
         try:
             model_class = checkpoint_class(source, {"local_files_only": offline})
-            loaded = model_class.from_pretrained(
-                source,
-                preset=preset,
-                calibration=False if calibration == "auto" else calibration,
-                local_files_only=offline,
-                **options,
-            )
+            with without_loading_bar():
+                loaded = model_class.from_pretrained(
+                    source,
+                    preset=preset,
+                    calibration=False if calibration == "auto" else calibration,
+                    local_files_only=offline,
+                    **options,
+                )
         except OSError as error:
             raise not_found(source) from error
         try:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers import EsmForMaskedLM, EsmTokenizer
+from transformers.utils import logging
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
@@ -222,3 +224,25 @@ def test_arguments_reach_their_tasks(turbo: TurboEsm, tmp_path: Path) -> None:
     assert store.info()["contexts"] == 3
     evaluation = turbo.evaluate(target, ["turbo3"], outlier_scales=(), extend_ks=(), names=["x"], classes=["c"])
     assert evaluation.provenance.proteins == 1
+
+
+@pytest.mark.parametrize("downloads", [True, False])
+def test_loading_draws_no_bar_and_leaves_the_switches(
+    folder: Path, capsys: pytest.CaptureFixture[str], downloads: bool
+) -> None:
+    was_shown, were_hidden = logging.is_progress_bar_enabled(), are_progress_bars_disabled()
+    try:
+        logging.enable_progress_bar()
+        if not downloads:
+            disable_progress_bars()
+        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+        assert "Loading weights" not in capsys.readouterr().err
+        assert logging.is_progress_bar_enabled()
+        assert are_progress_bars_disabled() is not downloads
+        TurboEsmForMaskedLM.from_pretrained(folder, preset="exact")
+        # Hugging Face's own method is left as it is.
+        assert "Loading weights" in capsys.readouterr().err
+    finally:
+        if not was_shown:
+            logging.disable_progress_bar()
+        (disable_progress_bars if were_hidden else enable_progress_bars)()

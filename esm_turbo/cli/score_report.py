@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from esm_turbo.files.tabular import counted
 from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
@@ -55,8 +56,7 @@ def variants_report(run: VariantsRun, top: int | None) -> list[object]:
 def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
     arms = list(result.scores)
     method = result.scores[result.reference].method.replace("_", "-")
-    count = len(result.variants)
-    yield f"{result.wild_type.id}: {count:,} variant{'s' if count > 1 else ''}, {method} marginals"
+    yield f"{result.wild_type.id}: {counted(len(result.variants), 'variant')}, {method} marginals"
     correlations = _Correlations.of([result])
     if correlations.columns:
         rows = [[arm, result.scores[arm].preset or "-", *correlations.cells(result, arm)] for arm in arms]

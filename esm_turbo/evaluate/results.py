@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from esm_turbo.evaluate.metrics import Accuracy
+from esm_turbo.files.tabular import Tabular, counted, named
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ class Provenance:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(Tabular):
     """Accuracy and memory of presets on proteins.
 
     Three computations are compared: *full* recomputes the whole sequence; *frozen* extends a context stored at full
@@ -248,6 +249,21 @@ class Evaluation:
     presets: tuple[PresetEvaluation, ...]
     outliers: OutlierSetup | None
     unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        size = f"{counted(self.provenance.proteins, 'protein')}, {counted(self.provenance.residues, 'residue')}"
+        return named(self, self.provenance.model, size, *(preset.name for preset in self.presets))
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["preset", "bits_per_element", "ratio_to_fp16", "cosine_mean", "cosine_q01", "kl_mean"]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per preset its size, and figure 1 against full precision, residues only."""
+        for preset in self.presets:
+            found, memory = preset.leave_one_out.against_frozen.residues, preset.memory
+            sizes = memory.bits_per_element, memory.ratio_to_fp16
+            yield preset.name, *sizes, found.cosine_mean, found.cosine_q01, found.kl_mean
 
     def __getitem__(self, name: str) -> PresetEvaluation:
         """Figures of a preset.

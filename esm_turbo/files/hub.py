@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 
 # Seconds within which the hub must answer; downloads have no limit.
 _TIMEOUT = 10.0
@@ -55,6 +57,28 @@ def local_files_only(source: str) -> bool:
     if copied:
         return True
     raise not_found(source, reason)
+
+
+@contextlib.contextmanager
+def without_loading_bar() -> Iterator[None]:
+    """Hide the progress bar that transformers draws for the weights in memory; downloads keep theirs."""
+    from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    downloads = not are_progress_bars_disabled()
+    # Both of transformers' switches act on downloads as well.
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+        if not downloads:
+            disable_progress_bars()
 
 
 def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:

@@ -87,7 +87,8 @@ def generate(
     prefer_exact(turbo)
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions
-    from esm_turbo.tasks.generation.records import generate_records, parse_allowed, parse_positions
+    from esm_turbo.tasks.generation.notation import parse_allowed, parse_positions
+    from esm_turbo.tasks.generation.records import generate_records
 
     options = GenerationOptions(
         max_new_tokens=max_new_tokens,

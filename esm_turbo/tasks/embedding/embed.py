@@ -15,6 +15,7 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.files.tabular import named
 from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
@@ -51,6 +52,10 @@ class ProteinEmbedding:
     bos_representations: dict[int, Tensor] | None = None
     contacts: Tensor | None = None
     cache: TurboKVCache | None = None
+
+    def __repr__(self) -> str:
+        shapes = {name: list(tensor.shape) for name, tensor in self.tensors().items()}
+        return named(self, *(f"{name} {shape}" for name, shape in shapes.items()), cache=self.cache)
 
     def is_finite(self) -> bool:
         """Whether no tensor holds NaN or infinity."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
+from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
 from esm_turbo.tasks.generation.unmasking import MaskedBatch, unmask
@@ -29,7 +31,7 @@ _APPEND_EVERY, _UNMASK_EVERY = 1, 8
 
 
 @dataclass(frozen=True)
-class GenerationOutput:
+class GenerationOutput(Tabular):
     """Generated sequences, one row per sample: all samples of the first input, then of the second.
 
     Attributes:
@@ -44,6 +46,29 @@ class GenerationOutput:
     positions: list[list[int]]
     log_probs: list[list[float]]
     cache: TurboKVCache | None = None
+
+    def __repr__(self) -> str:
+        new = counted(len(self.positions[0]), "new residue") if self.positions else None
+        return named(self, counted(len(self.sequences), "sequence"), *([new] if new else []), cache=self.cache)
+
+    @property
+    def new_residues(self) -> list[str]:
+        """The new residues of each sequence by themselves, in the order of `positions`."""
+        return [residues_at(sequence, own) for sequence, own in zip(self.sequences, self.positions, strict=True)]
+
+    @property
+    def mean_log_probs(self) -> list[float]:
+        """Mean log-probability of the new residues of each sequence, nats."""
+        return [sum(own) / len(own) for own in self.log_probs]
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["new_residues", "mean_log_prob", "positions", "sequence"]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per sequence its new residues, their mean log-probability and positions, and the whole sequence."""
+        places = map(format_positions, self.positions)
+        yield from zip(self.new_residues, self.mean_log_probs, places, self.sequences, strict=True)
 
 
 def generate(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvRow, is_table, read_csv, write_csv
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
@@ -47,7 +48,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class TargetResult:
+class TargetResult(Tabular):
     """Scores on one target.
 
     Attributes:
@@ -62,6 +63,9 @@ class TargetResult:
     scores: Mapping[Arm, Scores]
     agreement: Mapping[Arm, RankAgreement]
 
+    def __repr__(self) -> str:
+        return named(self, self.target.id, counted(len(self.candidates), "candidate"), arms=list(self.scores))
+
     @property
     def reference(self) -> Arm:
         """The arm that ranks the candidates and that the others are compared with: `full`, or else the first."""
@@ -70,6 +74,10 @@ class TargetResult:
     def ranking(self) -> list[int]:
         """Indices of the candidates, best first."""
         return self.scores[self.reference].ranking()
+
+    def columns(self) -> tuple[str, ...]:
+        """`COLUMNS`."""
+        return COLUMNS
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `COLUMNS`, best candidate first, one row per arm."""
@@ -93,7 +101,7 @@ class TargetResult:
 
 
 @dataclass
-class ScoringRun:
+class ScoringRun(Tabular):
     """Scores on all targets.
 
     Attributes:
@@ -103,6 +111,9 @@ class ScoringRun:
 
     results: list[TargetResult] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
+
+    def __repr__(self) -> str:
+        return named(self, counted(len(self.results), "target"), f"{len(self.failed):,} failed")
 
     def columns(self) -> list[str]:
         """`COLUMNS`, and the other columns of the candidates."""

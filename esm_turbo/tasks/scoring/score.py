@@ -24,6 +24,7 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import ContextSource, as_read_fastest, batch_tokens, log_probabilities, resolve_arm
@@ -49,6 +50,10 @@ class CandidateScore:
     candidate: str
     log_probabilities: tuple[float, ...]
 
+    def __repr__(self) -> str:
+        figures = {name: round(getattr(self, name), 4) for name in ("pseudo_perplexity", "pseudo_log_likelihood")}
+        return named(self, repr(self.candidate), **figures)
+
     @property
     def pseudo_log_likelihood(self) -> float:
         """Sum over the residues, nats."""
@@ -73,7 +78,7 @@ class CandidateScore:
 
 
 @dataclass(frozen=True)
-class Scores:
+class Scores(Tabular):
     """Scores of candidates on one target.
 
     Attributes:
@@ -89,6 +94,27 @@ class Scores:
     preset: str | None
     place: Place | None
     refresh: int
+
+    def __repr__(self) -> str:
+        best = [f"best {self.scores[index]!r}" for index in self.ranking()[:1]]
+        fields = {"arm": self.arm, "preset": self.preset, "place": self.place, "refresh": self.refresh}
+        return named(self, counted(len(self.scores), "candidate"), *best, **fields)
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["candidate", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per candidate, in their order, its rank and figures."""
+        ranks = {index: rank for rank, index in enumerate(self.ranking(), start=1)}
+        for index, one in enumerate(self.scores):
+            figures = one.pseudo_perplexity, one.pseudo_log_likelihood, one.mean_log_probability
+            yield one.candidate, ranks[index], *figures
+
+    def best_first(self) -> list[tuple[object, ...]]:
+        """`rows`, lowest pseudo-perplexity first."""
+        rows = list(self.rows())
+        return [rows[index] for index in self.ranking()]
 
     @property
     def pseudo_perplexities(self) -> list[float]:

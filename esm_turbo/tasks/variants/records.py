@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
@@ -20,7 +21,7 @@ from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
-from esm_turbo.tasks.variants.substitutions import all_substitutions, parse_variant, parts_of
+from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -52,7 +53,7 @@ class MeasuredVariant:
 
 
 @dataclass(frozen=True)
-class ProteinVariants:
+class ProteinVariants(Tabular):
     """Scores of the variants of one protein in one or several arms.
 
     Attributes:
@@ -67,6 +68,9 @@ class ProteinVariants:
     variants: tuple[MeasuredVariant, ...]
     scores: Mapping[Arm, VariantScores]
 
+    def __repr__(self) -> str:
+        return named(self, self.wild_type.id, counted(len(self.variants), "variant"), arms=list(self.scores))
+
     @property
     def reference(self) -> Arm:
         """The arm that orders the variants: the first."""
@@ -74,7 +78,7 @@ class ProteinVariants:
 
     def ranking(self) -> list[int]:
         """Indices of the variants, best first."""
-        return sorted(range(len(self.variants)), key=self.scores[self.reference].values.__getitem__, reverse=True)
+        return self.scores[self.reference].ranking()
 
     def against_measured(self, arm: Arm) -> float | None:
         """Spearman's correlation with the measurements; None if there are too few."""
@@ -90,6 +94,10 @@ class ProteinVariants:
         if arm == "full" or "full" not in self.scores:
             return None
         return spearman(self.scores[arm].values, self.scores["full"].values)
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["protein", "mutant", *RESIDUE_COLUMNS, *self.scores]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per variant its protein, name, position, residues, and score in every arm."""
@@ -115,7 +123,7 @@ class ProteinVariants:
 
 
 @dataclass
-class VariantsRun:
+class VariantsRun(Tabular):
     """Scores on all wild types.
 
     Attributes:
@@ -126,10 +134,12 @@ class VariantsRun:
     results: list[ProteinVariants] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
 
+    def __repr__(self) -> str:
+        return named(self, counted(len(self.results), "protein"), f"{len(self.failed):,} failed")
+
     def columns(self) -> list[str]:
-        """Columns of `rows`."""
-        arms = list(self.results[0].scores) if self.results else []
-        own = ["protein", "mutant", "position", "wild_type_residue", "mutant_residue", *arms]
+        """Names of the columns of `rows`."""
+        own = self.results[0].columns() if self.results else ["protein", "mutant", *RESIDUE_COLUMNS]
         return [*own, *kept_columns((v.columns or {} for r in self.results for v in r.variants), own)]
 
     def rows(self) -> Iterator[list[object]]:
@@ -289,7 +299,7 @@ def score_records(
 
 def _positions(variants: Sequence[MeasuredVariant]) -> int:
     """Number of distinct positions of valid variants."""
-    return len({int(position) for one in variants for position in parts_of(one.variant)[0].split(":")})
+    return len({position for one in variants for position in str(parts_of(one.variant)[0]).split(":")})
 
 
 def _number(text: str, column: str) -> float | None:

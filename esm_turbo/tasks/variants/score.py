@@ -22,6 +22,7 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import (
@@ -37,7 +38,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.variants.substitutions import Substitutions, all_substitutions
+from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, Substitutions, all_substitutions, parts_of
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -58,7 +59,7 @@ class VariantScore:
 
 
 @dataclass(frozen=True)
-class VariantScores:
+class VariantScores(Tabular):
     """Scores of variants of one protein.
 
     Attributes:
@@ -77,6 +78,30 @@ class VariantScores:
     arm: Arm
     preset: str | None
     refresh: int
+
+    def __repr__(self) -> str:
+        best = [f"best {self.scores[index].variant} {self.values[index]:.4g}" for index in self.ranking()[:1]]
+        size = counted(len(self.wild_type), "residue")
+        fields = {"method": self.method, "arm": self.arm, "preset": self.preset, "refresh": self.refresh}
+        return named(self, f"{counted(len(self.scores), 'variant')} of {size}", *best, **fields)
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["mutant", *RESIDUE_COLUMNS, "score"]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per variant, in their order, its name, position, residues and score."""
+        for one in self.scores:
+            yield one.variant, *parts_of(one.variant), one.score
+
+    def ranking(self) -> list[int]:
+        """Indices of the variants, highest score first; equal ones keep their order."""
+        return sorted(range(len(self.scores)), key=self.values.__getitem__, reverse=True)
+
+    def best_first(self) -> list[tuple[object, ...]]:
+        """`rows`, highest score first."""
+        rows = list(self.rows())
+        return [rows[index] for index in self.ranking()]
 
     @property
     def values(self) -> list[float]:

@@ -115,10 +115,16 @@ class Substitutions:
         return cls(np.arange(len(index)), index, residues[index], mutants[column])
 
 
-def parts_of(variant: str) -> tuple[str, str, str]:
+RESIDUE_COLUMNS = ("position", "wild_type_residue", "mutant_residue")
+"""Columns of `parts_of` in tables."""
+
+
+def parts_of(variant: str) -> tuple[int | str, str, str]:
     """Position, residue of the wild type and mutant residue of a valid variant; several are joined as in `24:26`."""
     parts = [part.strip() for part in variant.upper().split(":")]
-    return ":".join(p[1:-1] for p in parts), ":".join(p[0] for p in parts), ":".join(p[-1] for p in parts)
+    positions = [int(part[1:-1]) for part in parts]
+    position = positions[0] if len(parts) == 1 else ":".join(map(str, positions))
+    return position, ":".join(part[0] for part in parts), ":".join(part[-1] for part in parts)
 
 
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:

@@ -1,25 +1,17 @@
-"""Generation from records: batches, records that fail, and the notation of positions and constraints."""
+"""Generation from records: batches, records that fail, and what is written."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from esm_turbo import TurboEsm
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.generation.options import GenerationOptions
-from esm_turbo.tasks.generation.records import (
-    GeneratedSequence,
-    format_positions,
-    generate_records,
-    parse_allowed,
-    parse_positions,
-)
+from esm_turbo.tasks.generation.records import GeneratedSequence, generate_records
 
 RECORDS = [
     ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ"),
@@ -119,34 +111,3 @@ def test_options_that_suit_no_record_fail_at_once(exact: TurboEsm) -> None:
 def test_the_header_of_an_entry() -> None:
     one = GeneratedSequence("a", 2, "MKTAG", [2, 3, 5], [-1.0, -2.0, -0.5], 7)
     assert one.fasta() == ">a_2 positions=2-3,5 mean_log_prob=-1.1667 seed=7\nMKTAG\n"
-
-
-@given(st.sets(st.integers(1, 99), min_size=1))
-def test_positions_as_text(positions: set[int]) -> None:
-    text = format_positions(sorted(positions))
-    assert parse_positions(text) == sorted(positions)
-    assert all(int(a) < int(b) for a, b in (span.split("-") for span in text.split(",") if "-" in span))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("x", "positions are written as 10-25,40 and counted from 1, got 'x'"),
-        ("3-1", "in ascending order, got '3-1'"),
-        ("0-2", "counted from 1"),
-        ("3,1-999999999999", "no protein has a position 999,999,999,999, got '1-999999999999'"),
-    ],
-)
-def test_invalid_positions(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_positions(text)
-
-
-def test_constraints_as_text() -> None:
-    assert parse_allowed([]) is None
-    assert parse_allowed(["AC"]) == "AC"
-    assert parse_allowed(["1=AC", "3-4,7=G"]) == {1: "AC", 3: "G", 4: "G", 7: "G"}
-    with pytest.raises(ValueError, match="counted from 1"):
-        parse_allowed(["x=AC"])
-    with pytest.raises(ValueError, match="letters for all positions, or given as 10=AG 12-15=HP; got 'AC 5=G'"):
-        parse_allowed(["AC", "5=G"])

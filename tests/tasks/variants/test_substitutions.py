@@ -24,9 +24,9 @@ def test_a_variant_of_several_substitutions() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "parts"),
-    [("H24C", ("24", "H", "C")), (" h24c: e26K ", ("24:26", "H:E", "C:K")), ("M-3A", ("-3", "M", "A"))],
+    [("H24C", (24, "H", "C")), (" h24c: e26K ", ("24:26", "H:E", "C:K")), ("M-03A", (-3, "M", "A"))],
 )
-def test_parts_of_variants(variant: str, parts: tuple[str, str, str]) -> None:
+def test_parts_of_variants(variant: str, parts: tuple[int | str, str, str]) -> None:
     assert parts_of(variant) == parts
 
 
