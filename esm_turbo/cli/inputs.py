@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
 from esm_turbo.cli.options import READS, ModelOptions, SequenceOptions, Writes
+from esm_turbo.cli.threads import set_threads
 from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
@@ -112,10 +113,14 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
     given = {"calibration": False} | asdict(options) | more
     given = {name: value for name, value in given.items() if value is not None}
     model, auto = given.pop("model", None), given.get("calibration") == "auto"
+    threads = given.pop("threads", None)
+    check_minimum(1, threads=threads)
     with unusable_input(f"{model or 'the embedded model'} cannot be loaded"):
         with working("loading the model"):
             quiet_transformers()
             from esm_turbo.turbo_esm import TurboEsm
+
+            set_threads(threads)
 
             turbo = TurboEsm.from_pretrained(model, **given | ({"calibration": False} if auto else {}))
         if auto:

@@ -94,6 +94,10 @@ class ModelOptions:
         DType | None,
         Parameter(help="Precision of the model. By default, float32 on CPU and MPS, the checkpoint's dtype on CUDA."),
     ] = None
+    threads: Annotated[
+        int | None,
+        Parameter(help="Threads on a CPU. By default, as many as there are free cores, at least 1."),
+    ] = None
 
 
 @Parameter(name="*", group=_MODEL)

@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from esm_turbo.files.control_groups import CGROUPS, CGROUPS_ROOT, control_groups
+
 # PyTorch has an exception class for CUDA's and XPU's allocators only; the CPU's, MPS, cuBLAS, oneDNN and sizes that
 # overflow raise plain RuntimeErrors. The dynamic linker fails to map a library.
 _MESSAGE = re.compile(
@@ -60,23 +62,13 @@ def _meminfo(path: Path = Path("/proc/meminfo")) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
-def _control_groups(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def _control_groups(groups: Path = CGROUPS, root: Path = CGROUPS_ROOT) -> int | None:
     """Linux: the least that this process's control groups, of version 1 or 2, have left; None without a limit."""
-    try:
-        entries = [line.split(":", 2) for line in groups.read_text(encoding="utf-8").splitlines()]
-    except OSError:
-        return None
-    left = []
-    for _, controllers, group in entries:
-        if controllers == "":
-            top, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        # A limit applies to all groups below it. In a container, `group` may be a path outside, and `top` be the group.
-        inner = top / group.lstrip("/")
-        left += [_left(folder, *names) for folder in (inner, *inner.parents) if folder.is_relative_to(top)]
+    names = {
+        1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        2: ("memory.max", "memory.current", "inactive_file"),
+    }
+    left = [_left(folder, *names[version]) for version, folder in control_groups("memory", groups, root)]
     return min((size for size in left if size is not None), default=None)
 
 

@@ -430,12 +430,13 @@ def test_every_run_says_what_it_used(esm, write, tmp_path, arguments, arms):
     assert all(word in run for word in ("model esm2-mini", "device cpu", "float32", *arms))
     assert more == DEMONSTRATION
     used = json.loads(result.out)["run"]
+    assert used.pop("threads") == 1
     assert used == {"model": "esm2-mini", "arms": arms, "device": "cpu", "dtype": "float32", "demonstration": True}
 
 
 def test_only_the_embedded_model_is_called_a_demonstration(esm, fasta, tmp_path, tiny_folder):
     result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder)
-    assert result.said == ["model tiny, arm full, device cpu, float32"]
+    assert result.said == ["model tiny, arm full, device cpu, float32, 1 thread"]
     assert json.loads((tmp_path / "out" / "settings.json").read_text())["device"] == "cpu"
 
 
@@ -485,3 +486,14 @@ def test_a_model_without_a_calibration_runs_at_full_precision(esm, fasta, tiny_f
     result = esm(name, fasta, *options, *model, "--preset", "turbo2")
     assert result.code == 2
     assert "needs a calibration" in result.error and "--calibration auto" in result.error
+
+
+def test_the_number_of_threads_can_be_named(esm, fasta, tmp_path, tiny_folder):
+    arguments = ["embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "mean"]
+    try:
+        assert esm(*arguments, "--threads", "2").said[0].endswith(", 2 threads")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    result = esm(*arguments, "--threads", "0")
+    assert (result.code, result.error) == (2, "--threads must be at least 1, got 0")

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from esm_turbo.cli.commands import app
 
-MODEL = {"--model": None, "--device": None, "--dtype": None}
+MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": "turbo3"}
 STORED = CACHES | {"--store": None}

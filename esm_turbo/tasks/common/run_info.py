@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.tasks.common.arms import arm_preset
 from esm_turbo.tasks.common.options import Arm
@@ -24,6 +26,7 @@ class RunInfo:
         arms: the preset of the contexts of each arm; None where none are stored.
         device: of the model, such as `cpu`.
         dtype: of the model, such as `float32`.
+        threads: number of threads on a CPU; None elsewhere.
         demonstration: whether the model is the embedded one, which is too small for real work.
     """
 
@@ -31,6 +34,7 @@ class RunInfo:
     arms: dict[Arm, str | None]
     device: str
     dtype: str
+    threads: int | None
     demonstration: bool
 
     @classmethod
@@ -48,12 +52,16 @@ class RunInfo:
         if "turbo" in arms:
             turbo.model.new_cache()
         device, dtype = str(turbo.model.device), str(turbo.model.dtype).removeprefix("torch.")
-        return cls(turbo.name, presets, device, dtype, Path(turbo.model.config._name_or_path) == EMBEDDED_MODEL)
+        threads = torch.get_num_threads() if device == "cpu" else None
+        return cls(
+            turbo.name, presets, device, dtype, threads, Path(turbo.model.config._name_or_path) == EMBEDDED_MODEL
+        )
 
     def __str__(self) -> str:
         named = [arm if preset is None else f"{arm} (preset {preset})" for arm, preset in self.arms.items()]
         arms = [f"arm{'s' if len(named) > 1 else ''} {', '.join(named)}"] if named else []
-        return ", ".join([f"model {self.model}", *arms, f"device {self.device}", self.dtype])
+        threads = [] if self.threads is None else [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
+        return ", ".join([f"model {self.model}", *arms, f"device {self.device}", self.dtype, *threads])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

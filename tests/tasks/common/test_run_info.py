@@ -16,13 +16,14 @@ MakeModel = Callable[..., TurboEsmForMaskedLM]
 def test_the_embedded_model_is_a_demonstration(turbo: TurboEsm, tmp_path: Path) -> None:
     info = RunInfo.of(turbo, ["full", "frozen", "turbo"])
     assert str(info) == (
-        "model esm2-mini, arms full, frozen (preset exact), turbo (preset turbo3), device cpu, float32"
+        "model esm2-mini, arms full, frozen (preset exact), turbo (preset turbo3), device cpu, float32, 1 thread"
     )
     assert info.to_dict() == {
         "model": "esm2-mini",
         "arms": {"full": None, "frozen": "exact", "turbo": "turbo3"},
         "device": "cpu",
         "dtype": "float32",
+        "threads": 1,
         "demonstration": True,
     }
 
@@ -31,8 +32,11 @@ def test_another_model_is_not(turbo: TurboEsm, tiny_model: MakeModel) -> None:
     other = TurboEsm(tiny_model(preset="paper").bfloat16(), turbo.tokenizer)
     other.model.config._name_or_path = "someone/mine"
     assert not RunInfo.of(other).demonstration
-    assert str(RunInfo.of(other)) == "model someone/mine, device cpu, bfloat16"
-    assert str(RunInfo.of(other, ["turbo"])) == "model someone/mine, arm turbo (preset paper), device cpu, bfloat16"
+    assert str(RunInfo.of(other)) == "model someone/mine, device cpu, bfloat16, 1 thread"
+    assert (
+        str(RunInfo.of(other, ["turbo"]))
+        == "model someone/mine, arm turbo (preset paper), device cpu, bfloat16, 1 thread"
+    )
 
 
 def test_contexts_without_a_calibration_are_refused(turbo: TurboEsm, tiny_model: MakeModel) -> None:
