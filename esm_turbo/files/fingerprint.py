@@ -15,7 +15,8 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,9 +49,12 @@ _LIBRARY = ("transformers.activations", *(family.library_modules for family in F
 _PLAIN = (*_LIBRARY, "torch.nn.modules.", "esm_turbo.")
 
 Fingerprint = npt.NDArray[np.float32]
+Gather = Callable[[Sequence[Tensor]], Callable[[], Tensor]]
+"""Given views of tensors, [elements] each, makes a function that reads them, one after the other."""
+_VERSION = operator.attrgetter("_version")
 
 
-def model_fingerprint(model: Any, *, sampled: bool | None = None) -> Fingerprint:
+def model_fingerprint(model: Any, *, sampled: bool | None = None, gather: Gather | None = None) -> Fingerprint:
     """Fingerprint of an encoder, [1 + tensors, 1 + blocks * projections].
 
     The first row describes the configuration and what adapters show besides tensors; the four attention matrices of
@@ -63,9 +67,10 @@ def model_fingerprint(model: Any, *, sampled: bool | None = None) -> Fingerprint
     Args:
         model: the model.
         sampled: whether to compare the sample as well, for which a device must be waited for; None for on the CPU only.
+        gather: how the sample is read; None for PyTorch, which takes the host several times as long as one launch.
     """
     seen: _Weights | None = model.__dict__.get(_KEPT_AS)
-    if seen is None or not seen.are_current(sampled):
+    if seen is None or not seen.are_current(sampled, gather):
         before, seen = seen, _Weights(model)
         if before is not None and same_model(before.fingerprint, seen.fingerprint):
             # Tensors were moved, but not changed.
@@ -152,7 +157,11 @@ class _Weights:
         modules = list(_modules(model))
         self.own = [module.__dict__ for _, module in modules]
         self.groups = [own[kind] for own in self.own for kind in ("_modules", "_parameters", "_buffers")]
-        self.entries = [(group, name, entry) for group in self.groups for name, entry in group.items()]
+        named = [(group, name, entry) for group in self.groups for name, entry in group.items()]
+        self.places = [group for group, _, _ in named], [name for _, name, _ in named]
+        self.entries = [entry for _, _, entry in named]
+        # Some libraries put other mappings in place of a module's dictionaries.
+        self.look_up = dict.get if all(isinstance(group, dict) for group in self.groups) else _entry
         self.foreign = [(name, module) for name, module in modules if _is_foreign(module)]
         self.tensors = list(_tensors(model))
         # Inference tensors count no writes.
@@ -161,6 +170,7 @@ class _Weights:
         self.traces = self._traces()
         self.views = _sampled_views(self.tensors)
         self.sample = self._sample()
+        self.gathered: list[Callable[[], Tensor]] | None = None
         rows = [_describe(_as_matrix(tensor).bfloat16(), _NUM_BLOCKS) for tensor in self.tensors]
         header = torch.from_numpy(self._header(model.config))
         self.fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
@@ -169,21 +179,27 @@ class _Weights:
         """Copies and pickles of a model have not been seen."""
         return type(None), ()
 
-    def are_current(self, sampled: bool | None) -> bool:
+    def are_current(self, sampled: bool | None, gather: Gather | None) -> bool:
         """Whether nothing has changed, see `model_fingerprint`."""
-        if any(group.get(name) is not entry for group, name, entry in self.entries) or self._traces() != self.traces:
+        # Every call comes here: loops over all modules run in C.
+        entries = map(self.look_up, *self.places)
+        if not all(map(operator.is_, entries, self.entries)) or self._traces() != self.traces:
             return False
         if not (self.on_cpu if sampled is None else sampled):
             return True
-        return all(map(torch.equal, self.sample, self._sample()))
+        if gather is None:
+            return all(map(torch.equal, self.sample, self._sample()))
+        if self.gathered is None:
+            self.gathered = [gather(views) for views in self.views]
+        return all(torch.equal(before, found()) for before, found in zip(self.sample, self.gathered, strict=True))
 
     def _traces(self) -> tuple[Any, ...]:
         """What differs after a change, without a look at the elements of any tensor."""
         return (
             [*map(len, self.groups)],
             ["forward" in own for own in self.own],
-            [tensor._version for tensor in self.counting],
-            [tensor.data_ptr() for tensor in self.tensors],
+            [*map(_VERSION, self.counting)],
+            [*map(Tensor.data_ptr, self.tensors)],
             [_shown(name, module) for name, module in self.foreign],
         )
 
@@ -198,6 +214,10 @@ class _Weights:
         # Not every family has these options.
         options = np.array([half, getattr(config, "layer_norm_eps", 0), getattr(config, "token_dropout", False)])
         return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
+
+
+def _entry(group: Mapping[str, Any], name: str) -> Any:
+    return group.get(name)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -50,6 +50,7 @@ from esm_turbo.model.packed_encoder import (
 from esm_turbo.model.sessions import Extension, GrowingExtension, Prefill
 from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
+from esm_turbo.ops.copies import Gatherer
 from esm_turbo.ops.warmup import Sizes
 
 if TYPE_CHECKING:
@@ -250,7 +251,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         if torch.compiler.is_compiling():
             return 0
         geometry = Geometry.of(self.config)
-        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.config.intermediate_size)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim)
         return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
 
     def new_cache(self) -> TurboKVCache:
@@ -264,7 +265,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
 
         Waits for the device. Caches that were written with other weights are refused afterwards.
         """
-        model_fingerprint(self, sampled=True)
+        fast = self.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
+        model_fingerprint(self, sampled=True, gather=Gatherer if fast else None)
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -88,11 +88,16 @@ def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> 
     """
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return None
+    tree = _tree_of(module)
+    return tree.addresses() if tree.is_plain(allowed) else None
+
+
+def _tree_of(module: nn.Module) -> _Tree:
     # Kept by the module: the tree refers to it, so that a dictionary of modules, even a weak one, would never let go.
-    tree = module.__dict__.get("_tree")
+    tree: _Tree | None = module.__dict__.get("_tree")
     if tree is None or tree.changed(module):
         tree = module.__dict__["_tree"] = _Tree(module)
-    return tree.addresses() if tree.is_plain(allowed) else None
+    return tree
 
 
 class _Tree:
@@ -175,7 +180,7 @@ def attention_to_cache(session: Extension, batch_size: int) -> Attend:
     """Attention of the tokens of `batch_size` rows of equal length to a cache and to each other."""
 
     def attend(layer_idx: int, qkv: Tensor) -> Tensor:
-        query, keys, values = qkv.unflatten(0, (batch_size, -1)).permute(2, 0, 3, 1, 4)
+        query, keys, values = qkv.view(batch_size, -1, *qkv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
         return session.attend(layer_idx, query, keys, values).transpose(1, 2).flatten(0, 1)
 
     return attend
@@ -206,41 +211,89 @@ def packed_encoder(
     """
     angle = positions[:, None] * inv_freq
     cos, sin = angle.cos(), angle.sin()
-    norms = [layer.attention.LayerNorm for layer in encoder.layer[1:]] + [encoder.emb_layer_norm_after]
-    first = encoder.layer[0].attention.LayerNorm
-    residual, normed = ops.add_layer_norm(hidden_states, None, first.weight, first.bias, first.eps)
+    layers_of = _layers(encoder)
+    residual, normed = ops.add_layer_norm(hidden_states, None, *layers_of[0].norms[0])
     states: dict[int, Tensor] = {}
-    for index, (layer, norm) in enumerate(zip(encoder.layer, norms, strict=True)):
+    for index, layer in enumerate(layers_of):
         if index in layers:
             states[index] = residual
-        attention = layer.attention.self
-        weight, bias = _qkv_projection(attention)
-        heads, head_dim = attention.num_attention_heads, attention.attention_head_size
-        qkv = functional.linear(normed, weight, bias).view(-1, 3, heads, head_dim)
-        ops.rotate_(qkv, cos, sin, head_dim**-0.5)
+        qkv = functional.linear(normed, *layer.qkv).view(-1, 3, layer.heads, layer.head_dim)
+        ops.rotate_(qkv, cos, sin, layer.head_dim**-0.5)
         attended = attend(index, qkv).flatten(1)
-        dense, inner, outer = layer.attention.output.dense, layer.intermediate.dense, layer.output.dense
-        delta = functional.linear(attended, dense.weight, dense.bias)
-        residual, normed = ops.add_layer_norm(
-            residual, delta, layer.LayerNorm.weight, layer.LayerNorm.bias, layer.LayerNorm.eps
-        )
-        inside = functional.linear(normed, inner.weight, inner.bias)
+        delta = functional.linear(attended, *layer.dense)
+        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[1])
+        inside = functional.linear(normed, *layer.inner)
         ops.gelu_(inside)
-        delta = functional.linear(inside, outer.weight, outer.bias)
-        residual, normed = ops.add_layer_norm(residual, delta, norm.weight, norm.bias, norm.eps)
+        delta = functional.linear(inside, *layer.outer)
+        residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[2])
     return normed, states
 
 
-def _qkv_projection(attention: Any) -> tuple[Tensor, Tensor]:
-    """Fused weight and bias of the query, key and value projections, remembered while their addresses stay."""
-    linears = (attention.query, attention.key, attention.value)
-    addresses = [x.data_ptr() for linear in linears for x in (linear.weight, linear.bias)]
-    remembered = attention.__dict__.get("_packed_projection")
-    if remembered is None or remembered[0] != addresses:
-        fused = fuse_linears(linears)
-        assert fused is not None
-        addresses = [x.data_ptr() for linear in linears for x in (linear.weight, linear.bias)]
-        # Held by the attention, the storage stays alive, so that equal addresses mean the same weights.
-        remembered = attention.__dict__["_packed_projection"] = (addresses, fused)
-    result: tuple[Tensor, Tensor] = remembered[1]
-    return result
+_Linear = tuple[Tensor, Tensor]
+_Norm = tuple[Tensor, Tensor, float]
+
+
+class _Layer(NamedTuple):
+    """Parameters of a layer.
+
+    Attributes:
+        heads: number of attention heads.
+        head_dim: components per head.
+        qkv: fused projection to queries, keys and values.
+        dense: of the attention's output.
+        inner: of the feed-forward network.
+        outer: of its output.
+        norms: before the attention, before the feed-forward network, and that of the next layer, or the last one.
+    """
+
+    heads: int
+    head_dim: int
+    qkv: _Linear
+    dense: _Linear
+    inner: _Linear
+    outer: _Linear
+    norms: tuple[_Norm, _Norm, _Norm]
+
+
+class _Layers(list[_Layer]):
+    """Parameters of all layers, at these addresses; copies of an encoder have their own."""
+
+    addresses: tuple[int, ...] = ()
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def _layers(encoder: Any) -> _Layers:
+    """The parameters of an encoder's layers, remembered while their addresses stay.
+
+    To look them up in the tree of modules takes the host longer than to launch what uses them.
+    """
+    addresses = _tree_of(encoder).addresses()
+    # Held here, the storage stays alive, so that equal addresses mean the same weights.
+    remembered: _Layers | None = encoder.__dict__.get("_packed_layers")
+    if remembered is None or remembered.addresses != addresses:
+        norms = [_norm(layer.attention.LayerNorm) for layer in encoder.layer] + [_norm(encoder.emb_layer_norm_after)]
+        remembered = _Layers()
+        for layer, before, after in zip(encoder.layer, norms, norms[1:], strict=False):
+            attention = layer.attention.self
+            fused = fuse_linears((attention.query, attention.key, attention.value))
+            assert fused is not None
+            dense, inner, outer = (
+                (linear.weight, linear.bias)
+                for linear in (layer.attention.output.dense, layer.intermediate.dense, layer.output.dense)
+            )
+            sizes = attention.num_attention_heads, attention.attention_head_size
+            norms_of = (before, _norm(layer.LayerNorm), after)
+            remembered.append(_Layer(*sizes, fused, dense, inner, outer, norms_of))
+        # Fused parameters have moved.
+        remembered.addresses = _tree_of(encoder).addresses()
+        encoder.__dict__["_packed_layers"] = remembered
+    return remembered
+
+
+def _norm(norm: nn.LayerNorm) -> _Norm:
+    return norm.weight, norm.bias, norm.eps

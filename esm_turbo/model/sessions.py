@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -49,6 +50,17 @@ class Prefill(KVSession):
         self.cache.stage(self.append, layer_idx, keys, values, self.backend)
 
 
+class _Shared(NamedTuple):
+    """What an extension's layers share; masks are expanded to all rows."""
+
+    mask: Tensor | None
+    past_mask: Tensor | None
+    protected_mask: Tensor | None
+    visible: Tensor | None
+    lengths: Tensor
+    protected_columns: Tensor
+
+
 class Extension(KVSession):
     """Lets new tokens attend to a cache and to each other.
 
@@ -81,26 +93,38 @@ class Extension(KVSession):
             self.past_mask, self.protected_mask = _split_protected(cache, past_mask)
             assert cache.codec is not None
             backend.prepare(cache.codec, [layer.protected for layer in cache.layers])
+        # What all layers of a device share.
+        self._shared: tuple[torch.device, _Shared] | None = None
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         layer = self.cache.layers[layer_idx]
+        # A model may be spread over several devices.
+        if self._shared is None or self._shared[0] != query.device:
+            self._shared = query.device, self._shared_on(query.device, query.shape[0])
+        shared = self._shared[1]
         context = PackedContext(
             layer.packed,
-            _on(self.past_mask, query),
+            shared.past_mask,
             layer.protected,
-            _on(self.protected_mask, query),
+            shared.protected_mask,
             layer.rows,
-            self.cache.lengths.to(query.device),
-            self.cache.protected_columns.to(query.device),
-            _on(self.visible, query),
+            shared.lengths,
+            shared.protected_columns,
+            shared.visible,
         )
         assert self.cache.codec is not None
-        output = self.backend.extend_attention(
-            query, keys, values, _on(self.mask, query), context, self.cache.codec, layer_idx
-        )
+        output = self.backend.extend_attention(query, keys, values, shared.mask, context, self.cache.codec, layer_idx)
         if self.append is not None:
             self.cache.stage(self.append, layer_idx, keys, values, self.backend)
         return output
+
+    def _shared_on(self, device: torch.device, rows: int) -> _Shared:
+        mask, past_mask, protected_mask, visible = (
+            None if x is None else x.to(device).expand(rows, -1)
+            for x in (self.mask, self.past_mask, self.protected_mask, self.visible)
+        )
+        lengths, protected_columns = self.cache.lengths.to(device), self.cache.protected_columns.to(device)
+        return _Shared(mask, past_mask, protected_mask, visible, lengths, protected_columns)
 
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Scales queries and applies RoPE, see `torch_ops.rotate`."""
@@ -154,8 +178,3 @@ def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Ten
     protected_mask = past_mask.gather(1, columns) & used
     covered = torch.zeros_like(past_mask, dtype=torch.int32).scatter_add_(1, columns, used.to(torch.int32))
     return past_mask & (covered == 0), protected_mask
-
-
-def _on(mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask expanded to all rows, on the layer's device: a model may be spread over several devices."""
-    return None if mask is None else mask.to(query.device).expand(query.shape[0], -1)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from esm_turbo.ops.triton_launch import Options, interpreted, launch
 
-__all__ = ["Cutter", "Rows", "copy_rows"]
+__all__ = ["Cutter", "Gatherer", "Rows", "copy_rows"]
 
 _BLOCK = 1024
 _WORD = 4
@@ -125,6 +125,31 @@ class _Group(NamedTuple):
             .as_strided((len(self.members), *shape), (self.step(length) // size, *strides), start // size)
             .unbind()
         )
+
+
+class Gatherer:
+    """Reads elements of many tensors, one after the other into the same tensor; one launch on CUDA.
+
+    Args:
+        views: [elements] each, of one dtype and device.
+    """
+
+    def __init__(self, views: Sequence[Tensor]) -> None:
+        sizes = [len(view) for view in views]
+        self._sources = Rows(views, [1] * len(views))
+        assert not self._sources.copied
+        with torch.inference_mode(False):
+            self._gathered = views[0].new_empty(sum(sizes))
+        self._targets = Rows(self._gathered.split(sizes), [1] * len(views))
+
+    def __call__(self) -> Tensor:
+        """All elements; the next call overwrites them."""
+        sources, targets = self._sources, self._targets
+        if sources.device.type == "cpu" and not interpreted():
+            torch.cat(sources.tensors, out=self._gathered)
+        else:
+            launch_copies(sources.table, targets.table, sources.words and targets.words)
+        return self._gathered
 
 
 class Cutter:

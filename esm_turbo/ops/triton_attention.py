@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -112,7 +113,7 @@ def extend_attention(
     slots = context.protected["keys"].shape[2] if context.protected else 0
     protected = [context.protected[name] for name in ("keys", "values") if slots]
     residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
-    tables = [table for table in (layout.key_table, layout.value_table) if table is not None]
+    key_specs, value_specs = layout.specs
     return attend_packed(
         query,
         keys,
@@ -121,7 +122,7 @@ def extend_attention(
         [view.of(context.packed) for view in layout.keys],
         [view.of(context.packed) for view in layout.values],
         layout.tensors,
-        tables,
+        layout.tables,
         residuals,
         block_angles(codec, layer_idx, columns, query.device),
         lengths,
@@ -129,8 +130,8 @@ def extend_attention(
         protected,
         context.protected_mask if protected else None,
         visible,
-        [number for view in layout.keys for number in view.spec],
-        [number for view in layout.values for number in view.spec],
+        key_specs,
+        value_specs,
     )
 
 
@@ -209,11 +210,12 @@ def attend_packed(
     programs = tuning.programs or _concurrent_programs(query.device, warps, registers or _MAX_REGISTERS)
     blocks_per_program = _blocks_per_program(items, blocks, programs)
     max_parts = _max_parts(blocks, blocks_per_program)
-    keys_spec, values_spec = _specs(key_specs), _specs(value_specs)
+    keys_spec, values_spec = _specs(tuple(key_specs)), _specs(tuple(value_specs))
     key_size, value_size = query_map.shape[2], sum(spec.size for spec in values_spec)
     count = contexts * heads * max_parts * rows
     scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
-    part_acc, part_max, part_total = scratch.split([count * value_size, count, count])
+    part_acc = scratch
+    part_max, part_total = scratch[count * value_size :], scratch[count * (value_size + 1) :]
     # The kernels do not read the tables and angles that a codec does not have.
     key_table, value_table = tables or (map_scale, map_scale)
     key_residual, value_residual = residuals or (None, None)
@@ -332,7 +334,8 @@ def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
 torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
 
 
-def _specs(numbers: Sequence[int]) -> tuple[SlabSpec, ...]:
+@functools.cache
+def _specs(numbers: tuple[int, ...]) -> tuple[SlabSpec, ...]:
     """Slab specs from their numbers, one after the other; custom ops take nothing but integers."""
     length = len(SlabSpec._fields)
     specs = (SlabSpec._make(numbers[start : start + length]) for start in range(0, len(numbers), length))
@@ -366,7 +369,9 @@ def _bytes_of(mask: Tensor | None, batch_size: int, device: torch.device) -> Ten
     """A mask as kernels read it, [batch, n]; something else for none."""
     if mask is None:
         return placeholder(torch.uint8, device)
-    return mask.expand(batch_size, -1).contiguous().view(torch.uint8)
+    if len(mask) != batch_size or not mask.is_contiguous():
+        mask = mask.expand(batch_size, -1).contiguous()
+    return mask.view(torch.uint8)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:
@@ -380,6 +385,7 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: T
         raise ValueError("masks must be boolean")
 
 
+@functools.cache
 def _concurrent_programs(device: torch.device, warps: int, registers: int) -> int:
     """Number of programs that a device runs at the same time, given their warps and the registers of a thread."""
     multiprocessors = _MULTIPROCESSORS

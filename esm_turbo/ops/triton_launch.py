@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from esm_turbo.codecs import KVCodec
@@ -59,7 +59,13 @@ def interpreted() -> bool:
 
 def overlaps(device: torch.device) -> bool:
     """Whether a kernel may begin before the kernel it depends on has ended; it then waits for it where it must."""
-    return OVERLAP and device.type == "cuda" and torch.cuda.get_device_capability(device) >= _OVERLAP_CAPABILITY
+    return OVERLAP and device.type == "cuda" and capability_of(device) >= _OVERLAP_CAPABILITY
+
+
+@functools.cache
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(device)
 
 
 def fence(device: torch.device) -> None:
@@ -124,23 +130,25 @@ def launch(kernel: Any, grid: tuple[int, int, int], device: torch.device, option
         return
     values = list(arguments.values())
     key: list[Any] = [device.index, options, *values[plan.first_constant :]]
+    # This loop is most of what a launch costs the host.
     for position, aligned in plan.specialised:
         value = values[position]
-        kind = type(value)
-        if kind is int:
-            key.append(value & _UNALIGNED == 0)
-        elif kind is tuple:
-            values[position] = addresses = tuple([x.data_ptr() for x in value])
-            key.append(
-                tuple([(x.dtype, address & _UNALIGNED == 0) for x, address in zip(value, addresses, strict=True)])
-            )
-        elif value is None:
-            key.append(None)
-        else:
+        kind = value.__class__
+        if kind is Tensor or kind is Parameter:
             values[position] = address = value.data_ptr()
             key.append(value.dtype)
-            if aligned:
-                key.append(address & _UNALIGNED == 0)
+            if address & _UNALIGNED and aligned:
+                key.append(position)
+        elif kind is int:
+            if value & _UNALIGNED:
+                key.append(position)
+        elif kind is tuple:
+            values[position] = addresses = tuple([x.data_ptr() for x in value])
+            key += [x.dtype for x in value]
+            key += [(position, i) for i, address in enumerate(addresses) if address & _UNALIGNED]
+        else:
+            assert value is None
+            key.append(None)
     if _recorded.variants is not None:
         _recorded.variants.append(plan.variant(options, arguments, _recorded.capability))
         return
@@ -168,7 +176,7 @@ def _load(plan: _Plan, options: Options, arguments: dict[str, Any]) -> tuple[Any
     """Compiles a variant and loads it on the current device."""
     from triton.runtime import driver
 
-    major, minor = torch.cuda.get_device_capability()
+    major, minor = capability_of(torch.device("cuda", torch.cuda.current_device()))
     compiled = plan.variant(options, arguments, 10 * major + minor).compile()
     try:
         return compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
@@ -322,16 +330,30 @@ def _stride_names(name: str) -> tuple[str, ...]:
     return tuple(f"stride_{name}{axis}" for axis in "bhn")
 
 
+class _Results(dict[Any, Any]):
+    """Results that copies of their owner do not inherit."""
+
+    def __deepcopy__(self, memo: object) -> _Results:
+        return _Results()
+
+    def __reduce__(self) -> tuple[type[_Results], tuple[()]]:
+        return _Results, ()
+
+
 def per_codec(function: Callable[Concatenate[KVCodec, _P], _R]) -> Callable[Concatenate[KVCodec, _P], _R]:
     """Caches a function of a codec and other, hashable arguments for as long as the codec lives."""
-    cached: WeakKeyDictionary[KVCodec, dict[Any, _R]] = WeakKeyDictionary()
+    name = function.__qualname__
 
     @functools.wraps(function)
     def lookup(codec: KVCodec, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        results = cached.setdefault(codec, {})
-        key = (args, *kwargs.items())
-        if key not in results:
-            results[key] = function(codec, *args, **kwargs)
-        return results[key]
+        # Kept by the codec itself: a dictionary with weak keys takes several times as long to look up.
+        kept = codec.__dict__.get("_results")
+        if kept is None:
+            kept = codec.__dict__.setdefault("_results", _Results())
+        key = (name, args, *kwargs.items())
+        if key not in kept:
+            kept[key] = function(codec, *args, **kwargs)
+        result: _R = kept[key]
+        return result
 
     return lookup

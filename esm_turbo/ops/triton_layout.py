@@ -7,15 +7,16 @@ the query and of the output are permuted into it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import FieldSlab, KVCodec, Packed
 from esm_turbo.ops.slabs import SlabSpec
+from esm_turbo.ops.triton_launch import per_codec
 
 _MIN_OPERAND_SIZE = 16
 # A tensor core's operand distributes the components of a key over four lanes, those of a value over eight.
@@ -156,7 +157,7 @@ class KernelLayout:
     key_table: Tensor | None
     value_table: Tensor | None
 
-    @property
+    @functools.cached_property
     def tensors(self) -> list[Tensor]:
         """All tensors but the tables."""
         return [
@@ -168,6 +169,17 @@ class KernelLayout:
             self.means,
             self.inverses,
         ]
+
+    @functools.cached_property
+    def tables(self) -> list[Tensor]:
+        """Those of keys and of values, or none."""
+        return [table for table in (self.key_table, self.value_table) if table is not None]
+
+    @functools.cached_property
+    def specs(self) -> tuple[list[int], list[int]]:
+        """The specs of all key slabs, one after the other, and those of all value slabs."""
+        keys, values = ([number for view in views for number in view.spec] for views in (self.keys, self.values))
+        return keys, values
 
 
 def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device) -> KernelLayout:
@@ -260,9 +272,14 @@ def _table(slabs: Sequence[FieldSlab], state: dict[str, Tensor]) -> Tensor | Non
     return state[names.pop()].contiguous() if names else None
 
 
-# Tables per layer and device, the longest last. Shorter ones stay, because graphs may read them. A table has twice the
-# requested blocks, so that all of them together are at most twice as large as the last.
-_angles: WeakKeyDictionary[KVCodec, dict[tuple[int, torch.device], list[Tensor]]] = WeakKeyDictionary()
+@per_codec
+def _angle_tables(codec: KVCodec, layer_idx: int, device: torch.device) -> list[Tensor]:
+    """Those made so far, the longest last.
+
+    Shorter ones stay, because graphs may read them. A table has twice the requested blocks, so that all of them
+    together are at most twice as large as the last.
+    """
+    return []
 
 
 def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> Tensor | None:
@@ -272,7 +289,7 @@ def block_angles(codec: KVCodec, layer_idx: int, columns: int, device: torch.dev
     """
     if codec.block_size is None:
         return None
-    tables = _angles.setdefault(codec, {}).setdefault((layer_idx, device), [])
+    tables = _angle_tables(codec, layer_idx, device)
     blocks = -(-columns // codec.block_size) + _EXTRA_BLOCKS
     if not tables or len(tables[-1]) < blocks:
         # Twice as many as needed, so that a growing cache does not make a new table each time.

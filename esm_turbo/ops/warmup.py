@@ -16,7 +16,7 @@ from torch import Tensor
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext, TurboCodec
 from esm_turbo.ops import copies, decoded_attention, triton_attention, triton_encode, triton_encoder, triton_layer
 from esm_turbo.ops.compilation import compile_together
-from esm_turbo.ops.triton_launch import per_codec, recorded
+from esm_turbo.ops.triton_launch import capability_of, per_codec, recorded
 from esm_turbo.ops.triton_layout import key_view, value_view
 from esm_turbo.ops.variants import KernelError, Variant
 
@@ -33,12 +33,10 @@ class Sizes:
     Attributes:
         heads: per layer.
         head_dim: components per head.
-        intermediate: width of the feed-forward network.
     """
 
     heads: int
     head_dim: int
-    intermediate: int
 
 
 def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device) -> int:
@@ -84,7 +82,7 @@ def _compile_all(variants: list[Variant]) -> int:
 
 
 def _capability(device: torch.device) -> int:
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = capability_of(device)
     return 10 * major + minor
 
 
@@ -94,13 +92,12 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
     """What the packed encoder launches; nothing where it does not run."""
     if dtype not in _HALF:
         return []
-    hidden = sizes.heads * sizes.head_dim
-    x, inner = (torch.empty(16, size, dtype=dtype, device=device) for size in (hidden, sizes.intermediate))
+    x = torch.empty(16, sizes.heads * sizes.head_dim, dtype=dtype, device=device)
     angles = torch.empty(16, sizes.head_dim // 2, device=device)
     with recorded(capability) as variants:
         triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
         triton_encoder.rotate_(_qkv(16, sizes, dtype, device)[0], angles, angles, 1.0)
-        triton_encoder.gelu_(inner)
+        triton_encoder.gelu_(x)
     return variants
 
 
@@ -114,7 +111,7 @@ def cache_variants(
         query, keys, values = _heads(16, sizes, dtype, device)
         cos, sin = torch.empty(2, 1, 16, sizes.head_dim, dtype=dtype, device=device)
         triton_layer.rotate(query, keys, cos, sin, 1.0)
-        triton_layer.gelu(torch.empty(16, sizes.intermediate, dtype=dtype, device=device))
+        triton_layer.gelu(torch.empty(16, 16, dtype=dtype, device=device))
         lse = torch.empty(query.shape[:3], device=device)
         decoded_attention.attend_new(query, keys, values, None, query, lse)
         table = torch.empty(1, 4, dtype=torch.int64, device=device)

@@ -16,6 +16,7 @@ from esm_turbo.files.fingerprint import (
     same_model,
     weights_digest,
 )
+from esm_turbo.ops.copies import Gatherer
 
 MATRICES = ("query", "key", "value", "output")
 
@@ -207,6 +208,18 @@ def test_writes_through_data_are_noticed(model, name):
     # A sixteenth, somewhere; a sample is taken of every thirty-second part.
     data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
     assert not same_model(before, model_fingerprint(model))
+
+
+def test_writes_are_noticed_in_one_launch_too(model):
+    """As the sample is read on a device."""
+    before = model_fingerprint(model, gather=Gatherer)
+    assert model_fingerprint(model, sampled=True, gather=Gatherer) is before
+    model.get_parameter(DECIDING[0]).data.mul_(1.1)
+    assert model_fingerprint(model, sampled=False) is before
+    after = model_fingerprint(model, sampled=True, gather=Gatherer)
+    assert not same_model(before, after)
+    assert model_fingerprint(model, sampled=True, gather=Gatherer) is after
+    assert model_fingerprint(model) is after
 
 
 def test_casting_to_half_precision_and_back_is_noticed(model):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.copies import Cutter, Rows, copy_rows
+from esm_turbo.ops.copies import Cutter, Gatherer, Rows, copy_rows
 from tests.helpers.triton_devices import on_devices, right_triton  # noqa: F401
 
 
@@ -36,6 +36,26 @@ def check(device: str) -> None:
         expected = torch.zeros_like(target)
         expected[tuple(map(slice, source.shape))] = source
         assert torch.equal(target, expected)
+
+
+def check_gathering(device: str) -> None:
+    for dtype, steps in ((torch.int16, (1, 7, 3)), (torch.int32, (2, 5, 1))):
+        tensors = [random_bytes(size, dtype=dtype, seed=size).to(device) for size in (40, 33, 500)]
+        views = [x[step // 2 :: step] for x, step in zip(tensors, steps, strict=True)]
+        gather = Gatherer(views)
+        assert torch.equal(gather(), torch.cat(views))
+        tensors[1][steps[1] // 2] += 1
+        assert torch.equal(gather(), torch.cat(views))
+
+
+def test_gathering_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    check_gathering("cpu")
+
+
+@on_devices()
+def test_gathering_in_one_launch(device: str) -> None:
+    check_gathering(device)
 
 
 def test_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:

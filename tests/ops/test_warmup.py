@@ -146,7 +146,7 @@ def test_calls_launch_few_variants_which_are_all_compiled_ahead(
     model = tiny_model(preset=preset, heads=heads, head_dim=head_dim, layers=3).to(dtype)
     model.esm.backend = "triton"
     turbo = TurboEsm(model, EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
-    sizes = Sizes(heads, head_dim, model.config.intermediate_size)
+    sizes = Sizes(heads, head_dim)
     codec = model.esm.codec(model.esm.turbo_config)
     ahead = {
         *encoder_variants(sizes, dtype, CPU, CAPABILITY),

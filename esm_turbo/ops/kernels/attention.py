@@ -130,7 +130,7 @@ def _accumulate_tile(
     return new_acc + next_words
 
 
-@triton.jit(do_not_specialize_on_alignment=["length_ptr", "protected_ptr", "mask_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["length_ptr", "protected_ptr", "mask_ptr", "part_total_ptr"])
 def attend_context(
     query_ptr,
     map_ptr,

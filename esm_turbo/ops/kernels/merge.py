@@ -52,7 +52,7 @@ def _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION: 
     return new_max, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr", "part_total_ptr"])
 def merge(
     query_ptr,
     key_ptr,
