@@ -105,7 +105,8 @@ class Operations:
 
     def _ids(self, shortest: int, longest: int, *, masks: bool = True) -> list[int]:
         ids = self.turbo.codes.encode(protein(self.rng, shortest, longest), "it")
-        return [MASK if masks and self.rng.random() < 0.1 else token for token in ids]
+        # Token dropout has no scale for masks alone, which are refused.
+        return ids[:1] + [MASK if masks and self.rng.random() < 0.1 else token for token in ids[1:]]
 
     def _prefill(self, count: int) -> tuple[TurboKVCache, list[Row]]:
         rows = [[self.turbo.codes.cls, *self._ids(4, 30)] for _ in range(count)]

@@ -137,7 +137,8 @@ def change_field(rng: random.Random, data: bytes) -> bytes:
         fields[name] = rng.choice(("", [], {}, None, -1, "x" * 1000))
     elif how == "huge" and isinstance(value, int | float):
         fields[name] = rng.choice(_HUGE)
-    return json.dumps(fields, indent=2).encode()
+    # Other spaces alone are no damage.
+    return data if fields == json.loads(data) else json.dumps(fields, indent=2).encode()
 
 
 BINARY: tuple[Damage, ...] = (flip, flip, flip_header, truncate, remove, repeat, zeros, noise)

@@ -6,10 +6,11 @@ import copy
 import os
 import pickle
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
@@ -30,6 +31,8 @@ _CONVERT = (
     " state = torch.load('pytorch_model.bin', map_location='cpu', weights_only=False);"
     " save_file({k: v.clone() for k, v in state.items()}, 'model.safetensors', metadata={'format': 'pt'})\""
 )
+# Names of dtypes in safetensors files.
+_SAME_SIZE = ({"BF16", "F16", "I16", "U16"}, {"F32", "I32", "U32"})
 
 
 class WithoutRecorders:
@@ -162,6 +165,7 @@ class CheckpointMixin(WithoutRecorders):
             )
         mark_missing_heads(loaded.config, report["missing_keys"])
         check_weights(loaded)
+        check_stored_dtypes(pretrained_model_name_or_path)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 
@@ -194,7 +198,9 @@ class CheckpointMixin(WithoutRecorders):
         # Errors of many types, some of which are no ValueErrors.
         except Exception as error:
             reason = " ".join(str(error).rpartition("Error: ")[2].split())
-            raise ValueError(f"{name_or_path}: config.json is not valid ({reason}); copy it again") from error
+            raise ValueError(
+                f"{name_or_path}: config.json is not valid ({reason}); copy it again from the checkpoint"
+            ) from error
 
     def state_to_save(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """The state as it stands in published checkpoints."""
@@ -236,6 +242,23 @@ def checkpoint_class(name_or_path: str | os.PathLike[str], options: Mapping[str,
     """
     family = family_of(read_config(name_or_path, options).get("model_type"), name_or_path)
     return family.load(family.masked_lm if head else family.model)
+
+
+def check_stored_dtypes(folder: str | os.PathLike[str]) -> None:
+    """Check that the weights in a folder have one dtype of each size: others come from a damaged header.
+
+    Nothing else would notice: of the same bytes, another dtype makes other numbers.
+
+    Raises:
+        ValueError: naming the file and the dtypes.
+    """
+    for path in sorted(Path(folder).glob("model*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            found = {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 - not a mapping
+        for alike in _SAME_SIZE:
+            if len(both := sorted(found & alike)) > 1:
+                dtypes = " and ".join(both)
+                raise ValueError(f"{path}: has weights in {dtypes}, its header is damaged; copy it again")
 
 
 def check_weights(model: nn.Module) -> None:

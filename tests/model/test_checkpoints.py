@@ -373,3 +373,17 @@ def test_fields_that_decide_results_are_required(
 @pytest.mark.parametrize("path", sorted(PUBLISHED.glob("*/config.json")), ids=lambda path: path.parent.name)
 def test_published_configurations_have_all_fields(path: Path) -> None:
     TurboEsmModel.check_checkpoint(path.parent, {})
+
+
+def test_a_changed_dtype_in_a_header_is_noticed(tiny_model: MakeModel, tmp_path: Path) -> None:
+    """The same bytes are other numbers in it, all of them finite."""
+    tiny_model().half().save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    header["lm_head.dense.bias"]["dtype"] = "BF16"
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    with pytest.raises(ValueError, match=r"has weights in BF16 and F16, its header is damaged"):
+        TurboEsmForMaskedLM.from_pretrained(tmp_path)

@@ -111,10 +111,11 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
         ValueError: a setting differs; the message names the first one.
     """
     for name in dict.fromkeys([*settings, *existing]):
-        if name not in _UNCOMPARED and settings.get(name) != existing.get(name):
+        # A field may be None, but not absent.
+        old, new = existing.get(name, "missing"), settings.get(name, "missing")
+        if name not in _UNCOMPARED and old != new:
             raise ValueError(
-                f"{path}: holds embeddings made with {name} {existing.get(name)}, not {settings.get(name)};"
-                " give another path, or the same options"
+                f"{path}: holds embeddings made with {name} {old}, not {new}; give another path, or the same options"
             )
 
 

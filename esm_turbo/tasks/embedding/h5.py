@@ -11,6 +11,7 @@ beside it, from which an interrupted run resumes, and assembles the HDF5 file at
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -152,7 +153,7 @@ class H5Writer(FolderWriter):
         for identifier, name in self._entry_of.items():
             identifiers.setdefault(name, []).append(identifier)
         # Attributes above 64 KiB need the file format of HDF5 1.8.
-        with _h5py().File(path, "w", libver=("v108", "v110")) as new:
+        with _Output(path) as out, _h5py().File(out, "w", libver=("v108", "v110")) as new:
             new.attrs["settings"] = json.dumps(self._content | self.recorded)
             for name, (first, *others) in identifiers.items():
                 if self._old is not None and name in self._old and name not in self._unusable:
@@ -219,6 +220,48 @@ class H5Writer(FolderWriter):
                 self._set_unusable(name)
                 continue
             self._entry_of |= dict.fromkeys(identifiers, name)
+
+
+class _Output(io.FileIO):
+    """A file that HDF5 writes; its first error is raised when it is closed.
+
+    HDF5 writes most at its own end, and h5py prints errors there instead of raising them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w+")
+        self._path = path
+        self._error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of the data; after an error, do nothing."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        while self._error is None and left:
+            try:
+                left = left[super().write(left) :]
+            except OSError as error:
+                self._error = error
+        return size
+
+    def truncate(self, size: int | None = None) -> int:
+        """Set the size; after an error, do nothing."""
+        try:
+            return super().truncate(size) if self._error is None else 0
+        except OSError as error:
+            self._error = error
+            return 0
+
+    def close(self) -> None:
+        """Close the file.
+
+        Raises:
+            OSError: something was not written.
+        """
+        super().close()
+        error, self._error = self._error, None
+        if error is not None:
+            raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(self._path))
 
 
 def _put(file: Any, name: str, arrays: _Arrays) -> None:

@@ -1,5 +1,6 @@
 """Embeddings in an HDF5 file: its entries, damage, and files of other kinds."""
 
+import gc
 import json
 from pathlib import Path
 
@@ -178,3 +179,23 @@ def test_exchanged_entries_are_computed_again(run, tmp_path, computed):
     assert sorted(result.damaged) == sorted(f"{out}, entry {name}" for name in (first, second))
     assert sum(map(len, computed)) == 2
     assert h5_content(out) == expected
+
+
+@pytest.mark.parametrize("missing", [1, 3000, 20000])
+def test_a_file_that_cannot_grow_is_named(run, tmp_path, capfd, missing):
+    """HDF5 writes when it closes, where h5py prints errors instead of raising them."""
+    resource = pytest.importorskip("resource")
+    run(tmp_path / "whole.h5", file_format="h5")
+    out = tmp_path / "e.h5"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "whole.h5").stat().st_size - missing, limits[1]))
+    try:
+        with pytest.raises(UnfinishedError, match=r"e.h5: cannot be written \(File too large\)"):
+            run(out, file_format="h5")
+        gc.collect()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "Traceback" not in capfd.readouterr().err
+    assert not out.exists()
+    run(out, file_format="h5")
+    assert h5_content(out) == h5_content(tmp_path / "whole.h5")
