@@ -51,6 +51,7 @@ ACROSS_MODULES = {
     "test_lean_import.py",
     "test_mps_rules.py",
     "test_notebooks.py",
+    "test_packaging.py",
     "test_project.py",
     "test_public_api.py",
 }

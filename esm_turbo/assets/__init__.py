@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
+
+SHIPPED = "shipped"
+"""The name of the shipped proteins on the command line."""
 
 EMBEDDED_MODEL = _PACKAGE / "assets" / "esm2-mini"
 
@@ -17,6 +21,11 @@ def calibration_proteins() -> Path:
 def evaluation_proteins() -> Path:
     """FASTA file of the shipped evaluation set: 200 CATH domains, disjoint from the calibration proteins."""
     return _data("evaluation/cath_val200.fasta")
+
+
+def named_proteins(path: Path, shipped: Callable[[], Path]) -> Path:
+    """The path of a FASTA file, or of the shipped one in place of the name `shipped`."""
+    return shipped() if str(path) == SHIPPED and not path.exists() else path
 
 
 def _data(name: str) -> Path:

@@ -1,5 +1,7 @@
 """Files shipped with the package are found, in a checkout and in a wheel."""
 
+from pathlib import Path
+
 import pytest
 
 from esm_turbo import assets
@@ -25,3 +27,11 @@ def test_data_inside_the_package_comes_first(monkeypatch, tmp_path):
         folder.mkdir(parents=True)
         (folder / "proteins.fasta").touch()
         assert assets.calibration_proteins() == folder / "proteins.fasta"
+
+
+def test_shipped_proteins_have_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert assets.named_proteins(Path("shipped"), assets.calibration_proteins) == assets.calibration_proteins()
+    assert assets.named_proteins(Path("mine.fasta"), assets.calibration_proteins) == Path("mine.fasta")
+    (tmp_path / "shipped").touch()
+    assert assets.named_proteins(Path("shipped"), assets.calibration_proteins) == Path("shipped")

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+from esm_turbo.assets import calibration_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce, load_model
 from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, SequenceOptions, Writes
@@ -31,10 +32,11 @@ def calibrate(
     A file with any bad record is refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`.
 
     Args:
-        proteins: FASTA file, plain or gzip; calibration_data/proteins.fasta ships with the project.
+        proteins: FASTA file, plain or gzip; shipped for the proteins that are shipped with the program.
         out: Calibration to write, a safetensors file.
         max_residues: Use only the first proteins, up to this total number of residues.
     """
+    proteins = named_proteins(proteins, calibration_proteins)
     records = read_fasta_strict(proteins, **asdict(letters))
     turbo = load_model(model)
     announce(turbo)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
+from esm_turbo.assets import evaluation_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, width
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, SequenceOptions
@@ -34,7 +35,7 @@ def evaluate(
     record is refused. A list without values, as in `--outlier-scales` alone, disables that part.
 
     Args:
-        proteins: FASTA file, plain or gzip.
+        proteins: FASTA file, plain or gzip; shipped for the 200 CATH domains that are shipped with the program.
         preset: Presets to evaluate; all for every preset, including the codecs for comparison.
         max_proteins: Evaluate only the first N proteins.
         extend_ks: Numbers of new residues at the end of a context.
@@ -49,6 +50,7 @@ def evaluate(
         if name != "all":
             TurboConfig.from_preset(name)
     check_minimum(1, max_proteins=max_proteins)
+    proteins = named_proteins(proteins, evaluation_proteins)
     records = read_fasta_strict(proteins, **asdict(letters))[:max_proteins]
     turbo = load_model(model, backend=backend)
     announce(turbo)

@@ -81,3 +81,11 @@ def test_an_interrupted_calibration_leaves_the_old_file_or_none(esm, fasta, tmp_
         assert len(list(out.parent.glob(".*.tmp"))) == 1
         assert esm("calibrate", fasta, "--model", tiny_folder, "--out", out).code == 0
         assert Calibration.load(out).provenance["model"] == "tiny"
+
+
+def test_the_shipped_proteins_are_found_by_name(esm, tmp_path, tiny_folder, monkeypatch):
+    # Not from the checkout's folder.
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "c.safetensors"
+    assert esm("calibrate", "shipped", "--model", tiny_folder, "--out", out, "--max-residues", "500").code == 0
+    assert Calibration.load(out).provenance["fasta"]["name"] == "proteins.fasta"
