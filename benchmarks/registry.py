@@ -27,7 +27,7 @@ from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
 from benchmarks.cuda import validation as cuda_validation
 from benchmarks.harness.measure import Case, Target
-from benchmarks.harness.models import Architecture
+from benchmarks.harness.models import Architecture, EsmcArchitecture
 from benchmarks.harness.names import PAPER_KERNEL
 from benchmarks.speed import calibration, context_store, embedding, extension, imports, prefill, scoring, short_contexts
 from esm_turbo.config import PRODUCT_PRESETS
@@ -40,6 +40,9 @@ ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, interm
 ESM2_15B_CUT = Architecture(
     "15B cut to 8 of 48 layers, random weights", num_layers=8, num_heads=40, head_dim=128, intermediate_size=20480
 )
+
+ESMC_600M = EsmcArchitecture("ESM-C 600M, random weights", num_layers=36, num_heads=18, intermediate_size=3072)
+ESMC_6B = EsmcArchitecture("ESM-C 6B, random weights", num_layers=80, num_heads=40, intermediate_size=6912)
 
 
 @dataclass(frozen=True)
@@ -261,6 +264,21 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "a whole extension in the 3B geometry",
         partial(cuda_steps.step_cases, ESM2_3B, 1024, (16, 1), ("exact", "turbo3", "paper")),
         most_repeats=7,
+    ),
+    "extension_esmc_600m_cuda": Benchmark(
+        "a whole extension in the geometry of ESM-C 600M",
+        partial(cuda_steps.step_cases, ESMC_600M, 1024, (16, 1), ("exact", "turbo3", "paper")),
+        most_repeats=9,
+    ),
+    "extension_esmc_6b_cuda": Benchmark(
+        "a whole extension in the geometry of ESM-C 6B",
+        partial(cuda_steps.step_cases, ESMC_6B, 1024, (16, 1), ("exact", "turbo3")),
+        most_repeats=5,
+    ),
+    "prefill_esmc_600m_cuda": Benchmark(
+        "encoding all layers, and prefills with and without writing a cache, in the geometry of ESM-C 600M",
+        partial(cuda_prefill.prefill_cases, ESMC_600M, (165, 1024), ("turbo3",), {}),
+        most_repeats=9,
     ),
     "extension_15b_cut_cuda": Benchmark(
         "a whole extension in the 15B geometry cut to 8 layers",

@@ -183,7 +183,6 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
     _no_split_modules = ("TurboEsmLayer", "EsmEmbeddings")
-    packs = True
     plain_modules = frozenset(
         {
             EsmEmbeddings,
@@ -223,6 +222,11 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
     def special_ids(self) -> tuple[int, int]:
         """Ids of `<cls>` and `<eos>`; ESM-2's configurations do not name `<cls>`, which is its vocabulary's first."""
         return (0, 2 if self.config.eos_token_id is None else self.config.eos_token_id)
+
+    @property
+    def packs(self) -> bool:
+        """See `CachedModel.packs`."""
+        return True
 
     @property
     def token_dropout(self) -> bool:

@@ -10,10 +10,13 @@ chains from attending to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
@@ -34,6 +37,8 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
 from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extension
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
+from esm_turbo.model.packed_encoder import Attend
+from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
 
@@ -93,6 +98,12 @@ class TurboEsmcRotaryEmbedding(Float32Frequencies, EsmcRotaryEmbedding):
     """Rotary embedding whose frequencies stay in float32 whatever the model is cast to."""
 
 
+def _normed(ops: ModuleType, x: Tensor, norm: EsmcLayerNorm) -> Tensor:
+    bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+    normed: Tensor = ops.add_layer_norm(x, None, norm.weight, bias, norm.eps)[1]
+    return normed
+
+
 class _Checkpoints(CheckpointMixin):
     """What ESM-C says of its checkpoints."""
 
@@ -131,6 +142,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
 
     _keep_in_fp32_modules_strict = ("rotary_emb",)
     _no_split_modules = ("TurboEsmcLayer",)
+    gated = True
     peptide_notice = (
         "ESM-C was trained on single chains: it never saw a peptide after a target, with a chain break `|` between them"
         " or without one"
@@ -199,6 +211,34 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
         # The library's forward embeds the tokens itself.
         output = EsmcModel.forward(self, input_ids, attention_mask, position_ids, **kwargs)
         return BaseModelOutputWithPast(**output)
+
+    @property
+    def packs(self) -> bool:
+        """See `CachedModel`; not with biases, which no published checkpoint has."""
+        return not (self.config.attention_bias or self.config.mlp_bias) and self.config.hidden_act == "silu"
+
+    def run_packed(
+        self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `CachedModel.run_packed`. Residuals are scaled and added by the matrix products that make them."""
+        angle = positions[:, None] * self.rotary_frequencies
+        cos, sin = angle.cos(), angle.sin()
+        hidden, states = embeddings, {}
+        for index, layer in enumerate(self.layers):
+            if index in layers:
+                states[index] = hidden
+            attention, mlp, scale = layer.self_attn, layer.mlp, 1 / layer.scaling_factor
+            normed = _normed(ops, hidden, layer.input_layernorm)
+            weight = stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj))
+            qkv = functional.linear(normed, weight).view(len(hidden), 3, -1, attention.head_dim)
+            norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
+            ops.norm_rotate_(qkv, *norms, cos, sin, attention.scaling)
+            attended = attend(index, qkv).flatten(1)
+            hidden = torch.addmm(hidden, attended, attention.o_proj.weight.t(), alpha=scale)
+            normed = _normed(ops, hidden, layer.post_attention_layernorm)
+            gate_up = functional.linear(normed, stacked_weight(mlp, (mlp.gate_proj, mlp.up_proj)))
+            hidden = torch.addmm(hidden, ops.swiglu(gate_up), mlp.down_proj.weight.t(), alpha=scale)
+        return _normed(ops, hidden, self.norm), states
 
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
         """See `CachedModel.output`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
 
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
+from esm_turbo.model.packed_encoder import Packing, attention_of_rows
+from esm_turbo.model.sessions import KVSession
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
+from esm_turbo.ops import torch_encoder
 from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
 
 # Heads of the three published models, all of 64 components.
 GEOMETRIES = {"300M": 15, "600M": 18, "6B": 40}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TURBO = ("turbo4", "turbo3", "turbo2", "turbo1")
 
 
 def cast(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
@@ -182,6 +187,89 @@ def test_a_model_can_be_pickled_after_a_forward() -> None:
 def test_contacts_are_refused() -> None:
     with pytest.raises(ValueError, match="ESM-C has no contact head"):
         TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact").esmc.predict_contacts(*random_ids([9]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[17, 5, 30, 1], [12, 12]], ids=["ragged", "full"])
+def test_the_packed_encoder_computes_the_same(lengths: list[int]) -> None:
+    """With PyTorch's operations in float32, sums in another order."""
+    hf = make_esmc(layers=3)
+    ours = TurboEsmcModel.from_esm(hf.esmc, preset="exact")
+    ids, mask = random_ids(lengths, masks=0)
+    packing = Packing.of(lengths, ids.shape[1], ids.device)
+    recorded: list[Tensor] = []
+
+    class Recorder(KVSession):
+        def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
+            recorded.append(keys)
+
+    attend = attention_of_rows(packing, torch_encoder, Recorder())
+    embeddings = packing.pack(ours.embed(ids, mask.bool(), None))
+    last, states = ours.run_packed(embeddings, packing.positions, torch_encoder, attend, range(3))
+    expected = hf.esmc(ids, mask, output_hidden_states=True).hidden_states
+    for found, other in zip([*states.values(), last], expected, strict=True):
+        assert (packing.unpack(found) - other)[mask.bool()].abs().max() <= 2e-5
+    kept = ours(ids, mask, use_cache=True).past_key_values.layers
+    for keys, layer in zip(recorded, kept, strict=True):
+        differs = (keys - layer.packed["keys"]).transpose(1, 2)[mask.bool()]
+        assert differs.abs().max() <= 2e-5
+    # The library's weights are views of the stacked ones now: nothing has changed.
+    assert torch.equal(hf.esmc(ids, mask).last_hidden_state, expected[-1])
+
+
+@pytest.fixture(scope="module")
+def cuda_models() -> dict[torch.dtype, TurboEsmcForMaskedLM]:
+    hf = make_esmc(heads=15, head_dim=64, layers=3, intermediate_size=2560)
+    calibration = make_calibration(hf, residues=2048)
+    return {
+        dtype: TurboEsmcForMaskedLM.from_esm(copy.deepcopy(hf), calibration=calibration).to("cuda", dtype).eval()
+        for dtype in DTYPES
+    }
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_rows_err_as_hugging_face_does(
+    cuda_models: dict[torch.dtype, TurboEsmcForMaskedLM], dtype: torch.dtype, use_cache: bool
+) -> None:
+    lengths = [70, 5, 130, 1]
+    ids, mask = (x.cuda() for x in random_ids(lengths, masks=0))
+    model, exact = cuda_models[dtype], cuda_models[torch.float32](ids, mask).logits
+    plain, found = (
+        model(ids, mask, use_cache=use_cache, **options).logits for options in ({}, {"row_lengths": lengths})
+    )
+    assert not torch.equal(plain, found)
+    errors = [(one.float() - exact)[mask.bool()].square().mean().sqrt() for one in (found, plain)]
+    assert errors[0] <= 1.2 * errors[1]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("preset", ["exact", "paper", *TURBO])
+def test_extensions_and_captures_on_cuda(
+    cuda_models: dict[torch.dtype, TurboEsmcForMaskedLM], dtype: torch.dtype, preset: str
+) -> None:
+    """A recurring extension and prefill, captured, and the eager ones against PyTorch's backend."""
+    model = cuda_models[dtype]
+    ids, _ = (x.cuda() for x in random_ids([100]))
+    new = random_ids([13] * 4, seed=5, cls=False)[0].cuda()
+    states: dict[str, Tensor] = {}
+    for backend, captures in (("torch", False), ("triton", False), ("triton", True)):
+        model.set_turbo(calibration=model.base_model.calibration, preset=preset, backend=backend)
+        model.base_model.captures = captures
+        for _ in range(3):
+            cache = model(ids, use_cache=True, row_lengths=[100]).past_key_values
+            found = model(new, past_key_values=cache).logits
+        assert (len(model.base_model._graphs) > 0) == captures
+        states[f"{backend} {captures}"] = found.float()
+    model.base_model.captures = True
+    expected = states["torch False"]
+    for name in ("triton False", "triton True"):
+        tolerance = 1e-3 if dtype == torch.float32 else 0.08
+        assert relative_error(states[name], expected) < tolerance, name
 
 
 BAR = 31

@@ -81,7 +81,7 @@ def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
     """A call that encodes the keys and values of all layers; they and the plan are computed in advance."""
     record = gpu_models.Recorder()
     with torch.no_grad():
-        EsmModel.forward(model, ids, kv_session=record)
+        model.library_forward(ids, None, None, None, kv_session=record)
     cache = model.new_cache()
     append = cache.plan_append(ids, torch.ones_like(ids, dtype=torch.bool), None, model.special_ids)
 
@@ -104,9 +104,8 @@ def _planned(model: TurboEsmModel, ids: Tensor) -> Callable[[], Tensor]:
         append.layers.clear()
         append.counters = None
         with torch.no_grad():
-            output: Tensor = EsmModel.forward(
-                model, ids, kv_session=Prefill(cache, append, model.kv_backend)
-            ).last_hidden_state
+            session = Prefill(cache, append, model.kv_backend)
+            output: Tensor = model.library_forward(ids, None, None, None, kv_session=session).last_hidden_state
         return output
 
     return prefill

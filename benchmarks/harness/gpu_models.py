@@ -8,20 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import EsmModel
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens
-from esm_turbo import Calibration, TurboEsmModel
+from esm_turbo import Calibration
+from esm_turbo.files.families import FAMILIES
 from esm_turbo.model.sessions import KVSession
 
 
 @functools.lru_cache(maxsize=1)
-def calibrated(architecture: Architecture) -> tuple[EsmModel, Calibration]:
+def calibrated(architecture: Architecture) -> tuple[Any, Calibration]:
     """A model in bfloat16 on the device, and its calibration made in float32."""
     model = random_model(architecture, device=cuda_timing.DEVICE)
     calibration = random_calibration(model, [])
-    turbo = TurboEsmModel.from_esm(model, calibration=calibration)
+    turbo = _class_of(model).from_esm(model, calibration=calibration)
     # Rotary frequencies stay in float32 in our class; the weights are shared.
     turbo.to(torch.bfloat16)
     return model, calibration
@@ -32,13 +32,18 @@ def tokens(rows: int, residues: int, **options: Any) -> Tensor:
     return random_tokens(rows, residues, **options).to(cuda_timing.DEVICE)
 
 
-def presets_of(architecture: Architecture, presets: Sequence[str], backend: str = "auto") -> dict[str, TurboEsmModel]:
+def presets_of(architecture: Architecture, presets: Sequence[str], backend: str = "auto") -> dict[str, Any]:
     """One model per preset, bfloat16, all sharing their weights."""
     model, calibration = calibrated(architecture)
     return {
-        preset: TurboEsmModel.from_esm(model, calibration=calibration, preset=preset, backend=backend)
+        preset: _class_of(model).from_esm(model, calibration=calibration, preset=preset, backend=backend)
         for preset in presets
     }
+
+
+def _class_of(model: Any) -> Any:
+    family = FAMILIES[model.config.model_type]
+    return family.load(family.model)
 
 
 class Recorder(KVSession):

@@ -64,18 +64,44 @@ class Architecture:
             attention_probs_dropout_prob=0.0,
         )
 
-
-def random_model(architecture: Architecture, seed: int = 0, device: str = "cpu") -> EsmModel:
-    """A model of random weights, float32."""
-    torch.manual_seed(seed)
-    with torch.device(device):
-        model = EsmModel(architecture.config(), add_pooling_layer=False).eval()
-    with torch.no_grad():
+    def model(self) -> Any:
+        """The library's encoder, as initialised but for larger queries and keys."""
+        model = EsmModel(self.config(), add_pooling_layer=False)
         for layer in model.encoder.layer:
             # With the default initialisation attention is nearly a plain mean, which would hide errors.
             layer.attention.self.query.weight *= 2
             layer.attention.self.key.weight *= 2
-    return model
+        return model
+
+
+@dataclass(frozen=True)
+class EsmcArchitecture(Architecture):
+    """Sizes of an ESM-C model."""
+
+    def config(self) -> Any:
+        """Configuration like those of the published checkpoints."""
+        from transformers import EsmcConfig
+
+        return EsmcConfig(
+            hidden_size=self.num_heads * self.head_dim,
+            num_hidden_layers=self.num_layers,
+            num_attention_heads=self.num_heads,
+            intermediate_size=self.intermediate_size,
+        )
+
+    def model(self) -> Any:
+        """See `Architecture.model`; queries and keys are normalised, and attention is far from a plain mean."""
+        from transformers import EsmcModel
+
+        return EsmcModel(self.config())
+
+
+@torch.no_grad()
+def random_model(architecture: Architecture, seed: int = 0, device: str = "cpu") -> Any:
+    """An encoder of random weights, float32."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return architecture.model().eval()
 
 
 def random_tokens(rows: int, residues: int, *, cls: bool = True, eos: bool = False, seed: int = 0) -> Tensor:
@@ -125,7 +151,7 @@ def random_turbo(architecture: Architecture, preset: str, device: str = "cpu") -
     return turbo
 
 
-def random_calibration(model: EsmModel, presets: Iterable[str] = PRODUCT_PRESETS) -> Calibration:
+def random_calibration(model: Any, presets: Iterable[str] = PRODUCT_PRESETS) -> Calibration:
     """A calibration on a few random proteins; its caches take as long to read as those of a real one."""
     calibrator = KVCalibrator(model, sample_size=256)
     calibrator.partial_fit(random_tokens(4, 128, eos=True, seed=1))

@@ -73,13 +73,18 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
             and a fraction of a second to capture. Set it to False for eager calls only.
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
-        packs: whether the family has a packed encoder, `run_packed`.
+        gated: see `ops.warmup.Sizes`.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
     """
 
-    packs: ClassVar[bool] = False
+    gated: ClassVar[bool] = False
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
+
+    @property
+    def packs(self) -> bool:
+        """Whether there is a packed encoder, `run_packed`, for this model."""
+        return False
 
     @property
     def token_dropout(self) -> bool:
@@ -147,7 +152,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
     def run_packed(
         self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The layers on packed tokens; for a family without it, `packs` says so. See `packed_encoder`."""
+        """The layers on packed tokens; only where `packs` says so. See `packed_encoder`."""
         raise NotImplementedError
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
@@ -251,7 +256,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         if torch.compiler.is_compiling():
             return 0
         geometry = Geometry.of(self.config)
-        sizes = Sizes(geometry.num_heads, geometry.head_dim)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.gated)
         return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
 
     def new_cache(self) -> TurboKVCache:

@@ -62,6 +62,21 @@ def fuse_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:
     return weight, bias
 
 
+def stacked_weight(owner: nn.Module, linears: Sequence[nn.Linear]) -> Tensor:
+    """Weights of linear layers of one module, stacked along the outputs, remembered while their addresses stay.
+
+    The layers' own weights become views of the result.
+    """
+    addresses = [linear.weight.data_ptr() for linear in linears]
+    remembered: tuple[list[int], Tensor] | None = owner.__dict__.get("_stacked_weight")
+    if remembered is None or remembered[0] != addresses:
+        weight = _stack_in_place([linear.get_parameter("weight") for linear in linears])
+        addresses = [linear.weight.data_ptr() for linear in linears]
+        # Held by the module, the storage stays alive, so that equal addresses mean the same weights.
+        remembered = owner.__dict__["_stacked_weight"] = (addresses, weight)
+    return remembered[1]
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Whether the module only multiplies: adapters replace it or its forward, or register hooks."""
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)

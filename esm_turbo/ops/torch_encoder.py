@@ -1,4 +1,4 @@
-"""Plain PyTorch operations of the packed encoder, for any device: the reference of `triton_encoder`.
+"""Plain PyTorch operations of the packed encoders, for any device: the reference of `triton_encoder`.
 
 Tokens of all rows are packed along one dimension, T in all, without padding.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "rotate_"]
+__all__ = ["add_layer_norm", "attend", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -44,6 +44,37 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
     cos, sin = (torch.stack([x * scale, x], dim=1)[:, :, None] for x in (cos, sin))
     low, high = qkv[:, :2].float().chunk(2, dim=-1)
     qkv[:, :2] = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(qkv.dtype)
+
+
+def norm_rotate_(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, scale: float
+) -> None:
+    """Layer norm of queries and of keys over all heads, without bias, then `rotate_`; in place and in float32.
+
+    Args:
+        qkv: [T, 3, heads, head_dim], contiguous.
+        query_weight: [heads * head_dim].
+        key_weight: likewise.
+        eps: added to the variance.
+        cos: as in `rotate_`.
+        sin: likewise.
+        scale: of the queries.
+    """
+    normed = qkv[:, :2].float()
+    for index, weight in enumerate((query_weight, key_weight)):
+        flat = normed[:, index].flatten(1)
+        normed[:, index] = functional.layer_norm(flat, weight.shape, weight.float(), None, eps).view_as(
+            normed[:, index]
+        )
+    rotated = torch.cat([normed, normed[:, :1]], dim=1)
+    rotate_(rotated, cos, sin, scale)
+    qkv[:, :2] = rotated[:, :2].to(qkv.dtype)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """The gated activation silu(gate) up (Shazeer 2020) of gate and up, [T, 2 * size], as [T, size]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return (functional.silu(gate) * up).to(gate_up.dtype)
 
 
 def gelu_(x: Tensor) -> None:

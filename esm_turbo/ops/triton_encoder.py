@@ -1,4 +1,4 @@
-"""Operations of the packed encoder on CUDA: Triton kernels, and PyTorch's flash attention.
+"""Operations of the packed encoders on CUDA: Triton kernels, and PyTorch's flash attention.
 
 triton is imported when a kernel runs.
 """
@@ -11,9 +11,9 @@ from torch import Tensor
 from esm_turbo.ops.triton_launch import Options, launch
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["add_layer_norm", "attend", "flash_attention", "gelu_", "rotate_"]
+__all__ = ["add_layer_norm", "attend", "flash_attention", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
 
-# Elements per program of the activation.
+# Elements per program of the activations.
 _BLOCK = 2048
 
 
@@ -63,6 +63,52 @@ def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
         HEADS_BLOCK=next_power_of_two(2 * heads),
         HALF_BLOCK=next_power_of_two(head_dim // 2),
     )
+
+
+def norm_rotate_(
+    qkv: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, scale: float
+) -> None:
+    """See `torch_encoder.norm_rotate_`; one launch."""
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    tokens, _, heads, head_dim = qkv.shape
+    launch(
+        kernels.norm_rotate_,
+        (tokens, 2, 1),
+        qkv.device,
+        Options(num_warps=4),
+        qkv_ptr=qkv,
+        query_weight_ptr=query_weight,
+        key_weight_ptr=key_weight,
+        cos_ptr=cos,
+        sin_ptr=sin,
+        eps=eps,
+        scale=scale,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        HEADS_BLOCK=next_power_of_two(heads),
+        HALF_BLOCK=next_power_of_two(head_dim // 2),
+    )
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """See `torch_encoder.swiglu`; one launch."""
+    from esm_turbo.ops.kernels import encoder as kernels
+
+    tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    activated = gate_up.new_empty(tokens, size)
+    launch(
+        kernels.swiglu,
+        (-(-activated.numel() // _BLOCK), 1, 1),
+        gate_up.device,
+        Options(num_warps=4),
+        gate_up_ptr=gate_up,
+        out_ptr=activated,
+        count=activated.numel(),
+        size=size,
+        BLOCK=_BLOCK,
+    )
+    return activated
 
 
 def gelu_(x: Tensor) -> None:

@@ -33,10 +33,12 @@ class Sizes:
     Attributes:
         heads: per layer.
         head_dim: components per head.
+        gated: whether queries and keys pass layer norms, and the feed-forward network is gated, as in ESM-C.
     """
 
     heads: int
     head_dim: int
+    gated: bool = False
 
 
 def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device) -> int:
@@ -96,8 +98,13 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
     angles = torch.empty(16, sizes.head_dim // 2, device=device)
     with recorded(capability) as variants:
         triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
-        triton_encoder.rotate_(_qkv(16, sizes, dtype, device)[0], angles, angles, 1.0)
-        triton_encoder.gelu_(x)
+        qkv = _qkv(16, sizes, dtype, device)[0]
+        if sizes.gated:
+            triton_encoder.norm_rotate_(qkv, x[0], x[0], 1e-5, angles, angles, 1.0)
+            triton_encoder.swiglu(x)
+        else:
+            triton_encoder.rotate_(qkv, angles, angles, 1.0)
+            triton_encoder.gelu_(x)
     return variants
 
 

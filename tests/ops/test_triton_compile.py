@@ -143,12 +143,16 @@ def test_rotation_and_activation(compile_for: Compile, dtype: torch.dtype) -> No
 def test_packed_encoder(compile_for: Compile, dtype: torch.dtype) -> None:
     x = torch.randn(5, 320).to(dtype)
     angles = torch.randn(5, 8)
+    wide, halves = torch.randn(2560).to(dtype), torch.randn(5, 32)
+    qkv = torch.randn(5, 3, 40, 64).to(dtype)
     kernels = compile_for(
         partial(triton_encoder.add_layer_norm, x, x, x[0], x[0], 1e-5),
         partial(triton_encoder.rotate_, torch.randn(5, 3, 20, 16).to(dtype), angles, angles, 0.25),
         partial(triton_encoder.gelu_, x),
+        partial(triton_encoder.norm_rotate_, qkv, wide, wide, 1e-5, halves, halves, 0.125),
+        partial(triton_encoder.swiglu, x),
     )
-    assert kernels.keys() == {"add_layer_norm", "rotate_", "gelu_"}
+    assert kernels.keys() == {"add_layer_norm", "rotate_", "gelu_", "norm_rotate_", "swiglu"}
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

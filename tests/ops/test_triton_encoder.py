@@ -72,6 +72,32 @@ def test_activation_in_place(device: str, dtype: str, count: int) -> None:
     assert_close(x, expected)
 
 
+@on_devices(
+    "dtype, heads, head_dim",
+    cpu=itertools.product(CPU_DTYPES, (5,), (16, 24)),
+    gpu=itertools.product(DTYPES, (3, 15, 18, 40), (16, 24, 64)),
+)
+def test_norm_and_rotation_in_place(device: str, dtype: str, heads: int, head_dim: int) -> None:
+    # A mean far from zero would show cancellation in the variance.
+    qkv = (normal(9, 3, heads, head_dim, device=device) * 3 + 5).to(DTYPES[dtype])
+    query_weight, key_weight = (normal(heads * head_dim, device=device, dtype=DTYPES[dtype], seed=s) for s in (2, 3))
+    angle = torch.rand(9, head_dim // 2, generator=torch.Generator().manual_seed(1)).to(device) * 6
+    expected = qkv.clone()
+    torch_encoder.norm_rotate_(expected, query_weight, key_weight, 1e-5, angle.cos(), angle.sin(), 0.3)
+    values = qkv[:, 2].clone()
+    triton_encoder.norm_rotate_(qkv, query_weight, key_weight, 1e-5, angle.cos(), angle.sin(), 0.3)
+    assert_close(qkv[:, :2], expected[:, :2])
+    assert torch.equal(qkv[:, 2], values)
+
+
+@on_devices(
+    "dtype, size", cpu=itertools.product(CPU_DTYPES, (24, 704)), gpu=itertools.product(DTYPES, (24, 704, 2560, 6912))
+)
+def test_gated_activation(device: str, dtype: str, size: int) -> None:
+    gate_up = normal(7, 2 * size, device=device, dtype=DTYPES[dtype]) * 4
+    assert_close(triton_encoder.swiglu(gate_up), torch_encoder.swiglu(gate_up))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [16, 24, 32, 64, 128])

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 from transformers import EsmTokenizer
 
-from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel
+from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
+from esm_turbo.files.families import FAMILIES
+from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.ops import (
@@ -32,6 +34,7 @@ from esm_turbo.ops.backends import TritonBackend
 from esm_turbo.ops.triton_launch import recorded
 from esm_turbo.ops.variants import Variant
 from esm_turbo.ops.warmup import Sizes, cache_variants, encoder_variants
+from tests.helpers.models import make_calibration, make_esmc
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 CAPABILITY = 90
@@ -61,7 +64,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     def past(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), torch.empty(query.shape[:3])
 
-    def can_pack(self: TurboEsmModel, kwargs: dict[str, Any]) -> bool:
+    def can_pack(self: CachedModel, kwargs: dict[str, Any]) -> bool:
         return self.dtype == torch.bfloat16 and not {n for n, x in kwargs.items() if x} - {
             "return_dict", "use_cache", "output_hidden_states", "kv_session",
         }  # fmt: skip
@@ -77,7 +80,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
         ("gelu", triton_layer.gelu),
     ):
         monkeypatch.setattr(TritonBackend, name, staticmethod(listing(launch, getattr(torch_ops, name))))
-    for name in ("add_layer_norm", "rotate_", "gelu_", "attend"):
+    for name in ("add_layer_norm", "rotate_", "gelu_", "norm_rotate_", "swiglu", "attend"):
         compute = getattr(torch_encoder, name)
         launch = compute if name == "attend" else getattr(triton_encoder, name)
         monkeypatch.setattr(triton_encoder, name, listing(launch, compute))
@@ -85,7 +88,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     monkeypatch.setattr(decoded_attention, "pays", pays)
     for name in ("_attend_shared", "_attend_masked"):
         monkeypatch.setattr(decoded_attention, name, past)
-    monkeypatch.setattr(TurboEsmModel, "_can_pack", can_pack)
+    monkeypatch.setattr(CachedModel, "_can_pack", can_pack)
     return variants
 
 
@@ -105,7 +108,7 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
         turbo.extend(several, [PROTEIN[:new]] * 3, refresh=new % 3)
     static = StaticKVCache.like(several, 128, 4)
     turbo.model(torch.randint(4, 24, (4, 8)), past_key_values=static)
-    growth = Growth(turbo.model.esm, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
+    growth = Growth(turbo.model.base_model, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
     growth.step(StepKind(9, 1))
     growth.step(StepKind(2, 1))
     yield "several contexts, as in a graph"
@@ -126,12 +129,13 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("preset", "dtype", "heads", "head_dim"),
+    ("preset", "dtype", "heads", "head_dim", "family"),
     [
-        ("turbo3", torch.bfloat16, 20, 64),
-        ("turbo2", torch.float32, 4, 24),
-        ("paper", torch.bfloat16, 4, 16),
-        ("exact", torch.bfloat16, 4, 16),
+        ("turbo3", torch.bfloat16, 20, 64, "esm"),
+        ("turbo2", torch.float32, 4, 24, "esm"),
+        ("paper", torch.bfloat16, 4, 16, "esm"),
+        ("exact", torch.bfloat16, 4, 16, "esm"),
+        ("turbo3", torch.bfloat16, 20, 64, "esmc"),
     ],
 )
 @torch.no_grad()
@@ -142,12 +146,21 @@ def test_calls_launch_few_variants_which_are_all_compiled_ahead(
     dtype: torch.dtype,
     heads: int,
     head_dim: int,
+    family: str,
 ) -> None:
-    model = tiny_model(preset=preset, heads=heads, head_dim=head_dim, layers=3).to(dtype)
-    model.esm.backend = "triton"
-    turbo = TurboEsm(model, EsmTokenizer.from_pretrained(EMBEDDED_MODEL))
-    sizes = Sizes(heads, head_dim)
-    codec = model.esm.codec(model.esm.turbo_config)
+    if family == "esmc":
+        plain = make_esmc(heads=heads, head_dim=head_dim, layers=3)
+        masked_lm = FAMILIES[family].load(FAMILIES[family].masked_lm)
+        model = masked_lm.from_esm(plain, calibration=make_calibration(plain), preset=preset).to(dtype)
+        tokenizer = FAMILIES[family].load_tokenizer()()
+    else:
+        model = tiny_model(preset=preset, heads=heads, head_dim=head_dim, layers=3).to(dtype)
+        tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
+    encoder = model.base_model
+    encoder.backend = "triton"
+    turbo = TurboEsm(model, tokenizer)
+    sizes = Sizes(heads, head_dim, encoder.gated)
+    codec = encoder.codec(encoder.turbo_config)
     ahead = {
         *encoder_variants(sizes, dtype, CPU, CAPABILITY),
         *cache_variants(codec, sizes, dtype, CPU, CAPABILITY),

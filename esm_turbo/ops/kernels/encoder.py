@@ -1,4 +1,4 @@
-"""Triton kernels of the packed encoder: residual sums with layer norm, rotation in place, and the activation.
+"""Triton kernels of the packed encoders: residual sums with layer norm, rotation in place, and the activations.
 
 Arithmetic is float32; each result is rounded to the model's dtype once, when it is stored.
 """
@@ -90,3 +90,68 @@ def gelu_(x_ptr, count: tl.int64, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + i, mask=inside, other=0.0).to(tl.float32)
     activated = x * 0.5 * (1.0 + tl.erf(x * _INVERSE_SQRT2))
     tl.store(x_ptr + i, activated.to(x_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_rotate_(
+    qkv_ptr,
+    query_weight_ptr,
+    key_weight_ptr,
+    cos_ptr,
+    sin_ptr,
+    eps: tl.float32,
+    scale: tl.float32,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS_BLOCK: tl.constexpr,
+    HALF_BLOCK: tl.constexpr,
+):
+    """Layer norm over all heads, then RoPE, of a token's queries or keys, in place. Grid: (tokens, 2).
+
+    x = (x - mean) / sqrt(var + eps) * weight, then (a, b) -> (a cos - b sin, b cos + a sin). Queries are also
+    multiplied by `scale`.
+
+    qkv is [tokens, 3, HEADS, HEAD_DIM].
+    """
+    half: tl.constexpr = HEAD_DIM // 2
+    size: tl.constexpr = HEADS * HEAD_DIM
+    token = tl.program_id(0).to(tl.int64)
+    of_keys = tl.program_id(1)
+    d = tl.arange(0, HALF_BLOCK)
+    head = tl.arange(0, HEADS_BLOCK)
+    in_half = d < half
+    inside = (head < HEADS)[:, None] & in_half[None, :]
+    channel = head[:, None] * HEAD_DIM + d[None, :]  # [HEADS_BLOCK, HALF_BLOCK]
+    low_ptr = qkv_ptr + token * (3 * size) + of_keys * size + channel
+    low = tl.load(low_ptr, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(low_ptr + half, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(tl.sum(low + high, axis=1), axis=0) / size
+    low = tl.where(inside, low - mean, 0.0)
+    high = tl.where(inside, high - mean, 0.0)
+    variance = tl.sum(tl.sum(low * low + high * high, axis=1), axis=0) / size
+    factor = tl.rsqrt(variance + eps)
+    if of_keys == 0:
+        factor = factor * scale
+        weight_low = tl.load(query_weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        weight_high = tl.load(query_weight_ptr + half + channel, mask=inside, other=0.0).to(tl.float32)
+    else:
+        weight_low = tl.load(key_weight_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        weight_high = tl.load(key_weight_ptr + half + channel, mask=inside, other=0.0).to(tl.float32)
+    low = low * factor * weight_low
+    high = high * factor * weight_high
+    cos = tl.load(cos_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
+    sin = tl.load(sin_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
+    dtype: tl.constexpr = qkv_ptr.dtype.element_ty
+    tl.store(low_ptr, (low * cos - high * sin).to(dtype), mask=inside)
+    tl.store(low_ptr + half, (high * cos + low * sin).to(dtype), mask=inside)
+
+
+@triton.jit
+def swiglu(gate_up_ptr, out_ptr, count: tl.int64, size: tl.int64, BLOCK: tl.constexpr):
+    """silu(gate) up, with gate_up [tokens, 2, size] and out [tokens, size] of `count` elements. Grid: (blocks,)."""
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < count
+    gate_ptr = gate_up_ptr + i // size * (2 * size) + i % size
+    gate = tl.load(gate_ptr, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_ptr + size, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + i, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=inside)

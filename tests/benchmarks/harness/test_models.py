@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.harness.models import (
+    EsmcArchitecture,
     masked_lm,
+    random_calibration,
     random_model,
     random_sequences,
     random_tokens,
@@ -26,6 +28,15 @@ def test_shapes_of_rows_on_a_device() -> None:
 def test_random_models_follow_the_seed() -> None:
     first, second, other = (random_model(TINY, seed).encoder.layer[1].attention.self.key.weight for seed in (0, 0, 1))
     assert torch.equal(first, second) and not torch.equal(first, other)
+
+
+def test_models_of_esmc() -> None:
+    architecture = EsmcArchitecture("tiny", num_layers=2, num_heads=2, head_dim=32, intermediate_size=64)
+    first, second = (random_model(architecture) for _ in range(2))
+    ids = random_tokens(1, 20, eos=True)
+    with torch.no_grad():
+        assert torch.equal(first(ids).last_hidden_state, second(ids).last_hidden_state)
+    assert random_calibration(first, []).geometry.model_type == "esmc"
 
 
 def test_a_head_has_the_encoder_under_it() -> None:
