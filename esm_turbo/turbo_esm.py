@@ -15,7 +15,8 @@ import torch
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
-from esm_turbo.files.hub import ModelNotFoundError, local_files_only, not_found, without_loading_bar
+from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
+from esm_turbo.files.kinds import CALIBRATION_FILE
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -52,7 +53,8 @@ class TurboEsm(ContextModel):
         """Load a model with its tokenizer and calibration.
 
         Args:
-            model: a hub id or a folder of any ESM-2 or ESM-C checkpoint; None is the embedded esm2-mini, which needs no
+            model: a hub id or a folder of any ESM-2 or ESM-C checkpoint, the name of one of Meta's such as
+                `esm2_t33_650M_UR50D`, or the folder of a LoRA adapter; None is the embedded esm2-mini, which needs no
                 network and ships with its calibration.
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
                 result in the user's cache folder. None uses the calibration in the model's folder if there is one.
@@ -68,9 +70,13 @@ class TurboEsm(ContextModel):
                 unreadable or belongs to another model, an option is invalid, or the device cannot be used.
             ModelNotFoundError: (an OSError) the model does not exist, or the hub cannot be reached.
         """
+        from esm_turbo.model.adapters import base_of, is_adapter, merge_adapter
         from esm_turbo.model.checkpoints import checkpoint_class
 
-        source = os.fspath(EMBEDDED_MODEL if model is None else model)
+        source = full_name(os.fspath(EMBEDDED_MODEL if model is None else model))
+        adapter = Path(source) if is_adapter(source) else None
+        if adapter is not None:
+            source = full_name(base_of(adapter))
         TurboConfig.from_preset(preset)
         device = _usable(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
@@ -83,7 +89,8 @@ class TurboEsm(ContextModel):
                 loaded = model_class.from_pretrained(
                     source,
                     preset=preset,
-                    calibration=False if calibration == "auto" else calibration,
+                    # That of an adapter is looked for below: the base model's would be another model's.
+                    calibration=False if calibration == "auto" or adapter is not None else calibration,
                     local_files_only=offline,
                     **options,
                 )
@@ -99,6 +106,10 @@ class TurboEsm(ContextModel):
                 f"{source}: {model_class.family.vocabulary_file} is damaged: it is not text; copy it again from the"
                 " checkpoint"
             ) from error
+        if adapter is not None:
+            merge_adapter(loaded, adapter)
+            if calibration is None and (adapter / CALIBRATION_FILE).is_file():
+                calibration = adapter / CALIBRATION_FILE
         if device_map is None:
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)
@@ -111,8 +122,6 @@ class TurboEsm(ContextModel):
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
         """Write model, tokenizer and calibration to a folder, from which `from_pretrained` restores them."""
-        from esm_turbo.files.kinds import CALIBRATION_FILE
-
         self.model.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)
         if self.calibration is not None:

@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: without the program's name.
     """
     debug = "--debug" in arguments
-    arguments = [argument for argument in arguments if argument != "--debug"]
+    arguments = _with_standard_input([argument for argument in arguments if argument != "--debug"])
     try:
         from esm_turbo.cli.commands import app
         from esm_turbo.cli.console import quiet
@@ -56,6 +56,15 @@ def run(arguments: Sequence[str]) -> int:
         if interrupts.pending or isinstance(error, KeyboardInterrupt):
             return interrupts.report()
         return _report(error)
+
+
+def _with_standard_input(arguments: list[str]) -> list[str]:
+    """Name standard input where `-` stands for it, which is not an option; as the value of `--json`, it is output."""
+    before = ["", *arguments[:-1]]
+    return [
+        "/dev/stdin" if argument == "-" and option != "--json" else argument
+        for option, argument in zip(before, arguments, strict=False)
+    ]
 
 
 def _report(error: Exception) -> int:

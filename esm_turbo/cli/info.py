@@ -20,9 +20,10 @@ from esm_turbo.codecs import KVCodec
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.context_store import is_store, store_info
 from esm_turbo.files.artifacts import ArtifactError
-from esm_turbo.files.hub import local_files_only, not_found
+from esm_turbo.files.hub import full_name, local_files_only, not_found
 from esm_turbo.files.kinds import CALIBRATION_FILE, INDEX_FILE, SETTINGS_FILE, STORE_FILE, is_embeddings, is_h5, is_zip
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.adapters import base_of, is_adapter
 from esm_turbo.model.checkpoints import checkpoint_class
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
@@ -89,7 +90,9 @@ def model_info(
         ValueError: the checkpoint is of no supported family, or the calibration is damaged or of another geometry.
         ModelNotFoundError: (an OSError) there is no such model, or the hub cannot be reached.
     """
-    source = os.fspath(source)
+    source = folder = full_name(os.fspath(source))
+    if is_adapter(source):
+        source = full_name(base_of(source))
     options = {"local_files_only": local_files_only(source)}
     try:
         encoder = checkpoint_class(source, options, head=False)
@@ -98,7 +101,7 @@ def model_info(
     except OSError as error:
         raise not_found(source) from error
     geometry = Geometry.of(config)
-    in_folder = Path(source) / CALIBRATION_FILE
+    in_folder = Path(folder) / CALIBRATION_FILE
     if calibration is None and in_folder.is_file():
         calibration = in_folder
     loaded = None if calibration is None else Calibration.load(calibration)
@@ -106,7 +109,7 @@ def model_info(
         raise ValueError(f"the calibration is {difference}; give this model's own")
     return {
         "kind": "model",
-        "model": Path(source).name if os.path.isdir(source) else source,
+        "model": Path(folder).name if os.path.isdir(folder) else folder,
         "geometry": geometry.to_dict(),
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,

@@ -64,7 +64,7 @@ JsonFile = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SequenceOptions:
-    """What becomes of characters that are not residue codes."""
+    """What becomes of characters that are not residue codes, and of identifiers."""
 
     unknown: Annotated[
         str | None,
@@ -76,6 +76,10 @@ class SequenceOptions:
     remove_gaps: Annotated[
         bool,
         Parameter(help="Remove gaps (- . ~) from sequences, such as those of an alignment.", negative=""),
+    ] = False
+    accessions: Annotated[
+        bool,
+        Parameter(help="Reduce identifiers of UniProt, such as sp|P69905|HBA_HUMAN, to P69905.", negative=""),
     ] = False
 
 

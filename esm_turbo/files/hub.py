@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
+_SHORT = re.compile(r"esm2_t\d+_\d+[MB]_UR50D", re.ASCII)
 # Seconds within which the hub must answer; downloads have no limit.
 _TIMEOUT = 10.0
 
@@ -13,6 +15,12 @@ _TIMEOUT = 10.0
 def model_name(name_or_path: str) -> str:
     """A hub id as it is; the base name of a folder, so that artifacts do not record local paths."""
     return os.path.basename(os.path.abspath(name_or_path)) if os.path.isdir(name_or_path) else name_or_path
+
+
+def full_name(name_or_path: str) -> str:
+    """The hub id of a checkpoint of Meta's given as `esm2_t6_8M_UR50D`; another name, or a folder's, as it is."""
+    short = _SHORT.fullmatch(name_or_path) and not os.path.exists(name_or_path)
+    return f"facebook/{name_or_path}" if short else name_or_path
 
 
 class ModelNotFoundError(OSError, ValueError):

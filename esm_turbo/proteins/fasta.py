@@ -30,6 +30,8 @@ _WITHOUT_GAPS = str.maketrans("", "", GAPS)
 _CLASS_IN_HEADER = re.compile(r"(?:^|\s)class=(\S+)")
 _FIRST_IN_HEADER = re.compile(r"(?:^|\s)first_position=(-?\d{1,9})(?=\s|$)", re.ASCII)
 _RANGE_OF_ID = re.compile(r"/(\d{1,9})-(\d{1,9})$", re.ASCII)
+# `sp|P69905|HBA_HUMAN`: database, accession and entry name.
+_UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
 _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
 _CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
 _NOT_TEXT = "is not text; give protein sequences in FASTA format, encoded as UTF-8, plain or gzip"
@@ -144,7 +146,7 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, 
 
 
 def read_fasta(
-    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False
+    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False, accessions: bool = False
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
@@ -152,9 +154,11 @@ def read_fasta(
     `normalize_sequence` rejects. Windows line ends, lower case and a byte order mark are accepted.
 
     Args:
-        path: The file; gzip is recognised by its first bytes, not by the name.
+        path: The file; gzip is recognised by its first bytes, not by the name. Of an
+            alignment, a file named `.a3m`, the sequences are read without gaps and with their insertions.
         unknown: As for `normalize_sequence`.
         remove_gaps: As for `normalize_sequence`.
+        accessions: Reduce identifiers of UniProt, such as `sp|P69905|HBA_HUMAN`, to their accession.
 
     Returns:
         The good and the bad records, each in the order of the file.
@@ -164,11 +168,14 @@ def read_fasta(
             or not FASTA.
     """
     _check_unknown(unknown)
+    remove_gaps = remove_gaps or _is_alignment(path)
     good: list[ProteinRecord] = []
     bad: list[BadRecord] = []
     first_use: dict[str, int] = {}
     for number, (title, raw) in enumerate(_raw_records(path), start=1):
         identifier, *rest = title.split(maxsplit=1) or [""]
+        if accessions:
+            identifier = next(iter(uniprot_parts(identifier)), identifier)
         try:
             if not identifier:
                 raise _Rejected("the header names no identifier; write one directly after '>'")
@@ -182,7 +189,7 @@ def read_fasta(
 
 
 def read_fasta_strict(
-    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False
+    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False, accessions: bool = False
 ) -> list[ProteinRecord]:
     """Read the proteins of a FASTA file, all of whose records must be good.
 
@@ -190,14 +197,21 @@ def read_fasta_strict(
         path: As for `read_fasta`.
         unknown: As for `normalize_sequence`.
         remove_gaps: As for `normalize_sequence`.
+        accessions: As for `read_fasta`.
 
     Raises:
         FastaError: As for `read_fasta`, or any record is bad; `problems` has all bad records.
     """
-    good, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps)
+    good, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions)
     if bad:
         raise FastaError(os.fspath(path), bad)
     return good
+
+
+def uniprot_parts(identifier: str) -> tuple[str, ...]:
+    """Accession and entry name in an identifier of UniProt, such as `sp|P69905|HBA_HUMAN`; of others, nothing."""
+    match = _UNIPROT.fullmatch(identifier)
+    return match.groups() if match else ()
 
 
 def token_batches(lengths: Sequence[int], toks_per_batch: int) -> list[list[int]]:
@@ -287,7 +301,7 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         # Windows would report a folder as a missing permission.
         if Path(path).is_dir():
             raise IsADirectoryError(path)
-        yield from parse(_checked_lines(text_lines(path)))
+        yield from parse(_checked_lines(text_lines(path), comments=_is_alignment(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
     except (DamagedGzipError, _Rejected) as error:
@@ -303,13 +317,19 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     raise FastaError(os.fspath(path), [BadRecord("", reason)]) from None
 
 
-def _checked_lines(lines: Iterable[str]) -> Iterator[str]:
+def _is_alignment(path: str | os.PathLike[str]) -> bool:
+    return os.fspath(path).lower().removesuffix(".gz").endswith(".a3m")
+
+
+def _checked_lines(lines: Iterable[str], comments: bool) -> Iterator[str]:
     """Pass lines on; reject a file without records or with text before the first header.
 
-    The parser would skip such text silently.
+    The parser would skip such text silently. Alignments may begin with lines of comments.
     """
     in_records = False
     for number, line in enumerate(lines, start=1):
+        if comments and not in_records and line.startswith("#"):
+            continue
         if "\0" in line:
             raise _Rejected(_NOT_TEXT)
         if not in_records and line.strip():

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
 
-# `sp|P69905|HBA_HUMAN`, as UniProt writes identifiers: database, accession and entry name.
-_UNIPROT = re.compile(r"(?:sp|tr)\|([A-Z0-9]+(?:-\d+)?)\|(\w+)", re.ASCII)
 _SHOWN, _SHOWN_NAMES = 40, 3
 
 
@@ -57,14 +54,11 @@ class ProteinIndex:
         """
         found = self._by_id.get(name) or self._by_part.get(name) or self._by_sequence.get(name.upper())
         if found is None:
+            # The identifiers may have been reduced to accessions.
+            found = next((self._by_id[part] for part in uniprot_parts(name) if part in self._by_id), None)
+        if found is None:
             raise UnknownProteinError(name, self.noun)
         return found
-
-
-def uniprot_parts(identifier: str) -> tuple[str, ...]:
-    """Accession and entry name in an identifier of UniProt, such as `sp|P69905|HBA_HUMAN`; of others, nothing."""
-    match = _UNIPROT.fullmatch(identifier)
-    return match.groups() if match else ()
 
 
 def shown(name: str) -> str:

@@ -1,6 +1,7 @@
 """Inputs that commands check before their job: files, models, calibrations, and places to write."""
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -497,3 +498,37 @@ def test_the_number_of_threads_can_be_named(esm, fasta, tmp_path, tiny_folder):
         torch.set_num_threads(1)
     result = esm(*arguments, "--threads", "0")
     assert (result.code, result.error) == (2, "--threads must be at least 1, got 0")
+
+
+@pytest.fixture
+def standard_input():
+    """`standard_input(content)` writes to a pipe that is standard input."""
+    kept = os.dup(0)
+
+    def give(content):
+        read, write = os.pipe()
+        os.write(write, content)
+        os.close(write)
+        os.dup2(read, 0)
+        os.close(read)
+
+    yield give
+    os.dup2(kept, 0)
+    os.close(kept)
+
+
+@pytest.mark.parametrize("compress", [bytes, gzip.compress])
+def test_proteins_of_standard_input(esm, tmp_path, tiny_folder, standard_input, compress):
+    standard_input(compress(b">sp|P69905|HBA_HUMAN x\nMVLS\n"))
+    command = ["embed", "-", tmp_path / "out", "--accessions", "--include", "mean", "--model", tiny_folder]
+    result = esm(*command, "--json", "-")
+    assert (result.code, result.err) == (0, "") and json.loads(result.out)["written"] == 1
+    assert "P69905\t" in (tmp_path / "out" / "index.tsv").read_text()
+
+
+def test_standard_input_that_cannot_be_used(esm, tmp_path, tiny_folder, standard_input):
+    standard_input(b"")
+    assert "/dev/stdin: is empty" in esm("variants", "-").error
+    standard_input(b">a\nMK\n")
+    refused = esm("calibrate", "-", "--out", tmp_path / "c.safetensors", "--model", tiny_folder)
+    assert refused.code == 2 and "give a file, not standard input" in refused.error

@@ -14,7 +14,7 @@ MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": "turbo3"}
 STORED = CACHES | {"--store": None}
-FILES = {"--unknown": None, "--remove-gaps": False, "--json": None}
+FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {"--device": None, "--json": None},
     "calibrate": FILES | MODEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},

@@ -1,12 +1,13 @@
 """Where a model is found, with every answer of the hub."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 
-from esm_turbo.files.hub import ModelNotFoundError, local_files_only
+from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only
 
 MODEL = "facebook/esm2_t6_8M_UR50D"
 
@@ -82,3 +83,20 @@ def test_other_answers_are_left_to_loading(hub):
 def test_invalid_names_are_refused(name):
     with pytest.raises(ModelNotFoundError, match="no such folder, and it is not a valid hub id"):
         local_files_only(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "full"),
+    [
+        ("esm2_t6_8M_UR50D", "facebook/esm2_t6_8M_UR50D"),
+        ("esm2_t48_15B_UR50D", "facebook/esm2_t48_15B_UR50D"),
+        ("facebook/esm2_t6_8M_UR50D", "facebook/esm2_t6_8M_UR50D"),
+        ("esm2_t6_8M", "esm2_t6_8M"),
+    ],
+)
+def test_short_names(name: str, full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert full_name(name) == full
+    # A folder goes before the hub.
+    (tmp_path / name).mkdir(parents=True)
+    assert full_name(name) == name

@@ -247,6 +247,25 @@ def test_first_position_of_a_header(identifier, description, expected):
     assert ProteinRecord(identifier, "MKTAY", description).first_position == expected
 
 
+def test_identifiers_of_uniprot_are_reduced_on_request(write):
+    path = write(">sp|P69905|HBA_HUMAN Hemoglobin\nMVLS\n>other\nMK\n>tr|P69905|X_Y\nMT\n")
+    good, bad = read_fasta(path)
+    assert [record.id for record in good] == ["sp|P69905|HBA_HUMAN", "other", "tr|P69905|X_Y"] and bad == []
+    good, [repeated] = read_fasta(path, accessions=True)
+    assert [(record.id, record.description) for record in good] == [("P69905", "Hemoglobin"), ("other", "")]
+    assert repeated.record == "P69905" and "repeats the identifier of record 1" in repeated.reason
+
+
+@pytest.mark.parametrize("name", ["x.a3m", "x.A3M.gz"])
+def test_an_alignment_is_read_without_gaps_and_with_insertions(write, name):
+    content = b"#9\t1\n>query\nMKTAYIAKQ\n>hit\nMK--YgsIA.KQ\n"
+    good, bad = read_fasta(write(gzip.compress(content) if name.endswith("gz") else content, name))
+    assert [(record.id, record.sequence) for record in good] == [("query", "MKTAYIAKQ"), ("hit", "MKYGSIAKQ")]
+    assert bad == []
+    with pytest.raises(FastaError, match="line 1 is '#9"):
+        read_fasta(write(content, "x.fasta"))
+
+
 def test_records_are_immutable():
     with pytest.raises(AttributeError):
         ProteinRecord("p", "MKT").sequence = "A"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed, uniprot_parts
+from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
+from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed
 
 RECORDS = [
     ProteinRecord("sp|P69905|HBA_HUMAN", "MVLS"),
@@ -39,6 +39,11 @@ def test_other_names_are_refused(name: str) -> None:
         ProteinIndex(RECORDS, "target").find(name)
     assert str(caught.value) == f"there is no usable target {name!r}; correct it, or leave it empty"
     assert (caught.value.name, caught.value.noun) == (name, "target")
+
+
+def test_a_whole_identifier_finds_its_accession() -> None:
+    [record] = records = [ProteinRecord("P69905", "MVLS")]
+    assert ProteinIndex(records).find("sp|P69905|HBA_HUMAN") is record
 
 
 def test_a_part_of_two_identifiers_names_neither() -> None:

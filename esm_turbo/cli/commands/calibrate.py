@@ -12,6 +12,7 @@ from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce, load_model
 from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, SequenceOptions, Writes
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.paths import is_device
 from esm_turbo.files.suffixes import TENSORS
 from esm_turbo.proteins.fasta import read_fasta_strict
 
@@ -37,6 +38,8 @@ def calibrate(
         max_residues: Use only the first proteins, up to this total number of residues.
     """
     proteins = named_proteins(proteins, calibration_proteins)
+    if is_device(proteins):
+        raise ValueError("a calibration records the checksum of its proteins; give a file, not standard input")
     records = read_fasta_strict(proteins, **asdict(letters))
     turbo = load_model(model)
     announce(turbo)

@@ -141,6 +141,7 @@ def read_candidates(
     *,
     unknown: str | None = None,
     remove_gaps: bool = False,
+    accessions: bool = False,
 ) -> tuple[list[Candidate], list[BadRecord]]:
     """Read candidates from a FASTA file, or from the columns `sequence`, `id` and `target` of a CSV or TSV file.
 
@@ -157,7 +158,7 @@ def read_candidates(
         ValueError: the file as a whole cannot be used.
     """
     if not is_table(path):
-        records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps)
+        records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions)
         return [Candidate(record.id, record.sequence) for record in records], bad
     proteins = ProteinIndex(targets, "target")
 

@@ -1,0 +1,141 @@
+"""LoRA adapters of PEFT: the merged weights, their own calibration, and adapters that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import EsmForMaskedLM, EsmTokenizer
+
+from esm_turbo import TurboEsm
+from esm_turbo.model.adapters import CONFIG_FILE, WEIGHTS_FILE
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.calibration.records import calibrate_records
+
+SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQ"
+
+
+@pytest.fixture(scope="module")
+def base(turbo: TurboEsm, tiny_esm: Callable[..., EsmForMaskedLM], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small checkpoint of random weights."""
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tiny_esm().save_pretrained(folder)
+    turbo.tokenizer.save_pretrained(folder)
+    return folder
+
+
+def save_adapter(base: Path, folder: Path, *, encoder: bool = False) -> EsmForMaskedLM:
+    """Write an adapter of random weights as PEFT does after training, and return the adapted model."""
+    torch.manual_seed(7)
+    model = EsmForMaskedLM.from_pretrained(base).eval()
+    config = LoraConfig(r=4, lora_alpha=16, target_modules=["query", "value", "dense"], init_lora_weights=False)
+    adapted = get_peft_model(model.esm if encoder else model, config)
+    adapted.peft_config["default"].base_model_name_or_path = str(base)
+    adapted.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+def adapter(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, EsmForMaskedLM]:
+    folder = tmp_path_factory.mktemp("adapters") / "lora"
+    return folder, save_adapter(base, folder)
+
+
+def logits_of(model: torch.nn.Module, tokenizer: EsmTokenizer) -> torch.Tensor:
+    with torch.no_grad():
+        return model(**tokenizer(SEQUENCE, return_tensors="pt")).logits
+
+
+def test_the_merged_model_is_the_adapted_one(base: Path, adapter: tuple[Path, EsmForMaskedLM]) -> None:
+    folder, adapted = adapter
+    plain, turbo = (TurboEsm.from_pretrained(path, preset="exact", device="cpu") for path in (base, folder))
+    expected = logits_of(adapted, turbo.tokenizer)
+    found = logits_of(turbo.model, turbo.tokenizer)
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert (logits_of(plain.model, turbo.tokenizer) - expected).abs().max() > 0.01
+    assert not any("lora" in name for name, _ in turbo.model.named_parameters())
+    assert all(parameter.requires_grad for parameter in turbo.model.parameters())
+    assert (turbo.name, plain.name) == ("lora", "base")
+
+
+def test_an_adapter_of_the_encoder_alone(base: Path, tmp_path: Path) -> None:
+    adapted = save_adapter(base, tmp_path / "lora", encoder=True)
+    turbo = TurboEsm.from_pretrained(tmp_path / "lora", preset="exact", device="cpu")
+    assert torch.allclose(logits_of(turbo.model, turbo.tokenizer), logits_of(adapted, turbo.tokenizer), atol=1e-4)
+
+
+def test_its_caches_and_calibration_are_its_own(
+    base: Path, adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path
+) -> None:
+    records = [ProteinRecord("a", SEQUENCE * 4)]
+    model, folder = tmp_path / "base", tmp_path / "lora"
+    shutil.copytree(base, model)
+    shutil.copytree(adapter[0], folder)
+    config = json.loads((folder / CONFIG_FILE).read_text()) | {"base_model_name_or_path": str(model)}
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    plain = TurboEsm.from_pretrained(model, device="cpu")
+    calibrate_records(plain, records, presets=["turbo3"]).save(model / "calibration.safetensors")
+    # The base model's calibration is not taken for the adapter's.
+    turbo = TurboEsm.from_pretrained(folder, device="cpu")
+    assert turbo.calibration is None
+    with pytest.raises(ValueError, match=r"another model|weights differ|calibration"):
+        other = TurboEsm.from_pretrained(folder, calibration=model / "calibration.safetensors", device="cpu")
+        other.prefill(SEQUENCE)
+    with pytest.raises(ValueError, match="another model"):
+        turbo.model.claim_cache(TurboEsm.from_pretrained(model, preset="exact", device="cpu").prefill(SEQUENCE))
+    calibrate_records(turbo, records, presets=["turbo3"]).save(folder / "calibration.safetensors")
+    again = TurboEsm.from_pretrained(folder, device="cpu")
+    assert again.calibration is not None and again.prefill(SEQUENCE).config.name == "turbo3"
+    assert TurboEsm.from_pretrained(folder, calibration=False, device="cpu").calibration is None
+    # Saved, it is a model of its own.
+    again.save_pretrained(tmp_path / "merged")
+    merged = TurboEsm.from_pretrained(tmp_path / "merged", device="cpu")
+    assert torch.equal(logits_of(merged.model, merged.tokenizer), logits_of(again.model, again.tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"peft_type": "PREFIX_TUNING"}, "adapters of type PREFIX_TUNING are not supported, only LORA"),
+        ({"base_model_name_or_path": None}, "names no base model"),
+        ({"base_model_name_or_path": "/no/such/folder"}, "/no/such/folder"),
+        ({"target_modules": ["query"]}, "the adapter does not fit its base model, which has no place for"),
+        ({"r": 8}, "the adapter cannot be added to its base model: "),
+    ],
+)
+def test_adapters_that_do_not_fit(
+    adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path, change: dict[str, object], message: str
+) -> None:
+    folder = tmp_path / "lora"
+    shutil.copytree(adapter[0], folder)
+    (folder / CONFIG_FILE).write_text(json.dumps(json.loads((folder / CONFIG_FILE).read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+
+
+def test_damaged_adapters(adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path) -> None:
+    folder = tmp_path / "lora"
+    shutil.copytree(adapter[0], folder)
+    (folder / WEIGHTS_FILE).write_bytes(b"1234")
+    with pytest.raises(ValueError, match="the adapter cannot be added to its base model"):
+        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+    (folder / WEIGHTS_FILE).unlink()
+    with pytest.raises(ValueError, match=r"lacks adapter_model.safetensors; save the adapter as safetensors"):
+        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+    (folder / CONFIG_FILE).write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config.json is damaged or lacks an entry"):
+        TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+
+
+def test_without_peft_the_error_names_the_extra(
+    adapter: tuple[Path, EsmForMaskedLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ImportError, match=r"^adapters need peft: pip install 'esm-turbo\[adapters\]'$"):
+        TurboEsm.from_pretrained(adapter[0], preset="exact", device="cpu")
