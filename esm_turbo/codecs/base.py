@@ -51,6 +51,8 @@ class PackedContext:
         protected_columns: columns of the slots, int32 [C, P], -1 for an empty slot.
         visible: columns that each row may see at all, bool [B, L]; None for all. `lengths`, `protected_columns` and
             `visible` together determine `mask`.
+        visible_words: the same as `visible` in the form that a backend reads, where a caller has made it for all layers
+            (`KVBackend.pack_mask`).
     """
 
     packed: Packed
@@ -61,6 +63,7 @@ class PackedContext:
     lengths: Tensor | None = None
     protected_columns: Tensor | None = None
     visible: Tensor | None = None
+    visible_words: Tensor | None = None
 
 
 @dataclass(frozen=True)

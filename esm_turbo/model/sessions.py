@@ -57,6 +57,7 @@ class _Shared(NamedTuple):
     past_mask: Tensor | None
     protected_mask: Tensor | None
     visible: Tensor | None
+    visible_words: Tensor | None
     lengths: Tensor
     protected_columns: Tensor
 
@@ -111,6 +112,7 @@ class Extension(KVSession):
             shared.lengths,
             shared.protected_columns,
             shared.visible,
+            shared.visible_words,
         )
         assert self.cache.codec is not None
         output = self.backend.extend_attention(query, keys, values, shared.mask, context, self.cache.codec, layer_idx)
@@ -124,7 +126,8 @@ class Extension(KVSession):
             for x in (self.mask, self.past_mask, self.protected_mask, self.visible)
         )
         lengths, protected_columns = self.cache.lengths.to(device), self.cache.protected_columns.to(device)
-        return _Shared(mask, past_mask, protected_mask, visible, lengths, protected_columns)
+        words = None if visible is None else self.backend.pack_mask(visible)
+        return _Shared(mask, past_mask, protected_mask, visible, words, lengths, protected_columns)
 
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Scales queries and applies RoPE, see `torch_ops.rotate`."""

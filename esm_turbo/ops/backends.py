@@ -56,6 +56,10 @@ class KVBackend:
         """
         return None
 
+    def pack_mask(self, mask: Tensor) -> Tensor | None:
+        """A mask of columns, bool [B, L], in the form that `extend_attention` reads; None if it reads it as it is."""
+        return None
+
     def compile_ahead(
         self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device
     ) -> int:
@@ -116,6 +120,9 @@ class TritonBackend(KVBackend):
 
     def prepare(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
         triton_attention.prepare(codec, layers)
+
+    def pack_mask(self, mask: Tensor) -> Tensor | None:
+        return triton_attention.pack_mask(mask)
 
     def compile_ahead(
         self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device

@@ -51,6 +51,7 @@ _PARTS_AT_A_TIME = 4
 # Rows of a tensor core's operand.
 _MMA_ROWS = 16
 _SMALL_HEAD = 64
+_WORD_BITS = 32
 # Limit of the summed sizes of a token's operands: the query's maps to them are held in shared memory.
 _MAX_OPERAND_SIZE = 256
 
@@ -104,10 +105,12 @@ def extend_attention(
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
     any_packed = next(iter(context.packed.values()))
     contexts, columns = any_packed.shape[0], any_packed.shape[2]
-    lengths, protected_columns, visible = context.lengths, context.protected_columns, context.visible
+    lengths, protected_columns, visible = context.lengths, context.protected_columns, context.visible_words
+    if visible is None and context.visible is not None:
+        visible = pack_mask(context.visible)
     if lengths is None:
         lengths = torch.full((contexts,), columns, dtype=torch.int64, device=query.device)
-        protected_columns, visible = None, context.mask
+        protected_columns, visible = None, None if context.mask is None else pack_mask(context.mask)
     if protected_columns is None:
         protected_columns = torch.empty(contexts, 0, dtype=torch.int32, device=query.device)
     slots = context.protected["keys"].shape[2] if context.protected else 0
@@ -175,7 +178,7 @@ def attend_packed(
         protected_columns: columns that are not read from slabs, int32 [C, P], -1 for none.
         protected: stored keys and values of protected tokens, [C, H, P, D] each, or empty.
         protected_mask: which protected tokens a row sees, bool [B, P]; None for all.
-        visible: which columns a row sees, bool [B, L]; None for all.
+        visible: which columns a row sees, see `pack_mask`, int32 [B, words]; None for all.
         key_specs: the `SlabSpec` of every key slab, one after the other.
         value_specs: likewise.
 
@@ -190,7 +193,7 @@ def attend_packed(
     tuning = DEFAULT_TUNING
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
-    _check(query, keys, values, contexts, mask, visible, protected_mask)
+    _check(query, keys, values, contexts, mask, protected_mask)
     key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, tuning.tile)
     shared = contexts != batch_size
     rows = batch_size * n if shared else n
@@ -219,7 +222,7 @@ def attend_packed(
     # The kernels do not read the tables and angles that a codec does not have.
     key_table, value_table = tables or (map_scale, map_scale)
     key_residual, value_residual = residuals or (None, None)
-    masks = [_bytes_of(x, batch_size, query.device) for x in (mask, visible, protected_mask)]
+    new_mask, slot_mask = (_bytes_of(x, batch_size, query.device) for x in (mask, protected_mask))
     protected_keys = protected_values = placeholder(torch.float32, query.device)
     slots = 0
     if protected:
@@ -244,7 +247,7 @@ def attend_packed(
         value_table_ptr=value_table,
         length_ptr=lengths,
         protected_ptr=protected_columns,
-        mask_ptr=masks[1],
+        mask_ptr=placeholder(torch.int32, query.device) if visible is None else _of_all_rows(visible, batch_size),
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -290,10 +293,10 @@ def attend_packed(
         query_ptr=query,
         key_ptr=keys,
         value_ptr=values,
-        new_mask_ptr=masks[0],
+        new_mask_ptr=new_mask,
         protected_key_ptr=protected_keys,
         protected_value_ptr=protected_values,
-        protected_mask_ptr=masks[2],
+        protected_mask_ptr=slot_mask,
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -369,9 +372,23 @@ def _bytes_of(mask: Tensor | None, batch_size: int, device: torch.device) -> Ten
     """A mask as kernels read it, [batch, n]; something else for none."""
     if mask is None:
         return placeholder(torch.uint8, device)
-    if len(mask) != batch_size or not mask.is_contiguous():
-        mask = mask.expand(batch_size, -1).contiguous()
-    return mask.view(torch.uint8)
+    return _of_all_rows(mask, batch_size).view(torch.uint8)
+
+
+def _of_all_rows(x: Tensor, batch_size: int) -> Tensor:
+    """x [batch or 1, n] as [batch, n], contiguous."""
+    return x if len(x) == batch_size and x.is_contiguous() else x.expand(batch_size, -1).contiguous()
+
+
+def pack_mask(mask: Tensor) -> Tensor:
+    """A mask of columns, bool [B, L], as bits of words, the first column's lowest: int32 [B, 2 blocks]."""
+    if mask.dtype != torch.bool:
+        raise ValueError("masks must be boolean")
+    rows, columns = mask.shape
+    words = max(1, -(-columns // KEY_BLOCK)) * (KEY_BLOCK // _WORD_BITS)
+    bits = functional.pad(mask, (0, words * _WORD_BITS - columns)).view(rows, words, _WORD_BITS).to(torch.int32)
+    # Every bit is added once, so that the sum is their union; the highest one is the sign.
+    return (bits << torch.arange(_WORD_BITS, dtype=torch.int32, device=mask.device)).sum(2, dtype=torch.int32)
 
 
 def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: Tensor | None) -> None:

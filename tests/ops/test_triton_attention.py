@@ -22,6 +22,7 @@ from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import torch_ops, triton_attention
+from esm_turbo.ops.triton_attention import pack_mask
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, make_case
 from tests.helpers.models import random_ids
@@ -588,3 +589,15 @@ def test_inputs_that_kernels_would_misread_are_refused(what: str, message: str) 
         context = replace(context, visible=torch.ones(2, context.mask.shape[1], dtype=torch.int64))
     with pytest.raises(ValueError, match=message):
         triton_attention.extend_attention(query, keys, values, mask, context, codec, LAYER)
+
+
+@pytest.mark.parametrize("columns", [0, 1, 31, 32, 64, 65, 200])
+def test_masks_of_columns_as_bits(columns: int) -> None:
+    mask = torch.rand(3, columns, generator=torch.Generator().manual_seed(columns)) < 0.5
+    words = pack_mask(mask)
+    assert words.dtype == torch.int32
+    assert words.shape == (3, 2 * max(1, -(-columns // 64)))
+    bits = (words.long()[..., None] >> torch.arange(32)) & 1
+    assert torch.equal(bits.flatten(1)[:, :columns].bool(), mask)
+    # Columns beyond the last one are not seen.
+    assert not bits.flatten(1)[:, columns:].any()

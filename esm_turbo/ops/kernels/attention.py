@@ -199,7 +199,7 @@ def attend_context(
 
     Contexts are rows of the extension; a single one is shared by all rows, and has all queries. Slabs have
     `slab_columns` columns per head in memory, at least T, of which the first `num_columns` belong to the contexts.
-    `num_slots` columns of each, up to SLOTS, are protected. The mask is read if `has_mask`.
+    `num_slots` columns of each, up to SLOTS, are protected. The mask, a bit per column, is read if `has_mask`.
 
     The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
     are prefetched while the preceding kernel may still run.
@@ -344,8 +344,16 @@ def attend_context(
                 visible = (in_rows & (own_tile < end))[:, None] & (column >= own_start[:, None]) & (column < length)
                 for slot in tl.static_range(SLOTS):
                     visible = visible & (column != protected[slot])
-                mask_ptrs = mask_ptr + batch[:, None].to(tl.int64) * num_columns + column
-                visible = visible & (tl.load(mask_ptrs, mask=visible & (has_mask != 0), other=1) != 0)
+                # A row's bits are one or two words, which take fewer registers than a byte of each column would.
+                first_word = own_tile * T // 32
+                word_ptrs = mask_ptr + batch.to(tl.int64) * (blocks * (TILES_PER_BLOCK * T // 32)) + first_word
+                is_masked = in_rows & (own_tile < end) & (has_mask != 0)
+                bit = column - first_word[:, None] * 32
+                word = tl.load(word_ptrs, mask=is_masked, other=-1)[:, None]
+                if T > 32:
+                    upper = tl.load(word_ptrs + 1, mask=is_masked, other=-1)[:, None]
+                    word = tl.where(bit < 32, word, upper)
+                visible = visible & ((word >> (bit & 31) & 1) != 0)
                 scores = tl.where(visible, scores, float("-inf"))
             bias = mapped[0] * scale
             new_max = tl.maximum(row_max, tl.max(scores, 1) * scale + bias)
