@@ -19,6 +19,7 @@ from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only,
 from esm_turbo.files.kinds import CALIBRATION_FILE
 
 if TYPE_CHECKING:
+    from esm_turbo.binders import Binders
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_store import ContextStore
     from esm_turbo.evaluate import Evaluation
@@ -204,6 +205,52 @@ class TurboEsm(ContextModel):
             return_cache=return_cache,
         )
         return generate(self, given, options, seed, store)
+
+    def generate_binders(
+        self,
+        target: str,
+        length: int,
+        *,
+        num_return_sequences: int = 4,
+        top_k: int | None = 3,
+        top_p: float = 1.0,
+        temperature: float = 1.0,
+        per_step: int | None = None,
+        sweeps: int = 1,
+        allowed: str | None = None,
+        banned: str = "",
+        seed: int = 0,
+        arm: Arm | None = None,
+        refresh: int = DEFAULT_REFRESH,
+        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+        store: ContextStore | None = None,
+        progress: Progress | None = None,
+    ) -> Binders:
+        """Generate peptides after a target by the recipe of PepMLM, and rank them by pseudo-perplexity.
+
+        The arguments are those of `binders.generate_binders`.
+        """
+        from esm_turbo.binders import generate_binders
+
+        return generate_binders(
+            self,
+            target,
+            length,
+            num_return_sequences=num_return_sequences,
+            top_k=top_k,
+            top_p=top_p,
+            temperature=temperature,
+            per_step=per_step,
+            sweeps=sweeps,
+            allowed=allowed,
+            banned=banned,
+            seed=seed,
+            arm=arm,
+            refresh=refresh,
+            toks_per_batch=toks_per_batch,
+            store=store,
+            progress=progress,
+        )
 
     def score(
         self,

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.binders import generate_binders
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from esm_turbo.evaluate import evaluate
 from esm_turbo.tasks.embedding.embed import embed
@@ -194,6 +195,7 @@ def test_an_object_that_is_not_a_calibration_is_refused(calibration: object) -> 
         (TurboEsm.score_variants, score_variants),
         (TurboEsm.evaluate, evaluate),
         (TurboEsm.generate, generate),
+        (TurboEsm.generate_binders, generate_binders),
         (TurboEsm.embed, embed),
     ],
     ids=lambda function: function.__qualname__,

@@ -50,6 +50,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--toks-per-batch": 4096,
         "--out": None,
     },
+    "binders": FILES
+    | STORED
+    | {
+        "--length": ...,
+        "--num-return-sequences": 10,
+        "--top-k": 3,
+        "--top-p": 1.0,
+        "--temperature": 1.0,
+        "--per-step": None,
+        "--sweeps": 1,
+        "--allowed": None,
+        "--banned": "",
+        "--seed": 0,
+        "--arm": None,
+        "--refresh": 8,
+        "--top": 10,
+        "--toks-per-batch": 4096,
+        "--out": None,
+    },
     "store": FILES | CACHES | {"--toks-per-batch": 4096},
     "evaluate": FILES
     | CALIBRATED

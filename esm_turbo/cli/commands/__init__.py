@@ -3,6 +3,7 @@
 from cyclopts import App
 
 from esm_turbo import __version__
+from esm_turbo.cli.commands.binders import binders
 from esm_turbo.cli.commands.calibrate import calibrate
 from esm_turbo.cli.commands.demo import demo
 from esm_turbo.cli.commands.embed import embed
@@ -23,5 +24,5 @@ app = App(
     "`--debug` with any command adds the traceback to an error. Exit codes: 0 success; 1 some records failed, or the"
     " job failed; 2 wrong arguments or unusable input.",
 )
-for command in (demo, calibrate, embed, generate, store, evaluate, score, variants, info, warmup):
+for command in (demo, calibrate, embed, generate, binders, store, evaluate, score, variants, info, warmup):
     app.command(with_checked_outputs(command))

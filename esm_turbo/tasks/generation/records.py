@@ -15,7 +15,7 @@ from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import allowed_residues, generate
-from esm_turbo.tasks.generation.notation import format_positions
+from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import row_seeds
 
@@ -47,11 +47,12 @@ class GeneratedSequence:
     seed: int
 
     def fasta(self) -> str:
-        """FASTA entry whose header gives the new positions, their mean log-probability and the seed."""
+        """FASTA entry whose header gives the new positions and residues, their mean log-probability and the seed."""
         mean = sum(self.log_probs) / len(self.log_probs)
+        new = residues_at(self.sequence, self.positions)
         return (
-            f">{self.record}_{self.sample} positions={format_positions(self.positions)} mean_log_prob={mean:.4f}"
-            f" seed={self.seed}\n{self.sequence}\n"
+            f">{self.record}_{self.sample} positions={format_positions(self.positions)} new={new}"
+            f" mean_log_prob={mean:.4f} seed={self.seed}\n{self.sequence}\n"
         )
 
 

@@ -110,4 +110,4 @@ def test_options_that_suit_no_record_fail_at_once(exact: TurboEsm) -> None:
 
 def test_the_header_of_an_entry() -> None:
     one = GeneratedSequence("a", 2, "MKTAG", [2, 3, 5], [-1.0, -2.0, -0.5], 7)
-    assert one.fasta() == ">a_2 positions=2-3,5 mean_log_prob=-1.1667 seed=7\nMKTAG\n"
+    assert one.fasta() == ">a_2 positions=2-3,5 new=KTG mean_log_prob=-1.1667 seed=7\nMKTAG\n"

@@ -1,0 +1,127 @@
+"""`esm-turbo binders`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from cyclopts import Parameter
+
+from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, named_arms, opened_store, read_proteins
+from esm_turbo.cli.options import (
+    BatchTokens,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    SequenceOptions,
+    StoreFolder,
+    TableFile,
+)
+from esm_turbo.cli.report import failures
+from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH
+from esm_turbo.files.csv_files import write_csv
+from esm_turbo.files.text_tables import text_table
+from esm_turbo.proteins.fasta import BadRecord
+from esm_turbo.tasks.common.options import Arm
+
+_NO_DEFAULT = Parameter(show_default=False)
+
+
+def binders(
+    targets: InputFile,
+    /,
+    *,
+    length: int,
+    num_return_sequences: int = 10,
+    top_k: int = 3,
+    top_p: float = 1.0,
+    temperature: float = 1.0,
+    per_step: int | None = None,
+    sweeps: int = 1,
+    allowed: Annotated[str | None, _NO_DEFAULT] = None,
+    banned: Annotated[str, _NO_DEFAULT] = "",
+    seed: int = 0,
+    arm: Arm | None = None,
+    refresh: int = DEFAULT_REFRESH,
+    top: int = 10,
+    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    out: TableFile = None,
+    json: JsonFile = None,
+    letters: SequenceOptions = SequenceOptions(),
+    store: StoreFolder = None,
+    model: CacheOptions = CacheOptions(),
+) -> int:
+    """Generate peptides for targets by the recipe of PepMLM, and rank them as score does.
+
+    A mask per residue follows the target, each residue is drawn from the most likely ones, and the peptides are ranked
+    by pseudo-perplexity. It takes a model that was trained for this, such as PepMLM. Bad records are reported at the
+    end; all others are used.
+
+    Args:
+        targets: FASTA file, plain or gzip.
+        length: Residues per peptide.
+        num_return_sequences: Peptides to draw per target; equal ones are listed once.
+        top_k: Sample from the k most likely residues only.
+        top_p: Sample from the most likely residues only, those whose probabilities add up to p.
+        temperature: Divides the logits; 0 takes the most likely residue.
+        per_step: Residues of a peptide to sample per step. By default all at once, as PepMLM does.
+        sweeps: How many times each residue is sampled; from the second time on, given all others (Gibbs sampling).
+        allowed: Residues that may be generated, such as ACDE.
+        banned: Residues that are never generated.
+        seed: Seed of the samples of every target.
+        arm: How the target is computed for the scores: full, frozen or turbo. By default turbo, or frozen if the model
+            has no calibration.
+        refresh: Residues at the end of the target that are recomputed with every peptide.
+        top: Number of peptides to print per target.
+        out: CSV or TSV file, by its suffix, to write all peptides to.
+    """
+    check_minimum(0, refresh=refresh, top=top)
+    check_minimum(1, length=length, num_return_sequences=num_return_sequences, top_k=top_k)
+    check_minimum(1, per_step=per_step, sweeps=sweeps, toks_per_batch=toks_per_batch)
+    good, bad = read_proteins(targets, letters)
+    turbo = load_model(model)
+    from esm_turbo.model.memory import is_out_of_memory
+    from esm_turbo.tasks.common.memory import too_large
+
+    [arm] = named_arms(None if arm is None else (arm,), turbo)
+    used = announce(turbo, [arm])
+    found = {}
+    with opened_store(store, turbo) as contexts, progress_bar("units") as progress:
+        for record in good:
+            try:
+                found[record.id] = turbo.generate_binders(
+                    record.sequence,
+                    length,
+                    num_return_sequences=num_return_sequences,
+                    top_k=top_k,
+                    top_p=top_p,
+                    temperature=temperature,
+                    per_step=per_step,
+                    sweeps=sweeps,
+                    allowed=allowed,
+                    banned=banned,
+                    seed=seed,
+                    arm=arm,
+                    refresh=refresh,
+                    toks_per_batch=toks_per_batch,
+                    store=contexts,
+                    progress=progress,
+                )
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                bad.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
+    parts: list[object] = []
+    for name, one in found.items():
+        rows = [[f"{x:.3f}" if isinstance(x, float) else str(x) for x in row] for row in [*one.rows()][:top]]
+        rest = len(one.binders) - len(rows)
+        caption = f"and {rest:,} more" if rest else None
+        parts.append(text_table(name, one.columns(), rows, left=(0, 1), caption=caption))
+    if out is not None and found:
+        columns = ["target", *next(iter(found.values())).columns()]
+        rows_of_all = [[name, *row] for name, one in found.items() for row in one.rows()]
+        save(lambda path: write_csv(path, columns, rows_of_all), out)
+    list_bad(targets, bad)
+    results = [{"target": name, **one.to_dict()} for name, one in found.items()]
+    show(*parts, to_json=json, result={"run": used, "results": results, "failed": failures(bad)})
+    return 1 if bad else 0

@@ -1,0 +1,59 @@
+"""`esm-turbo binders`: ranked peptides per target, bad records, and wrong options."""
+
+from __future__ import annotations
+
+import csv
+import json
+
+import pytest
+
+TARGET = "MKTAYIAKQRQISFVK"
+
+
+def test_peptides_of_every_target_equal_those_in_python(esm_shared, turbo, write, tmp_path):
+    targets = write("targets.fasta", f">one\n{TARGET}\n>bad\nMK1\n>two\nGSWKDLAE\n")
+    out, found = tmp_path / "binders.tsv", tmp_path / "found.json"
+    result = esm_shared(
+        "binders",
+        targets,
+        "--length",
+        4,
+        "--num-return-sequences",
+        6,
+        "--seed",
+        2,
+        "--top",
+        2,
+        "--out",
+        out,
+        "--json",
+        found,
+    )
+    assert result.code == 1 and "record 'bad': position 3 is '1'" in result.error
+    expected = turbo.generate_binders(TARGET, 4, num_return_sequences=6, seed=2)
+    rows = list(csv.DictReader(out.open(), delimiter="\t"))
+    own = [row for row in rows if row["target"] == "one"]
+    assert [row["binder"] for row in own] == [one.sequence for one in expected.binders]
+    assert [float(row["pseudo_perplexity"]) for row in own] == [one.score.pseudo_perplexity for one in expected.binders]
+    assert {row["target"] for row in rows} == {"one", "two"}
+    first = json.loads(found.read_text())["results"][0]
+    assert first == {"target": "one", **expected.to_dict()}
+    assert expected.binders[0].sequence in result.out and "two" in result.out
+    assert f"and {len(expected.binders) - 2} more" in result.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--length", "0"], "--length must be at least 1, got 0"),
+        ([], "--length"),
+        (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
+        (["--length", "3", "--temperature", "-1"], "`temperature` must be from"),
+        (["--length", "3", "--allowed", "J"], "J"),
+    ],
+)
+def test_wrong_options_are_refused(esm_shared, fasta, tmp_path, options, message):
+    out = tmp_path / "binders.csv"
+    result = esm_shared("binders", fasta, "--out", out, *options)
+    assert (result.code, result.out) == (2, "") and message in result.error
+    assert not out.exists()

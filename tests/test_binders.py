@@ -1,0 +1,84 @@
+"""Peptides for a target: the recipe of PepMLM, and their ranking."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.binders import Binders, generate_binders
+
+TARGET = "MKTAYIAKQRQISFVK"
+
+
+@pytest.fixture(scope="module")
+def found(turbo: TurboEsm) -> Binders:
+    return generate_binders(turbo, TARGET.lower(), 5, num_return_sequences=12, seed=3)
+
+
+def test_residues_are_among_the_most_likely_in_one_forward(turbo: TurboEsm, found: Binders) -> None:
+    ids = turbo.tokenizer(TARGET + "<mask>" * 5, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = turbo.model(ids).logits[0, 1 + len(TARGET) : -1]
+    logits = logits[:, [turbo.codes.residues[residue] for residue in "ACDEFGHIKLMNPQRSTVWY"]]
+    best = [{"ACDEFGHIKLMNPQRSTVWY"[i] for i in row.topk(3).indices} for row in logits]
+    assert 3 < len(found.binders) <= 12
+    for one in found.binders:
+        assert len(one.sequence) == 5
+        assert all(residue in allowed for residue, allowed in zip(one.sequence, best, strict=True))
+
+
+def test_they_are_ranked_by_their_scores(turbo: TurboEsm, found: Binders) -> None:
+    sequences = [one.sequence for one in found.binders]
+    assert len(set(sequences)) == len(sequences)
+    scores = turbo.score(TARGET, sequences)
+    for one, expected in zip(found.binders, scores.pseudo_perplexities, strict=True):
+        assert one.score.pseudo_perplexity == pytest.approx(expected, rel=1e-4)
+    perplexities = [one.score.pseudo_perplexity for one in found.binders]
+    assert perplexities == sorted(perplexities)
+    assert (found.arm, found.preset, found.target) == (scores.arm, scores.preset, TARGET)
+
+
+def test_a_seed_reproduces_its_peptide(turbo: TurboEsm, found: Binders) -> None:
+    one = found.binders[0]
+    again = turbo.generate(TARGET + "<mask>" * 5, per_step=5, top_k=3, seed=[one.seed])
+    assert again.new_residues == [one.sequence]
+    assert again.mean_log_probs[0] == pytest.approx(one.mean_log_prob, abs=1e-4)
+    # Batches do not matter.
+    split = generate_binders(turbo, TARGET, 5, num_return_sequences=12, seed=3, toks_per_batch=60)
+    assert [one.sequence for one in split.binders] == [one.sequence for one in found.binders]
+
+
+def test_options_reach_their_tasks(turbo: TurboEsm, tmp_path) -> None:
+    store = ContextStore(tmp_path)
+    options = {"temperature": 0.0, "banned": "K", "allowed": "KR", "arm": "frozen", "refresh": 2, "per_step": 1}
+    made = turbo.generate_binders(TARGET, 3, num_return_sequences=4, store=store, **options)
+    assert [one.sequence for one in made.binders] == ["RRR"]
+    assert (made.arm, made.preset) == ("frozen", "exact") and store.info()["contexts"] == 1
+
+
+def test_they_show_themselves(found: Binders) -> None:
+    assert repr(found) == (
+        f"Binders({len(found.binders)} binders, best {found.binders[0].sequence}, arm='turbo', preset='turbo3')"
+    )
+    frame = found.to_frame()
+    assert frame["binder"].tolist() == [one.sequence for one in found.binders]
+    assert frame["rank"].tolist() == list(range(1, len(found.binders) + 1))
+    first = found.to_dict()["binders"][0]
+    assert math.fsum(first["log_probabilities"]) == pytest.approx(first["pseudo_log_likelihood"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"length": 0}, "`length` must be an integer of at least 1, got 0"),
+        ({"num_return_sequences": 0}, "`num_return_sequences` must be an integer of at least 1, got 0"),
+        ({"top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
+        ({"target": "M1"}, "the target: position 2 is '1'"),
+    ],
+)
+def test_invalid_arguments(turbo: TurboEsm, arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        generate_binders(turbo, **({"target": TARGET, "length": 3} | arguments))
