@@ -1,4 +1,4 @@
-"""Compressed key/value caches for the ESM-2 protein language model.
+"""Compressed key/value caches for the protein language models ESM-2 and ESM-C.
 
 Public names are loaded on first use: importing the package itself imports neither torch nor transformers.
 """
@@ -13,6 +13,8 @@ _PUBLIC = {
     "TurboEsmModel": "modeling_esm_turbo",
     "TurboEsmForMaskedLM": "modeling_esm_turbo",
     "TurboEsmSelfAttention": "modeling_esm_turbo",
+    "TurboEsmcModel": "modeling_esmc_turbo",
+    "TurboEsmcForMaskedLM": "modeling_esmc_turbo",
     "TurboConfig": "config",
     "TurboKVCache": "kv_cache",
     "KVCalibrator": "calibrate",
@@ -26,6 +28,8 @@ __all__ = [  # noqa: RUF022 - in reading order
     "TurboEsmModel",
     "TurboEsmForMaskedLM",
     "TurboEsmSelfAttention",
+    "TurboEsmcModel",
+    "TurboEsmcForMaskedLM",
     "TurboConfig",
     "TurboKVCache",
     "KVCalibrator",
@@ -43,6 +47,7 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.model.graphs import CapturedExtension
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
+    from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
     from esm_turbo.turbo_esm import TurboEsm
 
 

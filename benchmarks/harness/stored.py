@@ -41,10 +41,16 @@ def accuracy(proteins: str, preset: str, part: str = "leave_one_out") -> Record:
     return found[preset]
 
 
-def accuracies(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
-    """The newest record of every preset on a protein set, see `accuracy`; may be empty."""
+def accuracies(proteins: str, part: str = "leave_one_out", kind: str = "accuracy") -> dict[str, Record]:
+    """The newest record of every preset on a protein set, see `accuracy`; may be empty.
+
+    Args:
+        proteins: name of the set.
+        part: see `accuracy`.
+        kind: `accuracy` for the small model of ESM-2, `families` for that of ESM-C.
+    """
     found = {}
-    for record in _read("accuracy", "accuracy"):
+    for record in _read(kind, kind):
         figures = record["figures"]
         preset = figures["preset"]
         # Older runs planted outliers separately, on a part of the proteins.

@@ -12,6 +12,9 @@ from benchmarks.report.markdown import cosine, small, source, table
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS
 
 _DOMAINS, _LONG = "cath_val200", "long_human"
+# Kinds of records, and the models they were measured with.
+_FAMILIES = {"accuracy": "ESM-2", "families": "ESM-C"}
+_BOTH = "the small models esm2-mini and esmc-mini (9.6 M and 9.75 M parameters, not published checkpoints)"
 _OTHERS = [*COMPARISON_PRESETS, *OPTIONAL_PRESETS]
 
 
@@ -27,6 +30,66 @@ def overview() -> str:
         rows.append(cells)
     head = ["preset", "bits", "vs fp16", "domains: cosine (1 %)", "KL", "600 to 1,022 residues: cosine (1 %)", "KL"]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
+
+
+def families() -> str:
+    """The small models of ESM-2 and ESM-C: leave-one-out on domains and on long proteins."""
+    rows = []
+    for name in COMPRESSED:
+        cells = [f"`{name}`"]
+        for proteins in (_DOMAINS, _LONG):
+            for kind in _FAMILIES:
+                figures = _residues(stored.accuracies(proteins, kind=kind)[name])
+                cells += [cosine(figures), small(figures["kl_mean"])]
+        rows.append(cells)
+    where = ("domains", "600 to 1,022 residues")
+    head = [
+        "preset",
+        *(title for place in where for m in _FAMILIES.values() for title in (f"{place}, {m}: cosine (1 %)", "KL")),
+    ]
+    return table(head, rows) + source(stored.accuracies(_DOMAINS, kind="families")["turbo3"], "families", _BOTH)
+
+
+def families_positions() -> str:
+    """The small models of ESM-2 and ESM-C: long proteins by position."""
+    places = ("1-300", "301-600", "over 600")
+    rows = []
+    for name in COMPRESSED:
+        cells = [f"`{name}`"]
+        for kind in _FAMILIES:
+            groups = _preset(stored.accuracies(_LONG, kind=kind)[name])["leave_one_out"]["by_position"]
+            cells += [cosine(groups[place]) for place in places]
+        rows.append(cells)
+    head = ["cosine (1 %)", *(f"{model}, {place}" for model in _FAMILIES.values() for place in places)]
+    return table(head, rows) + source(stored.accuracies(_LONG, kind="families")["turbo3"], "families", _BOTH)
+
+
+def families_freezing() -> str:
+    """The small models of ESM-2 and ESM-C: what freezing costs, by residues refreshed."""
+    rows = []
+    for new in (1, 8, 32):
+        for kind, model in _FAMILIES.items():
+            extend = _preset(stored.accuracies(_DOMAINS, "extend", kind)["exact"])["extend"]
+            chosen = [entry for entry in extend if entry["new_residues"] == new]
+            rows.append([str(new), model, *(cosine(entry["against_full"]["residues"]) for entry in chosen)])
+    head = ["new residues", "cosine (1 %) of frozen against full", "0 refreshed", "8 refreshed", "32 refreshed"]
+    return table(head, rows) + source(stored.accuracies(_DOMAINS, "extend", "families")["exact"], "families", _BOTH)
+
+
+def families_outliers() -> str:
+    """The small models of ESM-2 and ESM-C: outliers planted without changing the function."""
+    kinds = dict(zip(("outliers", "families_outliers"), _FAMILIES.values(), strict=True))
+    found = {kind: planted(kind) for kind in kinds}
+    scales = sorted({scale for accuracies in found["families_outliers"].values() for scale in accuracies})
+    rows = [
+        [f"`{name}`", model, *(_planted_cell(found[kind][name][scale]) for scale in scales)]
+        for name in COMPRESSED
+        for kind, model in kinds.items()
+    ]
+    record = next(reversed(_planted_records("families_outliers").values()))
+    return table(["cosine (1 %), KL", "model", *(f"x{scale:g}" for scale in scales)], rows) + source(
+        record, "families_outliers", _BOTH
+    )
 
 
 def codecs() -> str:
@@ -134,9 +197,9 @@ def outliers() -> str:
     return table(["cosine (1 %), KL", *(f"x{scale:g}" for scale in scales)], rows) + source(record, "outliers")
 
 
-def planted() -> dict[str, dict[float, Mapping[str, float]]]:
+def planted(kind: str = "outliers") -> dict[str, dict[float, Mapping[str, float]]]:
     """Figures of residues by preset and size of the outliers, presets in the order of the registry."""
-    records = _planted_records()
+    records = _planted_records(kind)
     order = [*COMPRESSED, *_OTHERS]
     found: dict[str, dict[float, Mapping[str, float]]] = {}
     for preset, scale in sorted(records, key=lambda key: (order.index(key[0]), key[1])):
@@ -160,8 +223,8 @@ def _groups(proteins: str, part: str, columns: Mapping[str, str]) -> str:
     return table(["cosine (1 %)", *columns.values()], rows) + source(stored.accuracy(proteins, "turbo3"), "accuracy")
 
 
-def _planted_records() -> dict[Any, Record]:
-    return stored.newest("outliers", lambda figures: (figures["preset"], figures["scale"]))
+def _planted_records(kind: str = "outliers") -> dict[Any, Record]:
+    return stored.newest(kind, lambda figures: (figures["preset"], figures["scale"]))
 
 
 def _planted_cell(figures: Mapping[str, float]) -> str:
@@ -193,6 +256,7 @@ def _first_number(text: str) -> int:
 TABLES = {
     function.__name__: function
     for function in (
-        overview, codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers
+        overview, families, families_positions, families_freezing, families_outliers,
+        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers
     )
 }  # fmt: skip
