@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
             traceback.print_exc()
         if interrupts.pending or isinstance(error, KeyboardInterrupt):
             return interrupts.report()
-        return _report(error)
+        return _report(error, arguments)
 
 
 def _with_standard_input(arguments: list[str]) -> list[str]:
@@ -67,14 +67,16 @@ def _with_standard_input(arguments: list[str]) -> list[str]:
     ]
 
 
-def _report(error: Exception) -> int:
+def _report(error: Exception, arguments: Sequence[str]) -> int:
     """Print an error in one line and return its exit code."""
-    from cyclopts import CycloptsError
+    from cyclopts import CycloptsError, UnusedCliTokensError
 
     from esm_turbo.cli.console import say
 
     if isinstance(error, CycloptsError):
-        say(f"error: {error}; see esm-turbo --help")
+        embeds = isinstance(error, UnusedCliTokensError) and arguments[:1] == ["embed"]
+        model = "the model, esm-extract's first argument, is --model here; " if embeds else ""
+        say(f"error: {error}; {model}see esm-turbo --help")
         return 2
     if not isinstance(error, ValueError):
         from esm_turbo.model.memory import is_out_of_memory

@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--overlap": None,
         "--memory": None,
         "--format": None,
+        "--names": "hash",
+        "--nogpu": False,
     },
     "generate": FILES
     | STORED

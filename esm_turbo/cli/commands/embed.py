@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
+
+from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, say, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins
@@ -21,7 +24,7 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
-from esm_turbo.tasks.common.options import EmbeddingFormat, Include
+from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames, Include
 
 
 def embed(
@@ -37,6 +40,8 @@ def embed(
     overlap: int | None = None,
     memory: int | None = None,
     format: EmbeddingFormat | None = None,
+    names: FileNames = "hash",
+    nogpu: Annotated[bool, Parameter(negative="")] = False,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
@@ -44,8 +49,8 @@ def embed(
 ) -> int:
     """Embed proteins, with the option names and results of esm-extract.
 
-    Files are named by a hash of the sequence; index.tsv maps identifiers to files. Bad records are reported at the
-    end; all others are embedded. After an interruption, the same command continues where it stopped.
+    index.tsv maps identifiers to files, whose names --names decides. Bad records are reported at the end; all others
+    are embedded. After an interruption, the same command continues where it stopped.
 
     Args:
         proteins: FASTA file, plain or gzip.
@@ -60,7 +65,14 @@ def embed(
             of --window.
         format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files. By default, h5 if
             OUT ends in .h5 or .hdf5, and else pt.
+        names: Names of files: hash of the sequence, or label, the identifier, as esm-extract names them, where that is
+            a safe and unique name.
+        nogpu: Same as --device cpu, as in esm-extract.
     """
+    if nogpu and model.device not in (None, "cpu"):
+        raise ValueError(f"--nogpu is --device cpu, but there is --device {model.device}; give one of them")
+    if nogpu:
+        model = replace(model, device="cpu")
     format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if store is not None and "cache" not in include:
@@ -86,6 +98,7 @@ def embed(
             out,
             request,
             file_format=format,
+            names=names,
             toks_per_batch=toks_per_batch,
             truncation_seq_length=truncation_seq_length,
             progress=progress,

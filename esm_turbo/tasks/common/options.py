@@ -8,6 +8,9 @@ Include = Literal["mean", "per_tok", "bos", "contacts", "cache"]
 EmbeddingFormat = Literal["pt", "h5", "safetensors"]
 """File format of embeddings."""
 
+FileNames = Literal["hash", "label"]
+"""Names of files of embeddings: a hash of the sequence, or its label where that is a safe name."""
+
 UnmaskingOrder = Literal["random", "confidence", "left_to_right"]
 """Order in which masked positions are drawn."""
 

@@ -1,6 +1,6 @@
 """Embeddings on disk: a folder of `.pt` or safetensors files with an index.
 
-Files are named by a hash of the sequence, never by an identifier, which may contain any character. A file is written
+Files are named by a hash of the sequence; or on request by an identifier, where that is a safe name. A file is written
 atomically, and checked before a later run reuses it. A folder holds the embeddings of one model with one set of
 options, recorded in `settings.json`, and one process writes to it at a time.
 
@@ -15,8 +15,10 @@ import hashlib
 import io
 import json
 import os
+import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 _INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
+# Short enough for a file name with the longest suffix and that of a temporary.
+_SAFE_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.|+=@-]{0,149}")
 # Recorded with the settings; another device changes results by rounding only.
 _UNCOMPARED = {"device"}
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
@@ -48,6 +52,21 @@ SameSequence = Sequence[ProteinRecord]
 def sequence_hash(sequence: str) -> str:
     """Name of a sequence's files and data sets, as in biotrainer: SHA-256 of the sequence and its length."""
     return hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
+
+
+def safe_labels(groups: Iterable[SameSequence]) -> dict[str, list[str]]:
+    """Sequences whose files can be named by a label, with their identifiers; the first one is the label.
+
+    Safe are letters, digits and `_ . | + = @ -`, the punctuation but for `_` not at the beginning. Names that only
+    differ in case are the same to some systems.
+    """
+    identifiers = {group[0].sequence: list(dict.fromkeys(record.id for record in group)) for group in groups}
+    uses = Counter(name.lower() for names in identifiers.values() for name in names)
+    return {
+        sequence: names
+        for sequence, names in identifiers.items()
+        if _SAFE_LABEL.fullmatch(names[0]) and not names[0].endswith((".", ".cache")) and uses[names[0].lower()] == 1
+    }
 
 
 def read_embedding(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -127,6 +146,7 @@ class FolderWriter:
         file_format: format of the files.
         settings: see `records.embedding_writer`.
         turbo: the model, which existing caches must belong to.
+        labels: see `safe_labels`; files of other sequences are named by their hash, as are all if this is None.
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
@@ -138,7 +158,12 @@ class FolderWriter:
     """
 
     def __init__(
-        self, folder: Path, file_format: EmbeddingFormat, settings: Mapping[str, Any], turbo: ContextModel
+        self,
+        folder: Path,
+        file_format: EmbeddingFormat,
+        settings: Mapping[str, Any],
+        turbo: ContextModel,
+        labels: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.damaged: list[str] = []
         for name in (INDEX_FILE, SETTINGS_FILE):
@@ -148,6 +173,8 @@ class FolderWriter:
         self.turbo = turbo
         self._content = dict(settings)
         self.settings = {"format": file_format, **settings}
+        if labels is not None:
+            self.settings["names"] = "label"
         self.recorded = {"device": str(turbo.model.device)}
         self._known_settings = (folder / SETTINGS_FILE).exists()
         if self._known_settings:
@@ -162,7 +189,13 @@ class FolderWriter:
             f".{file_format}" if include - {"cache"} else "",
             ".cache.safetensors" if "cache" in include else "",
         )
+        self._labels = {sequence: names[0] for sequence, names in (labels or {}).items() if self._is_free(names)}
         remove_temporaries(folder)
+
+    def _is_free(self, identifiers: Sequence[str]) -> bool:
+        """Whether files named by the first of these identifiers belong to no others, from an earlier run."""
+        files = {f"{identifiers[0]}{suffix}" for suffix in self._suffixes if suffix}
+        return all(self.index.identifiers(name) <= set(identifiers) for name in files)
 
     def has(self, proteins: SameSequence) -> bool:
         """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
@@ -199,7 +232,7 @@ class FolderWriter:
 
     def names(self, sequence: str) -> tuple[str, str]:
         """Names of the files of a sequence's embedding and of its cache; empty if not requested."""
-        name = sequence_hash(sequence)
+        name = self._labels.get(sequence) or sequence_hash(sequence)
         embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
         return embedding, cache
 
@@ -286,6 +319,7 @@ class _Index:
         self._rows: dict[str, str] = {}
         self._staged: dict[str, str] = {}
         self._files: set[str] = set()
+        self._identifiers: dict[str, set[str]] = {}
         content = path.read_bytes() if path.exists() else b""
         # Anything after the last line break was being written when the process died.
         self._whole_bytes = content.rfind(b"\n") + 1
@@ -303,11 +337,18 @@ class _Index:
                 continue
             self._rows[from_cell(cells[0])] = row
             self._files |= set(cells[2:])
+        for identifier, row in self._rows.items():
+            for name in row.split("\t")[2:]:
+                self._identifiers.setdefault(name, set()).add(identifier)
 
     @property
     def rows(self) -> Iterator[list[str]]:
         """Identifier, number of residues, and the files of the embedding and the cache."""
         return (row.split("\t") for row in self._rows.values())
+
+    def identifiers(self, file: str) -> set[str]:
+        """Identifiers of this file when the index was read."""
+        return self._identifiers.get(file, set())
 
     def holds(self, files: Sequence[str]) -> bool:
         """Whether all these files are in the index."""

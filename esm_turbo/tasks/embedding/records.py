@@ -18,10 +18,10 @@ from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import only_writer, refuse_links
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common.options import EmbeddingFormat
+from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
-from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence
+from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence, safe_labels
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def embed_records(
     request: EmbeddingRequest,
     *,
     file_format: EmbeddingFormat | None = None,
+    names: FileNames = "hash",
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
@@ -68,6 +69,8 @@ def embed_records(
         out: a folder for `pt` and `safetensors`, a file for `h5`.
         request: the results to compute.
         file_format: see `embedding_writer`; None is `h5` for an `out` that ends in `.h5` or `.hdf5`, and else `pt`.
+        names: names of files in a folder: hashes of the sequences; or labels, the identifiers, as `esm-extract` does,
+            where they are safe names and unique. The index has the names either way.
         toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
         truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
@@ -80,6 +83,8 @@ def embed_records(
     """
     _check_identifiers(records)
     file_format = embedding_format(out, file_format)
+    if names == "label" and file_format == "h5":
+        raise ValueError("one HDF5 file has no names of files: leave `names` out, or give another format")
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     by_sequence: dict[str, list[ProteinRecord]] = {}
     for record in records:
@@ -87,7 +92,8 @@ def embed_records(
     groups = list(by_sequence.values())
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     failed: dict[int, str] = {}
-    with embedding_writer(out, file_format, settings, turbo) as writer:
+    labels = safe_labels(groups) if names == "label" else None
+    with embedding_writer(out, file_format, settings, turbo, labels) as writer:
         done = _find_done(writer, groups, progress)
         batches = iter_embeddings(turbo, sequences, request, toks_per_batch, done=done, on_failure=failed.__setitem__)
         residues = sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
@@ -118,7 +124,11 @@ def embed_records(
 
 @contextlib.contextmanager
 def embedding_writer(
-    out: str | os.PathLike[str], file_format: EmbeddingFormat, settings: Mapping[str, Any], turbo: ContextModel
+    out: str | os.PathLike[str],
+    file_format: EmbeddingFormat,
+    settings: Mapping[str, Any],
+    turbo: ContextModel,
+    labels: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[FolderWriter]:
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
@@ -127,6 +137,7 @@ def embedding_writer(
         file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
         turbo: the model that makes them.
+        labels: names of files in a folder, see `FolderWriter`.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
@@ -144,7 +155,7 @@ def embedding_writer(
             yield writer
     else:
         with only_writer(out):
-            yield FolderWriter(out, file_format, settings, turbo)
+            yield FolderWriter(out, file_format, settings, turbo, labels)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

@@ -252,3 +252,17 @@ def test_contacts_of_the_embedded_model_are_refused(esm, fasta, tmp_path):
     assert result.code == 2
     assert "contacts would be noise: the contact head of this model was never trained" in result.err
     assert not (tmp_path / "out").exists()
+
+
+def test_options_of_esm_extract(esm, fasta, tmp_path, tiny_folder):
+    out = tmp_path / "out"
+    arguments = ["embed", fasta, out, "--model", tiny_folder, "--include", "mean", "--names", "label", "--nogpu"]
+    assert esm(*arguments).code == 0
+    assert {path.name for path in out.glob("*.pt")} == {
+        "b.pt", "c.pt", f"{sequence_hash(SEQUENCES['sp|P1/../x'])}.pt"
+    }  # fmt: skip
+    result = esm(*arguments, "--device", "cuda")
+    assert (result.code, result.error) == (2, "--nogpu is --device cpu, but there is --device cuda; give one of them")
+    result = esm("embed", "esm2_t6_8M_UR50D", fasta, out)
+    assert result.code == 2
+    assert "the model, esm-extract's first argument, is --model here" in result.error

@@ -12,6 +12,7 @@ import torch
 from esm_turbo import TurboEsm
 from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import is_embeddings
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import files as embedding_files
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.files import (
@@ -19,6 +20,7 @@ from esm_turbo.tasks.embedding.files import (
     SETTINGS_FILE,
     embeddings_info,
     read_embedding,
+    safe_labels,
     sequence_hash,
 )
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
@@ -237,3 +239,64 @@ def test_files_of_another_model_are_computed_again(turbo, tiny_model, run, tmp_p
     path = next(path for path in sorted(out.iterdir()) if path.suffix in (".pt", ".safetensors"))
     shutil.copy(tmp_path / "other" / path.name, path)
     assert run(out, None, file_format, include).damaged == [str(path)]
+
+
+def record(name: str, sequence: str) -> ProteinRecord:
+    return ProteinRecord(name, sequence)
+
+
+def test_labels_that_can_name_files():
+    names = [
+        "sp|P1|HBA_HUMAN",
+        "a.b-1",
+        "A/B",
+        "../x",
+        ".hidden",
+        "-flag",
+        "a b",
+        "x.",
+        "x.cache",
+        "n" * 151,
+        "é",
+        "Same",
+        "same",
+    ]
+    sequences = ["MK" + "A" * index for index in range(len(names))]
+    groups = [[record(name, sequence)] for name, sequence in zip(names, sequences, strict=True)]
+    assert list(safe_labels(groups).values()) == [["sp|P1|HBA_HUMAN"], ["a.b-1"]]
+    assert safe_labels([[record("a", "MK"), record("b", "MK"), record("a", "MK")]]) == {"MK": ["a", "b"]}
+
+
+def test_files_are_named_by_labels_on_request(run, tmp_path, computed):
+    out = tmp_path / "out"
+    records = [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK"), record("a/b", "GSGSG")]
+    hashed = f"{sequence_hash('GSGSG')}"
+    assert run(out, records, include=["mean", "cache"], names="label").reused == 0
+    assert {path.name for path in out.iterdir() if path.is_file()} == {
+        INDEX_FILE, SETTINGS_FILE, "one.pt", "one.cache.safetensors", f"{hashed}.pt", f"{hashed}.cache.safetensors",
+    }  # fmt: skip
+    assert torch.load(out / "one.pt")["label"] == "one"
+    rows = [line.split("\t")[:4] for line in (out / INDEX_FILE).read_text().splitlines()[1:]]
+    assert rows == [
+        ["one", "8", "one.pt", "one.cache.safetensors"],
+        ["twin", "8", "one.pt", "one.cache.safetensors"],
+        ["a/b", "5", f"{hashed}.pt", f"{hashed}.cache.safetensors"],
+    ]
+    computed.clear()
+    assert run(out, records, include=["mean", "cache"], names="label").reused == 3
+    assert computed == []
+    with pytest.raises(ValueError, match="made with names label, not None"):
+        run(out, records, include=["mean", "cache"])
+    with pytest.raises(ValueError, match="one HDF5 file has no names of files"):
+        run(tmp_path / "x.h5", records, "h5", ["mean"], names="label")
+
+
+def test_a_label_never_takes_a_file_that_others_use(run, tmp_path):
+    out = tmp_path / "out"
+    run(out, [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK")], names="label")
+    before = (out / "one.pt").read_bytes()
+    # The identifier names another protein now; its twin still has the old one.
+    run(out, [record("one", "GSGSG")], names="label")
+    assert (out / "one.pt").read_bytes() == before
+    rows = dict(line.split("\t")[::2][:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
+    assert rows == {"twin": "one.pt", "one": f"{sequence_hash('GSGSG')}.pt"}
