@@ -20,6 +20,7 @@ from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
     from esm_turbo.tasks.common.options import Arm
+    from esm_turbo.tasks.common.run_info import RunInfo
     from esm_turbo.turbo_esm import TurboEsm
 
 _P = ParamSpec("_P")
@@ -150,7 +151,7 @@ def prefer_exact(turbo: TurboEsm) -> None:
         turbo.model.set_turbo(preset="exact", backend=turbo.model.base_model.backend)
 
 
-def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
+def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> RunInfo:
     """Say on standard error what runs, and where; say of the embedded model that it is a demonstration.
 
     Args:
@@ -158,7 +159,7 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
         arms: those that run.
 
     Returns:
-        The same as JSON values, for the results.
+        The same, for the results.
 
     Raises:
         ValueError: an arm cannot run, since its contexts need a calibration and there is none.
@@ -172,7 +173,7 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> dict[str, Any]:
             f"{info.model} is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint,"
             " such as --model facebook/esm2_t33_650M_UR50D"
         )
-    return info.to_dict()
+    return info
 
 
 @contextlib.contextmanager

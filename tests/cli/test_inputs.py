@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.files.csv_files import read_csv
 from tests.helpers.command_inputs import (
     ONE_RECORD,
     WHOLE_FILE,
@@ -532,3 +533,15 @@ def test_standard_input_that_cannot_be_used(esm, tmp_path, tiny_folder, standard
     standard_input(b">a\nMK\n")
     refused = esm("calibrate", "-", "--out", tmp_path / "c.safetensors", "--model", tiny_folder)
     assert refused.code == 2 and "give a file, not standard input" in refused.error
+
+
+@pytest.mark.parametrize("command", ["score", "variants"])
+def test_a_table_says_what_its_run_used(esm, write, tmp_path, tiny_folder, command):
+    fasta, out = write("in.fasta", ">a\nMKTAYI\n"), tmp_path / "out.csv"
+    # A table of an earlier run, with a column of its own.
+    table = write("in.csv", "sequence,mutant,run_model,assay\nACD,M1A,earlier,7\nWTC,K2A,earlier,8\n")
+    assert esm(command, fasta, table, "--model", tiny_folder, "--out", out).code == 0
+    assert out.read_text().splitlines()[0].count("run_model") == 1
+    found = read_csv(out, ["run_model", "run_preset", "run_device", "assay"])
+    assert sorted(row["assay"] for row in found) == ["7", "8"]
+    assert {tuple(row.values())[:3] for row in found} == {("tiny", "exact", "cpu")}

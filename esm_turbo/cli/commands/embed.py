@@ -111,7 +111,7 @@ def embed(
     bad = [*bad, *run.failed]
     list_bad(proteins, bad)
     result = {
-        "run": used,
+        "run": used.to_dict(),
         "out": os.fspath(out),
         "format": format,
         "written": written,

@@ -118,7 +118,7 @@ def generate(
     if out is not None:
         save_text(out, fasta)
     result = {
-        "run": used,
+        "run": used.to_dict(),
         "out": None if out is None else os.fspath(out),
         "sequences": [asdict(one) for one in generated],
         "failed": failures(bad),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 
 from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import (
@@ -95,10 +96,10 @@ def score(
             store=contexts,
         )
     if out is not None and run.results:
-        save(run.write, out)
+        save(partial(run.write, run=used), out)
     list_bad(targets, [*bad_targets, *run.failed])
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]
-    result = {"run": used, "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     show(*score_report(run, top), to_json=json, result=result)
     return 1 if failed else 0

@@ -53,7 +53,7 @@ def store(
     bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]
     list_bad(proteins, bad)
     result = {
-        "run": used,
+        "run": used.to_dict(),
         "out": os.fspath(folder),
         "computed": computed,
         "contexts": held["contexts"],

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from esm_turbo.cli.console import progress_bar, save, show
 from esm_turbo.cli.inputs import (
     announce,
@@ -105,11 +107,11 @@ def variants(
             progress=progress,
         )
     if out is not None and run.results:
-        save(run.write, out)
+        save(partial(run.write, run=used), out)
     list_bad(wild_types, [*bad_records, *run.failed])
     if variants is not None:
         list_bad(variants, bad)
     failed = [*bad_records, *run.failed, *bad]
-    result = {"run": used, "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     show(*variants_report(run, top), to_json=json, result=result)
     return 1 if failed else 0

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 
+RUN_COLUMNS = ("run_model", "run_preset", "run_device")
+"""Columns in which a table names its run; those of an earlier run are not kept."""
+
+
 @dataclass(frozen=True)
 class RunInfo:
     """What a run used.
@@ -62,6 +66,12 @@ class RunInfo:
         arms = [f"arm{'s' if len(named) > 1 else ''} {', '.join(named)}"] if named else []
         threads = [] if self.threads is None else [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
         return ", ".join([f"model {self.model}", *arms, f"device {self.device}", self.dtype, *threads])
+
+    def cells(self) -> list[str]:
+        """What a table says of its run in `RUN_COLUMNS`, the same in every row."""
+        presets = {arm: preset for arm, preset in self.arms.items() if preset is not None}
+        named = presets.values() if len(self.arms) == 1 else (f"{arm}={preset}" for arm, preset in presets.items())
+        return [self.model, " ".join(named), self.device]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

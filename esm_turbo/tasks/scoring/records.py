@@ -19,6 +19,7 @@ from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
 from esm_turbo.tasks.scoring.score import Scores, score
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class ScoringRun(Tabular):
     def columns(self) -> list[str]:
         """`COLUMNS`, and the other columns of the candidates."""
         others = (candidate.columns or {} for result in self.results for candidate in result.candidates)
-        return [*COLUMNS, *kept_columns(others, [*COLUMNS, "id", _ALIAS])]
+        return [*COLUMNS, *kept_columns(others, [*COLUMNS, "id", _ALIAS, *RUN_COLUMNS])]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `columns`, target by target, best candidate first, one row per arm."""
@@ -130,9 +131,10 @@ class ScoringRun(Tabular):
                 for _ in result.scores:
                     yield *next(own), *(known.get(name, "") for name in others)
 
-    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
-        """Write `rows` to a CSV file, atomically, or to an open file."""
-        write_csv(out, self.columns(), self.rows())
+    def write(self, out: str | os.PathLike[str] | TextIO, run: RunInfo | None = None) -> None:
+        """Write `rows` to a CSV or TSV file, atomically, or to an open file; with a `run`, also what it used."""
+        names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
+        write_csv(out, [*self.columns(), *names], ([*row, *cells] for row in self.rows()))
 
 
 def read_candidates(

@@ -20,6 +20,7 @@ from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
 
@@ -140,7 +141,8 @@ class VariantsRun(Tabular):
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
         own = self.results[0].columns() if self.results else ["protein", "mutant", *RESIDUE_COLUMNS]
-        return [*own, *kept_columns((v.columns or {} for r in self.results for v in r.variants), own)]
+        given = (v.columns or {} for r in self.results for v in r.variants)
+        return [*own, *kept_columns(given, [*own, *RUN_COLUMNS])]
 
     def rows(self) -> Iterator[list[object]]:
         """Per variant its protein, name, position, residues, score in every arm, and the other columns of the table."""
@@ -149,9 +151,10 @@ class VariantsRun(Tabular):
             for variant, own in zip(result.variants, result.rows(), strict=True):
                 yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
 
-    def write(self, out: str | os.PathLike[str] | TextIO) -> None:
-        """Write `rows` to a CSV file, atomically, or to an open file."""
-        write_csv(out, self.columns(), self.rows())
+    def write(self, out: str | os.PathLike[str] | TextIO, run: RunInfo | None = None) -> None:
+        """Write `rows` to a CSV or TSV file, atomically, or to an open file; with a `run`, also what it used."""
+        names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
+        write_csv(out, [*self.columns(), *names], ([*row, *cells] for row in self.rows()))
 
 
 def read_variants(

@@ -51,3 +51,9 @@ def test_contexts_without_a_calibration_are_refused(turbo: TurboEsm, tiny_model:
 def test_the_arm_of_contexts(turbo: TurboEsm, tiny_model: MakeModel) -> None:
     assert context_arm(turbo) == "turbo"
     assert context_arm(TurboEsm(tiny_model(), turbo.tokenizer)) == "frozen"
+
+
+def test_cells_of_a_table_name_the_run(turbo: TurboEsm) -> None:
+    assert RunInfo.of(turbo, ["turbo"]).cells() == ["esm2-mini", "turbo3", "cpu"]
+    assert RunInfo.of(turbo, ["full"]).cells() == ["esm2-mini", "", "cpu"]
+    assert RunInfo.of(turbo, ["full", "frozen", "turbo"]).cells()[1] == "frozen=exact turbo=turbo3"
