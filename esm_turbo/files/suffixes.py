@@ -40,7 +40,9 @@ def embedding_format(
     suffix = Path(out).suffix.lower()
     if suffix in HDF5:
         if given not in (None, "h5"):
-            raise SuffixError(f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; leave it out")
+            raise SuffixError(
+                f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; name one, or use format h5"
+            )
         return "h5"
     # A folder may be named anyhow.
     return given or "pt"
