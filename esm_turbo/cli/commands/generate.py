@@ -54,8 +54,8 @@ def generate(
 ) -> int:
     """Generate residues after proteins (--max-new-tokens) or in place of some of their residues (--positions).
 
-    Writes FASTA whose headers give the positions of the new residues and their mean log-probability. Bad records are
-    reported at the end; all others are used.
+    Writes FASTA whose headers give the positions of the new residues, their mean log-probability, and what the run
+    used. Bad records are reported at the end; all others are used.
 
     Args:
         proteins: FASTA file, plain or gzip.
@@ -114,7 +114,7 @@ def generate(
     list_bad(proteins, bad)
     if not generated:
         raise ValueError(f"{proteins}: nothing could be generated from any record")
-    fasta = "".join(one.fasta() for one in generated)
+    fasta = "".join(one.fasta(used) for one in generated)
     if out is not None:
         save_text(out, fasta)
     result = {

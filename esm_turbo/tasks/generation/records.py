@@ -14,6 +14,7 @@ from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
 from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
 from esm_turbo.tasks.generation.generate import allowed_residues, generate
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
@@ -46,13 +47,18 @@ class GeneratedSequence:
     log_probs: list[float]
     seed: int
 
-    def fasta(self) -> str:
-        """FASTA entry whose header gives the new positions and residues, their mean log-probability and the seed."""
+    def fasta(self, run: RunInfo | None = None) -> str:
+        """FASTA entry whose header gives the new positions and residues, their mean log-probability and the seed.
+
+        With a `run`, also what it used.
+        """
+        names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
+        used = "".join(f" {name}={'_'.join(cell.split())}" for name, cell in zip(names, cells, strict=True))
         mean = sum(self.log_probs) / len(self.log_probs)
         new = residues_at(self.sequence, self.positions)
         return (
             f">{self.record}_{self.sample} positions={format_positions(self.positions)} new={new}"
-            f" mean_log_prob={mean:.4f} seed={self.seed}\n{self.sequence}\n"
+            f" mean_log_prob={mean:.4f} seed={self.seed}{used}\n{self.sequence}\n"
         )
 
 

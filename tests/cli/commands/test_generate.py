@@ -49,6 +49,7 @@ def test_residues_are_appended(esm: Callable[..., Any], fasta: Path, tiny: Turbo
     for name, (facts, sequence) in entries.items():
         given = RECORDS[name[0]]
         assert sequence.startswith(given)
+        assert (facts["run_model"], facts["run_preset"], facts["run_device"]) == ("tiny", "exact", "cpu")
         assert facts["positions"] == f"{len(given) + 1}-{len(given) + 4}"
         # The seed in the header reproduces the sequence.
         again = tiny.generate(given, max_new_tokens=4, seed=[int(facts["seed"])])
