@@ -82,6 +82,7 @@ def binders(
     turbo = load_model(model)
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
+    from esm_turbo.tasks.common.run_info import RUN_COLUMNS
 
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
@@ -118,10 +119,10 @@ def binders(
         caption = f"and {rest:,} more" if rest else None
         parts.append(text_table(name, one.columns(), rows, left=(0, 1), caption=caption))
     if out is not None and found:
-        columns = ["target", *next(iter(found.values())).columns()]
-        rows_of_all = [[name, *row] for name, one in found.items() for row in one.rows()]
+        columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
+        rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]
         save(lambda path: write_csv(path, columns, rows_of_all), out)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
-    show(*parts, to_json=json, result={"run": used, "results": results, "failed": failures(bad)})
+    show(*parts, to_json=json, result={"run": used.to_dict(), "results": results, "failed": failures(bad)})
     return 1 if bad else 0
