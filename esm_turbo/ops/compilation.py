@@ -50,7 +50,15 @@ def compile_together(variants: Iterable[Variant], processes: int | None = None) 
     for variant in missing:
         queue.put(variant)
     reasons: list[str] = []
-    workers = [_start() for _ in range(processes)]
+    workers: list[subprocess.Popen[bytes]] = []
+    try:
+        while len(workers) < processes:
+            workers.append(_start())
+    except OSError as error:
+        for worker in workers:
+            worker.kill()
+            worker.communicate()
+        return 0, [f"no process that compiles GPU kernels could be started: {error.strerror}"]
     threads = [Thread(target=_feed, args=(worker, queue, reasons), daemon=True) for worker in workers]
     try:
         for thread in threads:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esm_turbo.ops import compilation, compile_worker, triton_encoder, triton_layer
+from esm_turbo.ops import compilation, compile_worker, triton_encoder, triton_layer, warmup
 from esm_turbo.ops.compilation import compile_together
 from esm_turbo.ops.triton_launch import recorded
 from esm_turbo.ops.variants import KernelCacheError, KernelError, Variant, failure
@@ -72,6 +72,19 @@ def test_a_process_that_dies_is_reported(cache: Path, variants: list[Variant], m
     count, reasons = compile_together(variants, processes=1)
     assert count == 1
     assert reasons[0].startswith("the process that compiled the GPU kernel 'gelu")
+
+
+def test_kernels_are_compiled_here_where_no_process_can_be_started(
+    cache: Path, variants: list[Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation.sys, "executable", str(cache / "none"))
+    count, reasons = compile_together(variants)
+    assert count == 0
+    assert reasons == ["no process that compiles GPU kernels could be started: No such file or directory"]
+    assert warmup._compile_all(variants) == 2
+    assert all(variant.is_cached() for variant in variants)
+    with pytest.raises(KernelError, match="cannot compile the GPU kernel 'gelu_'"):
+        warmup._compile_all([wrong(variants[0])])
 
 
 def test_a_cache_that_cannot_be_written_is_named(
