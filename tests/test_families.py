@@ -18,7 +18,7 @@ from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.outliers import with_outliers
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.tasks.scoring.score import UntrainedInputWarning
+from esm_turbo.proteins.limits import UntrainedInputWarning
 from tests.helpers.models import make_esm, make_esmc, random_ids
 
 ESMC_MINI = Path(__file__).parents[1] / "models" / "esmc-mini"
@@ -28,7 +28,7 @@ MAKE = {"esm": make_esm, "esmc": make_esmc}
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
 
-pytestmark = pytest.mark.filterwarnings("ignore::esm_turbo.tasks.scoring.score.UntrainedInputWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -198,7 +198,7 @@ def test_only_esmc_has_a_chain_break(small: TurboEsm, family: str) -> None:
     assert one is not None
 
 
-@pytest.mark.filterwarnings("always::esm_turbo.tasks.scoring.score.UntrainedInputWarning")
+@pytest.mark.filterwarnings("always::esm_turbo.proteins.limits.UntrainedInputWarning")
 def test_a_peptide_after_a_target_is_warned_of_once(family: str) -> None:
     turbo = TurboEsm.from_pretrained(FOLDERS[family], device="cpu", preset="exact")
     with warnings.catch_warnings(record=True) as caught:
@@ -207,6 +207,15 @@ def test_a_peptide_after_a_target_is_warned_of_once(family: str) -> None:
         turbo.score(TARGET + ("|" if family == "esmc" else ""), ["MKV"])
     found = [str(one.message) for one in caught if issubclass(one.category, UntrainedInputWarning)]
     assert [text[:39] for text in found] == ["ESM-C was trained on single chains: it "][: family == "esmc"]
+
+
+def test_the_command_warns_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, sequence in (("targets", TARGET), ("peptides", "MKV")):
+        (tmp_path / name).write_text(f">{name}\n{sequence}\n")
+    with pytest.raises(SystemExit) as done:
+        main(["score", str(tmp_path / "targets"), str(tmp_path / "peptides"), "--model", str(ESMC_MINI)])
+    assert not done.value.code
+    assert capsys.readouterr().err.count("ESM-C was trained on single chains") == 1
 
 
 def _damaged(tmp_path: Path, **fields: object) -> Path:

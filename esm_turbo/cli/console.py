@@ -31,7 +31,7 @@ from rich.text import Text
 
 from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
-from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.proteins.limits import UntrainedInputWarning
 from esm_turbo.tasks.common.progress import Progress
 
 PROGRAM = "esm-turbo"
@@ -69,7 +69,7 @@ def quiet(debug: bool) -> Iterator[None]:
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("always", LongProteinWarning)
+                warnings.simplefilter("always", UntrainedInputWarning)
                 warnings.showwarning = _show_warning  # type: ignore[assignment]
             yield
     finally:

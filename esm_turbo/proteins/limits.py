@@ -12,7 +12,11 @@ TRAINED_RESIDUES = 1022
 _LENGTH_BOUNDS = (100, 200, 350, 700, TRAINED_RESIDUES)
 
 
-class LongProteinWarning(UserWarning):
+class UntrainedInputWarning(UserWarning):
+    """A model is given inputs of a kind that it was not trained on."""
+
+
+class LongProteinWarning(UntrainedInputWarning):
     """Proteins are longer than those of training; the model runs, but its predictions are less reliable."""
 
 

@@ -26,7 +26,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
 from esm_turbo.tasks.common.arms import ContextSource, as_read_fastest, batch_tokens, log_probabilities, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
@@ -153,10 +153,6 @@ class Scores(Tabular):
                 for one in self.scores
             ],
         }
-
-
-class UntrainedInputWarning(UserWarning):
-    """A model is given inputs of a kind that it was not trained on."""
 
 
 def score(
