@@ -19,9 +19,8 @@ from benchmarks.harness.models import Architecture, masked_lm, random_calibratio
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.evaluate.environment import device_name
-from esm_turbo.ops import compilation
 
-SIDE_BY_SIDE, IN_TURN, WARM = "cold, side by side", "cold, one after the other", "warm"
+COLD, WARM = "cold", "warm"
 
 
 def cold_cases(architecture: Architecture, most_kernels: int, at_most: float) -> Iterator[Case]:
@@ -36,25 +35,20 @@ def cold_cases(architecture: Architecture, most_kernels: int, at_most: float) ->
         return
     found: dict[str, Figures] = {}
 
-    def run(folder: str, processes: int) -> Figures:
-        sizes = (architecture.num_layers, architecture.num_heads, architecture.head_dim, architecture.intermediate_size)
-        return in_process("benchmarks.cuda.cold_start", folder, processes, *sizes)
-
     def check() -> Check:
+        sizes = (architecture.num_layers, architecture.num_heads, architecture.head_dim, architecture.intermediate_size)
         with tempfile.TemporaryDirectory() as folder:
-            found[SIDE_BY_SIDE] = run(folder, 0)
-            found[WARM] = run(folder, 0)
-        missing = found[SIDE_BY_SIDE]["kernels"] - found[SIDE_BY_SIDE]["compiled_ahead"]
+            for arm in (COLD, WARM):
+                found[arm] = in_process("benchmarks.cuda.cold_start", folder, *sizes)
+        missing = found[COLD]["kernels"] - found[COLD]["compiled_ahead"]
         return Check("kernels that were not compiled ahead", float(missing), 0.0)
 
     def measure(repeats: int) -> Figures:
-        with tempfile.TemporaryDirectory() as folder:
-            found[IN_TURN] = run(folder, 1)
         return {
             # A single run each.
             "seconds": {arm: {"p50": figures["seconds"]} for arm, figures in found.items()},
             "compilation_seconds": {arm: figures["compilation_seconds"] for arm, figures in found.items()},
-            "kernels": found[SIDE_BY_SIDE]["kernels"],
+            "kernels": found[COLD]["kernels"],
             "cores": os.cpu_count(),
         }
 
@@ -67,7 +61,7 @@ def cold_cases(architecture: Architecture, most_kernels: int, at_most: float) ->
     }
     targets = [
         Target(("kernels",), at_most=most_kernels),
-        Target(("seconds", SIDE_BY_SIDE, "p50"), at_most=at_most),
+        Target(("seconds", COLD, "p50"), at_most=at_most),
     ]
     yield Case("first calls on a machine", architecture.name, shape, check, measure, targets)
 
@@ -89,17 +83,14 @@ def everyday_calls(turbo: TurboEsm) -> None:
     turbo.generate(proteins[0], max_new_tokens=3)
 
 
-def main(folder: str, processes: int, sizes: tuple[int, int, int, int]) -> Figures:
+def main(folder: str, sizes: tuple[int, int, int, int]) -> Figures:
     """Run everyday calls in this process.
 
     Args:
         folder: of compiled kernels.
-        processes: that compile; 0 for as many as there are cores.
         sizes: layers, heads, components per head and intermediate size of the model.
     """
     os.environ["TRITON_CACHE_DIR"] = folder
-    if processes:
-        compilation.MOST_PROCESSES = processes
     model = masked_lm(Architecture("random weights", *sizes), cuda_timing.DEVICE)
     turbo = turbo_of(model, random_calibration(model.esm, [DEFAULT_PRESET]), DEFAULT_PRESET)
     turbo.model.to(torch.bfloat16)
@@ -118,6 +109,5 @@ def main(folder: str, processes: int, sizes: tuple[int, int, int, int]) -> Figur
 
 
 if __name__ == "__main__":
-    folder, *numbers = sys.argv[1:]
-    processes, *sizes = map(int, numbers)
-    print(json.dumps(main(folder, processes, tuple(sizes))))  # type: ignore[arg-type]
+    folder, *sizes = sys.argv[1:]
+    print(json.dumps(main(folder, tuple(map(int, sizes)))))  # type: ignore[arg-type]
