@@ -126,7 +126,7 @@ def gpu_calls() -> str:
     records, rows = _records("calls_cuda"), []
     for record in records:
         figures = record["figures"]
-        rates, unit = figures.get("per_second", figures.get("residues_per_second")), figures.get("unit", "residues")
+        rates, unit = figures["per_second"], figures["unit"]
         for arm in figures["seconds"]:
             speedup = figures["ratios"].get(f"Hugging Face's model / {arm}")
             rows.append([
