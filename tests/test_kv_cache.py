@@ -27,7 +27,7 @@ from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.kv.tensors import axis_of
-from esm_turbo.kv_cache import FORMAT_VERSION
+from esm_turbo.kv_cache import _CHAINS_VERSION, FORMAT_VERSION
 from esm_turbo.ops.backends import TorchBackend
 from tests.helpers.codec_samples import certain_tokens
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
@@ -1065,8 +1065,9 @@ def rewrite(path: Path, *, strings: dict[str, str] | None = None, drop: str | No
 
 
 def test_another_version(saved: Path) -> None:
-    rewrite(saved, strings={"format_version": str(FORMAT_VERSION + 1)})
-    with pytest.raises(ValueError, match=f"cache format version {FORMAT_VERSION + 1}, this release reads"):
+    version = _CHAINS_VERSION + 1
+    rewrite(saved, strings={"format_version": str(version)})
+    with pytest.raises(ValueError, match=f"cache format version {version}, this release reads"):
         TurboKVCache.load(saved)
 
 

@@ -58,7 +58,9 @@ def run(code: str, folder: Path, path: Path | None = None) -> str:
     """Run Python in a folder, without this checkout; `path` is where packages are installed."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     # `-c` puts the folder first on the path, as an interactive Python does.
-    start = "" if path is None else f"import site; site.addsitedir({str(path)!r})\n"
+    start = f"import sys; sys.path = [path for path in sys.path if path != {str(ROOT)!r}]\n"
+    if path is not None:
+        start += f"import site; site.addsitedir({str(path)!r})\n"
     done = subprocess.run(
         [sys.executable, "-c", start + code], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
     )

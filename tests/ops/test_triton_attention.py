@@ -389,15 +389,19 @@ def test_slabs_of_other_strides_are_copied(heads: int) -> None:
         "rows reversed": [keys.flip(0), values.transpose(0, 1).contiguous().transpose(0, 1)],
     }
     for slabs, expected in (([keys, values], 20), (alike, 24)):
-        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:])
+        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:], tile=16)
         assert (key is slabs[0], value is slabs[1], columns) == (True, True, expected)
     for name, slabs in others.items():
-        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:])
+        [key], [value], columns = triton_attention._with_one_stride(slabs[:1], slabs[1:], tile=16)
         assert torch.equal(key, slabs[0]) and torch.equal(value, slabs[1])
         for slab in (key, value):
             # As the kernel finds the columns of a row and head.
             rows = [slab.as_strided((20, 4), (4, 1), 4 * columns * index) for index in range(2 * heads)]
             assert torch.equal(torch.stack(rows), slab.reshape(2 * heads, 20, 4)), name
+    for name, slabs in {"few columns": [keys, values], **others}.items():
+        padded, _, columns = triton_attention._with_one_stride(slabs[:1], slabs[1:], tile=64)
+        assert columns == padded[0].shape[2] == 64, name
+        assert torch.equal(padded[0][:, :, :20], slabs[0]) and not padded[0][:, :, 20:].any()
 
 
 @on_devices(cpu=["turbo3"], gpu=["turbo3", "turbo4", "paper"], names="preset")
