@@ -17,20 +17,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
 from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.esmc.modeling_esmc import (
-    EsmcAttention,
-    EsmcLayer,
-    EsmcLayerNorm,
-    EsmcMaskedLMHead,
-    EsmcMLP,
-    EsmcRotaryEmbedding,
-    apply_rotary_pos_emb,
-    eager_attention_forward,
-)
 
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
@@ -41,6 +30,21 @@ from esm_turbo.model.packed_encoder import Attend
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
+
+try:
+    from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
+    from transformers.models.esmc.modeling_esmc import (
+        EsmcAttention,
+        EsmcLayer,
+        EsmcLayerNorm,
+        EsmcMaskedLMHead,
+        EsmcMLP,
+        EsmcRotaryEmbedding,
+        apply_rotary_pos_emb,
+        eager_attention_forward,
+    )
+except ImportError as error:
+    raise ImportError(str(FAMILIES["esmc"].too_old())) from error
 
 
 class TurboEsmcAttention(WithoutRecorders, EsmcAttention):

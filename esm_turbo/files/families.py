@@ -57,7 +57,7 @@ class Family:
         try:
             return getattr(importlib.import_module(self.modeling), name)
         except ImportError as error:
-            raise self._too_old() from error
+            raise self.too_old() from error
 
     def load_tokenizer(self) -> Any:
         """The tokenizer's class.
@@ -68,9 +68,10 @@ class Family:
         try:
             return getattr(importlib.import_module("transformers"), self.tokenizer)
         except (ImportError, AttributeError) as error:
-            raise self._too_old() from error
+            raise self.too_old() from error
 
-    def _too_old(self) -> ValueError:
+    def too_old(self) -> ValueError:
+        """The error where the installed transformers has no such family."""
         from transformers import __version__
 
         return ValueError(f"{self.name} needs transformers {self.since} or newer, installed is {__version__}")

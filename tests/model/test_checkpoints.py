@@ -354,7 +354,7 @@ def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str,
             r"config.json is not valid \(Field 'add_cross_attention' with value",
         ),
         (lambda c: c.update(bos_token_id="x"), r"config.json is not valid \(Field 'bos_token_id' with value 'x'"),
-        (lambda c: c.update(id2label=""), r"config.json is not valid \('str' object has no attribute 'items'\)"),
+        (lambda c: c.update(id2label=""), r"config.json is not valid \(.*(id2label|'items')"),
     ],
 )
 def test_fields_that_decide_results_are_required(
