@@ -126,8 +126,12 @@ def generate_binders(
     """
     check_count("length", length)
     check_count("num_return_sequences", num_return_sequences)
-    residues = turbo.codes.decode(turbo.codes.encode(target, "the target"))
+    check_count("toks_per_batch", toks_per_batch)
+    ids = turbo.codes.encode(target, "the target")
+    residues = turbo.codes.decode(ids)
     options = GenerationOptions(
+        # Masks of the target stay.
+        positions=list(range(len(ids) + 1, len(ids) + length + 1)),
         per_step=length if per_step is None else per_step,
         sweeps=sweeps,
         temperature=temperature,
@@ -146,6 +150,16 @@ def generate_binders(
         for peptide, mean, one in zip(output.new_residues, output.mean_log_probs, own, strict=True):
             drawn.setdefault(peptide, (mean, one))
         counter.advance(len(own))
-    found = score(turbo, residues, list(drawn), arm=arm, refresh=refresh, store=store, progress=progress)
+    candidates = list(drawn)
+    found = score(
+        turbo,
+        residues,
+        candidates,
+        arm=arm,
+        refresh=refresh,
+        toks_per_batch=toks_per_batch,
+        store=store,
+        progress=progress,
+    )
     ranked = [found.scores[index] for index in found.ranking()]
     return Binders(residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked), found.arm, found.preset)

@@ -82,3 +82,12 @@ def test_they_show_themselves(found: Binders) -> None:
 def test_invalid_arguments(turbo: TurboEsm, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate_binders(turbo, **({"target": TARGET, "length": 3} | arguments))
+
+
+def test_masks_of_the_target_stay(turbo: TurboEsm) -> None:
+    target = "MKTAYIA<mask>QRQISFVK"
+    found = generate_binders(turbo, target, 5, num_return_sequences=4, toks_per_batch=40)
+    assert found.target == target
+    assert {len(one.sequence) for one in found.binders} == {5}
+    with pytest.raises(ValueError, match="toks_per_batch"):
+        generate_binders(turbo, target, 5, toks_per_batch=0)

@@ -385,3 +385,11 @@ def test_chains_that_contradict_the_cache_are_refused(chains: list[list[int]], m
     cache = ours(random_ids([14])[0], sequence_id=CHAINS[:1], use_cache=True).past_key_values
     with pytest.raises(ValueError, match=message):
         ours(torch.tensor([[5, 6]]), sequence_id=torch.tensor(chains), past_key_values=cache)
+    for columns in (3, 15):
+        with pytest.raises(ValueError, match=f"`attention_mask` has {columns} columns; needed are 2"):
+            ours(
+                torch.tensor([[5, 6]]),
+                torch.ones(1, columns),
+                sequence_id=torch.tensor([[0, 0]]),
+                past_key_values=cache,
+            )

@@ -72,7 +72,7 @@ def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
         adapted.merge_and_unload()
         # PEFT freezes the base model for training.
         model.requires_grad_(True)
-    except (RuntimeError, ValueError, SafetensorError) as error:
+    except (AttributeError, KeyError, RuntimeError, SafetensorError, TypeError, ValueError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ValueError(f"{folder}: the adapter cannot be added to its base model: {reason}") from error
     if not names or names - added:

@@ -75,6 +75,11 @@ def mask_of_extension(
                 )
     seen = valid & (stored == own)
     if attention_mask is not None:
+        if attention_mask.shape[1] not in (num_tokens, past + num_tokens):
+            raise ValueError(
+                f"`attention_mask` has {attention_mask.shape[1]} columns; needed are {num_tokens}, of the new tokens,"
+                f" or {past + num_tokens}, with the past"
+            )
         if attention_mask.shape[1] > num_tokens:
             seen = seen & (attention_mask[:, :past] != 0)
         real = real & (attention_mask[:, -num_tokens:] != 0)

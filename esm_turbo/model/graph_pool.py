@@ -86,10 +86,14 @@ class GraphPool:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None
-        self.clear()
+        self._clear()
 
     def clear(self) -> None:
         """Drops all graphs and their memory."""
+        with self._lock:
+            self._clear()
+
+    def _clear(self) -> None:
         self._finish()
         self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding | Growth] = OrderedDict()
         self._uses: Counter[Any] = Counter()
@@ -298,7 +302,7 @@ class GraphPool:
     ) -> Any:
         """See `_graph`; to be called with the lock held."""
         if addresses != self._addresses:
-            self.clear()
+            self._clear()
             self._addresses = addresses
         if key not in self._graphs:
             self._uses[key] += uses

@@ -81,10 +81,11 @@ def _start() -> subprocess.Popen[bytes]:
     # A new interpreter: a fork would copy a process with threads and a device, and multiprocessing would run the
     # user's script again.
     return subprocess.Popen(
-        [sys.executable, "-m", "esm_turbo.ops.compile_worker"],
+        # -P, and the path as it is here: modules of the current folder count only where they do already.
+        [sys.executable, "-P", "-m", "esm_turbo.ops.compile_worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )
 
 

@@ -39,7 +39,7 @@ class ProteinIndex:
         self._by_sequence = {record.sequence: record for record in reversed(records)}
         self._by_part: dict[str, ProteinRecord | None] = {}
         for record in records:
-            for part in uniprot_parts(record.id):
+            for part in dict.fromkeys(uniprot_parts(record.id)):
                 # A part of two identifiers names neither.
                 self._by_part[part] = None if part in self._by_part else record
 

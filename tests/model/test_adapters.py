@@ -122,6 +122,12 @@ def test_adapters_that_do_not_fit(
 def test_damaged_adapters(adapter: tuple[Path, EsmForMaskedLM], tmp_path: Path) -> None:
     folder = tmp_path / "lora"
     shutil.copytree(adapter[0], folder)
+    whole = (folder / CONFIG_FILE).read_text()
+    for field in ({"r": "x"}, {"target_modules": 5}):
+        (folder / CONFIG_FILE).write_text(json.dumps(json.loads(whole) | field))
+        with pytest.raises(ValueError, match="the adapter cannot be added to its base model"):
+            TurboEsm.from_pretrained(folder, preset="exact", device="cpu")
+    (folder / CONFIG_FILE).write_text(whole)
     (folder / WEIGHTS_FILE).write_bytes(b"1234")
     with pytest.raises(ValueError, match="the adapter cannot be added to its base model"):
         TurboEsm.from_pretrained(folder, preset="exact", device="cpu")

@@ -55,6 +55,11 @@ def test_a_part_of_two_identifiers_names_neither() -> None:
     assert index.find("B_X") is records[1] and index.find("P2") is records[2]
 
 
+def test_equal_parts_of_one_identifier() -> None:
+    records = [ProteinRecord("sp|P12345|P12345", "MKTAY")]
+    assert ProteinIndex(records).find("P12345") is records[0]
+
+
 @pytest.mark.parametrize(
     ("identifier", "parts"),
     [

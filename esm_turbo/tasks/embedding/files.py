@@ -344,7 +344,9 @@ class _Index:
     @property
     def rows(self) -> Iterator[list[str]]:
         """Identifier, number of residues, and the files of the embedding and the cache."""
-        return (row.split("\t") for row in self._rows.values())
+        for row in self._rows.values():
+            identifier, *others = row.split("\t")
+            yield [from_cell(identifier), *others]
 
     def identifiers(self, file: str) -> set[str]:
         """Identifiers of this file when the index was read."""

@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import h5py
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 
 from esm_turbo.files.writing import LOCK_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.embedding import h5
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.h5 import check_h5, parts_folder
 from esm_turbo.tasks.embedding.records import UnfinishedError
@@ -107,6 +109,19 @@ def test_other_settings_are_refused_for_an_unfinished_file(run, tmp_path, monkey
         run(out, file_format="h5", layers=(0,))
     assert run(out, file_format="h5").reused > 0
     assert list(tmp_path.iterdir()) == [out]
+
+
+def test_identifiers_of_an_unfinished_file_are_not_escaped(run, tmp_path, monkeypatch):
+    """Its index neutralises what a spreadsheet would run."""
+    out = tmp_path / "e.h5"
+    records = [ProteinRecord("=abc", "MKTAY"), ProteinRecord("-x", "GSGS")]
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(h5.H5Writer, "_assemble", Mock(side_effect=KeyboardInterrupt))
+        run(out, records, "h5")
+    run(out, records, "h5")
+    with h5py.File(out) as file:
+        assert sorted(entry.attrs["original_id"] for entry in file.values()) == ["-x", "=abc"]
+        assert not any("other_ids" in entry.attrs for entry in file.values())
 
 
 def test_a_file_of_another_kind_is_not_overwritten(run, tmp_path):
