@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import operator
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -465,14 +464,12 @@ class TurboKVCache(CacheStorage):
         """Names of the tensors, and what cuts rows out of them; made once while they stay the same."""
         named = list(self.named_tensors())
         names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
-        known = self.descriptions.get("cutter")
-        if known is None or len(known.given) != len(tensors) or not all(map(operator.is_, known.given, tensors)):
-            dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in names]
-            known = Cutter(tensors, dims)
-            # A copy would not follow changes in place.
-            if not known.copied:
-                self.descriptions["cutter"] = known
-        return names, known
+
+        def make() -> tuple[Cutter, bool]:
+            cutter = Cutter(tensors, [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in names])
+            return cutter, cutter.copied
+
+        return names, self.described("cutter", tensors, make)
 
     def drop_refinements(self) -> None:
         """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.

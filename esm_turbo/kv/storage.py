@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from esm_turbo.kv.tensors import (
     with_room,
 )
 
+_Made = TypeVar("_Made")
 # Columns are allocated in multiples of this.
 _CAPACITY_STEP = 16
 
@@ -101,6 +103,22 @@ class CacheStorage(Cache):
             if name not in OWN_TENSORS:
                 index, group, own_name = layer_tensor(name)
                 getattr(self.layers[index], group)[own_name] = tensor
+
+    def described(self, name: str, tensors: list[Tensor], make: Callable[[], tuple[_Made, bool]]) -> _Made:
+        """What describes where tensors of this cache lie, made once while they stay the same.
+
+        Args:
+            name: of the description.
+            tensors: those that it describes.
+            make: makes it, and says whether it describes copies, which would not follow changes in place.
+        """
+        known: tuple[list[Tensor], _Made] | None = self.descriptions.get(name)
+        if known is not None and len(known[0]) == len(tensors) and all(map(operator.is_, known[0], tensors)):
+            return known[1]
+        made, copied = make()
+        if not copied:
+            self.descriptions[name] = (tensors, made)
+        return made
 
     def _map_tensors(self, function: Callable[[Tensor, int], Tensor], axis: Axis | None = None) -> None:
         """Replaces every tensor, or those of one axis, by `function` of it and of the dimension of its axis."""

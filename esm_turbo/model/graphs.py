@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any, Self
 
 import torch
@@ -111,16 +110,13 @@ class StaticKVCache(TurboKVCache):
 def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
     """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
     tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
-    known: tuple[tuple[str, ...], list[Tensor], Rows] | None = cache.descriptions.get("rows")
-    if known is not None and len(known[1]) == len(tensors) and all(map(operator.is_, known[1], tensors)):
-        return known[0], known[2]
-    named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
-    names = tuple(f"{name} {tensor.dtype}" for name, tensor in named)
-    rows = Rows(tensors, [dim_of(name) for name, _ in named])
-    # A copy would not follow changes in place.
-    if not rows.copied:
-        cache.descriptions["rows"] = (names, tensors, rows)
-    return names, rows
+
+    def make() -> tuple[tuple[tuple[str, ...], Rows], bool]:
+        named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
+        rows = Rows(tensors, [dim_of(name) for name, _ in named])
+        return (tuple(f"{name} {tensor.dtype}" for name, tensor in named), rows), rows.copied
+
+    return cache.described("rows", tensors, make)
 
 
 def weights_of(model: Any) -> list[Tensor]:

@@ -160,16 +160,15 @@ class Cutter:
         dims: dimension of the columns; None for a tensor without columns, which is cut as a whole.
 
     Attributes:
-        given: the tensors.
-        copied: whether one of them had to be copied.
+        copied: whether one of the tensors had to be copied.
     """
 
     def __init__(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> None:
-        self.given, self.dims = list(tensors), list(dims)
+        self.dims = list(dims)
         self.tensors = [
             x if _has_rows(x, dim or 1) else x.contiguous() for x, dim in zip(tensors, self.dims, strict=True)
         ]
-        self.copied = any(a is not b for a, b in zip(self.given, self.tensors, strict=True))
+        self.copied = any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self.device = self.tensors[0].device
         entries, groups = [], dict[Any, _Group]()
         for index, (x, dim) in enumerate(zip(self.tensors, self.dims, strict=True)):
