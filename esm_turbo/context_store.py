@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import logging
 import os
+import re
 import threading
 import time
 import weakref
@@ -42,10 +43,11 @@ from esm_turbo.store.usage import Usage, rates
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.progress import Progress, silent
 
-__all__ = ["ContextStore", "is_store", "store_info"]
+__all__ = ["ContextStore", "context_key", "is_store", "store_info"]
 
 _GIB = 1 << 30
 _POLL_SECONDS = 0.1
+_KEY = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger("esm_turbo")
 
 
@@ -180,6 +182,24 @@ class ContextStore:
             for _ in range(found.count(None)):
                 self._usage.count("missed")
             return [None if context is None else context.clone().cache(spec) for context in found]
+
+    def load(self, turbo: ContextModel, key: str) -> TurboKVCache | None:
+        """Looks a context up by its key, see `context_key`; a cache of one row on the model's device, or None.
+
+        What is no key finds nothing.
+
+        Raises:
+            ValueError: the store belongs to another model.
+        """
+        if _KEY.fullmatch(key) is None:
+            return None
+        with self._mutex:
+            spec = context_spec(turbo)
+            context = self._look_up(self._files.partition(spec), key, turbo.model.device)
+            if context is None:
+                self._usage.count("missed")
+                return None
+            return context.clone().cache(spec)
 
     def get_or_prefill(
         self,
@@ -518,6 +538,15 @@ class ContextStore:
         good = [job for index, job in enumerate(jobs) if index not in failed]
         contexts = (context for cache in parts for context in cache.cut(cache.lengths.tolist()))
         return ((job.key, FlatContext.of(context)) for job, context in zip(good, contexts, strict=True))
+
+
+def context_key(turbo: ContextModel, sequence: str) -> str:
+    """The key of a sequence's context in a store: a digest of its tokens, 64 hexadecimal digits.
+
+    Raises:
+        ValueError: the sequence is invalid.
+    """
+    return _jobs(turbo, sequence, None, None)[0].key
 
 
 def _jobs(

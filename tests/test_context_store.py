@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
-from esm_turbo.context_store import _jobs, is_store, store_info
+from esm_turbo.context_store import _jobs, context_key, is_store, store_info
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
@@ -198,6 +198,19 @@ def test_get_computes_nothing(compressed, tmp_path, prefilled):
     assert [cache is not None for cache in found] == [True, True, False, False, False]
     assert prefilled == []
     assert usage(store, "host", "missed") == (2, 5 + 2 + 3)
+
+
+def test_a_context_is_found_by_its_key(compressed, tmp_path):
+    store = ContextStore(tmp_path / "store", host_bytes=0)
+    key = context_key(compressed, SEQUENCES[0].lower())
+    assert store.load(compressed, key) is None
+    expected = store.get_or_prefill(compressed, SEQUENCES[0])
+    assert contexts(tmp_path)[0].stem == key
+    assert_same(store.load(compressed, key), expected)
+    outside = f"../{contexts(tmp_path)[0].parent.name}/{key}"
+    assert [store.load(compressed, wrong) for wrong in ("", key[1:], key.upper(), outside, key + "\n")] == [None] * 5
+    with pytest.raises(ValueError, match="position 3 is '!'"):
+        context_key(compressed, "AC!")
 
 
 def test_changes_of_a_result_do_not_reach_the_store(compressed, tmp_path):

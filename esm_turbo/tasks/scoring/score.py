@@ -36,6 +36,7 @@ from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_ta
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
+    from esm_turbo.proteins.tokens import TokenCodes
 
 
 @dataclass(frozen=True)
@@ -236,15 +237,33 @@ def _masked_log_probabilities(
     """Log-probabilities of the residues of candidates [k, m], each masked in turn: k m in all, batch by batch."""
     count, length = candidates.shape
     run = target.run(length)
-    prefix, eos = torch.tensor(run.prefix, dtype=torch.int64), torch.tensor([turbo.codes.eos])
     copies, options = torch.arange(count * length), dict(run.options)
-    width = len(prefix) + length + 1
+    width = len(run.prefix) + length + 1
     if "past_key_values" in options:
         options["past_key_values"] = as_read_fastest(turbo, options["past_key_values"], len(copies) * width)
     for part in copies.split(max(1, toks_per_batch // width)):
-        rows, at = part // length, part % length
-        masked = candidates[rows].scatter(1, at[:, None], turbo.codes.mask)
-        input_ids = torch.cat([prefix.expand(len(part), -1), masked, eos.expand(len(part), 1)], dim=1)
-        predicted = log_probabilities(turbo, input_ids, len(prefix) + at, **options)
-        values: list[float] = predicted.gather(1, candidates[rows, at][:, None])[:, 0].tolist()
+        input_ids, at, residues = masked_rows(turbo.codes, run.prefix, candidates, part)
+        predicted = log_probabilities(turbo, input_ids, at, **options)
+        values: list[float] = predicted.gather(1, residues[:, None])[:, 0].tolist()
         yield values
+
+
+def masked_rows(
+    codes: TokenCodes, prefix: Sequence[int], candidates: Tensor, copies: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of candidates with one residue masked: what runs after a cached target, see `Target.run`.
+
+    Args:
+        prefix: tokens that run before each candidate.
+        candidates: token ids [k, m].
+        copies: which rows, int64 [n]: row `r` masks residue `r % m` of candidate `r // m`.
+
+    Returns:
+        Token ids [n, len(prefix) + m + 1], the index of the mask in each, and the residue behind it, int64 [n] both.
+    """
+    length = candidates.shape[1]
+    rows, at = copies // length, copies % length
+    before, eos = torch.tensor(list(prefix), dtype=torch.int64), torch.tensor([codes.eos])
+    masked = candidates[rows].scatter(1, at[:, None], codes.mask)
+    input_ids = torch.cat([before.expand(len(copies), -1), masked, eos.expand(len(copies), 1)], dim=1)
+    return input_ids, len(prefix) + at, candidates[rows, at]

@@ -42,6 +42,7 @@ from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, Substitution
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
+    from esm_turbo.proteins.tokens import TokenCodes
 
 
 @dataclass(frozen=True)
@@ -186,18 +187,32 @@ def score_variants(
     for part in batches:
         parts.append(part)
         counter.advance(len(part))
-    log_probs = torch.cat(parts).numpy()  # [positions, vocab_size]
-    wild_type_ids, mutant_ids = (_token_ids(turbo, letters) for letters in (parsed.wild_type, parsed.mutant))
-    effects = log_probs[row, mutant_ids] - log_probs[row, wild_type_ids]
-    totals = np.bincount(parsed.variant, weights=effects, minlength=len(names)).tolist()
-    scores = tuple(map(VariantScore, names, totals))
+    scores = added_up(turbo.codes, names, parsed, row, torch.cat(parts))
     return VariantScores(scores, residues, method, arm, preset, refresh)
 
 
-def _token_ids(turbo: ContextModel, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:
+def added_up(
+    codes: TokenCodes, names: Sequence[str], parsed: Substitutions, row: npt.NDArray[np.int64], predicted: Tensor
+) -> tuple[VariantScore, ...]:
+    """Scores of variants from predictions at their positions.
+
+    Args:
+        names: the variants.
+        parsed: their substitutions.
+        row: row of `predicted` of each substitution.
+        predicted: log-probabilities, [positions, vocab_size].
+    """
+    log_probs = predicted.numpy()
+    wild_type_ids, mutant_ids = (_token_ids(codes, letters) for letters in (parsed.wild_type, parsed.mutant))
+    effects = log_probs[row, mutant_ids] - log_probs[row, wild_type_ids]
+    totals = np.bincount(parsed.variant, weights=effects, minlength=len(names)).tolist()
+    return tuple(map(VariantScore, names, totals))
+
+
+def _token_ids(codes: TokenCodes, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:
     """Token id of every residue."""
     known, inverse = np.unique(letters, return_inverse=True)
-    return np.array([turbo.codes.residues[letter] for letter in known])[inverse]
+    return np.array([codes.residues[letter] for letter in known])[inverse]
 
 
 def _recomputed(
@@ -227,27 +242,44 @@ def _extended(
     refresh: int,
     toks_per_batch: int,
 ) -> Iterator[Tensor]:
-    """The same by extensions in place.
-
-    `refresh + 1` residues around each position run against all others in the cache; near an end the window is shifted
-    inwards.
-    """
-    whole = torch.tensor(list(ids))
+    """The same by extensions in place."""
     residues = sum(token not in (turbo.codes.cls, turbo.codes.eos) for token in ids)
     width = refresh + 1
     if turbo.model.device.type == "cpu":
         cache = as_read_fastest(turbo, cache, len(positions) * width)
     for part in positions.split(max(1, toks_per_batch // width)):
-        start = (part - refresh // 2).clamp(0, residues - width)
-        columns = 1 + start[:, None] + torch.arange(width)
-        at = part - start
-        input_ids = whole[columns]
-        if method == "masked":
-            input_ids = input_ids.scatter(1, at[:, None], turbo.codes.mask)
-        past = torch.ones(len(part), len(ids), dtype=torch.int64).scatter(1, columns, 0)
-        attention_mask = torch.cat([past, torch.ones_like(columns)], dim=1)
-        options = {"attention_mask": attention_mask, "position_ids": columns, "past_key_values": cache}
-        yield log_probabilities(turbo, input_ids, at, **options)
+        input_ids, at, options = window_rows(turbo.codes, ids, residues, part, method, refresh)
+        yield log_probabilities(turbo, input_ids, at, past_key_values=cache, **options)
+
+
+def window_rows(
+    codes: TokenCodes, ids: Sequence[int], residues: int, positions: Tensor, method: MarginalMethod, refresh: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Rows that extend a cached protein in place: what runs against the cache of `ids`.
+
+    `refresh + 1` residues around each position run against all others in the cache; near an end the window is shifted
+    inwards.
+
+    Args:
+        ids: tokens of the cached protein, from `<cls>` on.
+        residues: number of its residues.
+        positions: indices of residues, from 0, int64 [n].
+
+    Returns:
+        Token ids [n, refresh + 1], the index of the residue in each row, int64 [n], and `attention_mask` and
+        `position_ids` of the forward.
+    """
+    width = refresh + 1
+    whole = torch.tensor(list(ids))
+    start = (positions - refresh // 2).clamp(0, residues - width)
+    columns = 1 + start[:, None] + torch.arange(width)
+    at = positions - start
+    input_ids = whole[columns]
+    if method == "masked":
+        input_ids = input_ids.scatter(1, at[:, None], codes.mask)
+    past = torch.ones(len(positions), len(ids), dtype=torch.int64).scatter(1, columns, 0)
+    attention_mask = torch.cat([past, torch.ones_like(columns)], dim=1)
+    return input_ids, at, {"attention_mask": attention_mask, "position_ids": columns}
 
 
 def _stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:
