@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
+from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
@@ -45,7 +45,7 @@ class TurboEsm(ContextModel):
         model: str | os.PathLike[str] | None = None,
         *,
         calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
-        preset: str | TurboConfig = DEFAULT_PRESET,
+        preset: str | TurboConfig | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         backend: str | Backend = Backend.AUTO,
@@ -60,7 +60,8 @@ class TurboEsm(ContextModel):
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
                 result in the user's cache folder. None uses the calibration in the model's folder if there is one.
                 False uses none; then only the preset `exact` can write caches.
-            preset: the storage format of caches.
+            preset: the storage format of caches. None is `turbo3`; without a calibration, `score`, `score_variants` and
+                `generate_binders` then keep contexts at full precision; one that is named is used or refused.
             device: None is CUDA if available, else MPS, else the CPU.
             dtype: None is float32 on CPU and MPS, and the checkpoint's dtype on CUDA.
             backend: implementation of the packed attention, see `Backend`.
@@ -78,7 +79,8 @@ class TurboEsm(ContextModel):
         adapter = Path(source) if is_adapter(source) else None
         if adapter is not None:
             source = full_name(base_of(adapter))
-        TurboConfig.from_preset(preset)
+        if preset is not None:
+            TurboConfig.from_preset(preset)
         device = _usable(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:

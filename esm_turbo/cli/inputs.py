@@ -130,7 +130,7 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
             with progress_bar("residues") as progress:
                 calibration = auto_calibration(turbo, progress)
             esm = turbo.model.base_model
-            esm.set_turbo(calibration=calibration, preset=esm.turbo_config, backend=esm.backend)
+            esm.set_turbo(calibration=calibration, preset=given.get("preset"), backend=esm.backend)
     return turbo
 
 
@@ -141,14 +141,6 @@ def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm) -> tuple[Arm, ...]:
     if arm is None:
         return (default_arm(turbo),)
     return tuple(dict.fromkeys(arm))
-
-
-def prefer_exact(turbo: TurboEsm) -> None:
-    """Keep contexts at full precision for a model without a calibration, unless another preset was chosen."""
-    from esm_turbo.tasks.common.arms import default_arm
-
-    if default_arm(turbo) == "frozen":
-        turbo.model.set_turbo(preset="exact", backend=turbo.model.base_model.backend)
 
 
 def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> RunInfo:
@@ -168,6 +160,9 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> RunInfo:
 
     info = RunInfo.of(turbo, arms)
     say(str(info))
+    encoder = turbo.model.base_model
+    if encoder.preset_chosen and encoder.turbo_config.name not in info.arms.values():
+        say(f"warning: --preset {encoder.turbo_config.name} changes nothing: this run stores no contexts under it")
     if info.demonstration:
         say(
             f"{info.model} is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint,"

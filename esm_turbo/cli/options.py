@@ -124,6 +124,9 @@ class CalibratedModelOptions(ModelOptions):
 class CacheOptions(CalibratedModelOptions):
     """A model that writes caches of one preset."""
 
-    preset: Annotated[str, Parameter(help="Preset of compressed caches, such as turbo4, turbo2, paper or exact.")] = (
-        DEFAULT_PRESET
-    )
+    preset: Annotated[
+        str | None,
+        Parameter(
+            help=f"Preset of compressed caches, such as turbo4, turbo2, paper or exact. By default, {DEFAULT_PRESET}."
+        ),
+    ] = None

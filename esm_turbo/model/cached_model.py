@@ -70,6 +70,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
     it. `set_turbo` sets how caches are stored.
 
     Attributes:
+        preset_chosen: whether `set_turbo` was given a preset; then it is used or refused, never left aside.
         captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
             and a fraction of a second to capture. Set it to False for eager calls only.
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
@@ -169,6 +170,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         # Fingerprint of the weights for which the calibration has been checked.
         self._calibrated: Fingerprint | None = None
         self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
+        self.preset_chosen = False
         self.backend: str | Backend = Backend.AUTO
         self.captures = True
         self._graphs = GraphPool()
@@ -177,20 +179,20 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         self,
         *,
         calibration: str | os.PathLike[str] | Calibration | None = None,
-        preset: str | TurboConfig = DEFAULT_PRESET,
+        preset: str | TurboConfig | None = None,
         backend: str | Backend = Backend.AUTO,
     ) -> None:
         """Set how new caches are stored and how caches are read.
 
         Args:
             calibration: a `Calibration` of this model or its path.
-            preset: a preset's name or options.
+            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
             backend: implementation of encoding and packed attention, see `Backend`.
 
         Raises:
             ValueError: the calibration is unreadable or another model's, or an option is wrong.
         """
-        config = TurboConfig.from_preset(preset)
+        config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
         codec_class(config)
         resolve_backend(backend, self.device)
         if isinstance(calibration, str | os.PathLike):
@@ -201,6 +203,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             calibration.check_model(self)
             self._calibrated = model_fingerprint(self)
         self.calibration, self.turbo_config, self.backend = calibration, config, backend
+        self.preset_chosen = preset is not None
         self._graphs.clear()
 
     @property

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from esm_turbo.calibration import Calibration
-from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
+from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
 from esm_turbo.files.fingerprint import OUTSIDE_ENCODER
 from esm_turbo.files.kinds import CALIBRATION_FILE
@@ -111,7 +111,7 @@ class CheckpointMixin(WithoutRecorders):
         pretrained_model_name_or_path: str | os.PathLike[str],
         *args: Any,
         calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
-        preset: str | TurboConfig = DEFAULT_PRESET,
+        preset: str | TurboConfig | None = None,
         backend: str | Backend = Backend.AUTO,
         **kwargs: Any,
     ) -> Self:
@@ -120,7 +120,7 @@ class CheckpointMixin(WithoutRecorders):
         Args:
             pretrained_model_name_or_path: a hub id or a folder.
             calibration: a `Calibration` or its path; by default the one in the folder, if there is one; False for none.
-            preset: a preset's name or options: how new caches are stored.
+            preset: a preset's name or options: how new caches are stored; None is `turbo3`.
             backend: implementation of the packed attention, see `Backend`.
             *args: as in `PreTrainedModel.from_pretrained`.
             **kwargs: as in `PreTrainedModel.from_pretrained`.

@@ -413,7 +413,7 @@ DEMONSTRATION = (
 @pytest.mark.parametrize(
     ("arguments", "arms"),
     [
-        (["embed", "IN", "OUT"], {"full": None}),
+        (["embed", "IN", "OUT"], {}),
         (["embed", "IN", "OUT", "--include", "cache"], {"turbo": "turbo3"}),
         (["score", "IN", "IN", "--arm", "full", "frozen"], {"full": None, "frozen": "exact"}),
         (["variants", "ONE", "--arm", "turbo", "--preset", "turbo2"], {"turbo": "turbo2"}),
@@ -438,7 +438,7 @@ def test_every_run_says_what_it_used(esm, write, tmp_path, arguments, arms):
 
 def test_only_the_embedded_model_is_called_a_demonstration(esm, fasta, tmp_path, tiny_folder):
     result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder)
-    assert result.said == ["model tiny, arm full, device cpu, float32, 1 thread"]
+    assert result.said == ["model tiny, device cpu, float32, 1 thread"]
     assert json.loads((tmp_path / "out" / "settings.json").read_text())["device"] == "cpu"
 
 
@@ -478,16 +478,32 @@ def test_the_suffix_decides_the_format(esm, fasta, tmp_path, tiny_folder):
     assert (tmp_path / "x.h5").read_bytes().startswith(b"\x89HDF")
 
 
-@pytest.mark.parametrize("command", [["score", "IN"], ["variants"], ["generate", "--max-new-tokens", "1"]])
+@pytest.mark.parametrize(
+    "command", [["score", "IN"], ["variants"], ["generate", "--max-new-tokens", "1"], ["binders", "--length", "3"]]
+)
 def test_a_model_without_a_calibration_runs_at_full_precision(esm, fasta, tiny_folder, command):
     name, *options = [fasta if one == "IN" else one for one in command]
     model = ["--model", tiny_folder, "--json", "-"]
     result = esm(name, fasta, *options, *model)
     assert (result.code, result.err) == (0, "")
     assert json.loads(result.out)["run"]["arms"] == {"frozen": "exact"}
-    result = esm(name, fasta, *options, *model, "--preset", "turbo2")
-    assert result.code == 2
-    assert "needs a calibration" in result.error and "--calibration auto" in result.error
+    # The default that is named is not the default.
+    for preset in ("turbo2", "turbo3"):
+        result = esm(name, fasta, *options, *model, "--preset", preset)
+        assert result.code == 2
+        assert f"preset '{preset}' needs a calibration" in result.error and "--calibration auto" in result.error
+
+
+@pytest.mark.parametrize(
+    "command", [["score", "IN", "IN", "--arm", "frozen"], ["embed", "IN", "new", "--include", "mean"]]
+)
+def test_a_preset_that_nothing_is_stored_under_is_mentioned(esm, fasta, tmp_path, tiny_folder, monkeypatch, command):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*(fasta if one == "IN" else one for one in command), "--model", tiny_folder]
+    result = esm(*arguments, "--preset", "turbo3")
+    assert result.code == 0
+    assert result.err == "esm-turbo: warning: --preset turbo3 changes nothing: this run stores no contexts under it\n"
+    assert esm(*arguments).err == ""
 
 
 def test_the_number_of_threads_can_be_named(esm, fasta, tmp_path, tiny_folder):

@@ -91,7 +91,7 @@ def embed(
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
     with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
         request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)
-        used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else ["full"])
+        used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [])
         run = embed_records(
             turbo,
             good,

@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, prefer_exact, read_proteins
+from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, read_proteins
 from esm_turbo.cli.options import (
     MANY,
     BatchTokens,
@@ -84,7 +84,7 @@ def generate(
         raise ValueError("--store holds contexts to append to; --positions computes the protein with masks instead")
     good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
-    prefer_exact(turbo)
+    from esm_turbo.tasks.common.arms import default_storage
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions
     from esm_turbo.tasks.generation.notation import parse_allowed, parse_positions
@@ -105,7 +105,8 @@ def generate(
         refresh=refresh,
         refresh_every=refresh_every,
     )
-    used = announce(turbo, [context_arm(turbo)])
+    with default_storage(turbo):
+        used = announce(turbo, [context_arm(turbo)])
     with opened_store(store, turbo) as contexts, progress_bar("samples") as progress:
         generated, failed = generate_records(
             turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, store=contexts, progress=progress

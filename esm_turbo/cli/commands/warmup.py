@@ -22,11 +22,11 @@ def warmup(
         raise ValueError("give the model once: as the argument, or by --model")
     turbo = load_model(model if checkpoint is None else replace(model, model=checkpoint))
     count = turbo.warmup()
-    device = turbo.model.device
+    device, preset = turbo.model.device, turbo.model.base_model.turbo_config.name
     show(
-        f"{count} GPU kernels are compiled for {turbo.name} in {turbo.model.dtype}, preset {model.preset}"
+        f"{count} GPU kernels are compiled for {turbo.name} in {turbo.model.dtype}, preset {preset}"
         if count
         else f"nothing to compile: the model is on {device}, and uses no GPU kernels there",
         to_json=json,
-        result={"kernels": count, "device": str(device), "dtype": str(turbo.model.dtype), "preset": model.preset},
+        result={"kernels": count, "device": str(device), "dtype": str(turbo.model.dtype), "preset": preset},
     )

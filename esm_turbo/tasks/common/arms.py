@@ -9,13 +9,14 @@ Each task decides which of its `refresh` residues of a cached context run again 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import torch
 from torch import Tensor
 
-from esm_turbo.config import DEFAULT_PRESET, Geometry, TurboConfig
+from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
@@ -73,8 +74,20 @@ def default_arm(turbo: ContextModel) -> Arm:
 
     Both score equally fast, see `as_read_fastest`, and about as accurately. A preset that was chosen is kept.
     """
-    chosen = turbo.model.base_model.turbo_config != TurboConfig.from_preset(DEFAULT_PRESET)
-    return "frozen" if turbo.calibration is None and not chosen else "turbo"
+    return "frozen" if turbo.calibration is None and not turbo.model.base_model.preset_chosen else "turbo"
+
+
+@contextlib.contextmanager
+def default_storage(turbo: ContextModel) -> Iterator[None]:
+    """Within the block, contexts are stored as `default_arm` says, and not as the preset that nobody has chosen."""
+    encoder = turbo.model.base_model
+    before = encoder.turbo_config
+    if default_arm(turbo) == "frozen":
+        encoder.turbo_config = FROZEN
+    try:
+        yield
+    finally:
+        encoder.turbo_config = before
 
 
 def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> TurboKVCache:

@@ -13,7 +13,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource
+from esm_turbo.tasks.common.arms import ContextSource, default_storage
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
@@ -81,7 +81,8 @@ def generate(
     """Generate residues.
 
     Special tokens are never generated, so the number of new residues is always the requested one. All sequences form
-    one batch; no row depends on another.
+    one batch; no row depends on another. Without a calibration and a named preset, contexts are kept at full
+    precision.
 
     Args:
         sequences: residues; `<mask>` may stand for one. With `max_new_tokens`, also a cache of such contexts, as
@@ -102,7 +103,8 @@ def generate(
     else:
         rows = [turbo.codes.encode(sequence, f"sequence {i}") for i, sequence in enumerate(sequences, start=1)]
     repeats = options.num_return_sequences
-    _check_memory(turbo, rows, options)
+    with default_storage(turbo):
+        _check_memory(turbo, rows, options)
     sampler = ResidueSampler(options, allowed_residues(turbo, options), row_seeds(seed, len(rows) * repeats))
     refresh = DEFAULT_REFRESH if options.refresh is None else options.refresh
     if options.max_new_tokens is not None:
@@ -112,7 +114,8 @@ def generate(
         warn_if_long(ends, stacklevel=3)
         token_ids = None
         if cache is None:
-            cache = _prefilled(turbo, rows, repeats, store)
+            with default_storage(turbo):
+                cache = _prefilled(turbo, rows, repeats, store)
             token_ids = [[turbo.codes.cls, *row] for row in rows for _ in range(repeats)]
         else:
             cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
@@ -132,7 +135,10 @@ def generate(
         refresh,
         options.refresh_every or _UNMASK_EVERY,
     )
-    log_probs = unmask(batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps)
+    with default_storage(turbo):
+        log_probs = unmask(
+            batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps
+        )
     return GenerationOutput(
         [turbo.codes.decode(row[1:-1]) for row in batch.rows],
         batch.chosen,

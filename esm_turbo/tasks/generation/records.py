@@ -11,7 +11,7 @@ import torch
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
-from esm_turbo.tasks.common.arms import ContextSource
+from esm_turbo.tasks.common.arms import ContextSource, default_storage
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
@@ -93,7 +93,8 @@ def generate_records(
     """
     # Errors that concern all records are raised before any of them runs.
     allowed_residues(turbo, options)
-    turbo.model.new_cache()
+    with default_storage(turbo):
+        turbo.model.new_cache()
     samples = options.num_return_sequences
     _check_results(records, options)
     counter = StageProgress(progress, "generate", len(records) * samples)

@@ -9,6 +9,7 @@ import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
+from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.tasks.common import arms, memory
 from esm_turbo.tasks.common.arms import (
     ARMS,
@@ -53,8 +54,32 @@ def test_the_default_without_a_calibration(turbo: TurboEsm, tiny_model: MakeMode
     bare.model.set_turbo()
     assert default_arm(bare) == "frozen"
     assert resolve_arm(bare, None) == ("frozen", "exact")
-    bare.model.set_turbo(preset="turbo2")
-    assert default_arm(bare) == "turbo"
+    for preset in ("turbo2", DEFAULT_PRESET):
+        bare.model.set_turbo(preset=preset)
+        assert default_arm(bare) == "turbo"
+
+
+def test_tasks_without_a_calibration(turbo: TurboEsm, tiny_model: MakeModel) -> None:
+    bare = TurboEsm(tiny_model(), turbo.tokenizer)
+    target, masked = "MKTAYIAKQR", "MKTAYI<mask><mask>QR"
+    tasks: list[Callable[[], object]] = [
+        lambda: bare.score(target, ["ACD"]),
+        lambda: bare.score_variants(target, ["M1A"]),
+        lambda: bare.generate(target, max_new_tokens=2),
+        lambda: bare.generate(masked),
+        lambda: bare.generate_binders(target, 3),
+    ]
+    expected = [task() for task in tasks]
+    bare.model.set_turbo()
+    assert [task() for task in tasks[2:4]] == expected[2:4]
+    assert [task().arm for task in (*tasks[:2], tasks[4])] == ["frozen"] * 3  # type: ignore[attr-defined]
+    # What was not chosen is not written under its name.
+    with pytest.raises(ValueError, match="preset 'turbo3' needs a calibration"):
+        bare.prefill(target)
+    bare.model.set_turbo(preset=DEFAULT_PRESET)
+    for task in tasks:
+        with pytest.raises(ValueError, match="preset 'turbo3' needs a calibration"):
+            task()
 
 
 def test_contexts_are_decoded_where_that_pays_and_fits(
