@@ -73,6 +73,7 @@ class ContextModel:
         self.model = model.eval()
         self.tokenizer = tokenizer
         self.codes = TokenCodes.of(tokenizer, model.family)
+        self.codes.check(model.config)
 
     def __repr__(self) -> str:
         encoder = self.model.base_model

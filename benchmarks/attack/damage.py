@@ -259,8 +259,9 @@ def _without_json(folder: Path, references: References, name: str) -> list[Findi
 def damage_model(rng: random.Random, folder: Path, references: References) -> list[Finding]:
     """A damaged model folder is refused, or makes no difference; of weights, only the header is changed or cut."""
     prepared(folder, references, "variants")
-    model = folder.parent / f"{folder.name}-model"
-    model.mkdir()
+    # Of the same name, which results tell.
+    model = folder.parent / f"{folder.name}-model" / EMBEDDED_MODEL.name
+    model.mkdir(parents=True)
     for source in EMBEDDED_MODEL.iterdir():
         if source.is_file():
             os.symlink(source, model / source.name)
@@ -275,7 +276,7 @@ def damage_model(rng: random.Random, folder: Path, references: References) -> li
     else:
         done = damage(rng, [path])
     outcome = command(folder, [*COMMANDS["variants"], "--model", str(model)])
-    shutil.rmtree(model)
+    shutil.rmtree(model.parent)
     return _said(done, _same_or_refused(outcome, lambda: _without_json(folder, references, "variants")))
 
 

@@ -193,6 +193,7 @@ class CheckpointMixin(WithoutRecorders):
                 raise ValueError(
                     f"{name_or_path}: config.json {problem}, on which results depend; copy it again from the checkpoint"
                 )
+        _check_num_layers(name_or_path, fields)
         try:
             cls.config_class.from_dict(fields)  # type: ignore[attr-defined]
         # Errors of many types, some of which are no ValueErrors.
@@ -211,6 +212,28 @@ class CheckpointMixin(WithoutRecorders):
         state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
+
+
+def _check_num_layers(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:
+    """Check that the weights in a folder can be those of so many layers, which would take long to build.
+
+    Raises:
+        ValueError: there are fewer weights than layers.
+    """
+    names, files = set[str](), sorted(Path(folder).glob("*.safetensors"))
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except SafetensorError:
+            # Loading it says what is wrong.
+            return
+    layers = fields.get("num_hidden_layers")
+    if files and isinstance(layers, int) and layers > len(names):
+        raise ValueError(
+            f"{folder}: config.json has num_hidden_layers {layers}, but the checkpoint only {len(names)} weights; copy"
+            " it again from the checkpoint"
+        )
 
 
 def read_config(name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from esm_turbo.proteins.fasta import RESIDUES, normalize_sequence
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
     from esm_turbo.files.families import Family
 
@@ -80,6 +80,19 @@ class TokenCodes:
             tokenizer.pad_token_id,
             vocabulary.get(family.chain_break),
         )
+
+    def check(self, config: PreTrainedConfig) -> None:
+        """Check that a model takes the same tokens for special ones.
+
+        Raises:
+            ValueError: its configuration names another id.
+        """
+        for name, known in (("bos", self.cls), ("eos", self.eos), ("mask", self.mask), ("pad", self.pad)):
+            if (found := getattr(config, f"{name}_token_id")) not in (None, known):
+                raise ValueError(
+                    f"{config._name_or_path}: config.json has {name}_token_id {found!r}, which the vocabulary has at"
+                    f" {known}; copy it again from the checkpoint"
+                )
 
     def encode(self, sequence: str, name: str) -> list[int]:
         """Ids of residues, `<mask>` and, where the vocabulary has it, `|`, without `<cls>` and `<eos>`.

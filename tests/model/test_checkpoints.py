@@ -348,6 +348,10 @@ def test_wrong_options(tiny_model: MakeModel, tmp_path: Path, options: dict[str,
         (lambda c: c.update(emb_layer_norm_before=None), "has emb_layer_norm_before None"),
         (lambda c: c.update(mask_token_id="32"), "has mask_token_id '32'"),
         (lambda c: c.update(num_hidden_layers=True), "has num_hidden_layers True"),
+        (
+            lambda c: c.update(num_hidden_layers=10**6),
+            "has num_hidden_layers 1000000, but the checkpoint only",
+        ),
         (lambda c: c.pop("position_embedding_type"), "an ESM model with absolute positions"),
         (
             lambda c: c.update(add_cross_attention=[]),

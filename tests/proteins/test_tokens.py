@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import EsmTokenizer
+from transformers import EsmConfig, EsmTokenizer
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.families import FAMILIES
@@ -99,3 +99,15 @@ def test_other_special_tokens_are_refused(name: str) -> None:
     tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL, **{name: "A"})
     with pytest.raises(ValueError, match=f"tokenizer_config.json is not ESM-2's: {name} is 'A', not '<"):
         TokenCodes.of(tokenizer, FAMILIES["esm"])
+
+
+@pytest.mark.parametrize("name", ["bos_token_id", "eos_token_id", "mask_token_id", "pad_token_id"])
+def test_a_model_with_other_special_tokens_is_refused(codes: TokenCodes, name: str) -> None:
+    """They decide which tokens are protected, and what token dropout counts."""
+    config = EsmConfig.from_pretrained(EMBEDDED_MODEL)
+    codes.check(config)
+    setattr(config, name, 2**31)
+    with pytest.raises(
+        ValueError, match=f"config.json has {name} 2147483648, which the vocabulary has at [0-9]+; copy"
+    ):
+        codes.check(config)
