@@ -21,7 +21,17 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.context_store import is_store, store_info
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.hub import full_name, local_files_only, not_found
-from esm_turbo.files.kinds import CALIBRATION_FILE, INDEX_FILE, SETTINGS_FILE, STORE_FILE, is_embeddings, is_h5, is_zip
+from esm_turbo.files.kinds import (
+    CALIBRATION_FILE,
+    INDEX_FILE,
+    SETTINGS_FILE,
+    STORE_FILE,
+    is_embeddings,
+    is_h5,
+    is_parquet,
+    is_zip,
+)
+from esm_turbo.files.parquet import parquet_info
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.adapters import base_of, is_adapter
 from esm_turbo.model.checkpoints import checkpoint_class
@@ -67,6 +77,8 @@ def describe(
         return store_info(path.parent)
     if is_h5(path):
         return h5_info(path)
+    if is_parquet(path):
+        return parquet_info(path)
     if is_zip(path):
         return pt_info(path)
     return text_info(path) or file_info(path, length, batch_size)

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Group, Parameter
 
 from esm_turbo.config import DEFAULT_PRESET, Backend
-from esm_turbo.files.suffixes import SEQUENCES, TABLE_DELIMITERS
+from esm_turbo.files.suffixes import SEQUENCES, TABLES
 from esm_turbo.tasks.common.options import Arm
 
 DType = Literal["float32", "bfloat16", "float16"]
@@ -30,7 +30,7 @@ class Writes:
 
 InputFile = Annotated[Path, READS]
 OptionalInput = Annotated[Path | None, READS]
-TableFile = Annotated[Path | None, Writes("text", tuple(TABLE_DELIMITERS))]
+TableFile = Annotated[Path | None, Writes("text", TABLES)]
 SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.

@@ -10,9 +10,10 @@ CALIBRATION_FILE = "calibration.safetensors"
 STORE_FILE = "store.safetensors"
 INDEX_FILE = "index.tsv"
 SETTINGS_FILE = "settings.json"
+PARQUET_KIND = "a Parquet file"
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "vocab.txt")
-_HDF5, _ZIP = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04"
+_HDF5, _ZIP, _PARQUET = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04", b"PAR1"
 _HEAD_BYTES = 4096
 # A larger header would not be one of safetensors.
 _MAX_HEADER_BYTES = 100_000_000
@@ -31,6 +32,11 @@ def is_embeddings(path: str | os.PathLike[str]) -> bool:
 def is_h5(path: str | os.PathLike[str]) -> bool:
     """Whether a file is HDF5."""
     return _begins(path, _HDF5)
+
+
+def is_parquet(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is Parquet."""
+    return _begins(path, _PARQUET)
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
@@ -58,6 +64,8 @@ def binary_kind(path: str | os.PathLike[str]) -> str | None:
         return None
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
+        if head.startswith(_PARQUET):
+            return PARQUET_KIND
         size = int.from_bytes(head[:8], "little")
         if head[8:9] == b"{" and size <= _MAX_HEADER_BYTES:
             file.seek(8)

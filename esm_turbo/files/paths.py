@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from esm_turbo.files.kinds import CALIBRATION_FILE, binary_kind, is_checkpoint, is_embeddings, is_store
-from esm_turbo.files.suffixes import check_suffix
+from esm_turbo.files.arrow import pyarrow
+from esm_turbo.files.kinds import CALIBRATION_FILE, PARQUET_KIND, binary_kind, is_checkpoint, is_embeddings, is_store
+from esm_turbo.files.suffixes import PARQUET, check_suffix
 
 
 class NotWritableError(OSError, ValueError):
@@ -66,6 +67,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
     Raises:
         NotWritableError: an output does, under any name, or cannot be written.
         SuffixError: (a ValueError) the name of an output promises another format.
+        ImportError: an output is Parquet, and pyarrow is missing.
     """
     taken = [(path, "an input of this command") for path in inputs]
     for output in outputs:
@@ -95,10 +97,11 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
                 where = f"is {kind}" if folder == place else f"lies in {folder}, {kind}"
                 raise NotWritableError(f"{path}: {where}; name another path to write")
         replaced = binary_kind(place) if output.holds in ("text", "calibration") else None
-        if replaced is not None and replaced != f"a {output.holds}":
+        same = f"a {output.holds}" if place.suffix.lower() != PARQUET else PARQUET_KIND
+        if replaced is not None and replaced != same:
             raise NotWritableError(f"{path}: is {replaced}, which would be replaced; name another path to write")
-        if output.suffixes:
-            check_suffix(path, output.suffixes)
+        if output.suffixes and check_suffix(path, output.suffixes) == PARQUET:
+            pyarrow()
         taken.append((path, "another output"))
 
 

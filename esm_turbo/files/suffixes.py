@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Literal
 
 TABLE_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+PARQUET = ".parquet"
+TABLES = (*TABLE_DELIMITERS, PARQUET)
 SEQUENCES = (".fasta", ".fa", ".faa", ".fas")
 TENSORS = (".safetensors",)
 HDF5 = (".h5", ".hdf5")

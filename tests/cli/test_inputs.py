@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.files.csv_files import read_csv
+from esm_turbo.files.parquet import parquet_settings
 from tests.helpers.command_inputs import (
     ONE_RECORD,
     WHOLE_FILE,
@@ -452,7 +453,7 @@ def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["score", "IN", "IN", "--out", "x.parquet"], "must end in .csv or .tsv"),
+        (["score", "IN", "IN", "--out", "x.json"], "must end in .csv or .tsv or .parquet"),
         (["variants", "IN", "--out", "x.xlsx"], "must end in .csv or .tsv"),
         (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta or .fa or .faa or .fas"),
         (["calibrate", "IN", "--out", "x.pt"], "must end in .safetensors"),
@@ -474,6 +475,10 @@ def test_the_suffix_decides_the_format(esm, fasta, tmp_path, tiny_folder):
     out = tmp_path / "scores.tsv"
     assert esm("score", fasta, fasta, "--arm", "frozen", "--out", out, *model).code == 0
     assert out.read_text().startswith("target\tcandidate\tsequence\t")
+    # Twice, since a Parquet file may be replaced, as any table.
+    for _ in range(2):
+        assert esm("score", fasta, fasta, "--arm", "frozen", "--out", tmp_path / "scores.parquet", *model).code == 0
+    assert parquet_settings(tmp_path / "scores.parquet")["run"]["model"] == "tiny"
     assert esm("embed", fasta, tmp_path / "x.h5", *model).code == 0
     assert (tmp_path / "x.h5").read_bytes().startswith(b"\x89HDF")
 

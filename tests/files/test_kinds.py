@@ -28,9 +28,10 @@ def torch_file():
         (gzip.compress(b"x"), "a binary file"),
         (torch_file(), "a binary file"),
         (b"\x89HDF\r\n\x1a\n" + bytes(8), "a binary file"),
+        (b"PAR1" + bytes(8), "a Parquet file"),
         (b"\x02\0\0\0\0\0\0\0{", "a damaged file of tensors"),
     ],
-    ids=["empty", "csv", "json", "latin", "gzip", "pt", "hdf5", "cut"],
+    ids=["empty", "csv", "json", "latin", "gzip", "pt", "hdf5", "parquet", "cut"],
 )
 def test_binary_files_are_recognised(tmp_path, content, kind):
     path = tmp_path / "x"

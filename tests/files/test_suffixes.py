@@ -4,18 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from esm_turbo.files.suffixes import TABLE_DELIMITERS, SuffixError, check_suffix, embedding_format
+from esm_turbo.files.suffixes import TABLES, SuffixError, check_suffix, embedding_format
 
 
-@pytest.mark.parametrize(("name", "suffix"), [("a.csv", ".csv"), ("A.TSV", ".tsv"), ("scores", ""), ("b.d/scores", "")])
+@pytest.mark.parametrize(
+    ("name", "suffix"),
+    [("a.csv", ".csv"), ("A.TSV", ".tsv"), ("a.Parquet", ".parquet"), ("scores", ""), ("b.d/scores", "")],
+)
 def test_suffixes_of_what_is_written(name: str, suffix: str) -> None:
-    assert check_suffix(Path(name), TABLE_DELIMITERS) == suffix
+    assert check_suffix(Path(name), TABLES) == suffix
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a.xlsx", "a.csv.gz", "a.json"])
+@pytest.mark.parametrize("name", ["a.xlsx", "a.csv.gz", "a.json"])
 def test_other_suffixes_are_refused(name: str) -> None:
-    with pytest.raises(SuffixError, match=rf"{name}: must end in \.csv or \.tsv, or have no suffix; got \.\w+$"):
-        check_suffix(name, TABLE_DELIMITERS)
+    with pytest.raises(
+        SuffixError, match=rf"{name}: must end in \.csv or \.tsv or \.parquet, or have no suffix; got \.\w+$"
+    ):
+        check_suffix(name, TABLES)
 
 
 @pytest.mark.parametrize(

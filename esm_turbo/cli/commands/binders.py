@@ -19,7 +19,7 @@ from esm_turbo.cli.options import (
 )
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH
-from esm_turbo.files.csv_files import write_csv
+from esm_turbo.files.tables import write_table
 from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import Arm
@@ -73,7 +73,7 @@ def binders(
             has no calibration.
         refresh: Residues at the end of the target that are recomputed with every peptide.
         top: Number of peptides to print per target.
-        out: CSV or TSV file, by its suffix, to write all peptides to.
+        out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, length=length, num_return_sequences=num_return_sequences, top_k=top_k)
@@ -82,7 +82,7 @@ def binders(
     turbo = load_model(model)
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
-    from esm_turbo.tasks.common.run_info import RUN_COLUMNS
+    from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata
 
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
@@ -121,7 +121,10 @@ def binders(
     if out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
         rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]
-        save(lambda path: write_csv(path, columns, rows_of_all), out)
+        floats = ("pseudo_perplexity", "pseudo_log_likelihood", "mean_log_prob")
+        types = dict.fromkeys(floats, float) | dict.fromkeys(("rank", "seed"), int)
+        metadata = run_metadata(used, {"length": length, "seed": seed, "refresh": refresh})
+        save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
     show(*parts, to_json=json, result={"run": used.to_dict(), "results": results, "failed": failures(bad)})

@@ -68,7 +68,7 @@ def score(
         top: Number of candidates to print per target. By default, 10 for up to 3 targets; of more, only a summary is
             printed.
         top_k: Number of top candidates used to compare arms.
-        out: CSV or TSV file, by its suffix, to write all scores to, with all other columns of the candidates.
+        out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the candidates.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
@@ -96,7 +96,8 @@ def score(
             store=contexts,
         )
     if out is not None and run.results:
-        save(partial(run.write, run=used), out)
+        settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
+        save(partial(run.write, run=used, settings=settings), out)
     list_bad(targets, [*bad_targets, *run.failed])
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]

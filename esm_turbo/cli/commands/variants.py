@@ -72,7 +72,7 @@ def variants(
         measured: Column to compare with, higher is better. By default, fitness or DMS_score.
         top: Number of top-scoring variants to print per protein. By default, 10 for up to 3 proteins; of more, only a
             summary is printed.
-        out: CSV or TSV file, by its suffix, to write all scores to, with all other columns of the variants.
+        out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the variants.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, toks_per_batch=toks_per_batch)
@@ -107,7 +107,8 @@ def variants(
             progress=progress,
         )
     if out is not None and run.results:
-        save(partial(run.write, run=used), out)
+        settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
+        save(partial(run.write, run=used, settings=settings), out)
     list_bad(wild_types, [*bad_records, *run.failed])
     if variants is not None:
         list_bad(variants, bad)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +76,11 @@ class RunInfo:
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return asdict(self)
+
+
+def run_metadata(run: RunInfo | None, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What the metadata of a file say of its run: what it used, and its options."""
+    return {"run": None if run is None else run.to_dict(), "settings": dict(settings or {})}
 
 
 def context_arm(turbo: ContextModel) -> Arm:

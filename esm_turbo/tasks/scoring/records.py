@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.files.csv_files import CsvRow, is_table, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvRow, is_table, read_csv
+from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
@@ -19,13 +20,19 @@ from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
 from esm_turbo.tasks.scoring.score import Scores, score
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 COLUMNS = ("target", "candidate", "sequence", "arm", "rank", "pseudo_log_likelihood", "pseudo_perplexity")
+TYPES: Mapping[str, type[int] | type[float]] = {
+    "rank": int,
+    "pseudo_log_likelihood": float,
+    "pseudo_perplexity": float,
+}
+"""Columns that hold numbers."""
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
@@ -131,10 +138,22 @@ class ScoringRun(Tabular):
                 for _ in result.scores:
                     yield *next(own), *(known.get(name, "") for name in others)
 
-    def write(self, out: str | os.PathLike[str] | TextIO, run: RunInfo | None = None) -> None:
-        """Write `rows` to a CSV or TSV file, atomically, or to an open file; with a `run`, also what it used."""
+    def write(
+        self,
+        out: str | os.PathLike[str] | TextIO,
+        run: RunInfo | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write `rows` to a CSV, TSV or Parquet file, atomically, or as CSV to an open file.
+
+        Args:
+            out: the file.
+            run: what the run used, added in `RUN_COLUMNS`.
+            settings: the run's options, JSON values, for the metadata of a Parquet file.
+        """
         names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
-        write_csv(out, [*self.columns(), *names], ([*row, *cells] for row in self.rows()))
+        rows = ([*row, *cells] for row in self.rows())
+        write_table(out, [*self.columns(), *names], rows, TYPES, run_metadata(run, settings))
 
 
 def read_candidates(

@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv, write_csv
+from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
+from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.arms import ContextSource
+from esm_turbo.tasks.common.arms import ARMS, ContextSource
 from esm_turbo.tasks.common.memory import check_memory, too_large
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
 from esm_turbo.tasks.variants.score import VariantScores, score_variants
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
 
@@ -151,10 +152,23 @@ class VariantsRun(Tabular):
             for variant, own in zip(result.variants, result.rows(), strict=True):
                 yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
 
-    def write(self, out: str | os.PathLike[str] | TextIO, run: RunInfo | None = None) -> None:
-        """Write `rows` to a CSV or TSV file, atomically, or to an open file; with a `run`, also what it used."""
+    def write(
+        self,
+        out: str | os.PathLike[str] | TextIO,
+        run: RunInfo | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write `rows` to a CSV, TSV or Parquet file, atomically, or as CSV to an open file.
+
+        Args:
+            out: the file.
+            run: what the run used, added in `RUN_COLUMNS`.
+            settings: the run's options, JSON values, for the metadata of a Parquet file.
+        """
         names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
-        write_csv(out, [*self.columns(), *names], ([*row, *cells] for row in self.rows()))
+        rows = ([*row, *cells] for row in self.rows())
+        # Positions are text, as several substitutions have several: `24:26`.
+        write_table(out, [*self.columns(), *names], rows, dict.fromkeys(ARMS, float), run_metadata(run, settings))
 
 
 def read_variants(
