@@ -30,6 +30,7 @@ from esm_turbo.files.fingerprint import (
     same_model,
 )
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.files.quality import InaccuratePresetWarning, Quality
 from esm_turbo.files.tabular import counted, named
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Calibration:
         provenance: model id, counts, source of the proteins and package versions, as JSON values.
         fitted: states of fitted codecs by options; other codecs are fitted on first use.
         weights: of all weights, see `model_fingerprint`: other ones are warned about. None in older files.
+        quality: accuracy of its presets as measured, see `evaluate.calibrated`; None if it was not.
     """
 
     def __init__(
@@ -62,11 +64,14 @@ class Calibration:
         provenance: Mapping[str, Any],
         fitted: Mapping[TurboConfig, Mapping[str, Tensor]] | None = None,
         weights: Fingerprint | None = None,
+        quality: Quality | None = None,
     ) -> None:
         self.statistics = statistics
         self.fingerprint = fingerprint
         self.weights = weights
         self.provenance = dict(provenance)
+        self.quality = quality
+        self._warned: set[TurboConfig] = set()
         self._codecs: dict[TurboConfig, KVCodec] = {}
         for config, state in (fitted or {}).items():
             self._codecs[config] = codec_class(config)(config, self.geometry, state)
@@ -80,6 +85,11 @@ class Calibration:
     def geometry(self) -> Geometry:
         """Geometry of the model."""
         return self.statistics.geometry
+
+    @property
+    def fitted(self) -> tuple[TurboConfig, ...]:
+        """Options whose codecs are fitted."""
+        return tuple(self._codecs)
 
     @property
     def nbytes(self) -> int:
@@ -133,6 +143,15 @@ class Calibration:
                 stacklevel=3,
             )
 
+    def warn_if_inaccurate(self, preset: str | TurboConfig) -> None:
+        """Warn, once, with an `InaccuratePresetWarning` of a preset that was measured to fall short."""
+        config = TurboConfig.from_preset(preset)
+        if self.quality is None or config in self._warned:
+            return
+        self._warned.add(config)
+        if (shortfall := self.quality.shortfall(config.name)) is not None:
+            warnings.warn(shortfall, InaccuratePresetWarning, stacklevel=3)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically."""
         statistics = self.statistics
@@ -160,6 +179,8 @@ class Calibration:
             "presets": presets,
             "provenance": self.provenance,
         }
+        if self.quality is not None:
+            metadata["quality"] = self.quality.to_dict()
         write_artifact(path, "calibration", FORMAT_VERSION, tensors, metadata)
 
     @classmethod
@@ -188,6 +209,7 @@ class Calibration:
                 metadata["provenance"],
                 _fitted(tensors, metadata["presets"]),
                 tensors["weights"].numpy() if "weights" in tensors else None,
+                Quality.from_dict(metadata["quality"]) if "quality" in metadata else None,
             )
             for codec in calibration._codecs.values():
                 codec.layer_state(0, torch.device("cpu"))

@@ -117,10 +117,13 @@ class TurboEsm(ContextModel):
             loaded = loaded.to(device)
         turbo = cls(loaded, tokenizer)
         if calibration == "auto":
+            from esm_turbo.evaluate.calibrated import measure_calibration
             from esm_turbo.tasks.calibration.auto import auto_calibration
 
-            calibration = auto_calibration(turbo)
-        loaded.set_turbo(calibration=calibration or loaded.base_model.calibration, preset=preset, backend=backend)
+            calibration = auto_calibration(turbo, measure=measure_calibration)
+        elif adapter is None:
+            calibration = loaded.base_model.calibration
+        loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return turbo
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:

@@ -16,7 +16,9 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.files.quality import Figures, InaccuratePresetWarning, Quality
 
+GOOD = Figures(cosine_mean=1.0, cosine_q01=1.0, kl_mean=0.0, kl_q99=0.0, top1_agreement=1.0)
 SIZES = {"head_dim": 16, "heads": 2, "layers": 2}
 PROVENANCE = {"fasta": {"name": "µ.fasta", "sha256": "0" * 64}, "model": "tiny-esm2"}
 ABLATIONS = {
@@ -381,6 +383,44 @@ def test_save_replaces_another_models_file(calibration, tmp_path, tiny_esm, rand
     calibration.save(path)
     assert Calibration.load(path).geometry == calibration.geometry
     assert list(tmp_path.iterdir()) == [path]
+
+
+BAD = Figures(cosine_mean=0.7, cosine_q01=0.2, kl_mean=0.5, kl_q99=3.0, top1_agreement=0.5)
+
+
+@pytest.fixture
+def measured(calibration):
+    """The calibration, measured to be bad at `turbo3`."""
+    measured = copy.copy(calibration)
+    measured.quality = Quality(3, 500, "0" * 64, "float32", "cpu", {"turbo3": BAD, "turbo1": GOOD}, 8, {0: GOOD})
+    measured._warned = set()
+    return measured
+
+
+def test_measured_accuracy_is_saved(measured, calibration, file, tmp_path):
+    assert Calibration.load(file).quality is None
+    path = tmp_path / "measured.safetensors"
+    measured.save(path)
+    loaded = Calibration.load(path)
+    assert loaded.quality == measured.quality
+    assert_same_statistics(loaded.statistics, calibration.statistics)
+
+
+@pytest.mark.parametrize("change", [{"presets": []}, {"newer": 1}, {"freezing": {"few": {}}}])
+def test_accuracy_of_another_shape(measured, tmp_path, change):
+    path = tmp_path / "measured.safetensors"
+    measured.save(path)
+    refused(rewritten(path, lambda _, metadata: metadata["quality"].update(change)), "missing or wrong")
+
+
+def test_a_preset_that_falls_short_is_warned_of_once(measured, calibration, model, recwarn):
+    turbo = TurboEsmForMaskedLM.from_esm(model, calibration=calibration, preset="turbo3")
+    turbo.set_turbo(calibration=measured, preset="turbo1")
+    assert not [one for one in recwarn if one.category is InaccuratePresetWarning]
+    for _ in range(2):
+        turbo.set_turbo(calibration=measured, preset="turbo3")
+    [one] = [one for one in recwarn if one.category is InaccuratePresetWarning]
+    assert "preset 'turbo3' is inaccurate on this model: mean cosine 0.70000 and KL 0.5 nats" in str(one.message)
 
 
 def test_provenance_is_a_copy(calibration):

@@ -29,6 +29,7 @@ from rich.progress import (
 from rich.progress import Progress as ProgressDisplay
 from rich.text import Text
 
+from esm_turbo.files.quality import InaccuratePresetWarning
 from esm_turbo.files.safe_text import visible, without_controls
 from esm_turbo.files.writing import replacing
 from esm_turbo.proteins.limits import UntrainedInputWarning
@@ -69,7 +70,8 @@ def quiet(debug: bool) -> Iterator[None]:
         with warnings.catch_warnings():
             if not debug:
                 warnings.simplefilter("ignore")
-                warnings.simplefilter("always", UntrainedInputWarning)
+                for category in (UntrainedInputWarning, InaccuratePresetWarning):
+                    warnings.simplefilter("always", category)
                 warnings.showwarning = _show_warning  # type: ignore[assignment]
             yield
     finally:

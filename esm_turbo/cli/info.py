@@ -148,6 +148,7 @@ def file_info(path: str | os.PathLike[str], length: int = 1024, batch_size: int 
             "kind": kind,
             "geometry": calibration.geometry.to_dict(),
             "provenance": calibration.provenance,
+            "quality": None if calibration.quality is None else calibration.quality.to_dict(),
             "calibration_bytes": calibration.nbytes,
             "cache": cache_sizes(calibration.geometry, calibration, length, batch_size),
         }

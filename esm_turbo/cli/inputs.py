@@ -125,10 +125,11 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
 
             turbo = TurboEsm.from_pretrained(model, **given | ({"calibration": False} if auto else {}))
         if auto:
+            from esm_turbo.evaluate.calibrated import measure_calibration
             from esm_turbo.tasks.calibration.auto import auto_calibration
 
             with progress_bar("residues") as progress:
-                calibration = auto_calibration(turbo, progress)
+                calibration = auto_calibration(turbo, progress, measure_calibration)
             esm = turbo.model.base_model
             esm.set_turbo(calibration=calibration, preset=given.get("preset"), backend=esm.backend)
     return turbo

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from esm_turbo.files.quality import Figures, Quality
+from esm_turbo.files.tabular import counted
 from esm_turbo.files.text_tables import text_table
 
 if TYPE_CHECKING:
@@ -105,7 +107,7 @@ def calibration_report(result: Mapping[str, Any], geometry: Geometry) -> list[ob
         f"{record['model']} ({geometry}) calibrated on {record['sequences']:,} proteins,"
         f" {record['residues']:,} residues: {result['out']}, {bytes_text(result['bytes'])}"
     )
-    return [*_count_tables(record), done]
+    return [*_count_tables(record), *_quality_tables(result["quality"]), done]
 
 
 def _count_tables(record: Mapping[str, Any]) -> list[Table]:
@@ -122,6 +124,32 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
     return tables
 
 
+def _quality_tables(values: Mapping[str, Any] | None) -> list[Table]:
+    """What was measured of a calibration: the error of each preset, and the freezing error."""
+    if values is None:
+        return []
+    quality = Quality.from_dict(values)
+    measured = f"{counted(quality.proteins, 'protein')} outside of the calibration, {quality.residues:,} residues"
+    rows = [
+        [name, *_figures(figures), "no" if quality.shortfall(name) else "yes"]
+        for name, figures in quality.presets.items()
+    ]
+    columns = ["cosine", "1 %", "KL, nats", "99 %", "top-1"]
+    presets = text_table(
+        f"presets against full precision, every residue in turn; {measured}", ["preset", *columns, "as expected"], rows
+    )
+    if not quality.freezing:
+        return [presets]
+    rows = [[str(refreshed), *_figures(figures)] for refreshed, figures in quality.freezing.items()]
+    title = f"freezing error: the last {quality.new_residues} residues, full precision against the whole forward"
+    return [presets, text_table(title, ["residues refreshed", *columns], rows)]
+
+
+def _figures(figures: Figures) -> list[str]:
+    cosines = [f"{figures.cosine_mean:.5f}", f"{figures.cosine_q01:.4f}"]
+    return [*cosines, f"{figures.kl_mean:.2g}", f"{figures.kl_q99:.2g}", f"{figures.top1_agreement:.4f}"]
+
+
 def info_report(result: Mapping[str, Any]) -> list[object]:
     """Tables of everything that `esm-turbo info` found."""
     if result["kind"] == "context_store":
@@ -132,14 +160,14 @@ def info_report(result: Mapping[str, Any]) -> list[object]:
     if geometry is not None:
         shown["geometry"] = f"{geometry['num_layers']} layers x {geometry['num_heads']} heads x {geometry['head_dim']}"
     for name, value in result.items():
-        if name not in {"kind", "geometry", "cache", "provenance", "environment"}:
+        if name not in {"kind", "geometry", "cache", "provenance", "quality", "environment"}:
             shown[name.replace("_", " ")] = value
     record = dict(result.get("provenance", {}))
     tables = _count_tables(record)
     for name, value in record.items():
         if name not in {"classes", "lengths"}:
             shown[name.replace("_", " ")] = value
-    parts += [_pairs("", shown), *tables]
+    parts += [_pairs("", shown), *tables, *_quality_tables(result.get("quality"))]
     if "cache" in result:
         parts.append(_cache_table(result["cache"]))
     if "environment" in result:

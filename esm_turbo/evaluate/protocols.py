@@ -152,7 +152,12 @@ class Arms:
 
 @torch.no_grad()
 def leave_one_out(
-    turbo: ContextModel, proteins: Sequence[Protein], configs: Mapping[str, TurboConfig], advance: Advance
+    turbo: ContextModel,
+    proteins: Sequence[Protein],
+    configs: Mapping[str, TurboConfig],
+    advance: Advance,
+    *,
+    layers: bool = True,
 ) -> Arms:
     """Extend the context of every token in turn, all other tokens of the protein, by that token.
 
@@ -164,18 +169,24 @@ def leave_one_out(
         proteins: to evaluate on.
         configs: the presets by name.
         advance: called with 1 after every protein.
+        layers: compare the hidden states of all layers, too.
     """
     arms = Arms.of(configs, "leave-one-out")
     model = turbo.model
     for protein in proteins:
         input_ids = torch.tensor([protein.token_ids(turbo.codes)])
         output, caches = prefill(model, [FROZEN, *configs.values()], input_ids, torch.ones_like(input_ids))
-        full = as_outputs(output, 0, slice(None), layers=True)
+        full = as_outputs(output, 0, slice(None), layers)
         del output
-        frozen = extend_each_token(model, caches[FROZEN], input_ids[0])
+        frozen = extend_each_token(model, caches[FROZEN], input_ids[0], layers)
         # One after the other, since each holds the states of all layers.
         compressed = (
-            (name, frozen if config.codec == FROZEN.codec else extend_each_token(model, caches[config], input_ids[0]))
+            (
+                name,
+                frozen
+                if config.codec == FROZEN.codec
+                else extend_each_token(model, caches[config], input_ids[0], layers),
+            )
             for name, config in configs.items()
         )
         arms.add(protein, 0, full, frozen, compressed, np.isin(input_ids[0].numpy(), model.base_model.special_ids))
@@ -183,16 +194,17 @@ def leave_one_out(
     return arms
 
 
-def extend_each_token(model: CachedMaskedLM, cache: TurboKVCache, input_ids: Tensor) -> Outputs:
+def extend_each_token(model: CachedMaskedLM, cache: TurboKVCache, input_ids: Tensor, layers: bool = True) -> Outputs:
     """Extend a cache of one row by each of its own tokens, with the stored copy of that token masked.
 
     Args:
         model: the model.
         cache: of the whole protein.
         input_ids: the protein's tokens, [n].
+        layers: whether the outputs hold the states of all layers.
 
     Returns:
-        Outputs of every token, with all layers.
+        Outputs of every token.
     """
     parts = []
     for start in range(0, len(input_ids), _ROWS):
@@ -206,7 +218,7 @@ def extend_each_token(model: CachedMaskedLM, cache: TurboKVCache, input_ids: Ten
             past_key_values=cache,
             output_hidden_states=True,
         )
-        parts.append(as_outputs(output, slice(None), 0, layers=True))
+        parts.append(as_outputs(output, slice(None), 0, layers))
     return Outputs.join(parts)
 
 

@@ -201,6 +201,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             if not isinstance(calibration, Calibration):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self)
+            calibration.warn_if_inaccurate(config)
             self._calibrated = model_fingerprint(self)
         self.calibration, self.turbo_config, self.backend = calibration, config, backend
         self.preset_chosen = preset is not None

@@ -135,8 +135,8 @@ def test_short_proteins_are_skipped_and_counted(tiny: TurboEsm, evaluation: Eval
 def test_non_finite_outputs_name_preset_and_protein(tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     honest = protocols.extend_each_token
 
-    def broken(model: Any, cache: Any, input_ids: Tensor) -> Any:
-        outputs = honest(model, cache, input_ids)
+    def broken(model: Any, cache: Any, input_ids: Tensor, layers: bool) -> Any:
+        outputs = honest(model, cache, input_ids, layers)
         if cache.config.codec != "exact" and len(input_ids) == len(SEQUENCES[1]) + 2:
             outputs.hidden[2, 0] = np.nan
         return outputs

@@ -30,7 +30,9 @@ def calibrate(
 ) -> None:
     """Calibrate a model on proteins, so that it can write compressed caches.
 
-    A file with any bad record is refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`.
+    It ends by measuring what it made, on proteins outside of the calibration; `esm-turbo info` shows the figures
+    again. A file with any bad record is refused. Headers may state a class for the summary, as in
+    `>ID class=mainly_alpha`.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the proteins that are shipped with the program.
@@ -44,18 +46,21 @@ def calibrate(
     turbo = load_model(model)
     announce(turbo)
     from esm_turbo.cli.report import calibration_report
-    from esm_turbo.tasks.calibration.records import calibrate_records
+    from esm_turbo.evaluate.calibrated import measure_calibration
+    from esm_turbo.tasks.calibration.records import calibrate_records, first_records
 
+    records = first_records(records, max_residues)
     with progress_bar("residues") as progress:
         calibration = calibrate_records(
-            turbo,
-            records,
-            source=proteins,
-            toks_per_batch=toks_per_batch,
-            max_residues=max_residues,
-            progress=progress,
+            turbo, records, source=proteins, toks_per_batch=toks_per_batch, progress=progress
         )
+        calibration.quality = quality = measure_calibration(turbo, calibration, records, progress=progress)
     with working("writing"):
         calibration.save(out)
-    result = {"out": os.fspath(out), "provenance": calibration.provenance, "bytes": os.path.getsize(out)}
+    result = {
+        "out": os.fspath(out),
+        "provenance": calibration.provenance,
+        "quality": None if quality is None else quality.to_dict(),
+        "bytes": os.path.getsize(out),
+    }
     show(*calibration_report(result, calibration.geometry), to_json=json, result=result)

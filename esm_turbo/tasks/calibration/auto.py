@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -13,24 +14,43 @@ from esm_turbo.assets import calibration_proteins
 from esm_turbo.calibration import FORMAT_VERSION, Calibration
 from esm_turbo.config import Geometry
 from esm_turbo.files.fingerprint import model_fingerprint, same_model
-from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
 from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
+    from esm_turbo.files.quality import Quality
 
 _log = logging.getLogger(__name__)
 
 
-def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> Calibration:
+class Measure(Protocol):
+    """Measures a calibration; `evaluate.calibrated.measure_calibration` is one."""
+
+    def __call__(
+        self,
+        turbo: ContextModel,
+        calibration: Calibration,
+        records: Sequence[ProteinRecord],
+        /,
+        *,
+        progress: Progress | None = None,
+    ) -> Quality | None:
+        """The accuracy of its presets on proteins other than `records`."""
+
+
+def auto_calibration(
+    turbo: ContextModel, progress: Progress | None = None, measure: Measure | None = None
+) -> Calibration:
     """Calibrate a model on the shipped proteins, or read the calibration from the cache folder if it is there.
 
     A damaged file is ignored and written again. If the folder cannot be written, the calibration is returned without
     being kept.
 
     Args:
-        progress: as for `calibrate_records`; not called if the calibration is read.
+        progress: as for `calibrate_records` and `measure`; not called if the calibration is read.
+        measure: called with a new calibration, whose `quality` it returns; None leaves it unknown.
 
     Raises:
         ValueError: the model's weights are not finite.
@@ -44,7 +64,10 @@ def auto_calibration(turbo: ContextModel, progress: Progress | None = None) -> C
         return calibration
     path = folder / f"{prefix}-{_digest(model_fingerprint(turbo.model.base_model).tobytes())}.safetensors"
     _log.info("calibrating on the shipped proteins, once for this model; the result is kept in %s", path)
-    calibration = calibrate_records(turbo, read_fasta_strict(fasta), source=fasta, progress=progress)
+    records = read_fasta_strict(fasta)
+    calibration = calibrate_records(turbo, records, source=fasta, progress=progress)
+    if measure is not None:
+        calibration.quality = measure(turbo, calibration, records, progress=progress)
     try:
         calibration.save(path)
     except OSError as error:

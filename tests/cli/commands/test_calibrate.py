@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 from esm_turbo import Calibration, TurboEsm
+from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.proteins.fasta import sha256_file
 from tests.helpers.command_inputs import GOOD, SEQUENCES
 
@@ -30,6 +32,33 @@ def test_calibrate(esm, fasta, tmp_path, tiny_folder):
     assert json.loads(summary.read_text())["provenance"] == record
     turbo = TurboEsm.from_pretrained(tiny_folder, calibration=out)
     assert turbo.prefill("MKTAY").bits_per_element < 16
+
+
+def test_a_new_calibration_is_measured(esm, fasta, tmp_path, tiny_folder):
+    out = tmp_path / "c.safetensors"
+    made = esm("calibrate", fasta, "--model", tiny_folder, "--out", out, "--json", "-")
+    quality = Calibration.load(out).quality
+    assert quality is not None
+    assert json.loads(made.out)["quality"] == quality.to_dict()
+    assert json.loads(esm("info", out, "--json", "-").out)["quality"] == quality.to_dict()
+    shown = " ".join(esm("info", out).out.split())
+    assert "1 protein outside of the calibration" in shown
+    for figures in (*quality.presets.values(), *quality.freezing.values()):
+        assert f"{figures.cosine_mean:.5f}" in shown
+
+
+def test_a_preset_that_falls_short_is_warned_of_when_it_is_loaded(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
+    calibration = Calibration.load(tiny_calibration(seed=0))
+    bad = Figures(cosine_mean=0.7, cosine_q01=0.2, kl_mean=0.5, kl_q99=3.0, top1_agreement=0.5)
+    calibration.quality = Quality(3, 500, "0" * 64, "float32", "cpu", {"turbo3": bad}, 8, {})
+    path = tmp_path / "bad.safetensors"
+    calibration.save(path)
+    assert re.search(r"turbo3 .* no │", esm("info", path).out)
+    model = ["--model", tiny_folder, "--calibration", path]
+    result = esm("score", fasta, fasta, *model)
+    assert result.code == 0
+    assert result.err.count("warning: preset 'turbo3' is inaccurate on this model: mean cosine 0.7") == 1
+    assert "inaccurate" not in esm("score", fasta, fasta, *model, "--preset", "turbo4").err
 
 
 def test_calibrate_accepts_gzip_lower_case_stops_and_windows_line_ends(esm, tmp_path, tiny_folder):

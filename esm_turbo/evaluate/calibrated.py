@@ -1,0 +1,108 @@
+"""What a new calibration is worth: its presets and the freezing error, on proteins that it has not seen."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from esm_turbo.assets import evaluation_proteins
+from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.evaluate.metrics import Accuracy
+from esm_turbo.evaluate.protocols import Comparison, Protein, extend_at_end, leave_one_out
+from esm_turbo.files.quality import EXPECTED, Figures, Quality
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.tasks.common.progress import Progress, StageProgress
+
+if TYPE_CHECKING:
+    from esm_turbo.calibration import Calibration
+    from esm_turbo.context_model import ContextModel
+
+# Residues of the calibration for each residue measured, so that measuring takes at most a third of its time.
+_CALIBRATED_PER_MEASURED = 64
+_NEW_RESIDUES, _REFRESHED = 8, (0, DEFAULT_REFRESH, 32)
+
+
+def measure_calibration(
+    turbo: ContextModel,
+    calibration: Calibration,
+    records: Sequence[ProteinRecord],
+    held_out: Sequence[ProteinRecord] | None = None,
+    progress: Progress | None = None,
+) -> Quality | None:
+    """Measure the presets of a calibration on proteins that are not part of it, and the freezing error of its model.
+
+    Args:
+        turbo: the model, which is not changed.
+        calibration: of this model.
+        records: the proteins of the calibration.
+        held_out: other proteins, of which as many are measured as keep the time below a third of the calibration's,
+            at least one; None takes the shipped evaluation proteins.
+        progress: called with stage `measure` and residues, see `Progress`.
+
+    Returns:
+        The figures; None if all of `held_out` are among `records`.
+
+    Raises:
+        ValueError: outputs of a preset contain NaN or infinity.
+    """
+    held_out = read_fasta_strict(evaluation_proteins()) if held_out is None else held_out
+    proteins = _measured(held_out, records)
+    if not proteins:
+        return None
+    configs = {config.name: config for config in calibration.fitted if config.name in EXPECTED}
+    counter = StageProgress(progress, "measure", 2 * sum(map(len, proteins)))
+    counter.advance(0)
+
+    def advance() -> Callable[[int], None]:
+        lengths = iter(map(len, proteins))
+        return lambda count: counter.advance(sum(islice(lengths, count)))
+
+    with _calibrated(turbo, calibration):
+        loo = leave_one_out(turbo, proteins, configs, advance(), layers=False)
+        ends = extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, advance())
+    return Quality(
+        proteins=len(proteins),
+        residues=sum(map(len, proteins)),
+        sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
+        dtype=str(turbo.model.dtype).removeprefix("torch."),
+        device=turbo.model.device.type,
+        presets={name: _figures(comparison) for name, comparison in loo.turbo_frozen.items()},
+        new_residues=_NEW_RESIDUES,
+        freezing={e.refreshed: _figures(e.arms.frozen_full) for e in ends if len(e.arms.frozen_full)},
+    )
+
+
+def _measured(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -> list[Protein]:
+    """The first proteins, up to the residues to measure, without those that are or hold a part of the calibration."""
+    known = "\n".join(record.sequence for record in records)
+    left = sum(len(record.sequence) for record in records) // _CALIBRATED_PER_MEASURED
+    chosen: list[Protein] = []
+    for record in held_out:
+        if record.sequence in known or any(one.sequence in record.sequence for one in records):
+            continue
+        left -= len(record.sequence)
+        if chosen and left < 0:
+            break
+        chosen.append(Protein(record.id, record.sequence))
+    return chosen
+
+
+@contextmanager
+def _calibrated(turbo: ContextModel, calibration: Calibration) -> Iterator[None]:
+    """The model with this calibration; then with its own."""
+    encoder = turbo.model.base_model
+    options = {"preset": encoder.turbo_config, "backend": encoder.backend}
+    before = encoder.calibration
+    encoder.set_turbo(calibration=calibration, **options)
+    try:
+        yield
+    finally:
+        encoder.set_turbo(calibration=before, **options)
+
+
+def _figures(comparison: Comparison) -> Figures:
+    accuracy: Accuracy = comparison.residues.accuracy()
+    return Figures(**{name: getattr(accuracy, name) for name in Figures.__dataclass_fields__})
