@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.row_index import of_rows
 from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
 from esm_turbo.files.tabular import named
+from esm_turbo.model.inputs import check_context_index
 from esm_turbo.proteins.tokens import TokenCodes
 
 if TYPE_CHECKING:
@@ -145,16 +147,20 @@ class ContextModel:
         eos: bool = True,
         refresh: int = DEFAULT_REFRESH,
         append: bool = False,
+        context_index: Sequence[int] | Tensor | None = None,
     ) -> ExtendOutput:
         """Run new residues after cached contexts.
 
         Args:
-            cache: one row per sequence, or one row that all sequences share. It changes only if `append` is set.
+            cache: one row per sequence, one row that all sequences share, or any rows with a `context_index`. It
+                changes only if `append` is set.
             sequences: the new residues of each row; `<mask>` may stand for one.
             eos: end with `<eos>`.
             refresh: number of residues at the end of the context that run again together with the new ones, their
                 cached keys and values hidden. This removes most of the freezing error.
-            append: add the new residues (not `<eos>`) to the cache.
+            append: add the new residues (not `<eos>`) to the cache; not with a `context_index`.
+            context_index: the row of the cache that each sequence follows, integers [batch], in any order and as often
+                as you like.
 
         Returns:
             Outputs for the new residues and `<eos>`, padded on the right.
@@ -167,7 +173,10 @@ class ContextModel:
         sequences = as_list(sequences)
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")
-        if cache.batch_size not in (1, len(sequences)):
+        index = None
+        if context_index is not None:
+            index = check_context_index(context_index, len(sequences), cache.batch_size)
+        elif cache.batch_size not in (1, len(sequences)):
             raise ValueError(f"the cache has {cache.batch_size} rows, but there are {len(sequences)} sequences")
         if not bool((cache.lengths > 0).all()):
             raise ValueError("the cache has an empty row: prefill a context first")
@@ -176,10 +185,11 @@ class ContextModel:
         first = torch.maximum(lengths - refresh, (ids[:, 0] == self.codes.cls).long())
         bounds = zip(ids.tolist(), first.tolist(), lengths.tolist(), strict=True)
         tails = [row[start:length] for row, start, length in bounds]
-        first, lengths, nexts = (x[:, None].expand(len(sequences), 1) for x in (first, lengths, nexts))
+        first, lengths, nexts = (of_rows(x, index)[:, None].expand(len(sequences), 1) for x in (first, lengths, nexts))
         rows, ends = [], []
         for number, sequence in enumerate(sequences, start=1):
-            tail, new = tails[(number - 1) % len(tails)], self.codes.encode(sequence, f"sequence {number}")
+            row = (number - 1) % len(tails) if index is None else index.contexts[number - 1]
+            tail, new = tails[row], self.codes.encode(sequence, f"sequence {number}")
             rows.append([*tail, *new, *([self.codes.eos] if eos else [])])
             ends.append(len(tail) + len(new))
         input_ids, mask = self.codes.batch(rows)
@@ -188,7 +198,7 @@ class ContextModel:
         columns = first + steps
         positions = nexts + columns - lengths
         if cache.positions is not None:
-            stored = cache.positions.cpu().long().expand(len(sequences), -1)
+            stored = of_rows(cache.positions.cpu().long(), index).expand(len(sequences), -1)
             positions = torch.where(
                 columns < lengths, stored.gather(1, columns.clamp_max(cache.columns - 1)), positions
             )
@@ -199,6 +209,7 @@ class ContextModel:
             torch.cat([past.long(), mask], dim=1).to(device),
             positions.to(device),
             past_key_values=cache,
+            context_index=None if index is None else index.contexts.tolist(),
             use_cache=append,
             append_mask=((steps >= begin) & (steps < end)).to(device),
         ).last_hidden_state
@@ -206,11 +217,11 @@ class ContextModel:
         width = int((mask.sum(1, keepdim=True) - begin).max())
         column = begin + torch.arange(width)
         new_mask = (column < mask.sum(1, keepdim=True)).long()
-        index = column.clamp_max(len(steps) - 1)[..., None].to(device)
+        at = column.clamp_max(len(steps) - 1)[..., None].to(device)
         logits = self.model.lm_head(states)
         return ExtendOutput(
-            states.gather(1, index.expand(-1, -1, states.shape[2])),
-            logits.gather(1, index.expand(-1, -1, logits.shape[2])),
+            states.gather(1, at.expand(-1, -1, states.shape[2])),
+            logits.gather(1, at.expand(-1, -1, logits.shape[2])),
             new_mask.to(device),
         )
 

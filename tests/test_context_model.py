@@ -134,6 +134,28 @@ def test_rows_do_not_depend_on_their_neighbours(exact: TurboEsm) -> None:
         assert_same_states(together.logits[row, :n], alone.logits[0], exact.model.config)
 
 
+@pytest.mark.parametrize("refresh", [0, 8])
+def test_sequences_name_their_contexts(turbo: TurboEsm, refresh: int) -> None:
+    """As one context at a time, up to the rounding of products that are summed in another order."""
+    cache, index = turbo.prefill([*SEQUENCES, "MKTAY"]), [2, 0, 1, 0]
+    new = ["GSGSW", "A", "GG<mask>", "WWK"]
+    found = turbo.extend(cache, new, refresh=refresh, context_index=torch.tensor(index))
+    assert found.attention_mask.sum(1).tolist() == [6, 2, 4, 4]
+    for row, context in enumerate(index):
+        expected = turbo.extend(cache.select(context), new[row], refresh=refresh)
+        n = expected.logits.shape[1]
+        assert_same_states(found.logits[row, :n], expected.logits[0], turbo.model.config)
+        assert_same_states(found.hidden_states[row, :n], expected.hidden_states[0], turbo.model.config)
+
+
+def test_sequences_that_name_no_context(turbo: TurboEsm) -> None:
+    cache = turbo.prefill(SEQUENCES)
+    with pytest.raises(ValueError, match="`context_index` of row 1 must lie in 0 to 1, got 2"):
+        turbo.extend(cache, ["GS", "GS"], context_index=[0, 2])
+    with pytest.raises(ValueError, match="nothing can be appended to contexts that rows name"):
+        turbo.extend(cache, ["GS", "GS"], context_index=[0, 1], append=True)
+
+
 def test_extend_leaves_the_cache_alone(turbo: TurboEsm) -> None:
     cache = turbo.prefill(SEQUENCES)
     first = turbo.extend(cache, ["GAV", "L"])

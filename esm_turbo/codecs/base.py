@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.fitting.statistics import KVStatistics
+from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import codec_fingerprint
 
@@ -38,7 +39,8 @@ Packed = dict[str, Tensor]
 class PackedContext:
     """One layer of a cache, as an extension reads it.
 
-    Shapes: C cached rows (the batch, or 1 shared by all), B batch of the extension, H heads, L columns, P slots.
+    Shapes: C cached rows (the batch, 1 shared by all, or any number with an `index`), B batch of the extension, H
+    heads, L columns, P slots.
 
     Attributes:
         packed: tensors of the codec, [C, H, L, ...].
@@ -53,6 +55,7 @@ class PackedContext:
             `visible` together determine `mask`.
         visible_words: the same as `visible` in the form that a backend reads, where a caller has made it for all layers
             (`KVBackend.pack_mask`).
+        index: cached row that each row reads; None if they are the same, or one that all share.
     """
 
     packed: Packed
@@ -64,6 +67,7 @@ class PackedContext:
     protected_columns: Tensor | None = None
     visible: Tensor | None = None
     visible_words: Tensor | None = None
+    index: RowIndex | None = None
 
 
 @dataclass(frozen=True)

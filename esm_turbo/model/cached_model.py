@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, Packed, PackedContext, codec_class, codec_without_calibration
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
 from esm_turbo.kv.tensors import OWN_TENSORS
@@ -30,10 +31,12 @@ from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.inputs import (
+    check_context_index,
     check_inputs,
     check_not_all_masked,
     check_positions,
     count_tokens,
+    in_order,
     positions_to_store,
     split_attention_mask,
     token_mask,
@@ -310,6 +313,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         inputs_embeds: Tensor | None = None,
         *,
         past_key_values: TurboKVCache | None = None,
+        context_index: Sequence[int] | Tensor | None = None,
         use_cache: bool | None = None,
         token_counts: tuple[Tensor, Tensor] | None = None,
         append_mask: Tensor | None = None,
@@ -327,7 +331,10 @@ class CachedModel(CheckpointMixin, _LibraryModel):
                 hides that token from that row.
             position_ids: [batch, n] or [1, n]; by default each row's next positions.
             inputs_embeds: replaces `input_ids`; only without a cache.
-            past_key_values: the context. A context of a single row is shared by all rows of the batch.
+            past_key_values: the contexts: one for each row of the batch, one that all rows share, or any with a
+                `context_index`.
+            context_index: the context that each row reads, integers [batch], in any order and as often as you like;
+                where it lies on a device, it is waited for. Rows cannot be appended to contexts that they name.
             use_cache: write a cache (False by default, whatever the configuration says). Without a past it holds the
                 input; with one the new tokens are appended to the past.
             token_counts: number of tokens and of masks in the whole input that this one is a part of, int64 [batch]
@@ -359,10 +366,13 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             if input_ids is None or inputs_embeds is not None:
                 raise ValueError("a forward with a cache needs `input_ids`")
             check_inputs(input_ids, attention_mask, position_ids, self.config.vocab_size)
+        if context_index is not None and not extends:
+            raise ValueError("`context_index` needs `past_key_values` with contexts")
         if extends:
             assert past is not None and input_ids is not None
             output = self._extend(
                 past,
+                context_index,
                 input_ids,
                 attention_mask,
                 position_ids,
@@ -606,6 +616,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
     def _extend(
         self,
         cache: TurboKVCache,
+        context_index: Sequence[int] | Tensor | None,
         input_ids: Tensor,
         attention_mask: Tensor | None,
         position_ids: Tensor | None,
@@ -620,42 +631,54 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         self._claim(cache)
         self._compile_ahead(cache.codec)
         batch_size, n = input_ids.shape
-        if cache.batch_size not in (1, batch_size):
-            raise ValueError(f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared")
+        index = None
+        if context_index is not None:
+            if appends:
+                raise ValueError("nothing can be appended to contexts that rows name: leave out `context_index`")
+            index = check_context_index(context_index, batch_size, cache.batch_size)
+            # One context is shared, as without an index.
+            index = index if cache.batch_size > 1 else None
+        elif cache.batch_size not in (1, batch_size):
+            raise ValueError(
+                f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared, unless rows"
+                " name theirs in `context_index`"
+            )
         if appends and cache.batch_size != batch_size:
             raise ValueError(
                 f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
             )
-        if not appends and token_counts is None and not {n for n, x in kwargs.items() if x} - {"return_dict"}:
+        plain = not {n for n, x in kwargs.items() if x} - {"return_dict"}
+        if plain and index is None and not appends and token_counts is None:
             replayed = self._extend_by_graph(cache, input_ids, attention_mask, position_ids)
             if replayed is not None:
                 return replayed
-        past_mask, new_mask = split_attention_mask(cache, input_ids, attention_mask)
+        past_mask, new_mask = split_attention_mask(cache, input_ids, attention_mask, index)
         if token_counts is None and self.token_dropout:
-            token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask)
+            token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask, index)
         embeddings = self.embed(input_ids, new_mask, token_counts)
         given = position_ids
         if position_ids is None:
-            position_ids = cache.next_positions[:, None] + torch.arange(n, device=input_ids.device)
+            position_ids = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=input_ids.device)
             check_positions(position_ids)
         append = None
         if appends:
             keep = new_mask if append_mask is None else append_mask
             stored_positions = positions_to_store(keep, new_mask, given, position_ids)
             append = cache.plan_append(input_ids, keep, stored_positions, self.special_ids, chains)
-        session = Extension(
-            cache,
-            self.kv_backend,
-            past_mask,
-            None if attention_mask is None else new_mask,
-            append,
-            None if attention_mask is None or attention_mask.shape[1] == n else past_mask,
-        )
+        seen = None if attention_mask is None else new_mask
+        visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
         positions = position_ids.expand(batch_size, n)
+        order = None
+        if index is not None:
+            index, order = index.grouped(input_ids.device)
+        if order is not None:
+            input_ids, embeddings, positions = (x[order] for x in (input_ids, embeddings, positions))
+            past_mask, seen, visible = (None if x is None else x[order] for x in (past_mask, seen, visible))
+        session = Extension(cache, self.kv_backend, past_mask, seen, append, visible, index)
         output = self._run_extension(session, input_ids, embeddings, positions, kwargs)
         if append is not None:
             cache.commit(append)
-        return output
+        return output if order is None else in_order(output, order.argsort())
 
     def _run_extension(
         self,
@@ -730,12 +753,17 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             yield growth
 
     def _counts_with_past(
-        self, cache: TurboKVCache, past_mask: Tensor | None, input_ids: Tensor, new_mask: Tensor
+        self,
+        cache: TurboKVCache,
+        past_mask: Tensor | None,
+        input_ids: Tensor,
+        new_mask: Tensor,
+        index: RowIndex | None,
     ) -> tuple[Tensor, Tensor]:
         """Number of tokens and of masks that each row sees, past and new together."""
-        seen = cache.valid() if past_mask is None else past_mask
+        seen = of_rows(cache.valid(), index) if past_mask is None else past_mask
         tokens, masks = count_tokens(input_ids, new_mask, self.config.mask_token_id)
-        masked = seen & (cache.token_ids == self.config.mask_token_id)
+        masked = seen & of_rows(cache.token_ids == self.config.mask_token_id, index)
         return tokens + seen.sum(1), masks + masked.sum(1)
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
 
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 
 
@@ -50,6 +55,33 @@ def check_positions(position_ids: Tensor) -> None:
             raise ValueError(f"`position_ids` must lie in 0 to {MAX_POSITION}, got {int(outside[0])}")
 
 
+def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, contexts: int) -> RowIndex:
+    """The context that each row names; on a device it has to be waited for.
+
+    Args:
+        context_index: integers [batch].
+        batch_size: number of rows.
+        contexts: number of contexts.
+
+    Raises:
+        ValueError: it is not integers [batch], or a row names a context that there is not.
+    """
+    allowed = f"`context_index` must be integers [batch] = [{batch_size}]"
+    try:
+        index = torch.as_tensor(context_index)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{allowed}, got {context_index!r}") from error
+    if index.shape != (batch_size,) or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+        raise ValueError(f"{allowed}, got {index.dtype} {list(index.shape)}")
+    numbers = index.cpu().numpy().astype(np.int64)
+    outside = np.flatnonzero((numbers < 0) | (numbers >= contexts))
+    if len(outside):
+        raise ValueError(
+            f"`context_index` of row {outside[0]} must lie in 0 to {contexts - 1}, got {numbers[outside[0]]}"
+        )
+    return RowIndex(numbers)
+
+
 def token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Mask of the real tokens, bool [batch, n]: all of them without an `attention_mask`."""
     if attention_mask is None:
@@ -75,7 +107,7 @@ def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
 
 
 def split_attention_mask(
-    cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None
+    cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None, index: RowIndex | None = None
 ) -> tuple[Tensor | None, Tensor]:
     """Split the mask of an extension into that of the past and that of the new tokens.
 
@@ -83,6 +115,7 @@ def split_attention_mask(
         cache: the past.
         input_ids: the new tokens, [batch, n].
         attention_mask: [batch, n] or [batch, past + n]; None for all tokens.
+        index: of the rows, where they name theirs.
 
     Returns:
         The visible columns of the cache, bool [batch, columns] or None for all of them, and the real new tokens, bool
@@ -101,13 +134,14 @@ def split_attention_mask(
         )
     valid = cache.valid()
     ragged = valid.device.type != "cpu" or not bool(valid.all())
+    valid = of_rows(valid, index)
     past_mask = valid.expand(batch_size, -1) if ragged else None
     if past:
         assert attention_mask is not None
         given = attention_mask[:, :past] != 0
         if given.device.type == "cpu" and bool((given & ~valid[:, :past]).any()):
             row = int((given & ~valid[:, :past]).any(1).nonzero()[0])
-            length = int(cache.lengths[row % cache.batch_size])
+            length = int(cache.lengths[row % cache.batch_size if index is None else index.contexts[row]])
             raise ValueError(f"`attention_mask` shows past tokens that row {row} does not hold: it has {length}")
         past_mask = given & valid[:, :past]
         spare = cache.columns - past
@@ -117,6 +151,16 @@ def split_attention_mask(
     new_mask = token_mask(input_ids, attention_mask)
     _check_right_padded(new_mask)
     return past_mask, new_mask
+
+
+def in_order(output: ModelOutput, order: Tensor) -> ModelOutput:
+    """The output of a forward with its rows in another order, int64 [batch]."""
+    for name, value in list(output.items()):
+        if isinstance(value, Tensor):
+            output[name] = value[order]
+        elif isinstance(value, tuple):
+            output[name] = tuple(x[order] for x in value)
+    return output
 
 
 def positions_to_store(keep: Tensor, mask: Tensor, given: Tensor | None, computed: Tensor) -> Tensor | None:

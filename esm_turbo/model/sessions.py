@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import Packed, PackedContext
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.ops.backends import KVBackend
@@ -66,12 +67,13 @@ class Extension(KVSession):
     """Lets new tokens attend to a cache and to each other.
 
     Args:
-        cache: with one row for each of the extension's, or one row shared by all; not changed.
+        cache: with one row for each of the extension's, one row shared by all, or any rows and an `index`; not changed.
         backend: computes everything that the session does.
         past_mask: which columns each row sees, bool [batch, columns]; None for all.
         mask: which new tokens are seen, bool [batch, n]; None for all.
         append: receives the new tokens; None stores none.
         visible: the columns that the caller shows to each row, bool [batch, columns]; None for all.
+        index: row of the cache that each row reads; None if they are the same, or one that all share.
     """
 
     def __init__(
@@ -82,8 +84,10 @@ class Extension(KVSession):
         mask: Tensor | None,
         append: Append | None = None,
         visible: Tensor | None = None,
+        index: RowIndex | None = None,
     ) -> None:
         self.cache = cache
+        self.index = index
         self.backend = backend
         self.mask = mask
         self.append = append
@@ -91,7 +95,7 @@ class Extension(KVSession):
         self.visible = visible
         self.protected_mask: Tensor | None = None
         if cache.protected_columns.shape[1]:
-            self.past_mask, self.protected_mask = _split_protected(cache, past_mask)
+            self.past_mask, self.protected_mask = _split_protected(cache, past_mask, index)
             assert cache.codec is not None
             backend.prepare(cache.codec, [layer.protected for layer in cache.layers])
         # What all layers of a device share.
@@ -113,6 +117,7 @@ class Extension(KVSession):
             shared.protected_columns,
             shared.visible,
             shared.visible_words,
+            self.index,
         )
         assert self.cache.codec is not None
         output = self.backend.extend_attention(query, keys, values, shared.mask, context, self.cache.codec, layer_idx)
@@ -171,11 +176,12 @@ class GrowingExtension(Extension):
         return output
 
 
-def _split_protected(cache: TurboKVCache, past_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+def _split_protected(cache: TurboKVCache, past_mask: Tensor | None, index: RowIndex | None) -> tuple[Tensor, Tensor]:
     """Splits a mask into those of packed columns, without protected tokens, and of slots, [batch, slots]."""
+    columns = cache.protected_columns.long()
     if past_mask is None:
-        past_mask = cache.valid()
-    columns = cache.protected_columns.long().expand(past_mask.shape[0], -1)
+        past_mask = of_rows(cache.valid(), index)
+    columns = of_rows(columns, index).expand(past_mask.shape[0], -1)
     used = columns >= 0
     columns = columns.clamp_min(0)
     protected_mask = past_mask.gather(1, columns) & used

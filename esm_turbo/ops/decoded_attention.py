@@ -27,7 +27,7 @@ _ALIGNMENT = 8
 
 def pays(query: Tensor, context: PackedContext, codec: KVCodec) -> bool:
     """Whether to decode the context: it is exact, or many queries share it and hide none of its columns."""
-    if query.device.type != "cuda":
+    if query.device.type != "cuda" or context.index is not None:
         return False
     if isinstance(codec, ExactCodec):
         return True

@@ -126,9 +126,11 @@ def extend_attention(
     output = torch.zeros(query.shape)
     for row in range(batch_size):
         for head in range(query.shape[1]):
-            # One cached row may serve the whole batch.
-            k = torch.cat([part[0][row % len(part[0]), head][part[2][row]] for part in parts])
-            v = torch.cat([part[1][row % len(part[1]), head][part[2][row]] for part in parts])
+            # One cached row may serve the whole batch, or rows name theirs; the new tokens are each row's own.
+            named = row if context.index is None else int(context.index.contexts[row])
+            own = [named % len(past_keys)] * (len(parts) - 1) + [row]
+            k = torch.cat([part[0][i, head][part[2][row]] for i, part in zip(own, parts, strict=True)])
+            v = torch.cat([part[1][i, head][part[2][row]] for i, part in zip(own, parts, strict=True)])
             if len(k):
                 scores = query[row, head].float() @ k.T
                 output[row, head] = torch.softmax(scores, dim=-1) @ v

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.codecs.row_index import Group
 
 __all__ = ["encode", "extend_attention", "gelu", "rotate", "take_tokens"]
 
@@ -108,6 +110,50 @@ def extend_attention(
     Returns:
         [B, H, n, D], in the query's dtype; zeros for a row that sees nothing.
     """
+    new = _OnlineSoftmax(query)
+    new.add_scores(query.float()[:, :, None], None, keys.float(), mask)
+    new.add_values(values.float())
+    new_output, new_lse = new.finish(query.shape)
+    parts = [_attend_past(query[rows], read, codec, layer_idx) for rows, read in _contexts(context)]
+    past = [part for part in parts if part is not None]
+    if not past:
+        return new_output.to(query.dtype)
+    past_output, past_lse = past[0] if len(past) == 1 else map(torch.cat, zip(*past, strict=True))
+    highest = torch.maximum(past_lse, new_lse).clamp_min(_LOWEST)
+    past_weight, new_weight = torch.exp(past_lse - highest), torch.exp(new_lse - highest)
+    total = (past_weight + new_weight).clamp_min(torch.finfo(torch.float32).tiny)
+    output = (past_output * past_weight + new_output * new_weight) / total
+    return output.to(query.dtype)
+
+
+def _contexts(context: PackedContext) -> list[tuple[slice, PackedContext]]:
+    """What is attended to at once: rows, and the contexts that they read. With an index, one context after another."""
+    if context.index is None:
+        return [(slice(None), context)]
+    return [(slice(group.start, group.stop), _read_by(context, group)) for group in context.index.groups]
+
+
+def _read_by(context: PackedContext, group: Group) -> PackedContext:
+    """The one context that a group of rows reads, as these rows read it."""
+    own, rows = slice(group.context, group.context + 1), slice(group.start, group.stop)
+    columns = next(iter(context.packed.values())).shape[2]
+    lengths = context.lengths
+    # On a device a length would have to be waited for; columns beyond it are masked.
+    if lengths is not None and lengths.device.type == "cpu":
+        columns = max(1, int(lengths[group.context]))
+    return replace(
+        context,
+        packed={name: tensor[own, :, :columns] for name, tensor in context.packed.items()},
+        mask=None if context.mask is None else context.mask[rows, :columns],
+        protected={name: tensor[own] for name, tensor in context.protected.items()},
+        protected_mask=None if context.protected_mask is None else context.protected_mask[rows],
+        rows={name: tensor[own] for name, tensor in context.rows.items()},
+        index=None,
+    )
+
+
+def _attend_past(query: Tensor, context: PackedContext, codec: KVCodec, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+    """Attention to the context alone: float32 [B, H, n, D], and log-sum-exp [B, H, n, 1]; None if it is empty."""
     rows = next(iter(context.packed.values())).shape[0]
     folded = _fold(query.float(), rows)
     past = _OnlineSoftmax(folded)
@@ -124,20 +170,10 @@ def extend_attention(
         # The decoded keys are freed before the values are decoded.
         past.add_scores(*mapped, codec.unpack(layer_idx, "key", tokens), visible)
         past.add_values(codec.unpack(layer_idx, "value", tokens))
-    new = _OnlineSoftmax(query)
-    new.add_scores(query.float()[:, :, None], None, keys.float(), mask)
-    new.add_values(values.float())
-    new_output, new_lse = new.finish(query.shape)
     if past.acc is None:
-        return new_output.to(query.dtype)
-    past_output, past_lse = past.finish(query.shape)
-    past_output = codec.unmap_output(layer_idx, past_output)
-
-    highest = torch.maximum(past_lse, new_lse).clamp_min(_LOWEST)
-    past_weight, new_weight = torch.exp(past_lse - highest), torch.exp(new_lse - highest)
-    total = (past_weight + new_weight).clamp_min(torch.finfo(torch.float32).tiny)
-    output = (past_output * past_weight + new_output * new_weight) / total
-    return output.to(query.dtype)
+        return None
+    output, lse = past.finish(query.shape)
+    return codec.unmap_output(layer_idx, output), lse
 
 
 class _OnlineSoftmax:

@@ -100,7 +100,7 @@ def extend_attention(
     """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
     if decoded_attention.pays(query, context, codec):
         return decoded_attention.extend_attention(query, keys, values, mask, context, codec, layer_idx)
-    if not can_run(codec):
+    if not can_run(codec) or context.index is not None:
         return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
     any_packed = next(iter(context.packed.values()))

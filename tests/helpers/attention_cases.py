@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import TurboConfig
 from tests.helpers.codec_samples import correlated, fitted, statistics_of
 
@@ -82,6 +83,7 @@ def make_case(
     *,
     batch: int = 2,
     shared: bool = False,
+    index: tuple[int, ...] | None = None,
     n: int = 3,
     columns: int = 70,
     lengths: tuple[int, ...] | None = None,
@@ -99,6 +101,8 @@ def make_case(
         codec: stores the contexts.
         batch: rows of the extension.
         shared: whether all rows share one context.
+        index: context of each row, instead of `batch`; rows of a context follow each other. There are as many contexts
+            as `lengths`.
         n: new tokens.
         columns: of the contexts.
         lengths: of the contexts; columns beyond them hold garbage. None for all columns.
@@ -112,6 +116,10 @@ def make_case(
     """
     geometry = codec.geometry
     heads, head_dim, contexts = geometry.num_heads, geometry.head_dim, 1 if shared else batch
+    row_index = None
+    if index is not None:
+        assert lengths is not None
+        batch, contexts, row_index = len(index), len(lengths), RowIndex(np.array(index))
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -141,7 +149,7 @@ def make_case(
     protected: Packed = {}
     protected_columns = torch.zeros(contexts, slots, dtype=torch.int32)
     protected_mask = None
-    seen = there.expand(batch, -1)
+    seen = of_rows(there, row_index).expand(batch, -1)
     visible = None
     if masked:
         visible = ~hidden(batch, columns)
@@ -156,14 +164,15 @@ def make_case(
         protected_columns = torch.stack([(length - slot) % length for slot in range(slots)], dim=1).to(torch.int32)
         if slots > 1:
             protected_columns[:, -1] = -1
-        protected_mask = (protected_columns >= 0).expand(batch, -1)
+        protected_mask = of_rows(protected_columns >= 0, row_index).expand(batch, -1)
         if masked:
             protected_mask = protected_mask & ~hidden(batch, slots)
         is_protected = torch.arange(columns) == protected_columns[:, :, None]
-        seen = seen & ~is_protected.any(dim=1)
+        seen = seen & ~of_rows(is_protected.any(dim=1), row_index)
     mask = ~hidden(batch, n) if masked else None
 
-    sides = [codec.decode(LAYER, packed | rows), special, (keys.cpu().float(), values.cpu().float())]
+    sides = [codec.decode(LAYER, packed | rows), special]
+    sides = [[of_rows(x, row_index) for x in side] for side in sides] + [(keys.cpu().float(), values.cpu().float())]
     all_keys, all_values = (
         torch.cat([side[kind].expand(batch, -1, -1, -1) for side in sides], dim=2).to(device) for kind in (0, 1)
     )
@@ -182,6 +191,7 @@ def make_case(
         length.to(device),
         protected_columns.to(device),
         None if visible is None else visible.to(device),
+        index=row_index,
     )
     mask = None if mask is None else mask.to(device)
     return Case(query, keys, values, mask, context, all_keys, all_values, torch.cat(masks, dim=1).to(device))

@@ -126,6 +126,38 @@ def test_an_extension_refuses(plain: TurboEsmForMaskedLM, cache: TurboKVCache, c
     assert (cache.nbytes, cache.lengths.tolist()) == (before, [9, 5])
 
 
+INDEXES = {
+    "too few": ([0], r"`context_index` must be integers \[batch\] = \[2\], got torch.int64 \[1\]"),
+    "of two dimensions": (
+        torch.zeros(2, 1, dtype=torch.int64),
+        "`context_index` must be integers .* got .* \\[2, 1\\]",
+    ),
+    "numbers that are no integers": ([0.0, 1.0], "`context_index` must be integers .* got torch.float32"),
+    "a mask": (torch.tensor([True, False]), "`context_index` must be integers .* got torch.bool"),
+    "names": (["a", "b"], "`context_index` must be integers .* got \\['a', 'b'\\]"),
+    "too large": ([1, 2], "`context_index` of row 1 must lie in 0 to 1, got 2"),
+    "negative": ([-1, 0], "`context_index` of row 0 must lie in 0 to 1, got -1"),
+}
+
+
+@pytest.mark.parametrize("case", INDEXES)
+def test_an_index_of_contexts_that_is_refused(plain: TurboEsmForMaskedLM, cache: TurboKVCache, case: str) -> None:
+    index, message = INDEXES[case]
+    refuses(message, plain, NEW, past_key_values=cache, context_index=index)
+    refuses(message, plain.esm, NEW, past_key_values=cache, context_index=index)
+
+
+def test_what_cannot_be_done_with_contexts_that_rows_name(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
+    message = "nothing can be appended to contexts that rows name"
+    refuses(message, plain, NEW, past_key_values=cache, context_index=[0, 1], use_cache=True)
+    assert cache.lengths.tolist() == [9, 5]
+    refuses("`context_index` needs `past_key_values`", plain, NEW, context_index=[0, 1])
+    shown = torch.ones(2, 12, dtype=torch.int64)
+    refuses("shows past tokens that row 0 does not hold: it has 5", plain, NEW, shown, past_key_values=cache,
+            context_index=[1, 0])  # fmt: skip
+    refuses("the cache has 2 rows, the extension 3; only 1 row is", plain, NEW[[0, 1, 1]], past_key_values=cache)
+
+
 def test_many_rows_are_not_appended_to_one(plain: TurboEsmForMaskedLM) -> None:
     with torch.no_grad():
         cache = plain(IDS[:1], use_cache=True).past_key_values

@@ -545,6 +545,51 @@ def test_backends_agree_through_the_model(tiny_model: object, cache_config: Turb
             assert (outputs[0] - outputs[1]).abs().max() <= 5e-5
 
 
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_rows_name_their_contexts(tiny_model: object, cache_config: TurboConfig, backend: str, masked: bool) -> None:
+    """Rows in any order give what each context gives its own rows: positions, masks and token dropout included."""
+    model = tiny_model(preset=cache_config, calibrated=True, backend=backend)
+    contexts, index = [21, 5, 13], [2, 0, 2, 1, 0]
+    new_ids, new_mask = random_ids([4, 2, 3, 4, 1], seed=1, masks=1, cls=False)
+    with torch.no_grad():
+        cache = model(*random_ids(contexts, masks=1), use_cache=True).past_key_values
+        before = cache.nbytes
+        both = torch.cat([cache.valid()[index].long(), new_mask], dim=1)
+        both[:, [1, 2]] = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0], [1, 0]])
+        mask = both if masked else new_mask
+        found = model(new_ids, mask, past_key_values=cache, context_index=index, output_hidden_states=True)
+        for row, context in enumerate(index):
+            length, n = contexts[context], int(new_mask[row].sum())
+            own = torch.cat([both[row : row + 1, :length], new_mask[row : row + 1, :n]], dim=1) if masked else None
+            expected = model(
+                new_ids[row : row + 1, :n],
+                own,
+                past_key_values=cache.select(context),
+                output_hidden_states=True,
+            )
+            # The tolerance between backends.
+            assert (found.logits[row, :n] - expected.logits[0]).abs().max() <= 5e-5
+            for ours, theirs in zip(found.hidden_states, expected.hidden_states, strict=True):
+                assert (ours[row, :n] - theirs[0]).abs().max() <= 5e-5
+    assert (cache.nbytes, cache.lengths.tolist(), found.past_key_values) == (before, contexts, None)
+
+
+def test_rows_name_contexts_with_gaps_in_positions(exact: TurboEsm) -> None:
+    """New tokens follow the last position of the context that they name; one context alone may be named, too."""
+    with torch.no_grad():
+        caches = [prefill(exact.model, residues(length, cls=True)) for length in (12, 20)]
+        middle = torch.tensor([residues(3, seed=1)])
+        exact.model(middle, None, torch.tensor([[50, 51, 52]]), past_key_values=caches[0], use_cache=True)
+        new_ids = torch.tensor([residues(2, seed=2)] * 3)
+        found = exact.model(new_ids, past_key_values=TurboKVCache.cat(caches), context_index=torch.tensor([1, 0, 1]))
+        alone = exact.model(new_ids, past_key_values=caches[0], context_index=[0, 0, 0])
+        for row, context in ((0, 1), (1, 0), (2, 1)):
+            expected = exact.model(new_ids[:1], past_key_values=caches[context]).logits[0]
+            assert_same_states(found.logits[row], expected, exact.model.config)
+    assert_same_states(alone.logits[2], found.logits[1], exact.model.config)
+
+
 def test_rows_of_padding_are_finite(tiny_model: object, cache_config: TurboConfig) -> None:
     model = tiny_model(preset=cache_config, calibrated=True)
     ids, mask = random_ids([9, 9])

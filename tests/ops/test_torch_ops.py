@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.esm import modeling_esm
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.ops import reference, torch_ops
+from tests.helpers.attention_cases import LAYER, codec_of, make_case
 from tests.helpers.codec_samples import certain_tokens
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -107,3 +111,54 @@ def test_tokens_are_encoded_in_order_without_options(tiny_model: Callable[..., o
     assert all(torch.equal(packed[name], x) for name, x in by_hand.items())
     shifted, _, _ = torch_ops.encode(codec, 0, keys, values, start=torch.tensor([64, 64]), columns=73, summarize=False)
     assert not all(torch.equal(shifted[name], x) for name, x in by_hand.items())
+
+
+@st.composite
+def named_contexts(draw: st.DrawFn) -> dict[str, object]:
+    """Arguments of `make_case`: contexts of any lengths, and rows that name some of them, in runs."""
+    lengths = draw(st.lists(st.integers(1, 150), min_size=1, max_size=4))
+    named = draw(st.lists(st.sampled_from(range(len(lengths))), min_size=1, max_size=4, unique=True))
+    index = [context for context in named for _ in range(draw(st.integers(1, 3)))]
+    return {
+        "lengths": tuple(lengths),
+        "columns": max(lengths) + draw(st.integers(0, 5)),
+        "index": tuple(index),
+        "n": draw(st.integers(1, 5)),
+        "slots": draw(st.integers(0, 2)),
+        "masked": draw(st.booleans()),
+        "seed": draw(st.integers(0, 5)),
+    }
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3", "turbo1", "paper"])
+@settings(max_examples=15)
+@given(case=named_contexts())
+def test_rows_name_their_contexts(preset: str, case: dict[str, object]) -> None:
+    """One context after another, or row by row as in the reference: to 1e-5 of the largest output, in float32."""
+    codec = codec_of(preset, 16)
+    made = make_case(codec, **case)
+    expected = made.expected()
+    for module in (torch_ops, reference):
+        found = module.extend_attention(*made.arguments, codec, LAYER)
+        assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("preset", ["exact", "turbo3"])
+def test_one_context_at_a_time_gives_the_same(preset: str) -> None:
+    """The same slices of the same context, so the same bits but for products whose order a batch may change."""
+    codec = codec_of(preset, 16)
+    case = make_case(codec, lengths=(70, 20, 64), columns=70, index=(2, 2, 0, 1), slots=1)
+    found = torch_ops.extend_attention(*case.arguments, codec, LAYER)
+    for context, length, rows in ((2, 64, slice(0, 2)), (0, 70, slice(2, 3)), (1, 20, slice(3, 4))):
+        alone = replace(
+            case.context,
+            packed={name: x[[context], :, :length] for name, x in case.context.packed.items()},
+            mask=case.context.mask[rows, :length],
+            protected={name: x[[context]] for name, x in case.context.protected.items()},
+            protected_mask=case.context.protected_mask[rows],
+            rows={name: x[[context]] for name, x in case.context.rows.items()},
+            index=None,
+        )
+        new = (x[rows] for x in (case.query, case.keys, case.values))
+        expected = torch_ops.extend_attention(*new, None, alone, codec, LAYER)
+        assert (found[rows] - expected).abs().max() <= 1e-6 * expected.abs().max()
