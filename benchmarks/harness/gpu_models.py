@@ -33,12 +33,13 @@ def tokens(rows: int, residues: int, **options: Any) -> Tensor:
 
 
 def presets_of(architecture: Architecture, presets: Sequence[str], backend: str = "auto") -> dict[str, Any]:
-    """One model per preset, bfloat16, all sharing their weights."""
+    """One model per preset, bfloat16, all sharing their weights; what runs eagerly is not captured by itself."""
     model, calibration = calibrated(architecture)
-    return {
-        preset: _class_of(model).from_esm(model, calibration=calibration, preset=preset, backend=backend)
-        for preset in presets
-    }
+    models = {}
+    for preset in presets:
+        models[preset] = _class_of(model).from_esm(model, calibration=calibration, preset=preset, backend=backend)
+        models[preset].captures = False
+    return models
 
 
 def _class_of(model: Any) -> Any:

@@ -36,6 +36,11 @@ PAPER_FETCH = (1.19, 0.61, 1.96)
 """Table 6: milliseconds of fetching keys from a context of 143 tokens by PyTorch and by the kernel, and the ratio."""
 
 _MIB = 2**20
+_PREFILL_HEAD = (
+    "tokens, preset", "eager, ms", "encoding alone, eager, ms", "captured, ms", "encoding alone, captured, ms",
+    "share of the forward",
+)  # fmt: skip
+_PREFILL_SAID = "milliseconds without -> with a cache (overhead); all layers, batch of one, bfloat16"
 # What rows name as their model, where a reader needs more words.
 _IN_WORDS = {LAYER: "the transforms and bit widths of one esm2-mini layer and random codes"}
 
@@ -236,26 +241,50 @@ def gpu_table_4() -> str:
 
 def gpu_table_5() -> str:
     """Prefill overhead."""
-    rows = []
     records = _records("prefill_cuda")
+    rows = []
     for record in records:
-        figures = record["figures"]
-        seconds, n = figures["seconds"], figures["shape"]["tokens"]
+        n = record["figures"]["shape"]["tokens"]
         claim = "{} -> {} (+{})".format(*PAPER_PREFILL[n], PAPER_PREFILL[n][1] - PAPER_PREFILL[n][0]) \
             if n in PAPER_PREFILL else ""  # fmt: skip
         for preset in ("turbo3", "paper"):
-            cells = [f"{n:,}, `{preset}`", claim if preset == "paper" else ""]
-            for kind in ("eager", "captured"):
-                both = [_ms(seconds, f"{arm}, {kind}") for arm in ("forward", f"prefill {preset}")]
-                overhead = figures["overhead_seconds"].get(f"{preset}, {kind}")
-                more = "" if overhead is None else f" ({1e3 * overhead:+.2f})"
-                cells += [f"{both[0]} -> {both[1]}{more}", _ms(seconds, f"encode {preset}, {kind}")]
-            part = figures["ratios"].get(f"encode {preset}, captured / forward")
-            rows.append([*cells, "" if part is None else f"{100 * part:.1f} %"])
-    head = ["tokens, preset", "paper: ms", "eager, ms", "encoding alone, eager, ms", "captured, ms",
-            "encoding alone, captured, ms", "share of the forward"]  # fmt: skip
-    said = "milliseconds without -> with a cache (overhead); all layers, batch of one, bfloat16"
-    return table(head, rows) + _source(records, said)
+            name, *cells = _prefill(record, preset)
+            rows.append([name, claim if preset == "paper" else "", *cells])
+    head = [_PREFILL_HEAD[0], "paper: ms", *_PREFILL_HEAD[1:]]
+    return table(head, rows) + _source(records, _PREFILL_SAID)
+
+
+def gpu_prefill_esmc() -> str:
+    """Prefill overhead of ESM-C."""
+    records = _records("prefill_esmc_600m_cuda")
+    return table(_PREFILL_HEAD, [_prefill(record, "turbo3") for record in records]) + _source(records, _PREFILL_SAID)
+
+
+def _prefill(record: Record, preset: str) -> list[str]:
+    """The cells of a prefill, see `_PREFILL_HEAD`."""
+    figures = record["figures"]
+    seconds = figures["seconds"]
+    cells = [f"{figures['shape']['tokens']:,}, `{preset}`"]
+    for kind in ("eager", "captured"):
+        both = [_ms(seconds, f"{arm}, {kind}") for arm in ("forward", f"prefill {preset}")]
+        overhead = figures["overhead_seconds"].get(f"{preset}, {kind}")
+        more = "" if overhead is None else f" ({1e3 * overhead:+.2f})"
+        cells += [f"{both[0]} -> {both[1]}{more}", _ms(seconds, f"encode {preset}, {kind}")]
+    part = figures["ratios"].get(f"encode {preset}, captured / forward")
+    return [*cells, "" if part is None else f"{100 * part:.1f} %"]
+
+
+def gpu_cold_start() -> str:
+    """The first calls on a machine."""
+    records = _records("cold_start_cuda")
+    rows = []
+    for record in records:
+        figures = record["figures"]
+        seconds, compilation = figures["seconds"], figures["compilation_seconds"]
+        for arm, kernels in (("cold", f"{figures['kernels']} compiled"), ("warm", "all on disk")):
+            rows.append([arm, kernels, f"{seconds[arm]['p50']:.1f}", f"{compilation[arm]:.1f}"])
+    said = f"a fresh process on {records[-1]['figures']['cores']} cores, a single run each"
+    return table(["process", "kernels", "all calls, s", "of which compiling, s"], rows) + _source(records, said)
 
 
 def gpu_table_6() -> str:
@@ -284,7 +313,13 @@ def gpu_table_6() -> str:
 def gpu_extension() -> str:
     """Whole extensions."""
     rows = []
-    records = _records("extension_cuda", "extension_3b_cuda", "extension_15b_cut_cuda")
+    records = _records(
+        "extension_cuda",
+        "extension_3b_cuda",
+        "extension_15b_cut_cuda",
+        "extension_esmc_600m_cuda",
+        "extension_esmc_6b_cuda",
+    )
     for record in records:
         figures = record["figures"]
         # A whole forward is not always faster when captured.
@@ -482,7 +517,7 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
         gpu_overview, gpu_calls, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2,
-        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_extension, gpu_memory, gpu_resident, gpu_peers,
+        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_prefill_esmc, gpu_cold_start, gpu_extension, gpu_memory, gpu_resident, gpu_peers,
         gpu_scoring, gpu_tests,
     )
 }  # fmt: skip
