@@ -517,8 +517,8 @@ TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
         gpu_overview, gpu_calls, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2,
-        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_prefill_esmc, gpu_cold_start, gpu_extension, gpu_memory, gpu_resident, gpu_peers,
-        gpu_scoring, gpu_tests,
+        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_prefill_esmc, gpu_cold_start, gpu_extension,
+        gpu_memory, gpu_resident, gpu_peers, gpu_scoring, gpu_tests,
     )
 }  # fmt: skip
 

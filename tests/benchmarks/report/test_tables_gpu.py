@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.cuda import calls, decode_attention, peers
+from benchmarks.cuda import calls, cold_start, decode_attention, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
@@ -29,10 +29,14 @@ def test_tables_without_results_say_so(results: Path) -> None:
 def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free = iter([10**9] * 3 + [0] * 10)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 10**9))
+    first = {"seconds": 2.0, "compilation_seconds": 1.0, "compiled_ahead": 3, "kernels": 3}
+    monkeypatch.setattr(cold_start, "in_process", lambda *_: first)
     target = {(2, 70, 2): {"SDPA bf16 / turbo3": 3.2}}
     made: dict[str, Iterator[Case]] = {
         "decode_attention_cuda": iter(decode_attention.attention_cases(((2, 70, 2), (1, 64, 3)), target)),
         "prefill_cuda": cuda_prefill.prefill_cases(TINY, (32, 40), ("turbo3", "paper"), {}),
+        "prefill_esmc_600m_cuda": cuda_prefill.prefill_cases(TINY, (32,), ("turbo3",), {}),
+        "cold_start_cuda": cold_start.cold_cases(TINY, 24, 30.0),
         "calls_cuda": calls.call_cases(TINY, 30, 3, (200,), 5, 3),
         "extension_cuda": cuda_steps.step_cases(TINY, 40, (1,), ("exact", "turbo3", "paper")),
         "extension_memory_cuda": cuda_memory.extension_cases(TINY, 8, 70, (1,), ("turbo2",), at_most=0.02),
