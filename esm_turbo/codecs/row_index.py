@@ -20,6 +20,21 @@ class Group(NamedTuple):
     stop: int
 
 
+class Tiles(NamedTuple):
+    """Queries that a kernel processes at once: those of rows that follow each other and read the same context.
+
+    A query is a token of a row; those of all rows are numbered in order.
+
+    Attributes:
+        table: of each tile its context, its first query, and the query after its last one, int32 [tiles, 3].
+        shifts: what is added to the number of a row's query before it is divided by the queries of a tile, int32 [B];
+            the quotient is its tile.
+    """
+
+    table: Tensor
+    shifts: Tensor
+
+
 class RowIndex:
     """The context of each row of an extension, known to the host.
 
@@ -28,11 +43,13 @@ class RowIndex:
 
     Attributes:
         contexts: as given.
+        made: tiles of queries, by tokens per row, queries per tile, and device.
     """
 
     def __init__(self, contexts: npt.NDArray[np.int64]) -> None:
         self.contexts = contexts
         self._on_device: dict[torch.device, Tensor] = {}
+        self.made: dict[tuple[int, int, torch.device], Tiles] = {}
 
     def grouped(self, device: torch.device) -> tuple[RowIndex, Tensor | None]:
         """The index of the rows in an order in which those of a context follow each other, and a context is read once.
@@ -57,9 +74,32 @@ class RowIndex:
 
     def take(self, x: Tensor) -> Tensor:
         """What each row reads of x [C, ...], as [B, ...]."""
-        return x[self._on(x.device)]
+        return x[self.on(x.device)]
 
-    def _on(self, device: torch.device) -> Tensor:
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that follow each other and read the same context."""
+        return max(group.stop - group.start for group in self.groups)
+
+    def tiles(self, num_tokens: int, queries: int, device: torch.device) -> Tiles:
+        """The tiles of rows with `num_tokens` queries each, of up to `queries` in a tile; made once."""
+        key = (num_tokens, queries, device)
+        if key not in self.made:
+            groups = np.array(self.groups, dtype=np.int64)
+            first, end = groups[:, 1] * num_tokens, groups[:, 2] * num_tokens
+            counts = -(-(end - first) // queries)
+            # Queries of a group's tiles if every tile were full: where they begin, against where they do begin.
+            shifts = np.repeat((np.cumsum(counts) - counts) * queries - first, groups[:, 2] - groups[:, 1])
+            of_group = np.repeat(np.arange(len(groups)), counts)
+            within = np.arange(len(of_group)) - np.repeat(np.cumsum(counts) - counts, counts)
+            starts = first[of_group] + within * queries
+            table = np.stack([groups[of_group, 0], starts, np.minimum(starts + queries, end[of_group])], axis=1)
+            host = torch.from_numpy(np.concatenate([table.ravel(), shifts]).astype(np.int32))
+            both = to_device(host, device)
+            self.made[key] = Tiles(both[: table.size].view(-1, 3), both[table.size :])
+        return self.made[key]
+
+    def on(self, device: torch.device) -> Tensor:
         """The contexts on a device, int64 [B]."""
         if device not in self._on_device:
             self._on_device[device] = to_device(torch.from_numpy(self.contexts), device)

@@ -97,7 +97,9 @@ class Extension(KVSession):
         if cache.protected_columns.shape[1]:
             self.past_mask, self.protected_mask = _split_protected(cache, past_mask, index)
             assert cache.codec is not None
-            backend.prepare(cache.codec, [layer.protected for layer in cache.layers])
+            # Of many contexts few are read.
+            if index is None or cache.batch_size <= len(index):
+                backend.prepare(cache.codec, [layer.protected for layer in cache.layers])
         # What all layers of a device share.
         self._shared: tuple[torch.device, _Shared] | None = None
 

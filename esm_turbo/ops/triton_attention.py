@@ -14,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
+from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import decoded_attention, torch_ops
 from esm_turbo.ops.slabs import SlabSpec
@@ -100,7 +101,7 @@ def extend_attention(
     """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
     if decoded_attention.pays(query, context, codec):
         return decoded_attention.extend_attention(query, keys, values, mask, context, codec, layer_idx)
-    if not can_run(codec) or context.index is not None:
+    if not can_run(codec):
         return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
     any_packed = next(iter(context.packed.values()))
@@ -135,7 +136,28 @@ def extend_attention(
         visible,
         key_specs,
         value_specs,
+        *_named(context.index, query),
     )
+
+
+def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
+    """`named` and `most_queries` of `attend_packed`. The tables are made with the first layer."""
+    device, n = query.device, query.shape[2]
+    if index is None:
+        return [], 0
+    most = index.most_rows * n
+    contexts, made = index.on(device), len(index.made)
+    tiles = index.tiles(n, _queries_at_once(most)[0], device)
+    if len(index.made) > made:
+        fence(device)
+    return [*tiles, contexts], most
+
+
+def _queries_at_once(most: int) -> tuple[int, int]:
+    """Queries of a tile, and rows of an operand, for contexts that `most` queries read."""
+    operand_rows = 8 if most <= 8 else _MMA_ROWS
+    # A single query, or as many as an operand holds: other numbers would be kernels of their own.
+    return 1 if most == 1 else operand_rows, operand_rows
 
 
 @operator("attend_packed")
@@ -157,11 +179,13 @@ def attend_packed(
     visible: Tensor | None,
     key_specs: list[int],
     value_specs: list[int],
+    named: list[Tensor],
+    most_queries: int,
 ) -> Tensor:
     """Attention of new tokens to a packed context and to each other; two launches.
 
-    Shapes: B rows of the extension, C contexts (B, or 1 shared by all rows), H heads, n new tokens, D `head_dim`, L
-    columns, P slots.
+    Shapes: B rows of the extension, C contexts (B, or 1 shared by all rows, or any that rows name), H heads, n new
+    tokens, D `head_dim`, L columns, P slots.
 
     Args:
         query: of the new tokens, after RoPE and scaling, [B, H, n, D].
@@ -181,6 +205,9 @@ def attend_packed(
         visible: which columns a row sees, see `pack_mask`, int32 [B, words]; None for all.
         key_specs: the `SlabSpec` of every key slab, one after the other.
         value_specs: likewise.
+        named: where rows name their contexts, the `row_index.Tiles` of the queries, and each row's context, int64 [B];
+            or empty.
+        most_queries: that follow each other and read the same context, if rows name theirs.
 
     Returns:
         [B, H, n, D], in the query's dtype.
@@ -193,19 +220,20 @@ def attend_packed(
     tuning = DEFAULT_TUNING
     batch_size, heads, n, head_dim = query.shape
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
-    _check(query, keys, values, contexts, mask, protected_mask)
+    _check(query, keys, values, 1 if named else contexts, mask, protected_mask)
     key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, tuning.tile)
-    shared = contexts != batch_size
-    rows = batch_size * n if shared else n
+    # Queries are numbered as those of one context also where rows name theirs.
+    shared = bool(named) or contexts != batch_size
+    rows, numbered = (batch_size * n, 1) if shared else (n, contexts)
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
     query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
     half = query.dtype in (torch.float16, torch.bfloat16)
     # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
-    operand_rows = 8 if rows <= 8 else _MMA_ROWS
-    # A single query, or as many as an operand holds: other numbers would be kernels of their own.
-    queries = 1 if rows == 1 else operand_rows
-    blocks, items = max(1, -(-columns // KEY_BLOCK)), contexts * heads * -(-rows // queries)
+    queries, operand_rows = _queries_at_once(most_queries if named else rows)
+    tile_table, shifts, index = named or (placeholder(torch.int32, query.device),) * 3
+    row_tiles = len(tile_table) if named else -(-rows // queries)
+    blocks, items = max(1, -(-columns // KEY_BLOCK)), numbered * heads * row_tiles
     warps = tuning.warps or 1
     registers = None
     if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
@@ -215,7 +243,7 @@ def attend_packed(
     max_parts = _max_parts(blocks, blocks_per_program)
     keys_spec, values_spec = _specs(tuple(key_specs)), _specs(tuple(value_specs))
     key_size, value_size = query_map.shape[2], sum(spec.size for spec in values_spec)
-    count = contexts * heads * max_parts * rows
+    count = numbered * heads * max_parts * rows
     scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
     part_acc = scratch
     part_max, part_total = scratch[count * value_size :], scratch[count * (value_size + 1) :]
@@ -226,8 +254,13 @@ def attend_packed(
     protected_keys = protected_values = placeholder(torch.float32, query.device)
     slots = 0
     if protected:
-        protected_keys, protected_values = _inverse_transformed(protected, inverses, means)
+        # Of many contexts few are read: those are then mapped anew.
+        few = bool(named) and contexts > batch_size
+        exact = _inverse_transformed([x[index] for x in protected] if few else protected, inverses, means)
+        protected_keys, protected_values = (x[index] for x in exact) if named and not few else exact
         slots = protected_keys.shape[2]
+    if named and value_residual is not None:
+        value_residual = value_residual[index]
     overlap = overlaps(query.device)
     launch(
         attend_context,
@@ -245,6 +278,7 @@ def attend_packed(
         value_slab_ptrs=tuple(value_slabs),
         key_table_ptr=key_table,
         value_table_ptr=value_table,
+        tile_ptr=tile_table,
         length_ptr=lengths,
         protected_ptr=protected_columns,
         mask_ptr=placeholder(torch.int32, query.device) if visible is None else _of_all_rows(visible, batch_size),
@@ -256,11 +290,13 @@ def attend_packed(
         num_columns=columns,
         num_tokens=n,
         num_rows=rows,
+        num_row_tiles=row_tiles,
         num_heads=heads,
         num_items=items,
         num_slots=protected_columns.shape[1],
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
+        has_tiles=int(bool(named)),
         has_mask=int(visible is not None),
         HEAD_DIM=head_dim,
         HALF=query_map.shape[3],
@@ -297,6 +333,7 @@ def attend_packed(
         protected_key_ptr=protected_keys,
         protected_value_ptr=protected_values,
         protected_mask_ptr=slot_mask,
+        shift_ptr=shifts,
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -309,13 +346,15 @@ def attend_packed(
         batch_size=batch_size,
         num_tokens=n,
         num_rows=rows,
+        num_row_tiles=row_tiles,
         num_slots=slots,
         num_blocks=blocks,
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
         queries=queries,
         batch_tile=batch_tile,
-        own_context=int(not shared),
+        own_context=int(bool(named) or not shared),
+        has_shifts=int(bool(named)),
         has_new_mask=int(mask is not None),
         has_protected_mask=int(protected_mask is not None),
         HEAD_DIM=head_dim,

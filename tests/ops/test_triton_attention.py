@@ -92,6 +92,72 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: 
     assert_as_good_as_plain(attend(case, codec), case)
 
 
+# Contexts of any lengths, and the context of each row.
+INDEXES = {
+    "one row each": ((70, 33, 64), (2, 0, 1)),
+    "few of many": ((70, 33, 64, 1, 20), (4, 1, 1)),
+    "many rows": ((130, 5), (1, 1, 1, 1, 0, 0)),
+}
+
+
+@on_devices(
+    "preset, named, n, dtype, masked",
+    cpu=[
+        ("turbo3", "one row each", 1, "float32", False),
+        ("turbo3", "few of many", 3, "float32", True),
+        ("turbo1", "many rows", 5, "float32", True),
+        ("paper", "many rows", 1, "float32", False),
+        ("turbo2", "few of many", 17, "float16", True),
+    ],
+    gpu=itertools.product(PRESETS, INDEXES, (1, 3, 17, 40), DTYPES, (False, True)),
+)
+def test_rows_name_their_contexts(device: str, preset: str, named: str, n: int, dtype: str, masked: bool) -> None:
+    """Contexts that no row names are not read; protected tokens and mean residuals are those of the named ones."""
+    codec = codec_of(preset, 64 if device == "cuda" else 16)
+    lengths, index = INDEXES[named]
+    case = make_case(
+        codec, lengths=lengths, columns=max(lengths), index=index, n=n, slots=2, masked=masked, dtype=DTYPES[dtype],
+        device=device,
+    )  # fmt: skip
+    if dtype == "float32":
+        assert_close(attend(case, codec), case.expected())
+    else:
+        assert_as_good_as_plain(attend(case, codec), case)
+
+
+@on_devices("programs, n", cpu=[(3, 1), (7, 3)], gpu=itertools.product((1, 3, 17, 1000), (1, 3, 17)))
+def test_named_contexts_over_any_programs(monkeypatch: pytest.MonkeyPatch, device: str, programs: int, n: int) -> None:
+    """Programs that read parts of an item, or several items, of contexts of different lengths."""
+    tune(monkeypatch, programs=programs)
+    codec = codec_of("turbo2", 16)
+    case = make_case(codec, lengths=(200, 64, 130), columns=200, index=(1, 1, 2, 0, 0), n=n, slots=1, device=device)
+    assert_close(attend(case, codec), case.expected())
+
+
+@on_devices()
+def test_one_context_at_a_time_gives_the_same_bits(device: str) -> None:
+    """A tile of queries that reads one context computes what it computes where that is the only one."""
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, lengths=(64, 40), columns=64, index=(1, 1, 0), n=8, device=device)
+    found = attend(case, codec)
+    for context, rows in ((1, slice(0, 2)), (0, slice(2, 3))):
+        alone = replace(
+            case.context,
+            packed={name: x[[context]] for name, x in case.context.packed.items()},
+            rows={name: x[[context]] for name, x in case.context.rows.items()},
+            lengths=case.context.lengths[[context]],
+            protected_columns=case.context.protected_columns[[context]],
+            index=None,
+        )
+        new = (x[rows] for x in (case.query, case.keys, case.values))
+        # As many queries at a time as in the batch of all rows.
+        expected = triton_attention.extend_attention(*new, None, alone, codec, LAYER)
+        if rows.stop - rows.start > 1:
+            assert torch.equal(found[rows], expected)
+        else:
+            assert_close(found[rows], expected.double())
+
+
 @pytest.mark.interpreter
 @pytest.mark.parametrize(
     "preset, head_dim", [("turbo4", 64), ("turbo2", 32), ("turbo1", 16), ("turbo3", 128), ("paper", 64), ("paper", 24)]

@@ -130,7 +130,7 @@ def _accumulate_tile(
     return new_acc + next_words
 
 
-@triton.jit(do_not_specialize_on_alignment=["length_ptr", "protected_ptr", "mask_ptr", "part_total_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["tile_ptr", "length_ptr", "protected_ptr", "mask_ptr", "part_total_ptr"])
 def attend_context(
     query_ptr,
     map_ptr,
@@ -143,6 +143,7 @@ def attend_context(
     value_slab_ptrs,
     key_table_ptr,
     value_table_ptr,
+    tile_ptr,
     length_ptr,
     protected_ptr,
     mask_ptr,
@@ -156,11 +157,13 @@ def attend_context(
     num_columns,
     num_tokens,
     num_rows,
+    num_row_tiles,
     num_heads,
     num_items,
     num_slots,
     blocks_per_program,
     max_parts,
+    has_tiles,
     has_mask,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
@@ -197,9 +200,11 @@ def attend_context(
     `ROWS / QUERIES` rows, one for each tile of a group. The tiles of a group are multiplied one after the other, and
     only with their own rows, so that the scores and weights of a whole group fill one tile.
 
-    Contexts are rows of the extension; a single one is shared by all rows, and has all queries. Slabs have
-    `slab_columns` columns per head in memory, at least T, of which the first `num_columns` belong to the contexts.
-    `num_slots` columns of each, up to SLOTS, are protected. The mask, a bit per column, is read if `has_mask`.
+    Contexts are rows of the extension; a single one is shared by all rows, and has all queries. If it `has_tiles`, rows
+    name their contexts: all queries are numbered as those of one context, and a tile [tiles, 3] says which context it
+    reads, and from which query to before which other one. Slabs have `slab_columns` columns per head in memory, at
+    least T, of which the first `num_columns` belong to the contexts. `num_slots` columns of each, up to SLOTS, are
+    protected. The mask, a bit per column, is read if `has_mask`.
 
     The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
     are prefetched while the preceding kernel may still run.
@@ -207,7 +212,6 @@ def attend_context(
     blocks = tl.maximum(tl.cdiv(num_columns, TILES_PER_BLOCK * T), 1)
     first_block = tl.program_id(0) * blocks_per_program
     last_block = tl.minimum(first_block + blocks_per_program, num_items * blocks)
-    row_tiles = tl.cdiv(num_rows, QUERIES)
     opaque_one = tl.minimum(num_columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
     # The other dimension of an operand with few columns, of which two are used.
@@ -216,12 +220,13 @@ def attend_context(
     item = first_block // blocks
     item_start = item * blocks
     part = tl.program_id(0) - item_start // blocks_per_program
-    row_tile = item % row_tiles
-    head = item // row_tiles % num_heads
-    context = item // row_tiles // num_heads
+    row_tile = item % num_row_tiles
+    head = item // num_row_tiles % num_heads
+    context = item // num_row_tiles // num_heads
     if OVERLAP:
         # The L2 cache sees later writes, so that nothing stale can be read.
-        first_row = (context * num_heads + head).to(tl.int64) * slab_columns
+        read = tl.load(tile_ptr + row_tile * 3, mask=has_tiles != 0, other=context)
+        first_row = (read * num_heads + head).to(tl.int64) * slab_columns
         first_column = (first_block - item_start) * (TILES_PER_BLOCK * T)
         prefetch(key_slab_ptrs, first_row, first_column, num_columns, T, KEYS, ASM)
         prefetch(value_slab_ptrs, first_row, first_column, num_columns, T, VALUES, ASM)
@@ -229,8 +234,13 @@ def attend_context(
         tl.extra.cuda.gdc_launch_dependents()
 
     for first_of_item in tl.range(item_start, last_block, blocks, num_stages=1):
-        context_head = (context * num_heads + head).to(tl.int64)
-        length = tl.load(length_ptr + context).to(tl.int32)
+        # Without a table nothing is loaded, and nothing waited for.
+        read = tl.load(tile_ptr + row_tile * 3, mask=has_tiles != 0, other=context)
+        first_query = tl.load(tile_ptr + row_tile * 3 + 1, mask=has_tiles != 0, other=row_tile * QUERIES)
+        end_query = tl.load(tile_ptr + row_tile * 3 + 2, mask=has_tiles != 0, other=num_rows)
+        context_head = (read * num_heads + head).to(tl.int64)
+        # A tile without queries reads nothing.
+        length = tl.load(length_ptr + read, mask=first_query < end_query, other=0).to(tl.int32)
         first_tile = tl.maximum(first_block - first_of_item, 0) * TILES_PER_BLOCK
         end_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * TILES_PER_BLOCK, tl.cdiv(length, T))
         # The slabs first, because their loads take longest.
@@ -240,11 +250,11 @@ def attend_context(
         value_words = load_values(value_slab_ptrs, slab_row, first_start, T, VALUES)
         protected = ()
         for slot in tl.static_range(SLOTS):
-            slot_ptr = protected_ptr + context * num_slots + slot
+            slot_ptr = protected_ptr + read * num_slots + slot
             protected = protected + (tl.load(slot_ptr, mask=slot < num_slots, other=-1),)
 
-        row = row_tile * QUERIES + i % QUERIES
-        in_rows = row < num_rows
+        row = first_query + i % QUERIES
+        in_rows = row < end_query
         batch = context + row // num_tokens
         token = row % num_tokens
         map_scale = tl.load(map_scale_ptr + head)
@@ -391,9 +401,9 @@ def attend_context(
                     tile += 1
 
         # The copies of each query are combined.
-        query = row_tile * QUERIES + tl.arange(0, QUERIES)
-        is_query = query < num_rows
-        part_row = (context_head * max_parts + part) * num_rows + query
+        query = first_query + tl.arange(0, QUERIES)
+        is_query = query < end_query
+        part_row = ((context * num_heads + head).to(tl.int64) * max_parts + part) * num_rows + query
         max_by_copy = tl.reshape(row_max, (copies, QUERIES))
         query_max = tl.max(max_by_copy, 0)  # [QUERIES]
         rescale = _exp2(max_by_copy - query_max[None, :], ASM)
@@ -410,7 +420,7 @@ def attend_context(
 
         # The next item begins here, so that this is its first part. Counting up avoids slow divisions.
         part = part * 0
-        row_tile = tl.where(row_tile + 1 == row_tiles, 0, row_tile + 1)
+        row_tile = tl.where(row_tile + 1 == num_row_tiles, 0, row_tile + 1)
         head = tl.where(row_tile > 0, head, head + 1)
         context = tl.where(head == num_heads, context + 1, context)
         head = tl.where(head == num_heads, 0, head)

@@ -52,7 +52,7 @@ def _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION: 
     return new_max, total, acc
 
 
-@triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr", "part_total_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr", "shift_ptr", "part_total_ptr"])
 def merge(
     query_ptr,
     key_ptr,
@@ -61,6 +61,7 @@ def merge(
     protected_key_ptr,
     protected_value_ptr,
     protected_mask_ptr,
+    shift_ptr,
     part_acc_ptr,
     part_max_ptr,
     part_total_ptr,
@@ -81,6 +82,7 @@ def merge(
     batch_size,
     num_tokens,
     num_rows,
+    num_row_tiles,
     num_slots,
     num_blocks,
     blocks_per_program,
@@ -88,6 +90,7 @@ def merge(
     queries,
     batch_tile,
     own_context,
+    has_shifts,
     has_new_mask,
     has_protected_mask,
     HEAD_DIM: tl.constexpr,
@@ -110,10 +113,11 @@ def merge(
     Grid: (batch tiles, heads, row tiles). A row is a new token of one row of the extension. A tile holds all new tokens
     of `batch_tile` rows of the extension; with MANY new tokens it holds 16 tokens of a single row. An operand holds
     ROWS rows (1 or 16) in `16 / ROWS` copies, which process different parts, ROUNDS at a time. `attend_context` has
-    read `queries` queries at a time. All rows share one context, unless they each have their `own_context`. Masks are
-    read if there are any. Accumulators of the parts are `stride_part` apart, the sum of the operands' sizes, up to
-    VALUE_SIZE. Protected keys and values are in the model's coordinates. With OVERLAP, everything that does not depend
-    on `attend_context` is done while it still runs.
+    read `queries` queries at a time. All rows share one context, unless they each have their `own_context`: what is
+    stored per context is then given per row. Rows that name their contexts also have shifts, by which they find their
+    tile of the queries of all contexts (`row_index.Tiles`). Masks are read if there are any. Accumulators of the parts
+    are `stride_part` apart, the sum of the operands' sizes, up to VALUE_SIZE. Protected keys and values are in the
+    model's coordinates. With OVERLAP, everything that does not depend on `attend_context` is done while it still runs.
     """
     num_heads = tl.num_programs(1)
     head = tl.program_id(1)
@@ -178,11 +182,15 @@ def merge(
         visible = visible | (slot_visible & (slot_mask != 0))
         row_max, total, acc = _attend_dense(query, keys, values, visible, row_max, total, acc, PRECISION)
 
-    row = batch * num_tokens * (1 - own_context) + token
-    item = (context * num_heads + head) * tl.cdiv(num_rows, queries) + row // queries
+    # As `attend_context` numbered them: rows that name their contexts as those of one.
+    one = (own_context == 0) | (has_shifts != 0)
+    row = tl.where(one, batch * num_tokens, 0) + token
+    part_head = (tl.where(one, 0, batch) * num_heads + head).to(tl.int64)
+    shift = tl.load(shift_ptr + batch, mask=in_rows & (has_shifts != 0), other=0)
+    item = part_head.to(tl.int32) * num_row_tiles + (row + shift) // queries
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
     copy = i // ROWS
-    first_row = context_head * max_parts * num_rows + row
+    first_row = part_head * max_parts * num_rows + row
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     highest = row_max
