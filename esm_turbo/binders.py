@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.tabular import Tabular, counted, named
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.options import Arm
@@ -56,16 +57,20 @@ class Binders(Tabular):
         binders: the peptides.
         arm: of the scores.
         preset: storage format of the target's contexts; None for `full`.
+        model: name of the model.
     """
 
     target: str
     binders: tuple[Binder, ...]
     arm: Arm
     preset: str | None
+    model: str
 
     def __repr__(self) -> str:
         best = [f"best {self.binders[0].sequence}"] if self.binders else []
-        return named(self, counted(len(self.binders), "binder"), *best, arm=self.arm, preset=self.preset)
+        return named(
+            self, counted(len(self.binders), "binder"), *best, model=self.model, arm=self.arm, preset=self.preset
+        )
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
@@ -82,12 +87,12 @@ class Binders(Tabular):
         binders = [dict(zip(self.columns(), row, strict=True)) for row in self.rows()]
         for row, one in zip(binders, self.binders, strict=True):
             row["log_probabilities"] = list(one.score.log_probabilities)
-        return {"arm": self.arm, "preset": self.preset, "binders": binders}
+        return {"model": self.model, "arm": self.arm, "preset": self.preset, "binders": binders}
 
 
 def generate_binders(
     turbo: ContextModel,
-    target: str,
+    target: str | ProteinRecord,
     length: int,
     *,
     num_return_sequences: int = 4,
@@ -101,7 +106,7 @@ def generate_binders(
     seed: int = 0,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> Binders:
@@ -115,7 +120,7 @@ def generate_binders(
             each given those before it.
         allowed: residues that may be generated; None for the 20 standard ones.
         arm: of the scores, as are `refresh` and `store`; see `tasks.scoring.score.score`.
-        toks_per_batch: padded tokens per batch.
+        toks_per_batch: padded tokens per batch; None is 4,096 to generate, and chosen by arm and device to score.
         progress: called with stages `generate` and `score`, see `Progress`.
 
     The other arguments are those of `tasks.generation.options.GenerationOptions`.
@@ -126,7 +131,8 @@ def generate_binders(
     """
     check_count("length", length)
     check_count("num_return_sequences", num_return_sequences)
-    check_count("toks_per_batch", toks_per_batch)
+    if toks_per_batch is not None:
+        check_count("toks_per_batch", toks_per_batch)
     ids = turbo.codes.encode(target, "the target")
     residues = turbo.codes.decode(ids)
     options = GenerationOptions(
@@ -142,7 +148,7 @@ def generate_binders(
     )
     masked, seeds = residues + "<mask>" * length, row_seeds(seed, num_return_sequences)
     counter = StageProgress(progress, "generate", num_return_sequences)
-    size = max(1, toks_per_batch // (len(residues) + length + 2))
+    size = max(1, (toks_per_batch or DEFAULT_TOKS_PER_BATCH) // (len(residues) + length + 2))
     drawn: dict[str, tuple[float, int]] = {}
     for begin in range(0, num_return_sequences, size):
         own = seeds[begin : begin + size]
@@ -162,4 +168,6 @@ def generate_binders(
         progress=progress,
     )
     ranked = [found.scores[index] for index in found.ranking()]
-    return Binders(residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked), found.arm, found.preset)
+    return Binders(
+        residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked), found.arm, found.preset, found.model
+    )

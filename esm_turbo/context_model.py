@@ -18,6 +18,7 @@ from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
 from esm_turbo.files.tabular import named
 from esm_turbo.model.inputs import check_context_index
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.tokens import TokenCodes
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from esm_turbo.model.cached_model import CachedMaskedLM
 
 __all__ = ["ContextModel", "ExtendOutput"]
+
+Sequences = str | ProteinRecord | Sequence[str | ProteinRecord]
+"""Residues of one protein or several, by themselves or as records of a FASTA file."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class ContextModel:
     @torch.no_grad()
     def prefill(
         self,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
     ) -> TurboKVCache:
@@ -143,7 +147,7 @@ class ContextModel:
     def extend(
         self,
         cache: TurboKVCache,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         eos: bool = True,
         refresh: int = DEFAULT_REFRESH,
         append: bool = False,
@@ -226,20 +230,20 @@ class ContextModel:
         )
 
 
-def as_list(items: str | Sequence[str], noun: str = "sequence") -> list[str]:
-    """One string or several as a list.
+def as_list(items: Sequences, noun: str = "sequence") -> list[str]:
+    """One string or several as a list; of records, their sequences.
 
     Args:
-        items: the strings.
+        items: the strings or records.
         noun: what one of them is; the error names the argument by its plural.
 
     Raises:
         ValueError: there are none.
     """
-    items = [items] if isinstance(items, str) else list(items)
+    items = [items] if isinstance(items, str | ProteinRecord) else list(items)
     if not items:
         raise ValueError(f"`{noun}s` must hold at least one {noun}")
-    return items
+    return [item.sequence if isinstance(item, ProteinRecord) else item for item in items]
 
 
 def totals_per_row(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:

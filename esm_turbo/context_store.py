@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, TurboConfig
-from esm_turbo.context_model import ContextModel, as_list, totals_per_row
+from esm_turbo.context_model import ContextModel, Sequences, as_list, totals_per_row
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_store
 from esm_turbo.files.tabular import named
@@ -34,6 +34,7 @@ from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
@@ -162,7 +163,7 @@ class ContextStore:
     def get(
         self,
         turbo: ContextModel,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
     ) -> list[TurboKVCache | None]:
@@ -204,7 +205,7 @@ class ContextStore:
     def get_or_prefill(
         self,
         turbo: ContextModel,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
         *,
@@ -283,7 +284,7 @@ class ContextStore:
     def add(
         self,
         turbo: ContextModel,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         total_tokens: int | Sequence[int] | None = None,
         total_masks: int | Sequence[int] | None = None,
         *,
@@ -540,7 +541,7 @@ class ContextStore:
         return ((job.key, FlatContext.of(context)) for job, context in zip(good, contexts, strict=True))
 
 
-def context_key(turbo: ContextModel, sequence: str) -> str:
+def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
     """The key of a sequence's context in a store: a digest of its tokens, 64 hexadecimal digits.
 
     Raises:
@@ -551,7 +552,7 @@ def context_key(turbo: ContextModel, sequence: str) -> str:
 
 def _jobs(
     turbo: ContextModel,
-    sequences: str | Sequence[str],
+    sequences: Sequences,
     total_tokens: int | Sequence[int] | None,
     total_masks: int | Sequence[int] | None,
 ) -> list[_Job]:

@@ -5,6 +5,8 @@ The modelling code is imported when a model is loaded, which keeps the import of
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,7 @@ import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
-from esm_turbo.context_model import ContextModel, ExtendOutput, as_list
+from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_list
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from esm_turbo.evaluate import Evaluation
     from esm_turbo.evaluate.presets import Presets
     from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.proteins.fasta import ProteinRecord
     from esm_turbo.tasks.common.options import Arm, MarginalMethod, Place, UnmaskingOrder
     from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.generation.options import Allowed
     from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.score import VariantScores
+
+_log = logging.getLogger(__name__)
 
 __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
@@ -75,6 +80,8 @@ class TurboEsm(ContextModel):
         from esm_turbo.model.adapters import base_of, is_adapter, merge_adapter
         from esm_turbo.model.checkpoints import checkpoint_class
 
+        if model is None:
+            _mention_demonstration()
         source = full_name(os.fspath(EMBEDDED_MODEL if model is None else model))
         adapter = Path(source) if is_adapter(source) else None
         if adapter is not None:
@@ -140,7 +147,7 @@ class TurboEsm(ContextModel):
 
     def embed(
         self,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         repr_layers: Sequence[int] = (-1,),
         include: Sequence[str] = ("mean", "per_tok"),
         toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
@@ -165,7 +172,7 @@ class TurboEsm(ContextModel):
 
     def generate(
         self,
-        sequences: str | Sequence[str] | TurboKVCache,
+        sequences: Sequences | TurboKVCache,
         *,
         max_new_tokens: int | None = None,
         positions: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -213,7 +220,7 @@ class TurboEsm(ContextModel):
 
     def generate_binders(
         self,
-        target: str,
+        target: str | ProteinRecord,
         length: int,
         *,
         num_return_sequences: int = 4,
@@ -227,7 +234,7 @@ class TurboEsm(ContextModel):
         seed: int = 0,
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
-        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+        toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,
     ) -> Binders:
@@ -259,8 +266,8 @@ class TurboEsm(ContextModel):
 
     def score(
         self,
-        context: str | TurboKVCache,
-        candidates: str | Sequence[str],
+        context: str | ProteinRecord | TurboKVCache,
+        candidates: Sequences,
         *,
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
@@ -289,13 +296,13 @@ class TurboEsm(ContextModel):
 
     def score_variants(
         self,
-        wild_type: str | TurboKVCache,
+        wild_type: str | ProteinRecord | TurboKVCache,
         variants: str | Sequence[str] | None = None,
         *,
         method: MarginalMethod = "masked",
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
-        first_position: int = 1,
+        first_position: int | None = None,
         toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,
@@ -321,7 +328,7 @@ class TurboEsm(ContextModel):
 
     def evaluate(
         self,
-        sequences: str | Sequence[str],
+        sequences: Sequences,
         presets: Presets = None,
         max_proteins: int | None = None,
         *,
@@ -354,6 +361,16 @@ class TurboEsm(ContextModel):
             outlier_calibration_proteins=outlier_calibration_proteins,
             progress=progress,
         )
+
+
+@functools.cache
+def _mention_demonstration() -> None:
+    """Say once per process that nobody has named a model."""
+    _log.warning(
+        "%s is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint, such as"
+        " TurboEsm.from_pretrained('facebook/esm2_t33_650M_UR50D')",
+        EMBEDDED_MODEL.name,
+    )
 
 
 def _usable(name: str | torch.device) -> torch.device:

@@ -19,11 +19,13 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.binders import generate_binders
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from esm_turbo.evaluate import evaluate
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.generate import generate
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.scoring.score import score
 from esm_turbo.tasks.variants.score import score_variants
+from esm_turbo.turbo_esm import _mention_demonstration
 from tests.helpers.models import CLS, EOS
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -248,3 +250,45 @@ def test_loading_draws_no_bar_and_leaves_the_switches(
         if not was_shown:
             logging.disable_progress_bar()
         (disable_progress_bars if were_hidden else enable_progress_bars)()
+
+
+def test_records_stand_for_their_sequences(turbo: TurboEsm, tmp_path: Path) -> None:
+    record = ProteinRecord("sp|P1|A", "MKTAYIAK", "first_position=24")
+    other, sequence = ProteinRecord("b", "GSWKD"), record.sequence
+    for given, expected in (([record, other], [sequence, "GSWKD"]), (record, sequence)):
+        ours, theirs = (turbo.embed(one, include=["mean"]) for one in (given, expected))
+        assert [one.mean_representations[12].tolist() for one in ours] == [
+            one.mean_representations[12].tolist() for one in theirs
+        ]
+        assert turbo.prefill(given).token_ids.tolist() == turbo.prefill(expected).token_ids.tolist()
+    assert turbo.score(record, [other]) == turbo.score(sequence, ["GSWKD"])
+    assert turbo.generate([record], max_new_tokens=2) == turbo.generate([sequence], max_new_tokens=2)
+    assert turbo.generate_binders(record, 3) == turbo.generate_binders(sequence, 3)
+    with ContextStore(tmp_path / "store") as store:
+        assert store.add(turbo, [record]) == 1
+        assert store.add(turbo, [sequence]) == 0
+    with pytest.raises(TypeError, match="sequence 1: a sequence must be a string"):
+        turbo.embed([7])  # type: ignore[list-item]
+
+
+def test_positions_of_a_record_are_those_of_its_header(turbo: TurboEsm) -> None:
+    record = ProteinRecord("a", "MKTAYIAK", "first_position=24")
+    assert turbo.score_variants(record, ["M24A"]).values == turbo.score_variants("MKTAYIAK", ["M1A"]).values
+    assert turbo.score_variants(record).scores[0].variant == "M24A"
+    assert turbo.score_variants(record, ["M1A", "M1M"], first_position=1).values[1] == 0
+    with pytest.raises(ValueError, match="lies outside the protein, 24 to 31"):
+        turbo.score_variants(record, ["M1A"])
+
+
+def test_a_space_inside_a_candidate_is_refused(turbo: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="candidate 2: has a space inside"):
+        turbo.score("MKTAYIAK", [" ACD\n", "ACD EFG"])
+
+
+def test_the_demonstration_model_is_mentioned_once(caplog: pytest.LogCaptureFixture) -> None:
+    _mention_demonstration.cache_clear()
+    for _ in range(2):
+        TurboEsm.from_pretrained(device="cpu")
+    TurboEsm.from_pretrained(EMBEDDED_MODEL, device="cpu")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("esm2-mini is a small demonstration model")

@@ -97,7 +97,8 @@ def environment(device: torch.device | str = "cpu") -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "cuda": torch.version.cuda,
-        "system": platform.platform(),
+        # Without the release: its name may be that of a private machine.
+        "system": f"{platform.system()} {platform.machine()}",
         "versions": versions,
     }
 

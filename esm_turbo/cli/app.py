@@ -8,6 +8,7 @@ the model libraries when they run, so that `--help` is quick.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -85,10 +86,26 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
             say(f"error: not enough memory ({str(error) or type(error).__name__})")
             return 1
     if isinstance(error, ValueError | ImportError | OSError):
-        say(f"error: {error}")
+        say(f"error: {as_options(str(error), arguments)}")
     else:
         say(f"error: {type(error).__name__}: {error}; --debug shows where")
     return 2 if isinstance(error, ValueError | ImportError) else 1
+
+
+def as_options(message: str, arguments: Sequence[str]) -> str:
+    """A message with the names of arguments of Python calls, as in `top_k`, given as those of the command's options."""
+    from esm_turbo.cli.commands import app
+
+    if not arguments or arguments[0].startswith("-") or arguments[0] not in app:
+        return message
+    found = app[arguments[0]].assemble_argument_collection()
+    options = {name for argument in found for name in argument.names}
+
+    def option(match: re.Match[str]) -> str:
+        name = "--" + match[1].replace("_", "-")
+        return name if name in options else match[0]
+
+    return re.sub(r"`([a-z_]+)`", option, message)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from esm_turbo.assets import calibration_proteins, evaluation_proteins
+from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins, evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, PRODUCT_PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.calibration.records import calibrate_records
@@ -35,7 +35,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> tup
     """
     clock = _Clock()
     # Without the shipped calibration: the demo makes its own.
-    turbo = TurboEsm.from_pretrained(calibration=False, device=device)
+    turbo = TurboEsm.from_pretrained(EMBEDDED_MODEL, calibration=False, device=device)
     clock.lap("load")
     fasta = calibration_proteins()
     records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]

@@ -10,11 +10,13 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
+from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
 from esm_turbo.cli.options import READS, ModelOptions, SequenceOptions, Writes
 from esm_turbo.cli.threads import set_threads
 from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
+from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
 
 if TYPE_CHECKING:
@@ -39,6 +41,13 @@ def with_checked_outputs(command: Callable[_P, _R]) -> Callable[_P, _R]:
         return command(*args, **kwargs)
 
     return checked
+
+
+def usage(command: Callable[..., Any]) -> str:
+    """How a command is called: what must be given, and in brackets what may be."""
+    given = [p for p in inspect.signature(command).parameters.values() if p.kind is p.POSITIONAL_ONLY]
+    names = [p.name.upper() if p.default is p.empty else f"[{p.name.upper()}]" for p in given]
+    return f"Usage: {' '.join(['esm-turbo', command.__name__, *names, '[OPTIONS]'])}"
 
 
 def _paths(declared_by: Any, values: Mapping[str, Any]) -> tuple[list[str | Path], list[Output]]:
@@ -101,6 +110,12 @@ def list_bad(source: Path, bad: Sequence[BadRecord]) -> None:
         say(f"error: {source}, record {one.record!r}: {one.reason}")
 
 
+def outcome(written: int, noun: str, out: Path | None, failed: Sequence[BadRecord]) -> list[str]:
+    """Lines that say at the end of a run what it wrote, and how many records it could not use."""
+    lines = [] if out is None or not written else [f"{counted(written, noun)} written to {out}"]
+    return [*lines, *([f"{counted(len(failed), 'record')} failed, see above"] if failed else [])]
+
+
 def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
     """Load a model; any failure counts as unusable input.
 
@@ -123,7 +138,10 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
 
             set_threads(threads)
 
-            turbo = TurboEsm.from_pretrained(model, **given | ({"calibration": False} if auto else {}))
+            # `announce` says what the embedded model is, so it is named here.
+            turbo = TurboEsm.from_pretrained(
+                EMBEDDED_MODEL if model is None else model, **given | ({"calibration": False} if auto else {})
+            )
         if auto:
             from esm_turbo.evaluate.calibrated import measure_calibration
             from esm_turbo.tasks.calibration.auto import auto_calibration

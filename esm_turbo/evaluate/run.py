@@ -17,7 +17,7 @@ from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, lea
 from esm_turbo.evaluate.results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.proteins.fasta import normalize_sequence
+from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -140,7 +140,7 @@ def _proteins(
     names = [f"sequence {number}" for number in range(1, len(sequences) + 1)] if names is None else names
     classes = [None] * len(sequences) if classes is None else classes
     return [
-        Protein(name, normalize_sequence(sequence, name=name), structural_class)
+        Protein(name, check_sequence(sequence, name=name), structural_class)
         for name, sequence, structural_class in zip(names, sequences, classes, strict=True)
     ]
 

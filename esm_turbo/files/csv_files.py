@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from _csv import Reader
 
 
+# What tables are separated by that are not read, and its name in the error.
+_OTHER_SEPARATORS = {";": "';'", "\t": "tabs", ",": "','", "|": "'|'"}
+
+
 class CsvRow(dict[str, str]):
     """A row of a table: the requested columns by name.
 
@@ -122,7 +126,7 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
     at = {name: head.index(called[name].lower()) for name in wanted if called[name].lower() in head}
     missing = [name for name in required if name not in at]
     if missing:
-        raise ValueError(f"lacks the column {missing[0]!r}; there are {', '.join(map(repr, filter(None, head)))}")
+        raise ValueError(_missing_column(missing[0], aliases, head))
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]
@@ -133,3 +137,14 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
         # A quoted cell may span several lines.
         begin = lines.line_num + 1
     return rows
+
+
+def _missing_column(name: str, aliases: Mapping[str, str], head: Sequence[str]) -> str:
+    """Why a table without a column cannot be used, and what may be the cause."""
+    there = list(filter(None, head))
+    alias = f" (or {aliases[name]!r})" if name in aliases else ""
+    reason = f"lacks the column {name!r}{alias}; there are {', '.join(map(repr, there))}"
+    other = next((mark for mark in _OTHER_SEPARATORS if mark in there[0]), None) if len(there) == 1 else None
+    if other is None:
+        return reason
+    return f"{reason}; separate columns by commas, or by tabs in a .tsv file, not by {_OTHER_SEPARATORS[other]}"

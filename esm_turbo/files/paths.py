@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 from esm_turbo.files.arrow import pyarrow
 from esm_turbo.files.kinds import CALIBRATION_FILE, PARQUET_KIND, binary_kind, is_checkpoint, is_embeddings, is_store
-from esm_turbo.files.suffixes import PARQUET, check_suffix
+from esm_turbo.files.suffixes import PARQUET, check_folder_name, check_suffix
 
 
 class NotWritableError(OSError, ValueError):
@@ -66,7 +66,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
 
     Raises:
         NotWritableError: an output does, under any name, or cannot be written.
-        SuffixError: (a ValueError) the name of an output promises another format.
+        SuffixError: (a ValueError) the name of an output promises another format, or a file for a folder.
         ImportError: an output is Parquet, and pyarrow is missing.
     """
     taken = [(path, "an input of this command") for path in inputs]
@@ -102,6 +102,8 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
             raise NotWritableError(f"{path}: is {replaced}, which would be replaced; name another path to write")
         if output.suffixes and check_suffix(path, output.suffixes) == PARQUET:
             pyarrow()
+        if output.holds == "contexts":
+            check_folder_name(path)
         taken.append((path, "another output"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
@@ -13,6 +14,8 @@ TABLES = (*TABLE_DELIMITERS, PARQUET)
 SEQUENCES = (".fasta", ".fa", ".faa", ".fas")
 TENSORS = (".safetensors",)
 HDF5 = (".h5", ".hdf5")
+# Not `.5`, as in the name of a setting, nor `.v2`.
+_FILE_SUFFIX = re.compile(r"(?!\.v\d+$)\.[A-Za-z]\w*", re.ASCII)
 
 
 class SuffixError(ValueError):
@@ -46,5 +49,21 @@ def embedding_format(
                 f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; name one, or use format h5"
             )
         return "h5"
-    # A folder may be named anyhow.
+    if given != "h5":
+        check_folder_name(out, f", or one that ends in {' or '.join(HDF5)} for one file")
     return given or "pt"
+
+
+def check_folder_name(path: str | os.PathLike[str], alternative: str = "") -> None:
+    """Make sure that a folder to write is not named as a file; one that exists may be named anyhow.
+
+    Args:
+        path: of the folder.
+        alternative: end of the error, what else could be named.
+
+    Raises:
+        SuffixError: it is.
+    """
+    suffix = Path(path).suffix
+    if _FILE_SUFFIX.fullmatch(suffix) and not Path(path).is_dir():
+        raise SuffixError(f"{os.fspath(path)}: a folder is written; give a name without {suffix}{alternative}")

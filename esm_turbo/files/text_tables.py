@@ -17,6 +17,7 @@ def text_table(
     rows: Iterable[Sequence[str]] = (),
     *,
     left: Collection[int] = (0,),
+    caption: str | None = None,
     **style: Any,
 ) -> Table:
     """A table whose columns are aligned to the right, as numbers are. Control characters are shown as escapes.
@@ -26,9 +27,12 @@ def text_table(
         columns: their headers.
         rows: one text per column.
         left: indices of the columns that are aligned to the left.
+        caption: printed below, in one line even where the table is narrow.
         **style: of `rich.table.Table`.
     """
     table = Table(title=_plain(title), title_justify="left", title_style="bold", caption_justify="left", **style)
+    if caption is not None:
+        table.caption = Text(visible(caption), no_wrap=True, overflow="ignore")
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index in left else "right", overflow="fold")
     for row in rows:

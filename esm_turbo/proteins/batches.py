@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import normalize_sequence, token_batches
+from esm_turbo.proteins.fasta import check_sequence, token_batches
 from esm_turbo.proteins.tokens import CHAIN_BREAK, TokenCodes
 
 TokenRow = npt.NDArray[np.uint8]
@@ -32,10 +32,10 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
     end = bytes([codes.eos]) if eos else b""
     for number, sequence in enumerate(sequences, start=1):
         name = f"sequence {number}"
-        if "<" in sequence or CHAIN_BREAK in sequence:
+        if isinstance(sequence, str) and ("<" in sequence or CHAIN_BREAK in sequence):
             ids = bytes(codes.encode(sequence, name))
         else:
-            ids = normalize_sequence(sequence, name=name).encode("ascii").translate(table)
+            ids = check_sequence(sequence, name=name).encode("ascii").translate(table)
         rows.append(np.frombuffer(bytes([codes.cls]) + ids + end, dtype=np.uint8))
     return rows
 

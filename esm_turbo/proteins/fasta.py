@@ -19,6 +19,9 @@ RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard residues, in alphabetical order."""
 
+PARTICULAR_RESIDUES = STANDARD_RESIDUES + "OU"
+"""The codes of one residue each; B, X and Z stand for any of several."""
+
 GAPS = "-.~"
 """What stands for no residue in rows of alignments."""
 
@@ -145,6 +148,21 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, 
         raise ValueError(f"{name}: {error}") from None
 
 
+def check_sequence(sequence: str, *, name: str) -> str:
+    """As `normalize_sequence`, for a sequence of a Python call, which has no options for what it holds.
+
+    Raises:
+        TypeError: `sequence` is not a string.
+        ValueError: as by `normalize_sequence`; the message names no options.
+    """
+    if not isinstance(sequence, str):
+        raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
+    try:
+        return _normalized(sequence, None, remove_gaps=False, has_options=False)
+    except _Rejected as error:
+        raise ValueError(f"{name}: {error}") from None
+
+
 def read_fasta(
     path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False, accessions: bool = False
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
@@ -261,7 +279,7 @@ def _check_unknown(unknown: str | None) -> None:
         raise ValueError(f"`unknown` must be None or 'X', got {unknown!r}")
 
 
-def _normalized(sequence: str, unknown: str | None, remove_gaps: bool) -> str:
+def _normalized(sequence: str, unknown: str | None, remove_gaps: bool, *, has_options: bool = True) -> str:
     residues = "".join(sequence.split()).translate(_TO_UPPER)
     # Positions in messages count what is given, gaps included.
     residues = residues.rstrip(GAPS if remove_gaps else "").removesuffix("*")
@@ -272,7 +290,7 @@ def _normalized(sequence: str, unknown: str | None, remove_gaps: bool) -> str:
     if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(residues):
         raise _Rejected(
             f"position {outside.start() + 1} is {outside[0]!a}, not one of the 25 residue codes "
-            f"(A to Z without J); {_remedy(outside[0])}"
+            f"(A to Z without J); {_remedy(outside[0], has_options)}"
         )
     residues = residues.translate(_WITHOUT_GAPS) if remove_gaps else residues
     if not residues:
@@ -280,14 +298,16 @@ def _normalized(sequence: str, unknown: str | None, remove_gaps: bool) -> str:
     return residues
 
 
-def _remedy(character: str) -> str:
-    """What to do about a character that is not a residue code."""
+def _remedy(character: str, has_options: bool) -> str:
+    """What to do about a character that is not a residue code, with or without the options for it."""
     if character in GAPS:
+        if not has_options:
+            return f"remove gaps, as by sequence.replace({character!r}, '')"
         return "remove gaps (--remove-gaps, in Python remove_gaps=True)"
     if character.isdecimal():
         return "remove numbers from the sequence"
     if character == "?" or (character.isascii() and character.isalpha()):
-        return "correct it, or replace it with X (--unknown X, in Python unknown='X')"
+        return "correct it, or replace it with X" + (" (--unknown X, in Python unknown='X')" if has_options else "")
     return "correct or remove it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
@@ -15,12 +16,16 @@ class UnknownProteinError(ValueError):
     Attributes:
         name: the name.
         noun: what it should be a name of, such as `target`.
+        known: the names that there are.
     """
 
-    def __init__(self, name: str, noun: str) -> None:
-        super().__init__(f"there is no usable {noun} {shown(name)}; correct it, or leave it empty")
+    def __init__(self, name: str, noun: str, known: Sequence[str]) -> None:
+        near = nearest(name, known)
+        hint = f"there are {listed(known)}" if near is None else f"did you mean {shown(near)}?"
+        super().__init__(f"there is no usable {noun} {shown(name)}; {hint}")
         self.name = name
         self.noun = noun
+        self.known = known
 
 
 class ProteinIndex:
@@ -57,8 +62,15 @@ class ProteinIndex:
             # The identifiers may have been reduced to accessions.
             found = next((self._by_id[part] for part in uniprot_parts(name) if part in self._by_id), None)
         if found is None:
-            raise UnknownProteinError(name, self.noun)
+            raise UnknownProteinError(name, self.noun, list(self._by_id))
         return found
+
+
+def nearest(name: str, known: Sequence[str]) -> str | None:
+    """The known name that is most like another one, in any case of letters; None if none is much like it."""
+    by_lower = {one.lower(): one for one in reversed(known)}
+    found = difflib.get_close_matches(name.lower(), by_lower, n=1) if len(name) <= _SHOWN else []
+    return by_lower[found[0]] if found else None
 
 
 def shown(name: str) -> str:

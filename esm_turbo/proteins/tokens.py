@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.proteins.fasta import RESIDUES, normalize_sequence
+from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord, check_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -94,20 +94,22 @@ class TokenCodes:
                     f" {known}; copy it again from the checkpoint"
                 )
 
-    def encode(self, sequence: str, name: str) -> list[int]:
+    def encode(self, sequence: str | ProteinRecord, name: str) -> list[int]:
         """Ids of residues, `<mask>` and, where the vocabulary has it, `|`, without `<cls>` and `<eos>`.
 
         Raises:
             TypeError: the sequence is not a string.
             ValueError: the sequence is empty or has letters that are not residue codes.
         """
+        if isinstance(sequence, ProteinRecord):
+            sequence = sequence.sequence
         if not isinstance(sequence, str):
-            raise TypeError(f"{name}: a sequence must be a string, got {type(sequence).__name__}")
+            raise TypeError(f"{name}: a sequence must be a string or a ProteinRecord, got {type(sequence).__name__}")
         symbols = _SYMBOL.findall(sequence)
         others = {_MASK: self.mask} | ({} if self.chain_break is None else {CHAIN_BREAK: self.chain_break})
         # They count as one residue each, so that messages give the positions that a reader counts.
         letters = "".join("X" if symbol.lower() in others else symbol for symbol in symbols)
-        residues = normalize_sequence(letters, name=name)
+        residues = check_sequence(letters, name=name)
         return [
             others.get(symbol.lower(), self.residues[residue])
             for symbol, residue in zip(symbols, residues, strict=False)

@@ -9,6 +9,7 @@ import pytest
 import esm_turbo
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.cli.app import as_options
 
 ROOT = Path(esm_turbo.__file__).resolve().parents[1]
 
@@ -51,6 +52,29 @@ def test_wrong_arguments_are_refused(esm, arguments, message):
     assert result.code == 2
     assert message in result.error
     assert not result.out
+
+
+@pytest.mark.parametrize(
+    ("command", "called"),
+    [
+        ("variants", "WILD_TYPES [VARIANTS] [OPTIONS]"),
+        ("score", "TARGETS CANDIDATES [OPTIONS]"),
+        ("info", "[TARGET] [OPTIONS]"),
+        ("demo", "[OPTIONS]"),
+    ],
+)
+def test_the_usage_of_a_command(esm, command, called):
+    assert esm(command, "--help").out.splitlines()[0] == f"Usage: esm-turbo {command} {called}"
+
+
+def test_errors_name_options_as_on_the_command_line(esm, fasta, tmp_path, tiny_folder):
+    result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder, "--repr-layers", "9")
+    assert result.error == "--repr-layers must lie in -3 to 2 for this model, got 9"
+    # Names that are no options of the command stay.
+    message = "`repr_layers`, `turbo.prefill`, `top_k`"
+    assert as_options(message, ["embed"]) == "--repr-layers, `turbo.prefill`, `top_k`"
+    for arguments in ([], ["--help"], ["frobnicate"]):
+        assert as_options(message, arguments) == message
 
 
 def test_a_bad_file_is_rejected_before_the_model_is_loaded(esm, tmp_path, monkeypatch):

@@ -458,6 +458,9 @@ def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
         (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta or .fa or .faa or .fas"),
         (["calibrate", "IN", "--out", "x.pt"], "must end in .safetensors"),
         (["embed", "IN", "x.h5", "--format", "pt"], "ends in .h5, but pt embeddings are a folder"),
+        (["embed", "IN", "x.npz"], "x.npz: a folder is written; give a name without .npz, or one that ends in .h5 or"),
+        (["store", "IN", "x.h5"], "x.h5: a folder is written; give a name without .h5"),
+        (["score", "IN", "IN", "--store", "x.pt"], "x.pt: a folder is written; give a name without .pt"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )

@@ -47,8 +47,20 @@ def test_a_column_may_have_another_name(tmp_path):
         [row] = read_csv(path, ["sequence"], aliases={"sequence": "binder"})
         assert row == {"sequence": "AC"}
     path.write_text("peptide\nAC\n")
-    with pytest.raises(CsvError, match="lacks the column 'sequence'; there are 'peptide'"):
+    with pytest.raises(CsvError, match=r"lacks the column 'sequence' \(or 'binder'\); there are 'peptide'$"):
         read_csv(path, ["sequence"], aliases={"sequence": "binder"})
+
+
+@pytest.mark.parametrize(
+    ("name", "mark", "said"),
+    [("x.csv", ";", "';'"), ("x.csv", "\t", "tabs"), ("x.tsv", ",", "','"), ("x.csv", "|", "'|'")],
+)
+def test_other_separators_are_named(tmp_path, name, mark, said):
+    path = tmp_path / name
+    path.write_text(f"id{mark}sequence\na{mark}AC\n")
+    with pytest.raises(CsvError) as caught:
+        read_csv(path, ["sequence"])
+    assert str(caught.value).endswith(f"; separate columns by commas, or by tabs in a .tsv file, not by {said}")
 
 
 def test_all_columns_keep_their_names(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from esm_turbo.files.suffixes import TABLES, SuffixError, check_suffix, embedding_format
+from esm_turbo.tasks.common.options import EmbeddingFormat
 
 
 @pytest.mark.parametrize(
@@ -27,7 +28,9 @@ def test_other_suffixes_are_refused(name: str) -> None:
     ("out", "given", "expected"),
     [
         ("x", None, "pt"),
-        ("x.pt", None, "pt"),
+        ("x.v2", None, "pt"),
+        ("scale_0.5", None, "pt"),
+        ("x.npz", "h5", "h5"),
         ("x.h5", None, "h5"),
         ("x.HDF5", None, "h5"),
         ("x", "h5", "h5"),
@@ -36,6 +39,18 @@ def test_other_suffixes_are_refused(name: str) -> None:
 )
 def test_the_format_of_embeddings(out: str, given: str | None, expected: str) -> None:
     assert embedding_format(out, given) == expected
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x.pt", "x.CSV", "b/x.safetensors"])
+@pytest.mark.parametrize("given", [None, "pt", "safetensors"])
+def test_a_folder_has_no_suffix_of_a_file(tmp_path: Path, name: str, given: EmbeddingFormat | None) -> None:
+    out = tmp_path / name
+    with pytest.raises(
+        SuffixError, match=rf"{out.name}: a folder is written; give a name without {out.suffix}, or one"
+    ):
+        embedding_format(out, given)
+    out.mkdir(parents=True)
+    assert embedding_format(out, given) == (given or "pt")
 
 
 @pytest.mark.parametrize("given", ["pt", "safetensors"])

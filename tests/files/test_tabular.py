@@ -75,10 +75,10 @@ def test_scores(scores: Scores) -> None:
     text = f"CandidateScore({best.candidate!r}, pseudo_perplexity={perplexity}, pseudo_log_likelihood={likelihood})"
     assert repr(best) == text
     assert repr(scores) == (
-        f"Scores(3 candidates, best {text}, arm='turbo', preset='turbo3', place='masked', refresh=4)"
+        f"Scores(3 candidates, best {text}, model='esm2-mini', arm='turbo', preset='turbo3', place='masked', refresh=4)"
     )
     frame = scores.to_frame()
-    assert frame["candidate"].tolist() == ["ACDEF", "WTC", "GGGSG"]
+    assert frame["sequence"].tolist() == ["ACDEF", "WTC", "GGGSG"]
     assert frame["pseudo_perplexity"].tolist() == scores.pseudo_perplexities
     assert frame.sort_values("rank").index.tolist() == scores.ranking()
     shown = scores._repr_html_()
@@ -92,7 +92,7 @@ def test_variants(turbo: TurboEsm) -> None:
     assert found.values[best] == max(found.values)
     assert repr(found) == (
         f"VariantScores(3 variants of 5 residues, best {found.scores[best].variant} {found.values[best]:.4g},"
-        " method='masked', arm='turbo', preset='turbo3', refresh=4)"
+        " model='esm2-mini', method='masked', arm='turbo', preset='turbo3', refresh=4)"
     )
     frame = found.to_frame()
     assert frame[["mutant", "position", "wild_type_residue", "mutant_residue"]].values.tolist() == [

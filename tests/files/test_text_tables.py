@@ -25,6 +25,11 @@ def test_the_first_column_is_left_and_the_others_right() -> None:
     assert lines[-1].strip() == "note"
 
 
+def test_a_caption_stays_in_one_line() -> None:
+    caption = "much longer than the table that it stands below"
+    assert lines_of(text_table("", ["name", "count"], ROWS, caption=caption))[-1].strip() == caption
+
+
 def test_other_columns_may_be_left() -> None:
     assert "│ a    │ 1     │" in lines_of(text_table("", ["name", "count"], ROWS, left=(0, 1)))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
-from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed
+from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed, shown
 
 RECORDS = [
     ProteinRecord("sp|P69905|HBA_HUMAN", "MVLS"),
@@ -33,12 +33,27 @@ def test_names(name: str, found: int) -> None:
     assert ProteinIndex(RECORDS).find(name) is RECORDS[found]
 
 
-@pytest.mark.parametrize("name", ["sp", "P6990", "ONE", "MK", ""])
-def test_other_names_are_refused(name: str) -> None:
+ALL = "there are 'sp|P69905|HBA_HUMAN', 'one', 'two' and 2 more"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("sp", ALL),
+        ("M", ALL),
+        ("", ALL),
+        ("ONE", "did you mean 'one'?"),
+        ("MKTAS", "did you mean 'MKTA'?"),
+        ("sp|P69905|HBB_HUMAN", "did you mean 'sp|P69905|HBA_HUMAN'?"),
+        ("MKTA" * 20, ALL),
+    ],
+)
+def test_other_names_are_refused(name: str, hint: str) -> None:
     with pytest.raises(UnknownProteinError) as caught:
         ProteinIndex(RECORDS, "target").find(name)
-    assert str(caught.value) == f"there is no usable target {name!r}; correct it, or leave it empty"
+    assert str(caught.value) == f"there is no usable target {shown(name)}; {hint}"
     assert (caught.value.name, caught.value.noun) == (name, "target")
+    assert caught.value.known == [record.id for record in RECORDS]
 
 
 def test_a_whole_identifier_finds_its_accession() -> None:

@@ -13,7 +13,8 @@ from transformers import EsmConfig, EsmTokenizer
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.proteins.fasta import RESIDUES
+from esm_turbo.proteins.batches import encode_rows
+from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord
 from esm_turbo.proteins.tokens import TokenCodes
 
 
@@ -63,6 +64,20 @@ def test_bad_symbols_are_refused_at_their_position(codes: TokenCodes, text: str,
 def test_empty_sequences_are_refused(codes: TokenCodes, text: str) -> None:
     with pytest.raises(ValueError, match="sequence 7"):
         codes.encode(text, "sequence 7")
+
+
+def test_a_record_is_its_sequence(codes: TokenCodes) -> None:
+    assert codes.encode(ProteinRecord("a", "MKT"), "it") == [20, 15, 11]
+
+
+@pytest.mark.parametrize(
+    ("text", "remedy"), [("MK-T", "remove gaps, as by sequence.replace('-', '')"), ("MJ", "with X")]
+)
+def test_remedies_are_those_of_a_call(codes: TokenCodes, text: str, remedy: str) -> None:
+    """No option of a file is named, which a call does not have."""
+    for encode in (codes.encode, lambda sequence, name: encode_rows(codes, [sequence])):
+        with pytest.raises(ValueError, match=rf"; .*{re.escape(remedy)}$"):
+            encode(text, "it")
 
 
 @pytest.mark.parametrize("sequence", [None, 1.5, b"MKT", ["M"]])

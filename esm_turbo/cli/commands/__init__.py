@@ -14,7 +14,7 @@ from esm_turbo.cli.commands.score import score
 from esm_turbo.cli.commands.store import store
 from esm_turbo.cli.commands.variants import variants
 from esm_turbo.cli.commands.warmup import warmup
-from esm_turbo.cli.inputs import with_checked_outputs
+from esm_turbo.cli.inputs import usage, with_checked_outputs
 
 app = App(
     name="esm-turbo",
@@ -25,4 +25,4 @@ app = App(
     " job failed; 2 wrong arguments or unusable input.",
 )
 for command in (demo, calibrate, embed, generate, binders, store, evaluate, score, variants, info, warmup):
-    app.command(with_checked_outputs(command))
+    app.command(with_checked_outputs(command), usage=usage(command))

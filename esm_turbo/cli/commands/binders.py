@@ -7,9 +7,18 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save, show
-from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, named_arms, opened_store, read_proteins
+from esm_turbo.cli.inputs import (
+    announce,
+    check_minimum,
+    list_bad,
+    load_model,
+    named_arms,
+    opened_store,
+    outcome,
+    read_proteins,
+)
 from esm_turbo.cli.options import (
-    BatchTokens,
+    AutoBatchTokens,
     CacheOptions,
     InputFile,
     JsonFile,
@@ -18,7 +27,7 @@ from esm_turbo.cli.options import (
     TableFile,
 )
 from esm_turbo.cli.report import failures
-from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.fasta import BadRecord
@@ -44,7 +53,7 @@ def binders(
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
     top: int = 10,
-    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
@@ -127,5 +136,7 @@ def binders(
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]
+    written = sum(len(one.binders) for one in found.values())
+    parts += outcome(written, "peptide", out, bad)
     show(*parts, to_json=json, result={"run": used.to_dict(), "results": results, "failed": failures(bad)})
     return 1 if bad else 0

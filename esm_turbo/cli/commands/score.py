@@ -14,6 +14,7 @@ from esm_turbo.cli.inputs import (
     load_model,
     named_arms,
     opened_store,
+    outcome,
     read_proteins,
 )
 from esm_turbo.cli.options import (
@@ -102,5 +103,6 @@ def score(
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]
     result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
-    show(*score_report(run, top), to_json=json, result=result)
+    rows = sum(len(one.candidates) * len(one.scores) for one in run.results)
+    show(*score_report(run, top), *outcome(rows, "score", out, failed), to_json=json, result=result)
     return 1 if failed else 0

@@ -13,6 +13,7 @@ from esm_turbo.cli.inputs import (
     load_model,
     named_arms,
     opened_store,
+    outcome,
     read_proteins,
 )
 from esm_turbo.cli.options import (
@@ -114,5 +115,6 @@ def variants(
         list_bad(variants, bad)
     failed = [*bad_records, *run.failed, *bad]
     result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
-    show(*variants_report(run, top), to_json=json, result=result)
+    rows = sum(len(one.variants) for one in run.results)
+    show(*variants_report(run, top), *outcome(rows, "variant", out, failed), to_json=json, result=result)
     return 1 if failed else 0

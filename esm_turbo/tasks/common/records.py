@@ -55,12 +55,12 @@ def parse_rows(
         [(row, one)] = unknown
         bad.append(BadRecord(name(row), str(one)))
     elif unknown:
-        kind = unknown[0][1].noun
+        kind, known = unknown[0][1].noun, unknown[0][1].known
         names = listed(list(dict.fromkeys(error.name for _, error in unknown)))
         if not good and not bad:
-            raise CsvError(f"{os.fspath(path)}: no row names a usable {kind}, but {names}; correct that column")
+            raise CsvError(f"{os.fspath(path)}: no row names a usable {kind}, but {names}; there are {listed(known)}")
         lines = listed_lines([row.line for row, _ in unknown])
-        bad.append(BadRecord(lines, f"there is no usable {kind} {names}; correct them, or leave them empty"))
+        bad.append(BadRecord(lines, f"there is no usable {kind} {names}; there are {listed(known)}"))
     return good, bad
 
 

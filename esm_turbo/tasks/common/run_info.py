@@ -67,8 +67,10 @@ class RunInfo:
         threads = [] if self.threads is None else [f"{self.threads} thread{'s' if self.threads > 1 else ''}"]
         return ", ".join([f"model {self.model}", *arms, f"device {self.device}", self.dtype, *threads])
 
-    def cells(self) -> list[str]:
-        """What a table says of its run in `RUN_COLUMNS`, the same in every row."""
+    def cells(self, arm: Arm | None = None) -> list[str]:
+        """What a table says of its run in `RUN_COLUMNS`: in a row of one arm, or in one of all of them."""
+        if arm is not None:
+            return [self.model, self.arms[arm] or "", self.device]
         presets = {arm: preset for arm, preset in self.arms.items() if preset is not None}
         named = presets.values() if len(self.arms) == 1 else (f"{arm}={preset}" for arm, preset in presets.items())
         return [self.model, " ".join(named), self.device]

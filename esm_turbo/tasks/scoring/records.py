@@ -151,8 +151,10 @@ class ScoringRun(Tabular):
             run: what the run used, added in `RUN_COLUMNS`.
             settings: the run's options, JSON values, for the metadata of a Parquet file.
         """
-        names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
-        rows = ([*row, *cells] for row in self.rows())
+        names: Sequence[str] = () if run is None else RUN_COLUMNS
+        cells: dict[object, list[str]] = {} if run is None else {arm: run.cells(arm) for arm in run.arms}
+        arm = COLUMNS.index("arm")
+        rows = ([*row, *cells.get(row[arm], [])] for row in self.rows())
         write_table(out, [*self.columns(), *names], rows, TYPES, run_metadata(run, settings))
 
 
@@ -187,6 +189,8 @@ def read_candidates(
         return f"{row['id'] or 'candidate'} (line {row.line})"
 
     def parse(number: int, row: CsvRow) -> Candidate:
+        if len(row["sequence"].split()) > 1:
+            raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
         target = proteins.find(row["target"]).id if row["target"] else None
         return Candidate(row["id"] or f"#{number}", sequence, target, row.cells)

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import as_list
+from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
 from esm_turbo.tasks.common.arms import ContextSource, as_read_fastest, batch_tokens, log_probabilities, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
@@ -88,6 +89,7 @@ class Scores(Tabular):
         preset: storage format of the context; None for `full`.
         place: contents of the candidate's positions while the context was computed; None for `full`.
         refresh: number of target residues that ran again with every candidate; 0 for `full`.
+        model: name of the model.
     """
 
     scores: tuple[CandidateScore, ...]
@@ -95,15 +97,16 @@ class Scores(Tabular):
     preset: str | None
     place: Place | None
     refresh: int
+    model: str
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index]!r}" for index in self.ranking()[:1]]
-        fields = {"arm": self.arm, "preset": self.preset, "place": self.place, "refresh": self.refresh}
+        fields = {name: getattr(self, name) for name in ("model", "arm", "preset", "place", "refresh")}
         return named(self, counted(len(self.scores), "candidate"), *best, **fields)
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return ["candidate", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+        return ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per candidate, in their order, its rank and figures."""
@@ -140,13 +143,14 @@ class Scores(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            "model": self.model,
             "arm": self.arm,
             "preset": self.preset,
             "place": self.place,
             "refresh": self.refresh,
             "candidates": [
                 {
-                    "candidate": one.candidate,
+                    "sequence": one.candidate,
                     "pseudo_log_likelihood": one.pseudo_log_likelihood,
                     "pseudo_perplexity": one.pseudo_perplexity,
                     "log_probabilities": list(one.log_probabilities),
@@ -158,8 +162,8 @@ class Scores(Tabular):
 
 def score(
     turbo: ContextModel,
-    context: str | TurboKVCache,
-    candidates: str | Sequence[str],
+    context: str | ProteinRecord | TurboKVCache,
+    candidates: Sequences,
     *,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
@@ -192,6 +196,9 @@ def score(
     """
     residues = []
     for number, sequence in enumerate(as_list(candidates, "candidate"), start=1):
+        # Two peptides in one string would be scored as one.
+        if isinstance(sequence, str) and len(sequence.split()) > 1:
+            raise ValueError(f"candidate {number}: has a space inside; remove it, or give two candidates")
         residues.append(turbo.codes.encode(sequence, f"candidate {number}"))
         if turbo.codes.mask in residues[-1]:
             raise ValueError(f"candidate {number}: holds a <mask>, which has no likelihood; give residues only")
@@ -228,7 +235,7 @@ def score(
             counter.advance(len(values))
         log_probs |= {index: tuple(flat[k * length : (k + 1) * length]) for k, index in enumerate(group)}
     scores = tuple(CandidateScore(turbo.codes.decode(ids), log_probs[index]) for index, ids in enumerate(residues))
-    return Scores(scores, arm, preset, None if arm == "full" else place, target.refresh)
+    return Scores(scores, arm, preset, None if arm == "full" else place, target.refresh, turbo.name)
 
 
 def _masked_log_probabilities(

@@ -22,7 +22,7 @@ from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
-from esm_turbo.tasks.variants.score import VariantScores, score_variants
+from esm_turbo.tasks.variants.score import VariantScores, first_position_of, score_variants
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
 
 if TYPE_CHECKING:
@@ -234,13 +234,6 @@ def read_variants(
             summed_up = set(own)
             bad = [*(one for one in bad if one not in summed_up), BadRecord(wild_type.id, reason)]
     return good, bad
-
-
-def first_position_of(wild_type: ProteinRecord, given: int | None = None) -> int:
-    """Position of a protein's first residue: the given one, or that of its header, or 1."""
-    if given is not None:
-        return given
-    return 1 if wild_type.first_position is None else wild_type.first_position
 
 
 def score_records(

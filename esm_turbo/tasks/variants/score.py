@@ -24,6 +24,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import (
     ContextSource,
@@ -69,6 +70,7 @@ class VariantScores(Tabular):
         method: `masked` or `wild_type` marginals.
         arm: `full`, `frozen` or `turbo`.
         preset: storage format of the wild type; None for `full`.
+        model: name of the model.
         refresh: number of residues around a position that ran again with its mask; 0 for `full` and for wild-type
             marginals.
     """
@@ -79,11 +81,12 @@ class VariantScores(Tabular):
     arm: Arm
     preset: str | None
     refresh: int
+    model: str
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index].variant} {self.values[index]:.4g}" for index in self.ranking()[:1]]
         size = counted(len(self.wild_type), "residue")
-        fields = {"method": self.method, "arm": self.arm, "preset": self.preset, "refresh": self.refresh}
+        fields = {name: getattr(self, name) for name in ("model", "method", "arm", "preset", "refresh")}
         return named(self, f"{counted(len(self.scores), 'variant')} of {size}", *best, **fields)
 
     def columns(self) -> list[str]:
@@ -112,6 +115,7 @@ class VariantScores(Tabular):
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
+            "model": self.model,
             "method": self.method,
             "arm": self.arm,
             "preset": self.preset,
@@ -122,13 +126,13 @@ class VariantScores(Tabular):
 
 def score_variants(
     turbo: ContextModel,
-    wild_type: str | TurboKVCache,
+    wild_type: str | ProteinRecord | TurboKVCache,
     variants: str | Sequence[str] | None = None,
     *,
     method: MarginalMethod = "masked",
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
-    first_position: int = 1,
+    first_position: int | None = None,
     toks_per_batch: int | None = None,
     store: ContextSource | None = None,
     progress: Progress | None = None,
@@ -136,8 +140,9 @@ def score_variants(
     """Score variants of a protein.
 
     Args:
-        wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on.
-        variants: such as `H24C`, or `H24C:E26K` for several substitutions at once; None for all single ones.
+        wild_type: residues of the protein, or its record; or a cache of one row that holds it from `<cls>` on.
+        variants: such as `H24C`, or `H24C:E26K` for several substitutions at once; None for all single ones. `H24H`
+            scores 0.
         method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
             accurate.
         arm: `full` runs the whole protein for every position; `frozen` runs the position against the protein cached
@@ -145,7 +150,8 @@ def score_variants(
             else the default is `turbo`, or `frozen` if the model has no calibration.
         refresh: for masked marginals, number of residues around the position, half on each side, that run again with
             the mask.
-        first_position: position of the protein's first residue in the variants.
+        first_position: position of the protein's first residue in the variants; None is that of a record's header, or
+            else 1.
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score` and positions, see `Progress`.
@@ -166,6 +172,7 @@ def score_variants(
             raise ValueError("the wild type holds a <mask>; give residues only")
     arm, preset = resolve_arm(turbo, arm, cache)
     residues = turbo.codes.decode(token for token in ids if token not in (turbo.codes.cls, turbo.codes.eos))
+    first_position = first_position_of(wild_type, first_position)
     if variants is None:
         names, parsed = all_substitutions(residues, first_position), Substitutions.all(residues)
     else:
@@ -188,7 +195,7 @@ def score_variants(
         parts.append(part)
         counter.advance(len(part))
     scores = added_up(turbo.codes, names, parsed, row, torch.cat(parts))
-    return VariantScores(scores, residues, method, arm, preset, refresh)
+    return VariantScores(scores, residues, method, arm, preset, refresh, turbo.name)
 
 
 def added_up(
@@ -207,6 +214,12 @@ def added_up(
     effects = log_probs[row, mutant_ids] - log_probs[row, wild_type_ids]
     totals = np.bincount(parsed.variant, weights=effects, minlength=len(names)).tolist()
     return tuple(map(VariantScore, names, totals))
+
+
+def first_position_of(wild_type: str | ProteinRecord | TurboKVCache, given: int | None = None) -> int:
+    """Position of a protein's first residue: the given one, or that of a record's header, or 1."""
+    stated = wild_type.first_position if isinstance(wild_type, ProteinRecord) else None
+    return next((one for one in (given, stated) if one is not None), 1)
 
 
 def _token_ids(codes: TokenCodes, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:

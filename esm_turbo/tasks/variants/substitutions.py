@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES, normalize_sequence
+from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, STANDARD_RESIDUES
 
 _POSITION_DIGITS = 18
 _SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE | re.ASCII)
@@ -47,13 +47,16 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
         match = _SUBSTITUTION.fullmatch(part.strip())
         if match is None:
             raise ValueError(
-                f"{variant!r} is not a variant: write the residue, its position and the mutant, such as H24C"
+                f"{variant!r} is not a variant: write the residue, its position and the mutant, such as H24C; several"
+                " as H24C:E26K"
             )
         index = int(match[2]) - first_position
         if not 0 <= index < len(wild_type):
             numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
             raise ValueError(f"{variant!r}: position {match[2]} lies outside the protein, {numbers}")
-        residue, mutant = (normalize_sequence(letter, name=repr(variant)) for letter in (match[1], match[3]))
+        residue, mutant = match[1].upper(), match[3].upper()
+        if mutant not in PARTICULAR_RESIDUES:
+            raise ValueError(f"{variant!r}: the mutant must be one of {PARTICULAR_RESIDUES}, got {mutant}")
         if wild_type[index] != residue:
             actual = f"residue {match[2]} is {wild_type[index]}"
             raise ValueError(f"{variant!r}: {actual}; is {first_position} the position of the first residue?")
@@ -98,7 +101,11 @@ class Substitutions:
         index = np.where(too_long, "0", texts[:, 1]).astype(np.int64) - first_position
         residues = np.array(list(wild_type))
         inside = ~too_long & (index >= 0) & (index < len(residues))
-        good = inside & (residues[np.where(inside, index, 0)] == letters[:, 0]) & np.isin(letters[:, 1], list(RESIDUES))
+        good = (
+            inside
+            & (residues[np.where(inside, index, 0)] == letters[:, 0])
+            & np.isin(letters[:, 1], list(PARTICULAR_RESIDUES))
+        )
         by_place = np.lexsort((index, number))
         twice = (np.diff(number[by_place]) == 0) & (np.diff(index[by_place]) == 0)
         wrong = [*number[~good], *number[by_place][1:][twice]]

@@ -48,7 +48,7 @@ def test_peptides_of_every_target_equal_those_in_python(esm_shared, turbo, write
         (["--length", "0"], "--length must be at least 1, got 0"),
         ([], "--length"),
         (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
-        (["--length", "3", "--temperature", "-1"], "`temperature` must be from"),
+        (["--length", "3", "--temperature", "-1"], "--temperature must be from"),
         (["--length", "3", "--allowed", "J"], "J"),
     ],
 )

@@ -97,8 +97,10 @@ def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write
     targets = write("targets.fasta", f">one\n{TARGET}\n>bad\nMK1T\n")
     table = write("candidates.csv", "id,sequence,target\na,ACDEF,\nb,,\nc,AC-D,\nd,WTC,three\n")
     found = tmp_path / "scores.json"
-    code, _, err = esm_shared("score", targets, table, "--json", found)
+    out = tmp_path / "scores.csv"
+    code, printed, err = esm_shared("score", targets, table, "--json", found, "--out", out)
     assert code == 1
+    assert printed.splitlines()[-2:] == [f"1 score written to {out}", "4 records failed, see above"]
     lines = err.splitlines()
     assert lines == [
         f"esm-turbo: error: {targets}, record 'bad': position 3 is '1', not one of the 25 residue codes (A to Z without"
@@ -106,8 +108,7 @@ def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write
         f"esm-turbo: error: {table}, record 'b (line 3)': holds no residues; give a sequence or remove the record",
         f"esm-turbo: error: {table}, record 'c (line 4)': position 3 is '-', not one of the 25 residue codes (A to Z"
         " without J); remove gaps (--remove-gaps, in Python remove_gaps=True)",
-        f"esm-turbo: error: {table}, record 'd (line 5)': there is no usable target 'three'; correct it, or leave it"
-        " empty",
+        f"esm-turbo: error: {table}, record 'd (line 5)': there is no usable target 'three'; there are 'one'",
     ]
     result = json.loads(found.read_text())
     assert [one["record"] for one in result["failed"]] == ["bad", "b (line 3)", "c (line 4)", "d (line 5)"]
@@ -132,7 +133,7 @@ def test_a_target_that_does_not_fit_into_memory_is_reported(esm_shared, targets,
 def test_memory_is_checked_on_the_device(esm_shared, targets, candidates, monkeypatch):
     monkeypatch.setattr(memory, "available_bytes", lambda device: 10)
     code, printed, err = esm_shared("score", targets, candidates)
-    assert (code, printed) == (1, "")
+    assert (code, printed) == (1, "2 records failed, see above\n")
     assert [line.split(": ")[2].rpartition("record ")[2] for line in err.splitlines()] == ["'one'", "'two'"]
     assert err.count("0 MiB are free on cpu") == 2
 
@@ -144,7 +145,7 @@ def test_memory_is_checked_on_the_device(esm_shared, targets, candidates, monkey
         ("targets", ">a\nM1\n", "no usable record"),
         ("candidates", "", "is empty"),
         ("candidates", ">a\n\n>b\nA-\n", "no usable record"),
-        ("csv", "id,peptide\na,ACD\n", "lacks the column 'sequence'; there are 'id', 'peptide'"),
+        ("csv", "id,peptide\na,ACD\n", "lacks the column 'sequence' (or 'binder'); there are 'id', 'peptide'"),
         ("csv", "sequence\n", "holds no candidates; give at least one below the column names"),
         ("csv", "", "is empty; its first line must name the columns"),
     ],

@@ -53,18 +53,18 @@ def find(number: int, row: CsvRow) -> str:
 def test_one_unknown_name_is_the_record_of_its_row() -> None:
     good, bad = parse_rows("a.csv", rows("a", "b"), "rows", name, find)
     assert good == ["a"]
-    assert bad == [BadRecord("line 3", "there is no usable target 'b'; correct it, or leave it empty")]
+    assert bad == [BadRecord("line 3", "there is no usable target 'b'; there are 'a'")]
 
 
 def test_many_unknown_names_are_one_record() -> None:
     good, bad = parse_rows("a.csv", rows("b", "a", "c", "b"), "rows", name, find)
     assert good == ["a"]
-    reason = "there is no usable target 'b', 'c'; correct them, or leave them empty"
+    reason = "there is no usable target 'b', 'c'; there are 'a'"
     assert bad == [BadRecord("lines 2, 4, 5", reason)]
 
 
 def test_a_column_of_unknown_names_is_one_error() -> None:
-    with pytest.raises(CsvError, match=r"^a.csv: no row names a usable target, but 'b', 'c'; correct that column$"):
+    with pytest.raises(CsvError, match=r"^a.csv: no row names a usable target, but 'b', 'c'; there are 'a'$"):
         parse_rows("a.csv", rows("b", "c", "b"), "rows", name, find)
 
 

@@ -57,3 +57,5 @@ def test_cells_of_a_table_name_the_run(turbo: TurboEsm) -> None:
     assert RunInfo.of(turbo, ["turbo"]).cells() == ["esm2-mini", "turbo3", "cpu"]
     assert RunInfo.of(turbo, ["full"]).cells() == ["esm2-mini", "", "cpu"]
     assert RunInfo.of(turbo, ["full", "frozen", "turbo"]).cells()[1] == "frozen=exact turbo=turbo3"
+    assert RunInfo.of(turbo, ["full", "turbo"]).cells("turbo") == ["esm2-mini", "turbo3", "cpu"]
+    assert RunInfo.of(turbo, ["full", "turbo"]).cells("full") == ["esm2-mini", "", "cpu"]

@@ -10,8 +10,9 @@ import pytest
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.common.run_info import RunInfo
 from esm_turbo.tasks.scoring import records
 from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, score_records
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
@@ -36,7 +37,15 @@ def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
     assert [(c.id, c.sequence, c.target) for c in good] == [("a", "ACDEF", "one"), ("#2", "WTC", None)]
     assert [one.record for one in bad] == ["b (line 4)", "c (line 5)", "d (line 6)"]
     assert bad[1].reason.startswith("position 3 is '-'")
-    assert bad[2].reason == "there is no usable target 'three'; correct it, or leave it empty"
+    assert bad[2].reason == "there is no usable target 'three'; there are 'one', 'two'"
+
+
+def test_a_space_inside_a_candidate_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.csv"
+    path.write_text("sequence\n ACD \nACD EFG\n")
+    [good], [bad] = read_candidates(path, TARGETS)
+    assert good.sequence == "ACD"
+    assert bad == BadRecord("candidate (line 3)", "has a space inside; remove it, or write two rows")
 
 
 @pytest.mark.parametrize("target", ["one", TARGETS[0].sequence, TARGETS[0].sequence.lower()])
@@ -50,7 +59,9 @@ def test_a_target_is_an_identifier_or_a_sequence(tmp_path: Path, target: str) ->
 def test_wrong_targets_are_one_message(tmp_path: Path) -> None:
     path = tmp_path / "candidates.csv"
     path.write_text("sequence,target\n" + "".join(f"ACDEF,x{i}\n" for i in range(50)))
-    with pytest.raises(CsvError, match="no row names a usable target, but 'x0', 'x1', 'x2' and 47 more; correct that"):
+    with pytest.raises(
+        CsvError, match=r"no row names a usable target, but 'x0', 'x1', 'x2' and 47 more; there are 'one', 'two'$"
+    ):
         read_candidates(path, TARGETS)
     path.write_text(path.read_text() + "WTC,two\n")
     good, [bad] = read_candidates(path, TARGETS)
@@ -115,7 +126,7 @@ def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: 
         if target == TARGETS[1].sequence:
             wrong = set(candidates)
         made = (CandidateScore(c, (math.nan if c in wrong else -1.0,) * len(c)) for c in candidates)
-        return Scores(tuple(made), arm, None, None, 0)
+        return Scores(tuple(made), arm, None, None, 0, "m")
 
     monkeypatch.setattr(records, "score", broken)
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
@@ -132,6 +143,10 @@ def test_the_table_has_a_row_per_candidate_and_arm(turbo: TurboEsm, tmp_path: Pa
     with (tmp_path / "scores.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
+    run.write(tmp_path / "used.csv", RunInfo.of(turbo, ["turbo", "frozen"]))
+    with (tmp_path / "used.csv").open() as file:
+        presets = {(row["arm"], row["run_preset"]) for row in csv.DictReader(file)}
+    assert presets == {("turbo", "turbo3"), ("frozen", "exact")}
     assert [(row["target"], row["arm"]) for row in rows] == [
         (target, arm) for target, n in (("one", 2), ("two", 3)) for _ in range(n) for arm in ("turbo", "frozen")
     ]

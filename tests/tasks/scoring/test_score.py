@@ -187,7 +187,7 @@ def test_statistics_of_a_score() -> None:
     assert one.pseudo_perplexity == pytest.approx(4, rel=1e-12)
     assert one.is_finite()
     assert not CandidateScore("AC", (math.nan, -1.0)).is_finite()
-    scores = Scores((one, CandidateScore("GG", (-0.1, -0.1)), one), "turbo", "turbo3", "masked", 8)
+    scores = Scores((one, CandidateScore("GG", (-0.1, -0.1)), one), "turbo", "turbo3", "masked", 8, "m")
     assert scores.ranking() == [1, 0, 2]
     assert scores.agreement(scores).to_dict() == {
         "count": 3,
@@ -197,7 +197,7 @@ def test_statistics_of_a_score() -> None:
         "mean_difference": 0.0,
     }
     with pytest.raises(ValueError, match="same candidates in the same order"):
-        scores.agreement(Scores(scores.scores[::2], "full", None, None, 0))
+        scores.agreement(Scores(scores.scores[::2], "full", None, None, 0, "m"))
     first = scores.to_dict()["candidates"][0]
     assert first["log_probabilities"] == [math.log(0.5), math.log(0.125)]
 

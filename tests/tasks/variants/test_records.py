@@ -118,13 +118,15 @@ def test_another_column_may_name_the_wild_types(tmp_path: Path) -> None:
 def test_unknown_wild_types_are_one_message(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("protein,mutant\n" + "".join(f"x{i % 5},M1A\n" for i in range(100)))
-    with pytest.raises(CsvError, match=r"no row names a usable protein, but 'x0', 'x1', 'x2' and 2 more; correct"):
+    with pytest.raises(
+        CsvError, match=r"no row names a usable protein, but 'x0', 'x1', 'x2' and 2 more; there are 'wt'$"
+    ):
         read_variants(path, [WILD_TYPE])
     path.write_text(path.read_text() + "wt,M1A\n")
     good, [bad] = read_variants(path, [WILD_TYPE])
     assert [one.variant for one in good] == ["M1A"]
     assert bad.record == "lines 2, 3, 4 and 97 more"
-    assert bad.reason == "there is no usable protein 'x0', 'x1', 'x2' and 2 more; correct them, or leave them empty"
+    assert bad.reason == "there is no usable protein 'x0', 'x1', 'x2' and 2 more; there are 'wt'"
 
 
 def test_one_wrong_wild_type_among_several_is_one_message(tmp_path: Path) -> None:
@@ -180,7 +182,7 @@ def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
 
 
 def test_scores_that_are_not_finite(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = VariantScores((VariantScore("M1A", math.nan),), "M", "masked", "turbo", "turbo3", 0)
+    broken = VariantScores((VariantScore("M1A", math.nan),), "M", "masked", "turbo", "turbo3", 0, "m")
     monkeypatch.setattr(records, "score_variants", lambda *arguments, **options: broken)
     run = score_records(turbo, [WILD_TYPE], VARIANTS[:1], ["turbo"])
     assert (run.results, run.failed) == ([], [BadRecord("wt", "its scores are not finite; try --dtype float32")])

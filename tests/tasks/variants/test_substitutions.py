@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.proteins.fasta import RESIDUES, STANDARD_RESIDUES
+from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, RESIDUES, STANDARD_RESIDUES
 from esm_turbo.tasks.variants.substitutions import (
     Substitution,
     Substitutions,
@@ -58,7 +58,8 @@ def test_the_order_of_all_substitutions() -> None:
         ("M0A", "'M0A': position 0 lies outside the protein, 1 to 28"),
         ("G29A", "'G29A': position 29 lies outside the protein, 1 to 28"),
         ("K1A", "'K1A': residue 1 is M; is 1 the position of the first residue?"),
-        ("M1J", "'M1J': position 1 is 'J', not one of the 25 residue codes"),
+        ("M1J", "'M1J': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got J"),
+        ("M1x", "'M1x': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got X"),
         ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
     ],
 )
@@ -85,7 +86,7 @@ def described(table: Substitutions) -> list[tuple[int, Substitution]]:
 def test_many_variants_are_parsed_like_one(data: st.DataObject, first_position: int) -> None:
     positions = st.lists(st.integers(0, len(WILD_TYPE) - 1), min_size=1, max_size=3, unique=True)
     chosen = data.draw(st.lists(positions, max_size=5))
-    letters = data.draw(st.text(RESIDUES + RESIDUES.lower(), min_size=15, max_size=15))
+    letters = data.draw(st.text(PARTICULAR_RESIDUES + PARTICULAR_RESIDUES.lower(), min_size=15, max_size=15))
     mutants = iter(letters)
     names = [":".join(f" {WILD_TYPE[i]}{i + first_position}{next(mutants)}" for i in own) for own in chosen]
     expected = [
