@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.row_index import of_rows
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
 from esm_turbo.files.tabular import named
@@ -134,8 +135,8 @@ class ContextModel:
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
         device = self.model.device
         output = self.model.base_model(
-            input_ids.to(device),
-            attention_mask.to(device),
+            to_device(input_ids, device),
+            to_device(attention_mask, device),
             use_cache=True,
             token_counts=counts,
             row_lengths=[len(row) for row in rows],
@@ -209,24 +210,24 @@ class ContextModel:
         past = torch.arange(cache.get_seq_length()) < first
         device = self.model.device
         states = self.model.base_model(
-            input_ids.to(device),
-            torch.cat([past.long(), mask], dim=1).to(device),
-            positions.to(device),
+            to_device(input_ids, device),
+            to_device(torch.cat([past.long(), mask], dim=1), device),
+            to_device(positions, device),
             past_key_values=cache,
             context_index=None if index is None else index.contexts.tolist(),
             use_cache=append,
-            append_mask=((steps >= begin) & (steps < end)).to(device),
+            append_mask=to_device((steps >= begin) & (steps < end), device),
         ).last_hidden_state
         # The new tokens of each row follow its refreshed ones.
         width = int((mask.sum(1, keepdim=True) - begin).max())
         column = begin + torch.arange(width)
         new_mask = (column < mask.sum(1, keepdim=True)).long()
-        at = column.clamp_max(len(steps) - 1)[..., None].to(device)
+        at = to_device(column.clamp_max(len(steps) - 1)[..., None], device)
         logits = self.model.lm_head(states)
         return ExtendOutput(
             states.gather(1, at.expand(-1, -1, states.shape[2])),
             logits.gather(1, at.expand(-1, -1, logits.shape[2])),
-            new_mask.to(device),
+            to_device(new_mask, device),
         )
 
 

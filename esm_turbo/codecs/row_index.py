@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.transfers import to_device
+
 
 class Group(NamedTuple):
     """Rows of an extension that read the same context: those from `start` to before `stop`."""
@@ -109,8 +111,3 @@ class RowIndex:
 def of_rows(x: Tensor, index: RowIndex | None) -> Tensor:
     """What each row reads of x [C, ...], as [B, ...]; x itself without an index."""
     return x if index is None else index.take(x)
-
-
-def to_device(host: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on a device, without waiting for it."""
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import Packed
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
@@ -103,12 +104,12 @@ class Growth:
         # Rows that are left over run as well, and must find numbers.
         self._known.fill_(int(known.min()))
         self._masks.zero_()
-        self._known[:batch_size] = _to(known, self._known)
-        self._masks[:batch_size] = _to(masks, self._masks)
-        self.contexts.token_ids[:batch_size, : token_ids.shape[1]] = _to(token_ids, self.contexts.token_ids)
+        self._known[:batch_size] = _like(known, self._known)
+        self._masks[:batch_size] = _like(masks, self._masks)
+        self.contexts.token_ids[:batch_size, : token_ids.shape[1]] = _like(token_ids, self.contexts.token_ids)
         if positions is not None:
             assert self.contexts.positions is not None
-            self.contexts.positions[:batch_size, : positions.shape[1]] = _to(positions, self.contexts.positions)
+            self.contexts.positions[:batch_size, : positions.shape[1]] = _like(positions, self.contexts.positions)
 
     @torch.no_grad()
     def step(self, kind: StepKind) -> Tensor:
@@ -190,7 +191,6 @@ class _ColumnWriter:
         return store
 
 
-def _to(values: Tensor, target: Tensor) -> Tensor:
+def _like(values: Tensor, target: Tensor) -> Tensor:
     """Values on the host in the dtype and on the device of a target, without waiting for the device."""
-    values = values.to(target.dtype)
-    return values.pin_memory().to(target.device, non_blocking=True) if target.is_cuda else values
+    return to_device(values.to(target.dtype), target.device)

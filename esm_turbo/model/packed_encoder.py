@@ -7,9 +7,10 @@ residual sums are fused with the layer norm that follows; rotation and activatio
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, repeat
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -18,10 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.model.projections import fuse_linears
 from esm_turbo.model.sessions import Extension, KVSession
 
 DTYPES = (torch.bfloat16, torch.float16)
+_HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,7 @@ class Packing:
             slots = np.where(column < rows[:, None], offsets[:-1, None] + column, 0)
             parts += [row * width + positions, slots.ravel()]
         host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
-        if device.type == "cuda":
-            host = host.pin_memory()
-        on_device = host.to(device, non_blocking=True).split([len(part) for part in parts])
+        on_device = to_device(host, device).split([len(part) for part in parts])
         index, slot = on_device[2:] if padded else (None, None)
         return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
 
@@ -84,7 +85,7 @@ def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> 
     weights were.
 
     Adapters replace modules or their forward, or hook into them; offloaded layers do, too. A call takes some 0.2 ms for
-    33 layers, as it does not walk the tree again while it stays the same.
+    33 layers, as it does not walk the tree again while it stays the same, and its loops run in C.
     """
     if nn.modules.module._global_forward_hooks or nn.modules.module._global_forward_pre_hooks:
         return None
@@ -122,23 +123,23 @@ class _Tree:
         return type(None), ()
 
     def _listed(self) -> list[Any]:
-        return [child for children in self.children for child in children.values()]
+        return list(chain.from_iterable([children.values() for children in self.children]))
 
     def changed(self, module: nn.Module) -> bool:
         """Whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
         return self.states[0] is not module.__dict__ or self._listed() != self.known
 
     def is_plain(self, allowed: Collection[type[nn.Module]]) -> bool:
-        hooks = [own for state in self.states if (own := state["_forward_hooks"])]
-        hooks += [own for state in self.states if (own := state["_forward_pre_hooks"])]
+        hooks = filter(None, chain.from_iterable(map(_HOOKS, self.states)))
         return (
             {self.root, *map(type, self.submodules)} <= set(allowed)
-            and not any("forward" in state for state in self.states)
+            and not any(map(operator.contains, self.states, repeat("forward")))
             and all(map(is_recorder, chain.from_iterable(own.values() for own in hooks)))
         )
 
     def addresses(self) -> tuple[int, ...]:
-        return tuple([x.data_ptr() for state, name in self.holders for x in state[name].values() if x is not None])
+        held = chain.from_iterable([state[name].values() for state, name in self.holders])
+        return tuple(map(Tensor.data_ptr, [x for x in held if x is not None]))
 
 
 def is_recorder(hook: Any) -> bool:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.ops.triton_launch import Options, interpreted, launch
 
 __all__ = ["Cutter", "Gatherer", "Rows", "copy_rows"]
@@ -220,8 +221,7 @@ class Cutter:
 
 
 def _on_device(table: npt.NDArray[np.int64], device: torch.device) -> Tensor:
-    host = torch.from_numpy(table)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return to_device(torch.from_numpy(table), device)
 
 
 def launch_copies(sources: Tensor, targets: Tensor, words: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
+# Neither an id nor a letter.
+_OTHER = 255
 CHAIN_BREAK = "|"
 """Stands between chains, in vocabularies that have it."""
 _UNUSED = "<null_1>"
@@ -48,6 +51,18 @@ class TokenCodes:
     mask: int
     pad: int
     chain_break: int | None = None
+
+    @functools.cached_property
+    def _ids(self) -> bytes:
+        """Id of each byte that is a residue letter, and `_OTHER` of the others."""
+        ids = {ord(case): index for letter, index in self.residues.items() for case in (letter, letter.lower())}
+        return bytes(ids.get(byte, _OTHER) for byte in range(256))
+
+    @functools.cached_property
+    def _letters(self) -> bytes:
+        """Letter of each id that is a residue's, and `_OTHER` of the others."""
+        letters = {index: ord(letter) for letter, index in self.residues.items()}
+        return bytes(letters.get(index, _OTHER) for index in range(256))
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, family: Family) -> TokenCodes:
@@ -105,6 +120,9 @@ class TokenCodes:
             sequence = sequence.sequence
         if not isinstance(sequence, str):
             raise TypeError(f"{name}: a sequence must be a string or a ProteinRecord, got {type(sequence).__name__}")
+        # Most sequences are nothing but residues, and screens have millions of them.
+        if (ids := sequence.encode("ascii", "replace").translate(self._ids)) and _OTHER not in ids:
+            return list(ids)
         symbols = _SYMBOL.findall(sequence)
         others = {_MASK: self.mask} | ({} if self.chain_break is None else {CHAIN_BREAK: self.chain_break})
         # They count as one residue each, so that messages give the positions that a reader counts.
@@ -117,6 +135,10 @@ class TokenCodes:
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """Residues, `<mask>` and `|` of ids: the inverse of `encode`."""
+        token_ids = list(token_ids)
+        residues = bytes(token_ids).translate(self._letters)
+        if _OTHER not in residues:
+            return residues.decode("ascii")
         letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
         if self.chain_break is not None:
             letters[self.chain_break] = CHAIN_BREAK

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, get_args
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
@@ -210,13 +211,13 @@ def log_probabilities(turbo: ContextModel, input_ids: Tensor, at: Tensor, **opti
         [batch, k, vocab_size], on the CPU.
     """
     device = turbo.model.device
-    options = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in options.items()}
+    options = {name: to_device(x, device) if isinstance(x, Tensor) else x for name, x in options.items()}
     if not options:
         # Without a cache and padding, the encoder may run the rows packed.
         options = {"row_lengths": [input_ids.shape[1]] * len(input_ids)}
-    states = turbo.model.base_model(input_ids.to(device), **options).last_hidden_state
+    states = turbo.model.base_model(to_device(input_ids, device), **options).last_hidden_state
     rows = torch.arange(len(at), device=states.device).view(-1, *[1] * (at.dim() - 1))
     # The language model head runs on the selected tokens only.
-    logits = turbo.model.lm_head(states[rows, at.to(states.device)])
+    logits = turbo.model.lm_head(states[rows, to_device(at, states.device)])
     log_probs: Tensor = logits.float().log_softmax(dim=-1).cpu()
     return log_probs

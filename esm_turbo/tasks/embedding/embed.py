@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.transfers import to_device, to_host
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import weights_digest
 from esm_turbo.files.tabular import named
@@ -229,6 +230,8 @@ def _iter_batches(
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
 ) -> Iterator[_Results]:
+    if "cache" in request.include:
+        turbo.model.notice_changes()
     # A GPU computes the next batch while the caller writes this one; a CPU gains nothing from that.
     ahead = 1 if turbo.model.device.type == "cuda" else 0
     launched: deque[list[Callable[[], _Results]]] = deque()
@@ -270,27 +273,28 @@ def _embed_batch(
         parts = embed_in_windows(turbo, rows[index][1:-1], request.windows, request.layers, request.include)
         return lambda: [(index, ProteinEmbedding(**parts, contacts=None, cache=None))]
     device = turbo.model.device
-    input_ids, attention_mask = (x.to(device) for x in turbo.codes.batch([rows[index] for index in batch]))
+    input_ids, attention_mask = (to_device(x, device) for x in turbo.codes.batch([rows[index] for index in batch]))
     found: dict[str, dict[int, Tensor]] = {}
     if request.include & {"mean", "per_tok", "bos"}:
         for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
             residues = [states[row, 1 : n + 1] for row, n in enumerate(lengths)]
             if "per_tok" in request.include:
                 # Without padding, and converted on the device, which is fastest.
-                found.setdefault(_PER_TOK, {})[layer] = _to_host(torch.cat(residues).float())
+                found.setdefault(_PER_TOK, {})[layer] = to_host(torch.cat(residues).float())
             if "mean" in request.include:
                 means = torch.stack([x.float().mean(dim=0) for x in residues])
-                found.setdefault(_MEAN, {})[layer] = _to_host(means)
+                found.setdefault(_MEAN, {})[layer] = to_host(means)
             if "bos" in request.include:
-                found.setdefault(_BOS, {})[layer] = _to_host(states[:, 0].float())
+                found.setdefault(_BOS, {})[layer] = to_host(states[:, 0].float())
     contacts = caches = copied = None
     if "contacts" in request.include:
-        contacts = _to_host(turbo.model.base_model.predict_contacts(input_ids, attention_mask))
+        contacts = to_host(turbo.model.base_model.predict_contacts(input_ids, attention_mask))
     if "cache" in request.include:
-        # A context is <cls> and the residues, computed without <eos>.
-        sequences = [turbo.codes.decode(rows[index][1:-1]) for index in batch]
-        store = request.store
-        contexts = turbo.prefill(sequences) if store is None else store.get_or_prefill(turbo, sequences)
+        if request.store is None:
+            contexts = _contexts(turbo, [rows[index][:-1] for index in batch])
+        else:
+            sequences = [turbo.codes.decode(rows[index][1:-1]) for index in batch]
+            contexts = request.store.get_or_prefill(turbo, sequences)
         caches = contexts.cut([1 + n for n in lengths])
     if device.type == "cuda":
         copied = torch.cuda.Event()
@@ -338,6 +342,17 @@ def _check_memory(turbo: ContextModel, lengths: Sequence[int], request: Embeddin
     check_memory(turbo.model.base_model, tokens, rows=len(lengths), more=more)
 
 
+def _contexts(turbo: ContextModel, rows: Sequence[TokenRow]) -> TurboKVCache:
+    """Contexts of rows: `<cls>` and the residues, without `<eos>`.
+
+    `ContextModel.prefill` would wait for the device in every batch, to look for changed weights.
+    """
+    input_ids, attention_mask = (to_device(x, turbo.model.device) for x in turbo.codes.batch(rows))
+    output = turbo.model.base_model(input_ids, attention_mask, use_cache=True, row_lengths=list(map(len, rows)))
+    cache: TurboKVCache = output.past_key_values
+    return cache
+
+
 def _hidden_states(
     turbo: ContextModel, input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], layers: Sequence[int]
 ) -> dict[int, Tensor]:
@@ -353,14 +368,6 @@ def _hidden_states(
     if output.hidden_states is None:
         return {last: output.last_hidden_state}
     return {layer: output.hidden_states[layer] for layer in layers}
-
-
-def _to_host(x: Tensor) -> Tensor:
-    """A copy on the CPU; from a CUDA device the copy is asynchronous, into pinned memory."""
-    if x.device.type != "cuda":
-        return x.to("cpu")
-    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
-    return host.copy_(x, non_blocking=True)
 
 
 def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.transfers import to_device
 from esm_turbo.model.growth import StepKind
 from esm_turbo.tasks.generation.sampling import NOT_FINITE
 
@@ -139,15 +140,15 @@ class LeftToRight:
             )
             # Its rows are among the contexts of the graph now.
             self.cache.reset()
-            everywhere = _upload(sampler.allowed.everywhere[None], device)
+            everywhere = to_device(sampler.allowed.everywhere[None], device)
             results, finite = [], []
             for number, step in enumerate(steps):
                 logits = model.lm_head(growth.step(self._kind(step))[:batch_size]).float()
                 allowed = everywhere
                 if sampler.allowed.by_position:
-                    allowed = _upload(sampler.allowed.at([n + number for n in known]), device)
+                    allowed = to_device(sampler.allowed.at([n + number for n in known]), device)
                 noise = sampler.noise(range(batch_size))
-                chosen, scores = sampler.choose(logits, allowed, None if noise is None else _upload(noise, device))
+                chosen, scores = sampler.choose(logits, allowed, None if noise is None else to_device(noise, device))
                 growth.push(chosen)
                 results.append(torch.stack([chosen.float(), scores]))
                 finite.append(logits.isfinite().all())
@@ -227,11 +228,6 @@ class LeftToRight:
         if len(set(self.cached)) > 1:
             self.cache.crop(torch.tensor(self.cached))
         self.cache.crop(max(self.cached))
-
-
-def _upload(values: Tensor, device: torch.device) -> Tensor:
-    """A copy of values on a device, without waiting for it."""
-    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values
 
 
 def _rows(x: Tensor, lengths: list[int]) -> list[list[int]]:
