@@ -21,6 +21,14 @@ _NEVER_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
 
 
+# New temporary folders that others may remove before one is locked.
+_ATTEMPTS = 20
+
+
+class _TakenError(Exception):
+    """Another process holds or removed a temporary."""
+
+
 class FolderBusyError(OSError, ValueError):
     """Another process is writing into the folder."""
 
@@ -89,12 +97,16 @@ def locked_temporary(parent: Path, name: str) -> Iterator[Path]:
         name: what it is for.
     """
     claim = None
-    # Another process may remove a new folder before it is locked. Where locks do not work, there is no claim.
-    for _ in range(3):
+    for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent))
-        claim = _claim(folder)
-        if claim is not None or folder.exists():
+        try:
+            claim = _lock(folder)
             break
+        except _TakenError:
+            # A process that removes what killed ones left came first, or one that looks who is alive.
+            shutil.rmtree(folder, ignore_errors=True)
+    else:
+        raise OSError(errno.EBUSY, "others remove each new temporary folder", os.fspath(parent))
     try:
         yield folder
     finally:
@@ -131,9 +143,23 @@ def _is_locked(path: Path) -> bool:
 
 
 def _claim(path: Path) -> int | None:
-    """Lock a temporary until the handle is closed or the process ends; None if another process holds or removed it."""
+    """As `_lock`, and None too if another process holds or removed it."""
+    try:
+        return _lock(path)
+    except _TakenError:
+        return None
+
+
+def _lock(path: Path) -> int | None:
+    """Lock a temporary until the handle is closed or the process ends; None where files cannot be locked.
+
+    Raises:
+        _TakenError: another process holds or removed it.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except FileNotFoundError as error:
+        raise _TakenError from error
     except OSError:
         return None
     try:
@@ -143,10 +169,15 @@ def _claim(path: Path) -> int | None:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(handle), os.lstat(path)):
             return handle
+    except (BlockingIOError, FileNotFoundError) as error:
+        os.close(handle)
+        raise _TakenError from error
     except (OSError, ImportError):
-        pass
+        os.close(handle)
+        return None
+    # Removed and made again by another process.
     os.close(handle)
-    return None
+    raise _TakenError
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -279,3 +280,38 @@ def test_held_temporaries_are_those_of_living_processes(tmp_path: Path) -> None:
         assert list(held_temporaries(tmp_path, "claim")) == [mine]
     assert list(held_temporaries(tmp_path, "claim")) == []
     assert [path.name for path in tmp_path.iterdir()] == [".claim.abcd1234.tmp"]
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_a_temporary_that_others_hold_or_remove_is_made_again(tmp_path, monkeypatch, removes):
+    """As by a process that is just starting, which sweeps the folder before a new temporary is locked."""
+    import fcntl
+
+    made, held, make = [], [], tempfile.mkdtemp
+
+    def mkdtemp(**options):
+        made.append(make(**options))
+        if len(made) < 5:
+            held.append(os.open(made[-1], os.O_RDONLY))
+            fcntl.flock(held[-1], fcntl.LOCK_EX)
+            if removes:
+                os.rmdir(made[-1])
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with locked_temporary(tmp_path, "claim") as mine:
+        assert (str(mine), len(made)) == (made[-1], 5)
+        assert [*held_temporaries(tmp_path, "claim")] == [mine] and [*tmp_path.iterdir()] == [mine]
+    assert not [*tmp_path.iterdir()]
+    for handle in held:
+        os.close(handle)
+
+
+def test_a_temporary_that_is_always_taken_is_an_error(tmp_path, monkeypatch):
+    def taken(path):
+        raise writing._TakenError
+
+    monkeypatch.setattr(writing, "_lock", taken)
+    with pytest.raises(OSError, match="others remove each new temporary folder"), locked_temporary(tmp_path, "claim"):
+        pass
+    assert not [*tmp_path.iterdir()]
