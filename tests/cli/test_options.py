@@ -12,7 +12,7 @@ from esm_turbo.cli.commands import app
 
 MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
-CACHES = CALIBRATED | {"--preset": "turbo3"}
+CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--overlap": None,
         "--memory": None,
         "--format": None,
-        "--names": "hash",
+        "--names": None,
         "--nogpu": False,
     },
     "generate": FILES
@@ -68,7 +68,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--arm": None,
         "--refresh": 8,
         "--top": 10,
-        "--toks-per-batch": 4096,
+        "--toks-per-batch": None,
         "--out": None,
     },
     "store": FILES | CACHES | {"--toks-per-batch": 4096},

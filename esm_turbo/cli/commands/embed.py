@@ -40,7 +40,7 @@ def embed(
     overlap: int | None = None,
     memory: int | None = None,
     format: EmbeddingFormat | None = None,
-    names: FileNames = "hash",
+    names: FileNames | None = None,
     nogpu: Annotated[bool, Parameter(negative="")] = False,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
@@ -65,8 +65,8 @@ def embed(
             of --window.
         format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files. By default, h5 if
             OUT ends in .h5 or .hdf5, and else pt.
-        names: Names of files: hash of the sequence, or label, the identifier, as esm-extract names them, where that is
-            a safe and unique name.
+        names: Names of files: label, the identifier, as esm-extract names them, where that is a safe and unique name,
+            and else a hash; or hash of the sequence. By default label, or as in the folder.
         nogpu: Same as --device cpu, as in esm-extract.
     """
     if nogpu and model.device not in (None, "cpu"):

@@ -1,6 +1,6 @@
 """Embeddings on disk: a folder of `.pt` or safetensors files with an index.
 
-Files are named by a hash of the sequence; or on request by an identifier, where that is a safe name. A file is written
+Files are named by an identifier, where that is a safe name, and else by a hash of the sequence. A file is written
 atomically, and checked before a later run reuses it. A folder holds the embeddings of one model with one set of
 options, recorded in `settings.json`, and one process writes to it at a time.
 
@@ -30,7 +30,7 @@ from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.writing import file_errors, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.options import EmbeddingFormat
+from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
 from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 
 if TYPE_CHECKING:
@@ -39,8 +39,12 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 _INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
-# Short enough for a file name with the longest suffix and that of a temporary.
-_SAFE_LABEL = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.|+=@-]{0,149}")
+# Short enough for a file name with the longest suffix and that of a temporary. Not what could be the hash of another
+# sequence, nor the name of a device on Windows.
+_SAFE_LABEL = re.compile(
+    r"(?![0-9a-f]{64}$)(?!(?:con|prn|aux|nul|com\d|lpt\d)(?:\.|$))[a-z0-9_][a-z0-9_.|+=@-]{0,149}",
+    re.ASCII | re.IGNORECASE,
+)
 # Recorded with the settings; another device changes results by rounding only.
 _UNCOMPARED = {"device"}
 _RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
@@ -57,8 +61,8 @@ def sequence_hash(sequence: str) -> str:
 def safe_labels(groups: Iterable[SameSequence]) -> dict[str, list[str]]:
     """Sequences whose files can be named by a label, with their identifiers; the first one is the label.
 
-    Safe are letters, digits and `_ . | + = @ -`, the punctuation but for `_` not at the beginning. Names that only
-    differ in case are the same to some systems.
+    Safe are letters, digits and `_ . | + = @ -`, the punctuation but for `_` not at the beginning; what could be a hash
+    is not. Names that only differ in case are the same to some systems.
     """
     identifiers = {group[0].sequence: list(dict.fromkeys(record.id for record in group)) for group in groups}
     uses = Counter(name.lower() for names in identifiers.values() for name in names)
@@ -147,6 +151,7 @@ class FolderWriter:
         settings: see `records.embedding_writer`.
         turbo: the model, which existing caches must belong to.
         labels: see `safe_labels`; files of other sequences are named by their hash, as are all if this is None.
+        names: whether labels are used; None does as the folder does, and uses them in a new one.
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
@@ -164,21 +169,25 @@ class FolderWriter:
         settings: Mapping[str, Any],
         turbo: ContextModel,
         labels: Mapping[str, Sequence[str]] | None = None,
+        names: FileNames | None = None,
     ) -> None:
         self.damaged: list[str] = []
-        for name in (INDEX_FILE, SETTINGS_FILE):
-            refuse_links(folder / name, folder)
+        for own in (INDEX_FILE, SETTINGS_FILE):
+            refuse_links(folder / own, folder)
         self.folder = folder
         self.file_format = file_format
         self.turbo = turbo
         self._content = dict(settings)
         self.settings = {"format": file_format, **settings}
-        if labels is not None:
-            self.settings["names"] = "label"
         self.recorded = {"device": str(turbo.model.device)}
         self._known_settings = (folder / SETTINGS_FILE).exists()
+        existing = _read_settings(folder) if self._known_settings else {"names": "label"}
+        if labels is None or (names or existing.get("names")) != "label":
+            labels = {}
+        else:
+            self.settings["names"] = "label"
         if self._known_settings:
-            check_same_settings(folder, _read_settings(folder), self.settings)
+            check_same_settings(folder, existing, self.settings)
         self.index = _Index(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
@@ -189,13 +198,18 @@ class FolderWriter:
             f".{file_format}" if include - {"cache"} else "",
             ".cache.safetensors" if "cache" in include else "",
         )
-        self._labels = {sequence: names[0] for sequence, names in (labels or {}).items() if self._is_free(names)}
+        self._labels: dict[str, str] = {}
+        self._labels |= {sequence: own[0] for sequence, own in labels.items() if self._is_free(sequence, own)}
         remove_temporaries(folder)
 
-    def _is_free(self, identifiers: Sequence[str]) -> bool:
-        """Whether files named by the first of these identifiers belong to no others, from an earlier run."""
-        files = {f"{identifiers[0]}{suffix}" for suffix in self._suffixes if suffix}
-        return all(self.index.identifiers(name) <= set(identifiers) for name in files)
+    def _is_free(self, sequence: str, identifiers: Sequence[str]) -> bool:
+        """Whether files may be named by the first of these identifiers: no others' are, and none has a hash yet."""
+        files = [f"{identifiers[0]}{suffix}" for suffix in self._suffixes if suffix]
+        if not self._known_settings and any((self.folder / name).exists() for name in files):
+            # Another program's, in a folder that is new to this one.
+            return False
+        named = any(set(identifiers) & self.index.identifiers(name) for name in self.names(sequence) if name)
+        return not named and all(self.index.identifiers(name) <= set(identifiers) for name in files)
 
     def has(self, proteins: SameSequence) -> bool:
         """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
@@ -339,7 +353,7 @@ class _Index:
             self._files |= set(cells[2:])
         for identifier, row in self._rows.items():
             for name in row.split("\t")[2:]:
-                self._identifiers.setdefault(name, set()).add(identifier)
+                self._identifiers.setdefault(name.lower(), set()).add(identifier)
 
     @property
     def rows(self) -> Iterator[list[str]]:
@@ -349,8 +363,8 @@ class _Index:
             yield [from_cell(identifier), *others]
 
     def identifiers(self, file: str) -> set[str]:
-        """Identifiers of this file when the index was read."""
-        return self._identifiers.get(file, set())
+        """Identifiers of this file when the index was read, and of files that only differ in case."""
+        return self._identifiers.get(file.lower(), set())
 
     def holds(self, files: Sequence[str]) -> bool:
         """Whether all these files are in the index."""

@@ -54,7 +54,7 @@ def embed_records(
     request: EmbeddingRequest,
     *,
     file_format: EmbeddingFormat | None = None,
-    names: FileNames = "hash",
+    names: FileNames | None = None,
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
@@ -69,8 +69,9 @@ def embed_records(
         out: a folder for `pt` and `safetensors`, a file for `h5`.
         request: the results to compute.
         file_format: see `embedding_writer`; None is `h5` for an `out` that ends in `.h5` or `.hdf5`, and else `pt`.
-        names: names of files in a folder: hashes of the sequences; or labels, the identifiers, as `esm-extract` does,
-            where they are safe names and unique. The index has the names either way.
+        names: names of files in a folder: labels, the identifiers, as `esm-extract` names them, where they are safe and
+            unique, and else hashes; or hashes of the sequences. None is `label`, or as in the folder. The index has the
+            names either way.
         toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
         truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
@@ -92,8 +93,7 @@ def embed_records(
     groups = list(by_sequence.values())
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     failed: dict[int, str] = {}
-    labels = safe_labels(groups) if names == "label" else None
-    with embedding_writer(out, file_format, settings, turbo, labels) as writer:
+    with embedding_writer(out, file_format, settings, turbo, safe_labels(groups), names) as writer:
         done = _find_done(writer, groups, progress)
         batches = iter_embeddings(turbo, sequences, request, toks_per_batch, done=done, on_failure=failed.__setitem__)
         residues = sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
@@ -129,6 +129,7 @@ def embedding_writer(
     settings: Mapping[str, Any],
     turbo: ContextModel,
     labels: Mapping[str, Sequence[str]] | None = None,
+    names: FileNames | None = None,
 ) -> Iterator[FolderWriter]:
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
@@ -137,7 +138,7 @@ def embedding_writer(
         file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
         turbo: the model that makes them.
-        labels: names of files in a folder, see `FolderWriter`.
+        labels: names of files in a folder, see `FolderWriter`, as is `names`.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
@@ -155,7 +156,7 @@ def embedding_writer(
             yield writer
     else:
         with only_writer(out):
-            yield FolderWriter(out, file_format, settings, turbo, labels)
+            yield FolderWriter(out, file_format, settings, turbo, labels, names)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

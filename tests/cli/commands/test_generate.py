@@ -102,17 +102,17 @@ def test_bad_records_are_reported_and_the_others_used(esm: Callable[..., Any], f
     [
         ([], "give --max-new-tokens to append residues, or --positions to replace some"),
         (["--max-new-tokens", 2, "--positions", "1"], "give --max-new-tokens to append residues, or --positions"),
-        (["--max-new-tokens", 0], "`max_new_tokens` must be an integer of at least 1, got 0"),
+        (["--max-new-tokens", 0], "--max-new-tokens must be an integer of at least 1, got 0"),
         (["--positions", "3-1"], "in ascending order, got '3-1'"),
         (["--positions", "0-2"], "counted from 1"),
         (["--positions", "x"], "positions are written as 10-25,40 and counted from 1, got 'x'"),
         (["--positions", "1", "--order", "best"], "best"),
-        (["--max-new-tokens", 1, "--temperature", "-1"], "`temperature` must be from 1e-06 to 1000000, or 0"),
-        (["--max-new-tokens", 1, "--allowed", "AJ"], "`allowed` holds 'J'"),
+        (["--max-new-tokens", 1, "--temperature", "-1"], "--temperature must be from 1e-06 to 1000000, or 0"),
+        (["--max-new-tokens", 1, "--allowed", "AJ"], "--allowed holds 'J'"),
         (["--max-new-tokens", 1, "--allowed", "AC", "5=G"], "letters for all positions, or given as 10=AG 12-15=HP"),
         (["--max-new-tokens", 1, "--banned", "LAGVSERTIDPKQNFYMHWC"], "no residue may be generated at any position"),
-        (["--max-new-tokens", 1, "--toks-per-batch", 0], "`toks_per_batch` must be at least 1"),
-        (["--max-new-tokens", 1, "--seed", -1], "`seed` must be an integer of at least 0"),
+        (["--max-new-tokens", 1, "--toks-per-batch", 0], "--toks-per-batch must be at least 1"),
+        (["--max-new-tokens", 1, "--seed", -1], "--seed must be an integer of at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused(

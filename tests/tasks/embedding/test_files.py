@@ -258,6 +258,8 @@ def test_labels_that_can_name_files():
         "x.cache",
         "n" * 151,
         "é",
+        "A" * 64,
+        "con.1",
         "Same",
         "same",
     ]
@@ -267,11 +269,11 @@ def test_labels_that_can_name_files():
     assert safe_labels([[record("a", "MK"), record("b", "MK"), record("a", "MK")]]) == {"MK": ["a", "b"]}
 
 
-def test_files_are_named_by_labels_on_request(run, tmp_path, computed):
+def test_files_are_named_by_labels(run, tmp_path, computed):
     out = tmp_path / "out"
     records = [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK"), record("a/b", "GSGSG")]
     hashed = f"{sequence_hash('GSGSG')}"
-    assert run(out, records, include=["mean", "cache"], names="label").reused == 0
+    assert run(out, records, include=["mean", "cache"]).reused == 0
     assert {path.name for path in out.iterdir() if path.is_file()} == {
         INDEX_FILE, SETTINGS_FILE, "one.pt", "one.cache.safetensors", f"{hashed}.pt", f"{hashed}.cache.safetensors",
     }  # fmt: skip
@@ -283,20 +285,68 @@ def test_files_are_named_by_labels_on_request(run, tmp_path, computed):
         ["a/b", "5", f"{hashed}.pt", f"{hashed}.cache.safetensors"],
     ]
     computed.clear()
-    assert run(out, records, include=["mean", "cache"], names="label").reused == 3
+    for names in ("label", None):
+        assert run(out, records, include=["mean", "cache"], names=names).reused == 3
     assert computed == []
     with pytest.raises(ValueError, match="made with names label"):
-        run(out, records, include=["mean", "cache"])
+        run(out, records, include=["mean", "cache"], names="hash")
     with pytest.raises(ValueError, match="one HDF5 file has no names of files"):
         run(tmp_path / "x.h5", records, "h5", ["mean"], names="label")
 
 
 def test_a_label_never_takes_a_file_that_others_use(run, tmp_path):
     out = tmp_path / "out"
-    run(out, [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK")], names="label")
+    run(out, [record("one", "MKTAYIAK"), record("twin", "MKTAYIAK")])
     before = (out / "one.pt").read_bytes()
     # The identifier names another protein now; its twin still has the old one.
-    run(out, [record("one", "GSGSG")], names="label")
+    run(out, [record("one", "GSGSG")])
     assert (out / "one.pt").read_bytes() == before
     rows = dict(line.split("\t")[::2][:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
     assert rows == {"twin": "one.pt", "one": f"{sequence_hash('GSGSG')}.pt"}
+
+
+def test_an_earlier_folder_of_hashes_keeps_its_names(run, tmp_path, computed):
+    out = tmp_path / "out"
+    records = [record("one", "MKTAYIAK"), record("two", "GSGSG")]
+    run(out, records, names="hash")
+    before = files(out)
+    computed.clear()
+    assert run(out, records).reused == 2
+    assert (computed, files(out)) == ([], before)
+    run(out, [record("three", "MK")])
+    assert (out / f"{sequence_hash('MK')}.pt").exists() and not (out / "three.pt").exists()
+    with pytest.raises(ValueError, match="made with names missing, not label"):
+        run(out, records, names="label")
+
+
+def test_labels_of_two_runs_that_only_differ_in_case(run, tmp_path, computed):
+    out = tmp_path / "out"
+    run(out, [record("Same", "MKTAYIAK")])
+    before = (out / "Same.pt").read_bytes()
+    for _ in range(2):
+        run(out, [record("same", "GSGSG")])
+    assert (out / "Same.pt").read_bytes() == before
+    assert {path.name for path in out.glob("*.pt")} == {"Same.pt", f"{sequence_hash('GSGSG')}.pt"}
+    assert computed == [["MKTAYIAK"], ["GSGSG"]]
+
+
+def test_a_label_that_is_the_hash_of_another_sequence(run, tmp_path):
+    out, hashed = tmp_path / "out", sequence_hash("MKTAYIAK")
+    # In one run, and in a later one; the first record falls back to its hash, which the second one's label is.
+    run(out, [record("a/b", "MKTAYIAK"), record(hashed, "GSGSG")])
+    run(out, [record(hashed.upper(), "WTC")])
+    rows = dict(line.split("\t")[::2][:2] for line in (out / INDEX_FILE).read_text().splitlines()[1:])
+    assert rows == {
+        name: f"{sequence_hash(sequence)}.pt"
+        for name, sequence in (("a/b", "MKTAYIAK"), (hashed, "GSGSG"), (hashed.upper(), "WTC"))
+    }
+
+
+def test_files_of_other_programs_are_not_replaced(run, tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "one.pt").write_text("of esm-extract")
+    for reused in (0, 1):
+        assert run(out, [record("one", "MKTAYIAK")]).reused == reused
+        assert (out / "one.pt").read_text() == "of esm-extract"
+    assert (out / f"{sequence_hash('MKTAYIAK')}.pt").exists()
