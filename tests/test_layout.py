@@ -35,6 +35,14 @@ TESTED_IN = {
     "ops/compile_worker.py": "ops/test_compilation.py",
     "ops/slabs.py": "ops/test_triton_layout.py",
     "ops/variants.py": "ops/test_compilation.py",
+    # Parts of the service, seen through its endpoints; jobs also in `serve/test_engine.py`.
+    "serve/errors.py": "serve/test_app.py",
+    "serve/jobs.py": "serve/test_app.py",
+    "serve/limits.py": "serve/test_app.py",
+    "serve/metrics.py": "serve/test_app.py",
+    "serve/routes.py": "serve/test_app.py",
+    "serve/schemas.py": "serve/test_app.py",
+    "serve/service.py": "serve/test_app.py",
     # Parts of a store, seen through the store.
     "store": "test_context_store.py",
 }

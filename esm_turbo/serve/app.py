@@ -1,0 +1,63 @@
+"""The application: endpoints, the page, the documentation of the API, and what guards them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response
+from fastapi.staticfiles import StaticFiles
+
+from esm_turbo import __version__
+from esm_turbo.serve.errors import RequestError, printable
+from esm_turbo.serve.guard import Guard
+from esm_turbo.serve.routes import router
+from esm_turbo.serve.service import Service
+
+STATIC = Path(__file__).parent / "static"
+
+
+def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] = ()) -> Guard:
+    """The ASGI application of a service.
+
+    Args:
+        service: its engine must have been started.
+        tokens: see `Guard`, and so are `hosts`.
+    """
+    # FastAPI's own page of the API loads scripts from elsewhere; `static/docs.html` takes its place.
+    app = FastAPI(title="esm_turbo", version=__version__, docs_url=None, redoc_url=None, summary=_SUMMARY)
+    app.include_router(router(service))
+
+    @app.exception_handler(RequestError)
+    async def told(request: Request, error: RequestError) -> Response:
+        return JSONResponse(error.to_dict(), error.status, error.headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def wrong_field(request: Request, error: RequestValidationError) -> Response:
+        # Without the input itself: it may be long, and need not be valid JSON again.
+        detail = [
+            {"loc": [_shown(part) for part in one["loc"]], "msg": printable(one["msg"]), "type": one["type"]}
+            for one in error.errors()[:20]
+        ]
+        return JSONResponse({"detail": detail}, 422)
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return FileResponse(STATIC / "index.html")
+
+    @app.get("/docs", include_in_schema=False)
+    async def documentation() -> Response:
+        return FileResponse(STATIC / "docs.html")
+
+    app.mount("/static", StaticFiles(directory=STATIC))
+    return Guard(app, service.limits, service.metrics, tokens, hosts)
+
+
+def _shown(part: str | int) -> str | int:
+    """A part of a field's path; names of unknown fields are whatever the client sent."""
+    return part if isinstance(part, int) else printable(part)[:80]
+
+
+_SUMMARY = "Protein language model ESM-2 with cached contexts: scores, variant effects, embeddings, generation."

@@ -1,0 +1,143 @@
+"""The contexts of the service: those that clients named, on disk, and what requests derive from them, in memory.
+
+A context is named by its key in the store, a hash of its tokens. Scores need other contexts than the plain one: with
+masks in the place of a candidate, or with `<eos>`. These are kept in memory up to a budget and computed again when
+they are gone; only the plain ones are stored.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from esm_turbo.config import TurboConfig
+from esm_turbo.context_store import ContextStore, context_key
+from esm_turbo.files.tabular import counted
+from esm_turbo.serve.errors import RequestError
+from esm_turbo.store.files import context_spec
+from esm_turbo.store.flat import FlatContext
+from esm_turbo.store.tiers import Tier
+from esm_turbo.tasks.common.arms import as_read_fastest
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+    from esm_turbo.kv_cache import TurboKVCache
+
+# Sequences whose keys are known without reading a file.
+_KNOWN = 20_000
+
+
+class Contexts:
+    """Contexts of one model: a `ContextSource`. The engine's thread calls it, but for `sequence`.
+
+    Args:
+        turbo: the model.
+        store: where the contexts that clients named are.
+        budget: bytes of memory for derived contexts.
+        decoded: number of contexts kept decoded to full precision, for the requests that read them next.
+        limit: number of contexts in the store from which on further ones are refused.
+    """
+
+    def __init__(
+        self, turbo: ContextModel, store: ContextStore, budget: int = 1 << 30, decoded: int = 8, limit: int = 100_000
+    ) -> None:
+        self.turbo = turbo
+        self.store = store
+        self.limit = limit
+        self.stored: int = store.info()["contexts"]
+        self.derived = Tier(budget)
+        self._decoded: OrderedDict[Hashable, TurboKVCache] = OrderedDict()
+        self._most_decoded = decoded
+        self._sequences: OrderedDict[str, str] = OrderedDict()
+        self._mutex = threading.Lock()
+
+    def sequence(self, key: str) -> str:
+        """Residues of a stored context. Any thread may call it.
+
+        Raises:
+            RequestError: there is no such context.
+        """
+        with self._mutex:
+            known = self._sequences.get(key)
+            if known is not None:
+                self._sequences.move_to_end(key)
+                return known
+        cache = self.store.load(self.turbo, key)
+        codes = self.turbo.codes
+        ids = [] if cache is None else cache.token_ids[0, : cache.get_seq_length()].tolist()
+        if ids[:1] != [codes.cls] or len(ids) < 2 or {codes.eos, codes.mask} & set(ids):
+            raise RequestError(
+                404, "there is no context of this id: post its sequence to /v1/contexts first", ("path", "id")
+            )
+        sequence = codes.decode(ids[1:])
+        self._remember(key, sequence)
+        return sequence
+
+    def add(self, sequences: Sequence[str], toks_per_batch: int) -> list[str]:
+        """Compute and store what is missing, and return the keys.
+
+        Raises:
+            RequestError: the store is full.
+            OSError: writing failed, for example because the disk is full.
+        """
+        keys = [context_key(self.turbo, sequence) for sequence in sequences]
+        if self.stored >= self.limit:
+            for key in keys:
+                if self.store.load(self.turbo, key) is None:
+                    raise RequestError(507, f"the store holds {counted(self.stored, 'context')}, its limit")
+        self.stored += self.store.add(self.turbo, list(sequences), toks_per_batch=toks_per_batch)
+        for key, sequence in zip(keys, sequences, strict=True):
+            self._remember(key, sequence)
+        return keys
+
+    def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
+        """As `ContextStore.get_or_prefill`."""
+        return self.store.get_or_prefill(turbo, sequences)
+
+    def get_or_compute(
+        self,
+        turbo: ContextModel,
+        token_ids: Sequence[int],
+        config: TurboConfig,
+        compute: Callable[[], TurboKVCache],
+        /,
+    ) -> TurboKVCache:
+        """The context of exactly these tokens; those with masks or `<eos>` are kept in memory alone."""
+        codes, row = turbo.codes, list(token_ids)
+        if not {codes.eos, codes.mask} & set(row) and config == turbo.model.base_model.turbo_config:
+            stored = self.store.load(turbo, context_key(turbo, codes.decode(row[1:])))
+            if stored is not None:
+                return stored
+        spec, key = context_spec(turbo, config), (config.name, bytes(row).hex())
+        context = self.derived.get(key)
+        if context is None:
+            context = FlatContext.of(compute())
+            self.derived.put(key, context)
+        return context.clone().cache(spec)
+
+    def as_read_fastest(self, key: Hashable, cache: TurboKVCache, tokens: int) -> TurboKVCache:
+        """The context as `tokens` that read it do so fastest, see `arms.as_read_fastest`.
+
+        Args:
+            key: equal for equal contexts.
+            cache: one row.
+            tokens: number of tokens that will read it.
+        """
+        found = self._decoded.get(key)
+        if found is None:
+            found = as_read_fastest(self.turbo, cache, tokens)
+            if found is cache:
+                return cache
+            self._decoded[key] = found
+            while len(self._decoded) > self._most_decoded:
+                self._decoded.popitem(last=False)
+        self._decoded.move_to_end(key)
+        return found
+
+    def _remember(self, key: str, sequence: str) -> None:
+        with self._mutex:
+            self._sequences[key] = sequence
+            while len(self._sequences) > _KNOWN:
+                self._sequences.popitem(last=False)

@@ -1,0 +1,43 @@
+"""What one request, and all of them together, may ask for. Imports nothing, so `--help` stays fast."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Limits of the service.
+
+    Attributes:
+        residues: of a protein.
+        candidates: per request.
+        candidate_residues: of a candidate, or of a generated tail.
+        variants: per request; the default holds all single substitutions of 1,022 residues.
+        inputs: sequences per request for embeddings.
+        samples: generated sequences per request.
+        tokens: that the model runs for one request.
+        contexts: in the store; further ones are refused.
+        body_bytes: of a request.
+        queue: requests that wait or run.
+        seconds: from a request to its answer.
+        connections: open at once.
+    """
+
+    residues: int = 1022
+    candidates: int = 1000
+    candidate_residues: int = 100
+    variants: int = 20_000
+    inputs: int = 256
+    samples: int = 64
+    tokens: int = 1_000_000
+    contexts: int = 100_000
+    body_bytes: int = 4 << 20
+    queue: int = 256
+    seconds: float = 120.0
+    connections: int = 1024
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise ValueError(f"`{name}` must be above 0, got {value}")

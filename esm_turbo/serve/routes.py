@@ -1,0 +1,239 @@
+"""The endpoints: a request becomes a job, and its result an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import errno
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+
+from esm_turbo import __version__
+from esm_turbo.model.memory import is_out_of_memory
+from esm_turbo.serve.errors import RequestError, busy, invalid, printable
+from esm_turbo.serve.jobs import Job
+from esm_turbo.serve.schemas import (
+    ContextAnswer,
+    ContextId,
+    ContextRequest,
+    EmbeddingsAnswer,
+    EmbeddingsRequest,
+    ErrorAnswer,
+    GenerateAnswer,
+    GenerateRequest,
+    ScoreAnswer,
+    ScoreRequest,
+    VariantsAnswer,
+    VariantsRequest,
+)
+from esm_turbo.serve.service import Service
+
+_log = logging.getLogger("esm_turbo")
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    401: {"model": ErrorAnswer, "description": "The token is missing or wrong."},
+    404: {"model": ErrorAnswer, "description": "There is no such context."},
+    413: {"model": ErrorAnswer, "description": "The body is too large."},
+    422: {"model": ErrorAnswer, "description": "A field is wrong; `loc` names it."},
+    429: {"model": ErrorAnswer, "description": "Too many requests are waiting; see Retry-After."},
+}
+Render = Callable[[Any], dict[str, Any]]
+
+
+def router(service: Service) -> APIRouter:
+    """The endpoints of a service."""
+    routes = APIRouter()
+    version_1 = APIRouter(prefix="/v1", responses=_ERRORS)
+
+    @version_1.post("/contexts", response_model=ContextAnswer, summary="Store a protein's context")
+    async def add_context(request: Request, body: ContextRequest) -> Response:
+        job = service.context_job(body.sequence)
+
+        def render(key: str) -> dict[str, Any]:
+            return {"id": key, "residues": len(service.contexts.sequence(key)), "run": service.run()}
+
+        return await _answer(service, request, job, render)
+
+    @version_1.get("/contexts/{id}", response_model=ContextAnswer, summary="Look a context up")
+    async def get_context(id: ContextId) -> Response:
+        sequence = await asyncio.to_thread(service.contexts.sequence, id)
+        return JSONResponse({"id": id, "residues": len(sequence), "run": service.run()})
+
+    @version_1.post("/contexts/{id}/score", response_model=ScoreAnswer, summary="Score candidates after a protein")
+    async def score(request: Request, id: ContextId, body: ScoreRequest) -> Response:
+        job = await asyncio.to_thread(service.score_job, id, body)
+
+        def render(scores: Any) -> dict[str, Any]:
+            names = scores.columns()
+            rows = [dict(zip(names, row, strict=True)) for row in scores.rows()]
+            if body.log_probabilities:
+                for row, one in zip(rows, scores.scores, strict=True):
+                    row["log_probabilities"] = list(one.log_probabilities)
+            run = service.run()
+            return {"context": id, "place": scores.place, "refresh": scores.refresh, "candidates": rows, "run": run}
+
+        return await _answer(service, request, job, render, body.stream)
+
+    @version_1.post("/contexts/{id}/variants", response_model=VariantsAnswer, summary="Score variants of a protein")
+    async def variants(request: Request, id: ContextId, body: VariantsRequest) -> Response:
+        job = await asyncio.to_thread(service.variants_job, id, body)
+
+        def render(scores: Any) -> dict[str, Any]:
+            return {
+                "context": id,
+                "wild_type": scores.wild_type,
+                "first_position": body.first_position,
+                "method": scores.method,
+                "refresh": scores.refresh,
+                "variants": [{"variant": one.variant, "score": one.score} for one in scores.scores],
+                "run": service.run(),
+            }
+
+        return await _answer(service, request, job, render, body.stream)
+
+    @version_1.get("/models", summary="The model, in the shape of OpenAI's API")
+    async def models() -> Response:
+        one = {"id": service.name, "object": "model", "created": 0, "owned_by": "esm_turbo"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    @version_1.post("/embeddings", response_model=EmbeddingsAnswer, summary="Mean embeddings, in OpenAI's shape")
+    async def embeddings(request: Request, body: EmbeddingsRequest) -> Response:
+        job = await asyncio.to_thread(service.embed_job, body)
+
+        def render(means: Any) -> dict[str, Any]:
+            data = []
+            for index, mean in enumerate(means.numpy().astype("<f4")):
+                coded: Any = mean.tolist()
+                if body.encoding_format == "base64":
+                    coded = base64.b64encode(mean.tobytes()).decode()
+                data.append({"object": "embedding", "index": index, "embedding": coded})
+            usage = {"prompt_tokens": job.tokens, "total_tokens": job.tokens}
+            run = service.run(contexts=False)
+            return {"object": "list", "data": data, "model": service.name, "usage": usage, "run": run}
+
+        return await _answer(service, request, job, render)
+
+    @version_1.post("/generate", response_model=GenerateAnswer, summary="Generate residues")
+    async def generate(request: Request, body: GenerateRequest) -> Response:
+        job = await asyncio.to_thread(service.generate_job, body)
+
+        def render(made: Any) -> dict[str, Any]:
+            names = ("sequence", "new_residues", "positions", "log_probs", "mean_log_prob")
+            columns = made.sequences, made.new_residues, made.positions, made.log_probs, made.mean_log_probs
+            rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+            return {"sequences": rows, "seed": body.seed, "run": service.run()}
+
+        return await _answer(service, request, job, render)
+
+    @routes.get("/healthz", summary="Whether the service works")
+    async def health() -> Response:
+        if not service.engine.alive:
+            raise RequestError(503, "the engine has stopped")
+        return JSONResponse(
+            {"status": "ok", "version": __version__, "model": service.name, "limits": vars(service.limits)}
+        )
+
+    @routes.get("/metrics", summary="Metrics for Prometheus")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics_text(), media_type="text/plain; version=0.0.4")
+
+    routes.include_router(version_1)
+    return routes
+
+
+async def _answer(service: Service, request: Request, job: Job, render: Render, stream: bool = False) -> Response:
+    """Run a job and answer with its result; or at once, with lines that report its progress."""
+    service.engine.submit(job)
+    if stream:
+        return _Stream(service, job, render)
+    future = asyncio.wrap_future(job.future)
+    gone = asyncio.ensure_future(_client_left(request))
+    try:
+        await asyncio.wait({future, gone}, timeout=service.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not future.done():
+            if gone.done():
+                return Response(status_code=499)
+            raise _too_late(service, job)
+        result = await _result(future)
+        return Response(await asyncio.to_thread(_json, render, result), media_type="application/json")
+    finally:
+        gone.cancel()
+        if not future.done():
+            service.engine.discard(job)
+
+
+class _Stream(StreamingResponse):
+    """Lines of JSON: progress whenever there is some, at last the result or the error."""
+
+    def __init__(self, service: Service, job: Job, render: Render) -> None:
+        super().__init__(_lines(service, job, render), media_type="application/x-ndjson")
+        self._engine, self._job = service.engine, job
+
+    async def __call__(self, *arguments: Any) -> None:
+        """Send the lines; the job ends with the answer, also if its client leaves before the first line."""
+        try:
+            await super().__call__(*arguments)
+        finally:
+            self._engine.discard(self._job)
+
+
+async def _lines(service: Service, job: Job, render: Render) -> AsyncIterator[bytes]:
+    loop, news = asyncio.get_running_loop(), asyncio.Event()
+    job.report = lambda done, tokens: loop.call_soon_threadsafe(news.set)  # type: ignore[assignment]
+    future = asyncio.wrap_future(job.future)
+    future.add_done_callback(lambda _: news.set())
+    try:
+        async with asyncio.timeout(service.limits.seconds):
+            while not future.done():
+                await news.wait()
+                news.clear()
+                yield (
+                    json.dumps({"progress": {"done": min(job.done, job.tokens), "total": job.tokens}}).encode() + b"\n"
+                )
+        result = await _result(future)
+        yield b'{"result": ' + await asyncio.to_thread(_json, render, result) + b"}\n"
+    except TimeoutError:
+        yield json.dumps({"error": _too_late(service, job).to_dict()}).encode() + b"\n"
+    except RequestError as error:
+        yield json.dumps({"error": error.to_dict()}).encode() + b"\n"
+    finally:
+        if not future.done():
+            service.engine.discard(job)
+
+
+def _json(render: Render, result: Any) -> bytes:
+    return json.dumps(render(result), allow_nan=False, separators=(",", ":")).encode()
+
+
+async def _client_left(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _too_late(service: Service, job: Job) -> RequestError:
+    seconds = service.limits.seconds
+    if job.began:
+        return RequestError(504, f"the request took more than {seconds:g} s; ask for less at a time")
+    return busy(f"the request waited for {seconds:g} s; try again later", seconds / 4)
+
+
+async def _result(future: asyncio.Future[Any]) -> Any:
+    """The result of a job, or what a client is told of its error."""
+    try:
+        return await future
+    except RequestError:
+        raise
+    except Exception as error:
+        message = printable(str(error))
+        if is_out_of_memory(error):
+            raise RequestError(503, f"not enough memory: {message}") from error
+        if isinstance(error, ValueError):
+            raise invalid(message) from error
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise RequestError(507, "the disk of the store is full") from error
+        _log.error("a request failed: %s: %s", type(error).__name__, message)
+        raise RequestError(500, "the service failed; its log has the reason") from error

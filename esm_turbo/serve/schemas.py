@@ -1,0 +1,181 @@
+"""Bodies of requests and answers, as the OpenAPI page documents them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.tasks.common.options import MarginalMethod, Place, UnmaskingOrder
+
+_PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVVHSLAKWKRQ"
+ContextId = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+_STREAM = Field(False, description="Answer with lines of JSON: `progress` now and then, at last `result` or `error`.")
+
+
+class _Request(BaseModel):
+    """Unknown fields and values of another type are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ContextRequest(_Request):
+    """A protein to compute once and keep."""
+
+    sequence: str = Field(description="Residues, one letter each.", examples=[_PROTEIN])
+
+
+class ScoreRequest(_Request):
+    """Candidates, usually peptides, to score after a protein."""
+
+    candidates: list[str] = Field(description="Residues of each candidate.", examples=[["GSGSWKDLAE", "PLLKRR"]])
+    place: Place = Field("masked", description="What stands for the candidate while the context is computed.")
+    refresh: int = Field(DEFAULT_REFRESH, ge=0, description="Residues before the candidate that run with it.")
+    log_probabilities: bool = Field(False, description="Add the log-probability of each residue.")
+    stream: bool = _STREAM
+
+
+class VariantsRequest(_Request):
+    """Substitutions to score."""
+
+    variants: list[str] | None = Field(
+        None, description="Such as `H24C`, or `H24C:E26K`; null for all single ones.", examples=[["K2A", "T3D:A4P"]]
+    )
+    method: MarginalMethod = Field("masked", description="Whether each position is masked.")
+    refresh: int = Field(DEFAULT_REFRESH, ge=0, description="Residues around a position that run with it.")
+    first_position: int = Field(1, ge=-(2**53), le=2**53, description="Position of the first residue.")
+    stream: bool = _STREAM
+
+
+class EmbeddingsRequest(_Request):
+    """Proteins to embed, in the shape of OpenAI's API."""
+
+    input: str | list[str] = Field(description="A sequence, or several.", examples=[[_PROTEIN, "ACDEFGHIK"]])
+    model: str = Field(description="The service's model, see `/v1/models`.", examples=["esm2-mini"])
+    encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of little-endian float32.")
+    dimensions: int | None = Field(None, description="If given, the model's hidden size.")
+    user: str | None = Field(None, description="Ignored.")
+
+
+class GenerateRequest(_Request):
+    """A protein to append residues to, or to replace residues in; see the docs of generation for the options."""
+
+    sequence: str | None = Field(None, description="Residues; `<mask>` may stand for one.", examples=[_PROTEIN])
+    context: ContextId | None = Field(None, description="In place of `sequence`: a context to append to.")
+    max_new_tokens: int | None = Field(None, description="Residues to append.", examples=[8])
+    positions: list[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
+    order: UnmaskingOrder | None = None
+    per_step: int = 1
+    sweeps: int = 1
+    num_return_sequences: int = Field(1, description="Number of samples.")
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    allowed: str | dict[str, str] | None = Field(None, description="Residues, or residues by position.")
+    banned: str = ""
+    refresh: int | None = None
+    refresh_every: int | None = None
+    seed: int = Field(0, ge=0, lt=2**63)
+
+
+class Run(BaseModel):
+    """What computed an answer."""
+
+    model: str
+    fingerprint: str = Field(description="Hash of the model's weights.")
+    arm: str = Field(description="`turbo`, `frozen` or `full`: how contexts are kept.")
+    preset: str | None = Field(description="Storage format of contexts; null if none is used.")
+    version: str = Field(description="Of esm_turbo.")
+    device: str
+    dtype: str
+
+
+class ContextAnswer(BaseModel):
+    """A stored context."""
+
+    id: str = Field(description="A hash of the sequence.")
+    residues: int
+    run: Run
+
+
+class CandidateAnswer(BaseModel):
+    """The score of a candidate; `log_probabilities` where asked for."""
+
+    candidate: str
+    rank: int
+    pseudo_perplexity: float
+    pseudo_log_likelihood: float
+    mean_log_probability: float
+    log_probabilities: list[float] | None = None
+
+
+class ScoreAnswer(BaseModel):
+    """Scores in the order of the candidates."""
+
+    context: str
+    place: str
+    refresh: int
+    candidates: list[CandidateAnswer]
+    run: Run
+
+
+class VariantAnswer(BaseModel):
+    """The score of a variant: log-probability of the mutant minus that of the wild type, nats."""
+
+    variant: str
+    score: float
+
+
+class VariantsAnswer(BaseModel):
+    """Scores in the order of the variants."""
+
+    context: str
+    wild_type: str
+    first_position: int
+    method: str
+    refresh: int
+    variants: list[VariantAnswer]
+    run: Run
+
+
+class EmbeddingsAnswer(BaseModel):
+    """As OpenAI's API answers; `run` besides."""
+
+    object: Literal["list"]
+    data: list[dict[str, Any]]
+    model: str
+    usage: dict[str, int]
+    run: Run
+
+
+class GeneratedAnswer(BaseModel):
+    """A generated sequence."""
+
+    sequence: str
+    new_residues: str
+    positions: list[int]
+    log_probs: list[float]
+    mean_log_prob: float
+
+
+class GenerateAnswer(BaseModel):
+    """Generated sequences."""
+
+    sequences: list[GeneratedAnswer]
+    seed: int
+    run: Run
+
+
+class ErrorItem(BaseModel):
+    """What is wrong, and in which field."""
+
+    loc: list[str | int]
+    msg: str
+    type: str
+
+
+class ErrorAnswer(BaseModel):
+    """Why there is no result."""
+
+    detail: list[ErrorItem]

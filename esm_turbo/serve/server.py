@@ -1,0 +1,135 @@
+"""Running the service: the socket, the signals, and the end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import uvicorn
+
+from esm_turbo.serve.app import make_app
+from esm_turbo.serve.service import Service
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_BACKLOG = 2048
+# Seconds for which an idle connection stays open.
+_KEEP_ALIVE = 15
+
+
+def open_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: name or address.
+        port: 0 takes a free one.
+
+    Raises:
+        ValueError: the address does not exist here, or is in use.
+    """
+    try:
+        if not 0 <= port < 1 << 16:
+            # Otherwise taken modulo 65,536.
+            raise OverflowError("ports are 0 to 65535")
+        [(family, kind, protocol, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(_BACKLOG)
+        except OSError:
+            listener.close()
+            raise
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port") from None
+    return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The address of a listening socket, for a browser."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class Server:
+    """A service on a socket.
+
+    Args:
+        service: it is started and stopped here.
+        listener: see `open_socket`; it is closed at the end.
+        tokens: see `Guard`, and so are `hosts`.
+        ready: called when requests are taken.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        listener: socket.socket,
+        tokens: Sequence[str] = (),
+        hosts: Sequence[str] = (),
+        ready: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.service = service
+        self.listener = listener
+        config = uvicorn.Config(
+            make_app(service, tokens, hosts),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            limit_concurrency=service.limits.connections,
+            timeout_keep_alive=_KEEP_ALIVE,
+            timeout_graceful_shutdown=math.ceil(service.limits.seconds) + 5,
+            server_header=False,
+        )
+        self._server = _Uvicorn(config, ready)
+
+    def run(self) -> None:
+        """Serve until `stop`, SIGINT or SIGTERM; then take no more requests, finish those that run, and return."""
+        self.service.engine.start()
+        try:
+            self._server.run(sockets=[self.listener])
+        finally:
+            self.service.engine.stop(finish=not self._server.force_exit)
+            self.listener.close()
+
+    def stop(self) -> None:
+        """Stop as a signal does; the second time, without finishing what runs. Any thread may call it."""
+        self._server.stop()
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn's, which would end the process by the signal that stops it."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()
+
+    def stop(self, *_: object) -> None:
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            # Signals reach the main thread alone.
+            yield
+            return
+        before = {number: signal.signal(number, self.stop) for number in _SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)

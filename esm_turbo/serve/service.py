@@ -1,0 +1,235 @@
+"""`Service`: the model, its contexts and its engine, and jobs made from requests that were checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from esm_turbo import __version__
+from esm_turbo.context_store import ContextStore
+from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.serve.contexts import Contexts
+from esm_turbo.serve.engine import Engine
+from esm_turbo.serve.errors import invalid
+from esm_turbo.serve.jobs import ContextJob, EmbedJob, GenerateJob, Job, ScoreJob, VariantsJob
+from esm_turbo.serve.limits import Limits
+from esm_turbo.serve.metrics import Metrics
+from esm_turbo.serve.schemas import EmbeddingsRequest, GenerateRequest, ScoreRequest, VariantsRequest
+from esm_turbo.tasks.common.run_info import context_arm
+from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
+from esm_turbo.tasks.variants.substitutions import Substitutions, all_substitutions
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+# Characters that a residue may take in a sequence, as `<mask>` does; blanks count, too.
+_CHARACTERS_PER_RESIDUE = 8
+_Job = TypeVar("_Job", bound=Job)
+_FIELD = re.compile(r"`(\w+)")
+
+
+class Service:
+    """Everything behind the endpoints.
+
+    Args:
+        turbo: the model, which nothing else may use meanwhile.
+        store: its contexts.
+        limits: of requests.
+        resident_bytes: memory for contexts that are derived from the stored ones.
+        toks_per_batch: tokens per batch; None chooses by device.
+        wait: seconds that a batch with room left waits for further requests.
+
+    Attributes:
+        name: of the model.
+        arm: how its contexts are kept, `turbo` or `frozen`.
+
+    Raises:
+        ValueError: the store belongs to another model, or the preset needs a calibration and there is none.
+    """
+
+    def __init__(
+        self,
+        turbo: ContextModel,
+        store: ContextStore,
+        limits: Limits | None = None,
+        *,
+        resident_bytes: int = 1 << 30,
+        toks_per_batch: int | None = None,
+        wait: float = 0.002,
+    ) -> None:
+        turbo.model.new_cache()
+        store.check_model(turbo)
+        self.turbo = turbo
+        self.limits = limits or Limits()
+        self.name = turbo.name
+        self.arm = context_arm(turbo)
+        self._run = {
+            "model": self.name,
+            "fingerprint": weights_digest(turbo.model),
+            "arm": str(self.arm),
+            "preset": turbo.model.base_model.turbo_config.name,
+            "version": __version__,
+            "device": str(turbo.model.device),
+            "dtype": str(turbo.model.dtype).removeprefix("torch."),
+        }
+        self.metrics = Metrics({name: self._run[name] for name in ("model", "fingerprint", "arm", "preset")})
+        self.contexts = Contexts(turbo, store, resident_bytes, limit=self.limits.contexts)
+        self.engine = Engine(turbo, self.contexts, self.limits, self.metrics, toks_per_batch, wait)
+
+    def run(self, *, contexts: bool = True) -> dict[str, str | None]:
+        """What computes an answer; with `contexts` False, one for which the whole sequence runs."""
+        return dict(self._run) if contexts else {**self._run, "arm": "full", "preset": None}
+
+    def metrics_text(self) -> bytes:
+        """The answer of `/metrics`."""
+        self.metrics.queue.set(self.engine.jobs)
+        self.metrics.stored.set(self.contexts.stored)
+        self.metrics.derived.set(self.contexts.derived.nbytes)
+        return self.metrics.text()
+
+    def context_job(self, sequence: str) -> ContextJob:
+        """The job of storing a context."""
+        return ContextJob(self._residues(sequence, "sequence"))
+
+    def score_job(self, context: str, request: ScoreRequest) -> ScoreJob:
+        """The job of scoring candidates."""
+        target = self.contexts.sequence(context)
+        _check_count(request.candidates, self.limits.candidates, "candidates")
+        candidates = []
+        for index, sequence in enumerate(request.candidates):
+            field = ("candidates", index)
+            candidates.append(self._encode(sequence, self.limits.candidate_residues, *field))
+            if self.turbo.codes.mask in candidates[-1]:
+                raise invalid("holds a <mask>, which has no likelihood; give residues only", *field)
+        _check_at_most(request.refresh, self.limits.residues, "refresh")
+        ids = self.turbo.codes.encode(target, "the target")
+        return self._small(ScoreJob(ids, candidates, self.arm, request.place, request.refresh), "candidates")
+
+    def variants_job(self, context: str, request: VariantsRequest) -> VariantsJob:
+        """The job of scoring variants."""
+        wild_type = self.contexts.sequence(context)
+        _check_at_most(request.refresh, self.limits.residues, "refresh")
+        first = request.first_position
+        if request.variants is None:
+            names, parsed = all_substitutions(wild_type, first), Substitutions.all(wild_type)
+        else:
+            names = request.variants
+            _check_count(names, self.limits.variants, "variants")
+            try:
+                parsed = Substitutions.parse(names, wild_type, first)
+            except ValueError as error:
+                wrong = next((i for i, name in enumerate(names) if str(error).startswith(repr(name))), 0)
+                raise invalid(str(error), "variants", wrong) from None
+        if not names:
+            raise invalid("there is nothing to substitute", "variants")
+        codes = self.turbo.codes
+        ids = [codes.cls, *codes.encode(wild_type, "the wild type"), codes.eos]
+        job = VariantsJob(wild_type, ids, names, parsed, self.arm, request.method, request.refresh)
+        return self._small(job, "refresh")
+
+    def embed_job(self, request: EmbeddingsRequest) -> EmbedJob:
+        """The job of embedding sequences."""
+        if request.model != self.name:
+            raise invalid(f"the model is {self.name!r}, got {request.model[:80]!r}", "model")
+        size = self.turbo.model.config.hidden_size
+        if request.dimensions not in (None, size):
+            raise invalid(f"embeddings of this model have {size} dimensions", "dimensions")
+        given = [request.input] if isinstance(request.input, str) else request.input
+        _check_count(given, self.limits.inputs, "input")
+        fields: list[tuple[str | int, ...]] = [("input",)]
+        if not isinstance(request.input, str):
+            fields = [("input", index) for index in range(len(given))]
+        sequences = [self._residues(one, *field) for one, field in zip(given, fields, strict=True)]
+        return self._small(EmbedJob(sequences), "input")
+
+    def generate_job(self, request: GenerateRequest) -> GenerateJob:
+        """The job of generating residues."""
+        limits, codes = self.limits, self.turbo.codes
+        if (request.sequence is None) == (request.context is None):
+            raise invalid("give either a sequence or a context", "sequence")
+        if request.context is not None and request.max_new_tokens is None:
+            raise invalid("a context can only be appended to: give max_new_tokens", "max_new_tokens")
+        _check_at_most(request.num_return_sequences, limits.samples, "num_return_sequences")
+        _check_at_most(request.max_new_tokens, limits.candidate_residues, "max_new_tokens")
+        for name in ("refresh", "refresh_every", "per_step", "sweeps", "top_k"):
+            _check_at_most(getattr(request, name), limits.residues, name)
+        sequence = request.sequence or ""
+        if request.context is not None:
+            sequence = self.contexts.sequence(request.context)
+        ids = self._encode(sequence, limits.residues, "sequence")
+        fields = request.model_dump(exclude={"sequence", "context", "seed", "allowed"})
+        try:
+            options = GenerationOptions(allowed=_by_position(request.allowed), **fields)
+            constraint = allowed_residues(self.turbo, options)
+        except ValueError as error:
+            _refuse(error, fields | {"allowed": None})
+        if options.max_new_tokens is not None:
+            chosen = list(range(len(ids) + 1, len(ids) + options.max_new_tokens + 1))
+        elif request.positions is not None:
+            chosen = request.positions
+            for index, position in enumerate(chosen):
+                if not 1 <= position <= len(ids):
+                    raise invalid(f"positions are 1 to {len(ids)}, got {position}", "positions", index)
+            _check_count(chosen, len(ids), "positions")
+        else:
+            chosen = [position for position, token in enumerate(ids, start=1) if token == codes.mask]
+            if not chosen:
+                raise invalid("has no <mask>: add some, or give positions or max_new_tokens", "sequence")
+        for position in constraint.by_position:
+            if position not in chosen:
+                raise invalid(f"names position {position}, where nothing is generated", "allowed", str(position))
+        stored = request.context is not None
+        return self._small(GenerateJob(codes.decode(ids), len(ids), options, request.seed, stored), "sequence")
+
+    def _residues(self, sequence: str, *field: str | int) -> str:
+        """The residues of a sequence, upper case, without masks."""
+        ids = self._encode(sequence, self.limits.residues, *field)
+        if self.turbo.codes.mask in ids:
+            raise invalid("holds a <mask>; give residues only", *field)
+        return self.turbo.codes.decode(ids)
+
+    def _encode(self, sequence: str, longest: int, *field: str | int) -> list[int]:
+        """Token ids of a sequence."""
+        if len(sequence) > longest * _CHARACTERS_PER_RESIDUE:
+            raise invalid(f"has {len(sequence):,} characters; at most {longest:,} residues are allowed", *field)
+        try:
+            ids = self.turbo.codes.encode(sequence, ".".join(map(str, field)))
+        except ValueError as error:
+            raise invalid(str(error), *field) from None
+        if len(ids) > longest:
+            raise invalid(f"has {len(ids):,} residues; at most {longest:,} are allowed", *field)
+        return ids
+
+    def _small(self, job: _Job, field: str) -> _Job:
+        """The job, unless it is too large to be run."""
+        most = self.limits.tokens
+        if job.tokens > most:
+            raise invalid(f"needs about {job.tokens:,} tokens; at most {most:,} are allowed per request", field)
+        return job
+
+
+def _check_count(items: Sequence[object], most: int, field: str) -> None:
+    if not 1 <= len(items) <= most:
+        raise invalid(f"must hold 1 to {most:,} items, got {len(items):,}", field)
+
+
+def _check_at_most(value: int | None, most: int, field: str) -> None:
+    if value is not None and value > most:
+        raise invalid(f"must be at most {most:,}, got {value}", field)
+
+
+def _by_position(allowed: str | Mapping[str, str] | None) -> str | dict[int, str] | None:
+    """Residues by position, whose numbers are strings in JSON."""
+    if not isinstance(allowed, Mapping):
+        return allowed
+    for position in allowed:
+        if not (position.isascii() and position.isdecimal() and 0 < len(position) < 10):
+            raise invalid(f"positions are integers counted from 1, got {position[:40]!r}", "allowed")
+    return {int(position): letters for position, letters in allowed.items()}
+
+
+def _refuse(error: ValueError, fields: Mapping[str, object]) -> NoReturn:
+    """Raise an error of the options as one of the field that it names."""
+    named = next((name for name in _FIELD.findall(str(error)) if name in fields), None)
+    raise invalid(str(error), *([] if named is None else [named])) from None

@@ -1,0 +1,38 @@
+"""The bearer tokens that clients must have, from a file or the environment."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+VARIABLE = "ESM_TURBO_TOKENS"
+_TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")
+
+
+def read_tokens(path: Path | None) -> list[str]:
+    """The tokens of a file, one a line, or else of the variable `ESM_TURBO_TOKENS`, separated by blanks.
+
+    Lines that begin with # are comments.
+
+    Raises:
+        ValueError: the file cannot be read or holds none, or one is not a token.
+    """
+    if path is None:
+        source, lines = VARIABLE, os.environ.get(VARIABLE, "").split()
+    else:
+        source = os.fspath(path)
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{source}: is not text; give one token a line") from None
+        except OSError as error:
+            raise ValueError(f"{source}: cannot be read ({error.strerror})") from None
+    tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+    if path is not None and not tokens:
+        raise ValueError(f"{source}: holds no token; give one a line")
+    for number, token in enumerate(tokens, start=1):
+        if _TOKEN.fullmatch(token) is None:
+            # Not shown: it is a secret.
+            raise ValueError(f"{source}: token {number} must have 16 to 512 letters, digits and . _ ~ + / -")
+    return tokens

@@ -1,0 +1,53 @@
+"""`esm-turbo serve`: options that are refused before anything runs. `tests/serve/test_server.py` starts it."""
+
+import importlib.util
+
+import pytest
+
+from esm_turbo.serve.server import Server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_serves(monkeypatch):
+    def run(self):
+        raise AssertionError("it serves")
+
+    monkeypatch.setattr(Server, "run", run)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "-1"], "--port must be at least 0, got -1"),
+        (["--port", "70000"], "cannot listen on 127.0.0.1 port 70000"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid port 8080"),
+        (["--queue", "0"], "--queue must be at least 1, got 0"),
+        (["--timeout", "0"], "--timeout must be above 0 seconds"),
+        (["--timeout", "nan"], "--timeout must be above 0 seconds"),
+        (["--max-residues", "0"], "--max-residues must be at least 1, got 0"),
+        (["--token-file", "nowhere"], "nowhere: cannot be read"),
+        (["--port", "0", "--model", "nowhere/at/all"], "nowhere/at/all"),
+    ],
+)
+def test_wrong_options(esm, options, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = esm("serve", *options)
+    assert result.code == 2
+    assert message in result.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_packages_are_named(esm, monkeypatch):
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else original(name, *a))
+    result = esm("serve")
+    assert result.code == 2
+    assert result.error == "serve needs uvicorn: pip install 'esm-turbo[serve]'"
+
+
+def test_a_store_of_another_model_is_refused(esm, fasta, tmp_path, tiny_folder):
+    folder = tmp_path / "store"
+    assert esm("store", fasta, folder, "--model", tiny_folder, "--preset", "exact").code == 0
+    result = esm("serve", "--port", "0", "--store", folder)
+    assert result.code == 2
+    assert "holds contexts of" in result.error

@@ -1,0 +1,96 @@
+"""Contexts of the service: named ones on disk, derived ones in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esm_turbo import ContextStore
+from esm_turbo.serve.contexts import Contexts
+from esm_turbo.serve.errors import RequestError
+from esm_turbo.tasks.common.arms import prefill_ids
+
+SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQ"
+
+
+@pytest.fixture
+def contexts(turbo, tmp_path):
+    with ContextStore(tmp_path / "store") as store:
+        yield Contexts(turbo, store, decoded=2, limit=3)
+
+
+def files(contexts):
+    return sorted(path.stem for path in contexts.store.folder.rglob("*.safetensors") if len(path.stem) == 64)
+
+
+def test_named_contexts_are_found_again(contexts, turbo):
+    keys = contexts.add([SEQUENCE, "ACD"], 1024)
+    assert files(contexts) == sorted(keys)
+    assert contexts.add([SEQUENCE], 1024) == keys[:1]
+    assert contexts.stored == 2
+    # As after a restart.
+    again = Contexts(turbo, ContextStore(contexts.store.folder))
+    assert [again.sequence(key) for key in keys] == [SEQUENCE, "ACD"]
+    assert again.stored == 2
+    with pytest.raises(RequestError, match="no context of this id"):
+        again.sequence("0" * 64)
+
+
+def test_a_damaged_context_is_not_found_and_can_be_added_again(contexts, turbo):
+    [key] = contexts.add([SEQUENCE], 1024)
+    [path] = contexts.store.folder.rglob(f"{key}.safetensors")
+    path.write_bytes(path.read_bytes()[:-1])
+    again = Contexts(turbo, ContextStore(contexts.store.folder))
+    with pytest.raises(RequestError, match="post its sequence"):
+        again.sequence(key)
+    assert again.add([SEQUENCE], 1024) == [key]
+    assert again.sequence(key) == SEQUENCE
+
+
+def test_contexts_of_other_commands_have_no_name(contexts, turbo):
+    ids = [turbo.codes.cls, *turbo.codes.encode(SEQUENCE, "it"), turbo.codes.eos]
+    prefill_ids(turbo, ids, "turbo", contexts.store)
+    [key] = files(contexts)
+    with pytest.raises(RequestError, match="no context of this id"):
+        contexts.sequence(key)
+
+
+def test_derived_contexts_stay_in_memory(contexts, turbo):
+    codes, computed = turbo.codes, []
+    ids = [codes.cls, *codes.encode(SEQUENCE, "it"), codes.mask, codes.eos]
+    config = turbo.model.base_model.turbo_config
+
+    def compute():
+        computed.append(1)
+        return prefill_ids(turbo, ids, "turbo")
+
+    first = contexts.get_or_compute(turbo, ids, config, compute)
+    # Changes of a result do not reach what is kept.
+    first.crop(3)
+    second = contexts.get_or_compute(turbo, ids, config, compute)
+    assert computed == [1]
+    assert second.get_seq_length() == len(ids)
+    assert files(contexts) == []
+    # One without masks and <eos> is read from the store, where it is.
+    contexts.add([SEQUENCE], 1024)
+    plain = contexts.get_or_compute(turbo, ids[:-2], config, compute)
+    assert computed == [1]
+    for name, tensor in turbo.prefill(SEQUENCE).named_tensors():
+        assert torch.equal(tensor, dict(plain.named_tensors())[name])
+
+
+def test_the_store_is_limited(contexts):
+    contexts.add(["ACD", "CDE", "DEF"], 1024)
+    assert contexts.add(["CDE"], 1024)
+    with pytest.raises(RequestError, match="the store holds 3 contexts, its limit") as full:
+        contexts.add(["EFG"], 1024)
+    assert full.value.status == 507
+
+
+def test_few_contexts_are_kept_decoded(contexts, turbo):
+    cache = turbo.prefill(SEQUENCE)
+    assert contexts.as_read_fastest("a", cache, 1) is cache
+    decoded = [contexts.as_read_fastest(key, cache, 10_000) for key in "abc"]
+    assert {one.config.name for one in decoded} == {"exact"}
+    assert contexts.as_read_fastest("c", cache, 10_000) is decoded[2]
+    assert contexts.as_read_fastest("a", cache, 10_000) is not decoded[0]

@@ -1,0 +1,64 @@
+"""What shares a forward, and that a row does not depend on what else is in it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esm_turbo.model.memory import NotEnoughMemoryError
+from esm_turbo.serve import rows as rows_module
+from esm_turbo.serve.rows import Rows, run_rows
+from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.scoring.score import masked_rows
+from esm_turbo.tasks.variants.score import window_rows
+
+# In float32, of log-probabilities: a matrix product adds its terms in an order that depends on its shape.
+TOLERANCE = 1e-4
+TARGETS = ["MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVG", "GSGSPLLKRRACDEFGHIKLMNPQ"]
+
+
+@pytest.fixture(scope="module")
+def parts(turbo):
+    """Rows of several requests: scores on two targets, two of them on the same one, and variants."""
+    made, codes = [], turbo.codes
+    for target, candidates in ((0, ["ACDEF", "GHIKL"]), (1, ["ACDEF"]), (0, ["WWWWW"]), (1, ["MN"])):
+        ids = codes.encode(TARGETS[target], "a target")
+        cache = prefill_ids(turbo, [codes.cls, *ids], "turbo")
+        cache.crop(len(ids) - 7)
+        tokens = torch.tensor([codes.encode(one, "a candidate") for one in candidates])
+        input_ids, at, _ = masked_rows(codes, ids[-8:], tokens, torch.arange(tokens.numel()))
+        made.append(Rows(("score", target), cache, input_ids, at))
+    for target in (0, 1):
+        ids = [codes.cls, *codes.encode(TARGETS[target], "a target"), codes.eos]
+        cache = prefill_ids(turbo, ids, "turbo")
+        window = window_rows(codes, ids, len(ids) - 2, torch.tensor([0, 7, len(ids) - 3]), "masked", 8)
+        made.append(Rows(("variants", target), cache, *window))
+    return made
+
+
+def test_a_row_does_not_depend_on_its_batch(turbo, parts):
+    together = run_rows(turbo, parts)
+    for part, predicted in zip(parts, together, strict=True):
+        assert predicted.shape == (len(part), turbo.model.config.vocab_size)
+        for number in range(len(part)):
+            [alone] = run_rows(turbo, [part.split(number)[1].split(1)[0]])
+            assert torch.allclose(predicted[number], alone[0], rtol=0, atol=TOLERANCE)
+
+
+def test_what_does_not_fit_is_halved(turbo, parts, monkeypatch):
+    expected = run_rows(turbo, parts)
+    original, sizes = rows_module.log_probabilities, []
+
+    def small(turbo, input_ids, at, **options):
+        if len(input_ids) > 2:
+            raise NotEnoughMemoryError("too much")
+        sizes.append(len(input_ids))
+        return original(turbo, input_ids, at, **options)
+
+    monkeypatch.setattr(rows_module, "log_probabilities", small)
+    for own, theirs in zip(run_rows(turbo, parts), expected, strict=True):
+        assert torch.allclose(own, theirs, rtol=0, atol=TOLERANCE)
+    assert sum(sizes) == sum(map(len, parts))
+    monkeypatch.setattr(rows_module, "log_probabilities", lambda *_, **__: small(turbo, range(3), None))
+    with pytest.raises(NotEnoughMemoryError):
+        run_rows(turbo, parts)
