@@ -44,7 +44,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps attack lint format types docs notebooks results clean
+.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps test-browser attack lint format types docs notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,10 +69,13 @@ test-docs: $(VENV)/.installed-dev  ## run the code blocks of README.md and docs/
 	$(SINGLE_THREADED) $(VENV)/bin/python $(PYTEST) -m docs tests/docs $(PYTEST_ARGS)
 
 test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a CUDA device
-	$(VENV)/bin/python -m pytest -m "not compare and not interpreter and not mps and not network and not docs" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not browser and not compare and not interpreter and not mps and not network and not docs" $(PYTEST_ARGS)
 
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
-	$(VENV)/bin/python -m pytest -m "not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m "not browser and not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
+
+test-browser: $(VENV)/.installed-browser  ## drive the page of `esm-turbo serve` in Chromium, which the system must have with its driver
+	$(SINGLE_THREADED) $(VENV)/bin/python -m pytest -m browser tests/serve $(PYTEST_ARGS)
 
 attack: $(VENV)/.installed-dev  ## attack the command line and the library for SECONDS, with SEED
 	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.attack --seconds $(SECONDS) --seed $(SEED) --workers $(JOBS)
@@ -124,6 +127,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-browser: $(VENV)/.installed-dev
+	$(VENV)/bin/python $(PIP_INSTALL) -c constraints.txt -e '.[dev,browser]'
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed-dev

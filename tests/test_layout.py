@@ -51,6 +51,7 @@ TESTED_IN = {
 ACROSS_MODULES = {
     "docs",
     "ops/test_triton_compile.py",
+    "serve/test_page.py",
     "test_calibration_data.py",
     "test_families.py",
     "test_kv_cache_dropping.py",

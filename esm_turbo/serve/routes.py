@@ -41,6 +41,7 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
     422: {"model": ErrorAnswer, "description": "A field is wrong; `loc` names it."},
     429: {"model": ErrorAnswer, "description": "Too many requests are waiting; see Retry-After."},
 }
+_CANDIDATE = ("candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability")
 Render = Callable[[Any], dict[str, Any]]
 
 
@@ -68,11 +69,13 @@ def router(service: Service) -> APIRouter:
         job = await asyncio.to_thread(service.score_job, id, body)
 
         def render(scores: Any) -> dict[str, Any]:
-            names = scores.columns()
-            rows = [dict(zip(names, row, strict=True)) for row in scores.rows()]
-            if body.log_probabilities:
-                for row, one in zip(rows, scores.scores, strict=True):
+            ranks = {index: rank for rank, index in enumerate(scores.ranking(), start=1)}
+            rows = []
+            for index, one in enumerate(scores.scores):
+                row = {name: getattr(one, name) for name in _CANDIDATE} | {"rank": ranks[index]}
+                if body.log_probabilities:
                     row["log_probabilities"] = list(one.log_probabilities)
+                rows.append(row)
             run = service.run()
             return {"context": id, "place": scores.place, "refresh": scores.refresh, "candidates": rows, "run": run}
 

@@ -1,0 +1,162 @@
+"""The page, used as by a person: a real headless Chromium against a running service (`make test-browser`)."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import time
+
+import pytest
+
+from esm_turbo.serve.limits import Limits
+from tests.helpers.service import running
+
+pytestmark = pytest.mark.browser
+
+TOKEN = "a-token-of-the-test"
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    # By name, or Selenium asks a server of its own where they are.
+    driver_path, options.binary_location = shutil.which("chromedriver"), shutil.which("chromium")
+    assert driver_path and options.binary_location, "install chromium and its driver"
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1400"):
+        options.add_argument(argument)
+    downloads = tmp_path_factory.mktemp("downloads")
+    options.add_experimental_option("prefs", {"download.default_directory": str(downloads)})
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
+    driver.downloads = downloads
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture(scope="module")
+def client(turbo, tmp_path_factory):
+    with running(turbo, tmp_path_factory.mktemp("served") / "store", Limits(residues=300)) as client:
+        yield client
+
+
+@pytest.fixture
+def page(browser, client):
+    errors(browser)
+    browser.get(f"http://127.0.0.1:{client.port}/")
+    wait(lambda: "esm2-mini" in browser.find_element("id", "service").text)
+    yield browser
+    # Everything came from the service, and nothing went wrong on the way.
+    requested = [
+        message["params"]["request"]["url"]
+        for entry in browser.get_log("performance")
+        if (message := json.loads(entry["message"])["message"])["method"] == "Network.requestWillBeSent"
+    ]
+    assert requested
+    own = (f"http://127.0.0.1:{client.port}/", f"blob:http://127.0.0.1:{client.port}/", "data:")
+    assert [url for url in requested if not url.startswith(own)] == []
+
+
+def wait(condition, seconds=60):
+    end = time.monotonic() + seconds
+    while not (found := condition()):
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
+    return found
+
+
+def errors(browser):
+    return [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def downloaded(browser, name):
+    path = browser.downloads / name
+    wait(path.is_file, 20)
+    return path
+
+
+def test_a_protein_becomes_a_variant_map(page, turbo):
+    page.find_element("id", "example-variants").click()
+    page.find_element("id", "first").clear()
+    page.find_element("id", "first").send_keys("5")
+    page.find_element("id", "run-variants").click()
+    wait(lambda: page.find_element("id", "result-variants").is_displayed())
+    protein = page.find_element("id", "protein").get_attribute("value")
+    expected = turbo.score_variants(protein, first_position=5)
+    assert (
+        f"{len(expected.scores):,} substitutions of {len(protein)} residues"
+        in page.find_element("id", "title-variants").text
+    )
+    from selenium.webdriver.common.action_chains import ActionChains
+
+    # The cell of row A (the second) in column 3, beside the letters and below the numbers.
+    canvas = page.find_element("id", "map")
+    page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    left, top = (22 + 12 * 2 + 6) - canvas.size["width"] / 2, (22 + 12 + 6) - canvas.size["height"] / 2
+    ActionChains(page).move_to_element_with_offset(canvas, left, top).perform()
+    name = f"{protein[2]}7A"
+    [score] = [one.score for one in expected.scores if one.variant == name]
+    tip = page.find_element("id", "tip").text.split("\n")
+    assert tip[0] == name
+    assert float(tip[1]) == pytest.approx(score, abs=1e-3)
+    page.find_element("id", "csv-variants").click()
+    rows = list(csv.DictReader(downloaded(page, "variants.csv").open()))
+    assert [row["mutant"] for row in rows] == [one.variant for one in expected.scores]
+    assert [float(row["score"]) for row in rows] == pytest.approx(expected.values, abs=1e-3)
+    page.find_element("id", "png-variants").click()
+    assert downloaded(page, "variants.png").read_bytes().startswith(b"\x89PNG")
+    assert "esm2-mini" in page.find_element("css selector", "#result-variants .run").text
+    assert errors(page) == []
+
+
+def test_peptides_are_ranked(page, turbo):
+    page.find_element("id", "tab-ranking").click()
+    page.find_element("id", "example-ranking").click()
+    page.find_element("id", "run-ranking").click()
+    wait(lambda: page.find_element("id", "result-ranking").is_displayed())
+    target = page.find_element("id", "target").get_attribute("value")
+    peptides = page.find_element("id", "peptides").get_attribute("value").split("\n")
+    expected = turbo.score(target, peptides)
+    rows = [
+        [cell.text for cell in row.find_elements("tag name", "td")]
+        for row in page.find_elements("css selector", "#table-ranking tbody tr")
+    ]
+    assert [row[1] for row in rows] == [peptides[index] for index in expected.ranking()]
+    page.find_element("id", "csv-ranking").click()
+    table = list(csv.DictReader(downloaded(page, "ranking.csv").open()))
+    assert [row["candidate"] for row in table] == [row[1] for row in rows]
+    assert errors(page) == []
+
+
+def test_a_wrong_residue_is_told_and_can_be_corrected(page):
+    page.find_element("id", "protein").send_keys(">a header\nMKTA1IAK")
+    page.find_element("id", "run-variants").click()
+    message = wait(lambda: page.find_element("id", "error-variants").text)
+    assert "sequence" in message and "position 5 is '1'" in message
+    assert not page.find_element("id", "result-variants").is_displayed()
+    page.find_element("id", "protein").clear()
+    page.find_element("id", "protein").send_keys("MKTAYIAK")
+    page.find_element("id", "run-variants").click()
+    wait(lambda: page.find_element("id", "result-variants").is_displayed())
+    assert page.find_element("id", "error-variants").text == ""
+
+
+def test_the_documentation_shows_every_endpoint(page, client):
+    page.get(f"http://127.0.0.1:{client.port}/docs")
+    wait(lambda: page.find_elements("css selector", "#endpoints h2"))
+    shown = {title.text for title in page.find_elements("css selector", "#endpoints h2")}
+    assert {"POST /v1/contexts", "POST /v1/contexts/{id}/score", "POST /v1/embeddings", "GET /healthz"} <= shown
+    assert errors(page) == []
+
+
+def test_a_token_is_asked_for(browser, turbo, tmp_path):
+    with running(turbo, tmp_path / "store", tokens=[TOKEN]) as client:
+        browser.get(f"http://127.0.0.1:{client.port}/")
+        browser.find_element("id", "protein").send_keys("MKTAYIAK")
+        browser.find_element("id", "run-variants").click()
+        wait(lambda: "a bearer token is needed" in browser.find_element("id", "error-variants").text)
+        browser.find_element("id", "token").send_keys(TOKEN)
+        browser.find_element("id", "run-variants").click()
+        wait(lambda: browser.find_element("id", "result-variants").is_displayed())
