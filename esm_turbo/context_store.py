@@ -14,6 +14,7 @@ import os
 import re
 import threading
 import time
+import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +34,14 @@ from esm_turbo.files.tabular import named
 from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import NotEnoughMemoryError
+from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.pool import ContextPool, PoolHold
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
@@ -99,7 +102,7 @@ class ContextStore:
     Args:
         folder: of a store; a new or empty one becomes a store with the first context.
         host_bytes: host memory for contexts in bytes, pinned if the model is on a CUDA device; 0 keeps none.
-        device_bytes: device memory for contexts in bytes, if the model is on a device; 0 keeps none.
+        device_bytes: device memory for contexts in bytes; 0 keeps none. On the CPU only `hold` uses it.
         lock_timeout: seconds to wait for another process that is writing; and for one that computes what is wanted,
             before it is computed here too.
         read_only: compute missing contexts, but do not write them.
@@ -126,7 +129,7 @@ class ContextStore:
         self._files = StoreFiles(self.folder)
         self._claims = Claims(self.folder)
         self._host = Tier(host_bytes)
-        self._device = Tier(device_bytes)
+        self._pool = ContextPool(device_bytes)
         self._usage = Usage(self.folder)
         self._reported: set[tuple[str, str]] = set()
         self._swept = False
@@ -148,7 +151,7 @@ class ContextStore:
         """Frees the contexts in memory and writes the counts of hits. The store can still be used."""
         with self._mutex:
             self._host.clear()
-            self._device.clear()
+            self._pool.clear()
             self._usage.flush()
 
     def check_model(self, turbo: ContextModel) -> None:
@@ -238,6 +241,68 @@ class ContextStore:
             caches = {key: context.cache(spec) for key, context in found.items()}
             # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
             return TurboKVCache.cat([caches[job.key] for job in jobs])
+
+    def hold(
+        self,
+        turbo: ContextModel,
+        sequences: Sequences,
+        total_tokens: int | Sequence[int] | None = None,
+        total_masks: int | Sequence[int] | None = None,
+        *,
+        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    ) -> PooledContexts:
+        """As `get_or_prefill`, but the contexts are read where they lie in the memory of `device_bytes`.
+
+        They stay there until they are released: at the end of a `with` block, by `release()`, or with the last
+        reference. Other contexts come and go meanwhile, also from other threads. On the CPU it is the same.
+
+        Returns:
+            One row per sequence, for `past_key_values` and `context_index`; nothing can be appended to it.
+
+        Raises:
+            NotEnoughMemoryError: they do not fit beside contexts that others hold. None of them is held then.
+            ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
+        """
+        with self._mutex:
+            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
+            unique = list({job.key: job for job in jobs}.values())
+            spec, device, hold = context_spec(turbo), turbo.model.device, self._pool.hold()
+            partition = self._files.partition(spec)
+            done: set[int] = set()
+            entries: dict[str, tuple[str, str]] = {}
+            try:
+                for index, job in enumerate(unique if partition is not None else ()):
+                    assert partition is not None
+                    entry = partition.name, job.key
+                    if hold.add(entry, device):
+                        self._usage.count("device")
+                    elif (context := self._look_up(partition, job.key, device)) is not None:
+                        self._hold(hold, entry, context, device)
+                    else:
+                        continue
+                    done.add(index)
+                    entries[job.key] = entry
+                for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+                    partition = self._files.partition(spec)
+                    # What is not stored is not found again: of contexts in memory, partitions tell the kinds apart.
+                    name = uuid.uuid4().hex if partition is None else partition.name
+                    for key, context in filled.contexts.items():
+                        entries[key] = name, key
+                        self._hold(hold, entries[key], context, device)
+                return hold.contexts([entries[job.key] for job in jobs], spec)
+            except BaseException:
+                hold.release()
+                raise
+
+    def _hold(self, hold: PoolHold, entry: tuple[str, str], context: FlatContext, device: torch.device) -> None:
+        """Puts a context into the pool and holds it there."""
+        if self._pool.put(entry, context, device) and hold.add(entry, device):
+            return
+        info = self._pool.info()
+        raise NotEnoughMemoryError(
+            f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of which"
+            f" {info['held']} contexts are held: hold fewer at a time"
+        )
 
     def get_or_compute(
         self,
@@ -353,7 +418,7 @@ class ContextStore:
                 "presets": presets,
                 "contexts": sum(preset["contexts"] for preset in presets),
                 "bytes": sum(preset["bytes"] for preset in presets),
-                "memory": {"host": self._host.info(), "device": self._device.info()},
+                "memory": {"host": self._host.info(), "device": self._pool.info()},
                 "usage": rates(self._usage.totals()),
             }
 
@@ -362,8 +427,8 @@ class ContextStore:
         if partition is None:
             return None
         entry = (partition.name, key)
-        context = self._device.get(entry)
-        if context is not None and context.device == device:
+        context = self._pool.get(entry, device)
+        if context is not None:
             self._usage.count("device")
             return context
         context = self._host.get(entry)
@@ -402,7 +467,7 @@ class ContextStore:
         if device.type == "cpu":
             return context
         context = context.to(device)
-        self._device.put(entry, context)
+        self._pool.put(entry, context, device)
         return context
 
     def _sweep(self) -> None:

@@ -506,6 +506,21 @@ class TurboKVCache(CacheStorage):
         self._changed()
         return self
 
+    def check_alike(self, other: TurboKVCache, row: int) -> None:
+        """Makes sure that another cache can be in one batch with this one, of which it is row `row`.
+
+        Raises:
+            ValueError: they differ in options, geometry, model or calibration.
+        """
+        differs = f"row {row} differs from row 0"
+        if other.config != self.config:
+            names = f"{self.config.name} and {other.config.name}"
+            raise ValueError(f"cannot concatenate caches of presets {names}: {differs}")
+        if other.geometry != self.geometry or not same_model(other.fingerprint, self.fingerprint):
+            raise ValueError(f"cannot concatenate caches of different models: {differs}")
+        if not same_codec(other.codec_fingerprint, self.codec_fingerprint):
+            raise ValueError(f"cannot concatenate caches written with different calibrations: {differs}")
+
     @classmethod
     def cat(cls, caches: Sequence[TurboKVCache]) -> Self:
         """The rows of several caches in one.
@@ -516,14 +531,10 @@ class TurboKVCache(CacheStorage):
         """
         if not caches:
             raise ValueError("cat needs at least one cache")
-        first = caches[0]
+        first, row = caches[0], caches[0].batch_size
         for other in caches[1:]:
-            if other.config != first.config:
-                raise ValueError(f"cannot concatenate caches of presets {first.config.name} and {other.config.name}")
-            if other.geometry != first.geometry or not same_model(other.fingerprint, first.fingerprint):
-                raise ValueError("cannot concatenate caches of different models")
-            if not same_codec(other.codec_fingerprint, first.codec_fingerprint):
-                raise ValueError("cannot concatenate caches written with different calibrations")
+            first.check_alike(other, row)
+            row += other.batch_size
         caches = [cache for cache in caches if cache.batch_size]
         whole = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
         whole.codec_fingerprint = first.codec_fingerprint

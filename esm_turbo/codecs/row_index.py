@@ -53,15 +53,23 @@ class RowIndex:
         self._on_device: dict[torch.device, Tensor] = {}
         self.made: dict[tuple[int, int, torch.device], Tiles] = {}
 
-    def grouped(self, device: torch.device) -> tuple[RowIndex, Tensor | None]:
+    def grouped(
+        self, device: torch.device, ranks: npt.NDArray[np.int64] | None = None
+    ) -> tuple[RowIndex, Tensor | None]:
         """The index of the rows in an order in which those of a context follow each other, and a context is read once.
+
+        Args:
+            device: of the order.
+            ranks: of the contexts, where they have to be in order, too.
 
         Returns:
             The index, and the order, int64 [B] on the device; None if the rows are in it.
         """
-        if len({group.context for group in self.groups}) == len(self.groups):
+        by = self.contexts if ranks is None else ranks[self.contexts]
+        apart = len({group.context for group in self.groups}) == len(self.groups)
+        if apart if ranks is None else bool((np.diff(by) >= 0).all()):
             return self, None
-        order = np.argsort(self.contexts, kind="stable")
+        order = np.argsort(by, kind="stable")
         return RowIndex(self.contexts[order]), to_device(torch.from_numpy(order), device)
 
     def __len__(self) -> int:

@@ -31,10 +31,10 @@ from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.inputs import (
-    check_context_index,
     check_inputs,
     check_not_all_masked,
     check_positions,
+    contexts_of_rows,
     count_tokens,
     in_order,
     positions_to_store,
@@ -50,7 +50,8 @@ from esm_turbo.model.packed_encoder import (
     is_unhooked,
     plain_addresses,
 )
-from esm_turbo.model.sessions import Extension, GrowingExtension, Prefill
+from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.model.sessions import Extension, GrowingExtension, PooledExtension, Prefill
 from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 from esm_turbo.ops.copies import Gatherer
@@ -290,6 +291,9 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         self._claim(cache)
 
     def _claim(self, cache: TurboKVCache) -> None:
+        if isinstance(cache, PooledContexts):
+            for slab in cache.slabs_read:
+                self._claim(slab)
         fingerprint, codec = model_fingerprint(self), cache.codec
         if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
             return
@@ -547,6 +551,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         Raises:
             ValueError: the cache is empty, or another model's.
         """
+        if isinstance(cache, PooledContexts):
+            raise ValueError("contexts in a pool are read as they are stored: only a cache of its own can be decoded")
         self._claim(cache)
         if not cache.batch_size:
             raise ValueError("the cache is empty: prefill a context first")
@@ -631,18 +637,9 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         self._claim(cache)
         self._compile_ahead(cache.codec)
         batch_size, n = input_ids.shape
-        index = None
-        if context_index is not None:
-            if appends:
-                raise ValueError("nothing can be appended to contexts that rows name: leave out `context_index`")
-            index = check_context_index(context_index, batch_size, cache.batch_size)
-            # One context is shared, as without an index.
-            index = index if cache.batch_size > 1 else None
-        elif cache.batch_size not in (1, batch_size):
-            raise ValueError(
-                f"the cache has {cache.batch_size} rows, the extension {batch_size}; only 1 row is shared, unless rows"
-                " name theirs in `context_index`"
-            )
+        index = contexts_of_rows(cache, context_index, batch_size)
+        if appends and context_index is not None:
+            raise ValueError("nothing can be appended to contexts that rows name: leave out `context_index`")
         if appends and cache.batch_size != batch_size:
             raise ValueError(
                 f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
@@ -670,11 +667,16 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         positions = position_ids.expand(batch_size, n)
         order = None
         if index is not None:
-            index, order = index.grouped(input_ids.device)
+            ranks = cache.ranks if isinstance(cache, PooledContexts) else None
+            index, order = index.grouped(input_ids.device, ranks)
         if order is not None:
             input_ids, embeddings, positions = (x[order] for x in (input_ids, embeddings, positions))
             past_mask, seen, visible = (None if x is None else x[order] for x in (past_mask, seen, visible))
-        session = Extension(cache, self.kv_backend, past_mask, seen, append, visible, index)
+        if isinstance(cache, PooledContexts):
+            assert index is not None
+            session: Extension = PooledExtension(cache, self.kv_backend, past_mask, seen, visible, index)
+        else:
+            session = Extension(cache, self.kv_backend, past_mask, seen, append, visible, index)
         output = self._run_extension(session, input_ids, embeddings, positions, kwargs)
         if append is not None:
             cache.commit(append)

@@ -61,13 +61,13 @@ class Bucket(NamedTuple):
 def bucket_of(rows: int, tokens: int, contexts: int, columns: int) -> Bucket | None:
     """The smallest bucket for these shapes; None if a graph would not make them faster."""
     rows = 1 << (rows - 1).bit_length()
-    tokens, columns = _rounded_up(tokens, _MIN_TOKENS), _rounded_up(columns, _MIN_COLUMNS)
+    tokens, columns = rounded_up(tokens, _MIN_TOKENS), rounded_up(columns, _MIN_COLUMNS)
     if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
         return None
     return Bucket(rows, tokens, 1 if contexts == 1 else rows, columns)
 
 
-def _rounded_up(number: int, step: int) -> int:
+def rounded_up(number: int, step: int) -> int:
     """The next multiple of `step` up to four of them, then the next power of two or one and a half times one."""
     if number <= 4 * step:
         return max(1, -(-number // step)) * step
@@ -77,7 +77,7 @@ def _rounded_up(number: int, step: int) -> int:
 
 def _rounded_up_rows(rows: int) -> int:
     """As `bucket_of` up to eight rows, then closer: with many rows the device is what takes the time."""
-    return 1 << (rows - 1).bit_length() if rows <= _MIN_TOKENS else _rounded_up(rows, _MIN_TOKENS)
+    return 1 << (rows - 1).bit_length() if rows <= _MIN_TOKENS else rounded_up(rows, _MIN_TOKENS)
 
 
 class GraphPool:
@@ -244,7 +244,7 @@ class GraphPool:
             uses: number of calls that this one counts for.
         """
         device = model.device
-        rows, columns = _rounded_up_rows(cache.batch_size), _rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
+        rows, columns = _rounded_up_rows(cache.batch_size), rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
         share = rows / cache.batch_size * columns / max(1, cache.columns)
         too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > _memory_limit(device)
         if too_large or columns > _MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > _MAX_GROWING_TOKENS:

@@ -20,7 +20,7 @@ from esm_turbo.ops.copies import Rows, copy_rows
 __all__ = ["CapturedExtension", "StaticKVCache"]
 
 # A protein has one <cls> and at most one <eos>.
-_SLOTS = 2
+PROTECTED_SLOTS = 2
 _WARM_UPS = 3
 
 
@@ -51,7 +51,7 @@ class StaticKVCache(TurboKVCache):
         columns = cache.columns if columns is None else columns
         if columns < cache.columns:
             raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
-        sizes = {Axis.COLUMN: columns, Axis.SLOT: _SLOTS if cache.config.protect_special_tokens else 0}
+        sizes = {Axis.COLUMN: columns, Axis.SLOT: PROTECTED_SLOTS if cache.config.protect_special_tokens else 0}
         rows = cache.batch_size if rows is None else rows
         tensors = {
             name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors() if name != "chains"

@@ -11,6 +11,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
+from esm_turbo.model.pooled import PooledContexts
 
 
 def check_inputs(
@@ -80,6 +81,26 @@ def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, 
             f"`context_index` of row {outside[0]} must lie in 0 to {contexts - 1}, got {numbers[outside[0]]}"
         )
     return RowIndex(numbers)
+
+
+def contexts_of_rows(
+    cache: TurboKVCache, context_index: Sequence[int] | Tensor | None, batch_size: int
+) -> RowIndex | None:
+    """The context of each row; None if row i reads context i, or all share one, and nothing has to be looked up.
+
+    Raises:
+        ValueError: of `check_context_index`, or there is none and the numbers of rows and of contexts differ.
+    """
+    contexts = cache.batch_size
+    if context_index is None and contexts not in (1, batch_size):
+        raise ValueError(
+            f"the cache has {contexts} rows, the extension {batch_size}; only 1 row is shared, unless rows name theirs"
+            " in `context_index`"
+        )
+    if isinstance(cache, PooledContexts) and context_index is None:
+        context_index = [row % contexts for row in range(batch_size)]
+    index = None if context_index is None else check_context_index(context_index, batch_size, contexts)
+    return index if contexts > 1 or isinstance(cache, PooledContexts) else None
 
 
 def token_mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:

@@ -13,11 +13,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from esm_turbo.codecs import Packed, PackedContext
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.ops.backends import KVBackend
 
 
@@ -74,6 +76,7 @@ class Extension(KVSession):
         append: receives the new tokens; None stores none.
         visible: the columns that the caller shows to each row, bool [batch, columns]; None for all.
         index: row of the cache that each row reads; None if they are the same, or one that all share.
+        lengths: of the cache's rows, if they are read only so far, int64 [rows]; None for their own.
     """
 
     def __init__(
@@ -85,9 +88,11 @@ class Extension(KVSession):
         append: Append | None = None,
         visible: Tensor | None = None,
         index: RowIndex | None = None,
+        lengths: Tensor | None = None,
     ) -> None:
         self.cache = cache
         self.index = index
+        self.lengths = cache.lengths if lengths is None else lengths
         self.backend = backend
         self.mask = mask
         self.append = append
@@ -132,7 +137,7 @@ class Extension(KVSession):
             None if x is None else x.to(device).expand(rows, -1)
             for x in (self.mask, self.past_mask, self.protected_mask, self.visible)
         )
-        lengths, protected_columns = self.cache.lengths.to(device), self.cache.protected_columns.to(device)
+        lengths, protected_columns = self.lengths.to(device), self.cache.protected_columns.to(device)
         words = None if visible is None else self.backend.pack_mask(visible)
         return _Shared(mask, past_mask, protected_mask, visible, words, lengths, protected_columns)
 
@@ -143,6 +148,58 @@ class Extension(KVSession):
     def gelu(self, x: Tensor) -> Tensor:
         """Computes the activation of x [batch, n, intermediate_size], see `torch_ops.gelu`."""
         return self.backend.gelu(x)
+
+
+class PooledExtension(Extension):
+    """Lets new tokens attend to contexts in a pool, slab by slab, and to each other.
+
+    Args:
+        contexts: read in place.
+        backend: computes everything that the session does.
+        past_mask: which columns each row sees, bool [batch, columns]; None for all.
+        mask: which new tokens are seen, bool [batch, n]; None for all.
+        visible: the columns that the caller shows to each row, bool [batch, columns]; None for all.
+        index: the context of each row, in the order of `contexts.ranks`.
+    """
+
+    def __init__(
+        self,
+        contexts: PooledContexts,
+        backend: KVBackend,
+        past_mask: Tensor | None,
+        mask: Tensor | None,
+        visible: Tensor | None,
+        index: RowIndex,
+    ) -> None:
+        self.backend = backend
+        # As long as they are read, they must be held.
+        self.contexts = contexts
+        past_mask = index.take(contexts.valid()) if past_mask is None else past_mask
+        self.parts = [
+            (
+                segment.rows,
+                Extension(
+                    segment.slab,
+                    backend,
+                    _with_columns(past_mask[segment.rows], segment.slab.columns),
+                    None if mask is None else mask[segment.rows],
+                    None,
+                    None if visible is None else _with_columns(visible[segment.rows], segment.slab.columns),
+                    segment.slots,
+                    segment.lengths,
+                ),
+            )
+            for segment in contexts.segments(index)
+        ]
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        outputs = [part.attend(layer_idx, query[rows], keys[rows], values[rows]) for rows, part in self.parts]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _with_columns(mask: Tensor, columns: int) -> Tensor:
+    """A mask with the columns of a slab, which may be more or fewer than those of the longest context."""
+    return functional.pad(mask[:, :columns], (0, max(0, columns - mask.shape[1])))
 
 
 class GrowingExtension(Extension):

@@ -84,7 +84,7 @@ class FlatContext:
         """Copies a cache of one row, on its device."""
         tensors = dict(cache.named_tensors())
         parts = layout([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
-        buffer = torch.zeros(_size(parts), dtype=torch.uint8, device=cache.device)
+        buffer = torch.zeros(total_bytes(parts), dtype=torch.uint8, device=cache.device)
         for part, view in zip(parts, _views(buffer, parts), strict=True):
             view.copy_(tensors[part.name])
         return cls(buffer, parts)
@@ -114,16 +114,19 @@ class FlatContext:
         host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=pinned)
         return FlatContext(host.copy_(self.buffer), self.parts)
 
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name, views of the buffer."""
+        return dict(zip((part.name for part in self.parts), _views(self.buffer, self.parts), strict=True))
+
+    @classmethod
+    def empty(cls, parts: tuple[Part, ...], device: torch.device) -> FlatContext:
+        """Zeros in place of these tensors. They can be written into, in any mode."""
+        with torch.inference_mode(mode=False):
+            return cls(torch.zeros(total_bytes(parts), dtype=torch.uint8, device=device), parts)
+
     def cache(self, spec: ContextSpec) -> TurboKVCache:
         """The cache, whose tensors are views of the buffer; they must not be written into."""
-        names = (part.name for part in self.parts)
-        return TurboKVCache.from_tensors(
-            spec.config,
-            spec.geometry,
-            spec.fingerprint,
-            spec.codec,
-            dict(zip(names, _views(self.buffer, self.parts), strict=True)),
-        )
+        return TurboKVCache.from_tensors(spec.config, spec.geometry, spec.fingerprint, spec.codec, self.tensors())
 
     def description(self) -> list[list[Any]]:
         """Names, dtypes and shapes of the tensors, JSON values; see `from_description`."""
@@ -141,7 +144,7 @@ class FlatContext:
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not the description of a context: {error}") from error
         names = {part.name for part in parts}
-        if buffer.dtype != torch.uint8 or buffer.shape != (_size(parts),) or not names.issuperset(_REQUIRED):
+        if buffer.dtype != torch.uint8 or buffer.shape != (total_bytes(parts),) or not names.issuperset(_REQUIRED):
             raise ValueError("tensors and description do not fit together")
         return cls(buffer, parts)
 
@@ -161,7 +164,8 @@ def _views(buffer: Tensor, parts: Sequence[Part]) -> Iterator[Tensor]:
         yield buffer.narrow(0, part.start, part.nbytes).view(part.dtype).view(part.shape)
 
 
-def _size(parts: Sequence[Part]) -> int:
+def total_bytes(parts: Sequence[Part]) -> int:
+    """Bytes of a buffer for all of these."""
     return parts[-1].start + -(-parts[-1].nbytes // _ALIGNMENT) * _ALIGNMENT if parts else 0
 
 
