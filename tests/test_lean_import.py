@@ -7,6 +7,7 @@ import json
 import pkgutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import transformers
@@ -15,8 +16,11 @@ import esm_turbo
 
 TOO_OLD = "ESM-C needs transformers 5.16 or newer, installed is"
 HAS_ESMC = hasattr(transformers, "EsmcModel")
+# They draw, and are imported once that is asked for.
+DRAWING = ("esm_turbo.pictures.interactive", "esm_turbo.pictures.page", "esm_turbo.pictures.static")
+HAS_PLOT = all(find_spec(name) for name in ("matplotlib", "plotly", "logomaker"))
 
-HEAVY = ("torch", "transformers", "triton")
+HEAVY = ("torch", "transformers", "triton", "matplotlib", "plotly", "pandas", "sklearn")
 
 # Put before the code of interest: its last line on standard error lists the modules loaded in the end.
 REPORT = """
@@ -38,13 +42,15 @@ def loaded_modules(code: str, *argv: str) -> tuple[set[str], str]:
 
 
 def package_modules() -> list[str]:
-    """Every module but the Triton kernels, which alone may need triton, and ESM-C's where transformers has none."""
+    """Every module but the Triton kernels, which alone may need triton, and those that need what is not installed."""
     names = [m.name for m in pkgutil.walk_packages(esm_turbo.__path__, "esm_turbo.")]
     left_out = ("esm_turbo.ops.kernels.", "esm_turbo.__main__")
     return [
         name
         for name in names
-        if not name.startswith(left_out) and (HAS_ESMC or name != "esm_turbo.modeling_esmc_turbo")
+        if not name.startswith(left_out)
+        and (HAS_ESMC or name != "esm_turbo.modeling_esmc_turbo")
+        and (HAS_PLOT or name not in DRAWING)
     ]
 
 

@@ -12,6 +12,9 @@ SHIPPED = "shipped"
 
 EMBEDDED_MODEL = _PACKAGE / "assets" / "esm2-mini"
 
+PAGE = _PACKAGE / "assets" / "page"
+"""Style and script of the web pages that show results."""
+
 
 def calibration_proteins() -> Path:
     """FASTA file of the shipped calibration proteins."""

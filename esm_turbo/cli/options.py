@@ -33,6 +33,12 @@ OptionalInput = Annotated[Path | None, READS]
 TableFile = Annotated[Path | None, Writes("text", TABLES)]
 SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
 
+PictureFile = Annotated[
+    Path | None,
+    Parameter(help="Picture to draw, by its suffix: .html (opens offline), .pdf, or .png or .svg for one protein."),
+    Writes("text"),
+]
+
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
 MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))
 

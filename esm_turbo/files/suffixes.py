@@ -14,6 +14,7 @@ TABLES = (*TABLE_DELIMITERS, PARQUET)
 SEQUENCES = (".fasta", ".fa", ".faa", ".fas")
 TENSORS = (".safetensors",)
 HDF5 = (".h5", ".hdf5")
+PICTURES = (".html", ".pdf", ".png", ".svg")
 # Not `.5`, as in the name of a setting, nor `.v2`.
 _FILE_SUFFIX = re.compile(r"(?!\.v\d+$)\.[A-Za-z]\w*", re.ASCII)
 

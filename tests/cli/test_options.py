@@ -15,11 +15,13 @@ CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
+PLOT = {"--plot": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {"--device": None, "--json": None},
-    "calibrate": FILES | MODEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
+    "calibrate": FILES | MODEL | PLOT | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
     "embed": FILES
     | STORED
+    | PLOT
     | {
         "--repr-layers": (-1,),
         "--include": ("mean", "per_tok"),
@@ -30,10 +32,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--memory": None,
         "--format": None,
         "--names": None,
+        "--groups": None,
+        "--group-column": None,
         "--nogpu": False,
     },
     "generate": FILES
     | STORED
+    | PLOT
     | {
         "--max-new-tokens": None,
         "--positions": None,
@@ -74,6 +79,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "store": FILES | CACHES | {"--toks-per-batch": 4096},
     "evaluate": FILES
     | CALIBRATED
+    | PLOT
     | {
         "--preset": ("exact", "turbo3"),
         "--max-proteins": None,
@@ -86,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "score": FILES
     | STORED
+    | PLOT
     | {
         "--arm": None,
         "--refresh": 8,
@@ -98,6 +105,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "variants": FILES
     | STORED
+    | PLOT
     | {
         "--method": "masked",
         "--arm": None,

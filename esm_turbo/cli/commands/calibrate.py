@@ -10,7 +10,8 @@ from typing import Annotated
 from esm_turbo.assets import calibration_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce, load_model
-from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, SequenceOptions, Writes
+from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, PictureFile, SequenceOptions, Writes
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.paths import is_device
 from esm_turbo.files.suffixes import TENSORS
@@ -25,6 +26,7 @@ def calibrate(
     max_residues: int | None = None,
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: ModelOptions = ModelOptions(),
 ) -> None:
@@ -43,6 +45,7 @@ def calibrate(
     if is_device(proteins):
         raise ValueError("a calibration records the checksum of its proteins; give a file, not standard input")
     records = read_fasta_strict(proteins, **asdict(letters))
+    check_plot(plot)
     turbo = load_model(model)
     announce(turbo)
     from esm_turbo.cli.report import calibration_report
@@ -57,6 +60,10 @@ def calibrate(
         calibration.quality = quality = measure_calibration(turbo, calibration, records, progress=progress)
     with working("writing"):
         calibration.save(out)
+    if plot is not None:
+        from esm_turbo.pictures.sheets import sheets_of
+
+        save_plot(plot, sheets_of(calibration, None))
     result = {
         "out": os.fspath(out),
         "provenance": calibration.provenance,

@@ -8,7 +8,16 @@ from typing import Annotated
 from esm_turbo.assets import evaluation_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, width
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
-from esm_turbo.cli.options import MANY, BackendOption, CalibratedModelOptions, InputFile, JsonFile, SequenceOptions
+from esm_turbo.cli.options import (
+    MANY,
+    BackendOption,
+    CalibratedModelOptions,
+    InputFile,
+    JsonFile,
+    PictureFile,
+    SequenceOptions,
+)
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.config import DEFAULT_PRESET, Backend, TurboConfig
 from esm_turbo.proteins.fasta import read_fasta_strict
 
@@ -25,6 +34,7 @@ def evaluate(
     outlier_proteins: int = 8,
     outlier_calibration_proteins: int = 60,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: CalibratedModelOptions = CalibratedModelOptions(),
     backend: BackendOption = Backend.AUTO,
@@ -52,6 +62,7 @@ def evaluate(
     check_minimum(1, max_proteins=max_proteins)
     proteins = named_proteins(proteins, evaluation_proteins)
     records = read_fasta_strict(proteins, **asdict(letters))[:max_proteins]
+    check_plot(plot)
     turbo = load_model(model, backend=backend)
     announce(turbo)
     with progress_bar("proteins") as progress:
@@ -67,4 +78,8 @@ def evaluate(
             outlier_calibration_proteins=outlier_calibration_proteins,
             progress=progress,
         )
+    if plot is not None:
+        from esm_turbo.pictures.sheets import sheets_of
+
+        save_plot(plot, sheets_of(result, None))
     show(result.table(width()), to_json=json, result=result.to_dict())

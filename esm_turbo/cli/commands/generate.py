@@ -16,10 +16,12 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    PictureFile,
     SequenceFile,
     SequenceOptions,
     StoreFolder,
 )
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import UnmaskingOrder
@@ -48,6 +50,7 @@ def generate(
     toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
     out: SequenceFile = None,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -83,6 +86,7 @@ def generate(
     if store is not None and positions is not None:
         raise ValueError("--store holds contexts to append to; --positions computes the protein with masks instead")
     good, bad = read_proteins(proteins, letters)
+    check_plot(plot, len(good))
     turbo = load_model(model)
     from esm_turbo.tasks.common.arms import default_storage
     from esm_turbo.tasks.common.run_info import context_arm
@@ -118,6 +122,10 @@ def generate(
     fasta = "".join(one.fasta(used) for one in generated)
     if out is not None:
         save_text(out, fasta)
+    if plot is not None:
+        from esm_turbo.pictures.sheets import design_sheets
+
+        save_plot(plot, design_sheets(generated, good, used))
     result = {
         "run": used.to_dict(),
         "out": None if out is None else os.fspath(out),

@@ -24,10 +24,12 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    PictureFile,
     SequenceOptions,
     StoreFolder,
     TableFile,
 )
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
 from esm_turbo.config import DEFAULT_REFRESH, Backend
@@ -47,6 +49,7 @@ def score(
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -80,6 +83,7 @@ def score(
 
     read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
     check_usable(candidates, read, bad_candidates)
+    check_plot(plot, len(good))
     turbo = load_model(model, backend=backend)
     arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
@@ -99,6 +103,10 @@ def score(
     if out is not None and run.results:
         settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
         save(partial(run.write, run=used, settings=settings), out)
+    if plot is not None:
+        from esm_turbo.pictures.sheets import sheets_of
+
+        save_plot(plot, sheets_of(run, used))
     list_bad(targets, [*bad_targets, *run.failed])
     list_bad(candidates, bad_candidates)
     failed = [*bad_targets, *bad_candidates, *run.failed]

@@ -24,10 +24,12 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     OptionalInput,
+    PictureFile,
     SequenceOptions,
     StoreFolder,
     TableFile,
 )
+from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import variants_report
 from esm_turbo.config import DEFAULT_REFRESH, Backend
@@ -50,6 +52,7 @@ def variants(
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
     json: JsonFile = None,
+    plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -91,6 +94,7 @@ def variants(
             variants, records, first_position=first_position, protein_column=protein_column, measured=measured
         )
         check_usable(variants, good, bad, "variant")
+    check_plot(plot, len(records))
     turbo = load_model(model, backend=backend)
     arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
@@ -110,6 +114,10 @@ def variants(
     if out is not None and run.results:
         settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
         save(partial(run.write, run=used, settings=settings), out)
+    if plot is not None:
+        from esm_turbo.pictures.sheets import sheets_of
+
+        save_plot(plot, sheets_of(run, used))
     list_bad(wild_types, [*bad_records, *run.failed])
     if variants is not None:
         list_bad(variants, bad)

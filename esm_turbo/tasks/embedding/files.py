@@ -103,13 +103,18 @@ def described(file_format: str, proteins: int, settings: Mapping[str, Any]) -> d
     return {"kind": "embeddings", "proteins": proteins, "format": file_format, **renamed}
 
 
+def index_rows(folder: Path) -> list[list[str]]:
+    """Rows of a folder's index: identifier, number of residues, and the files of the embedding and the cache."""
+    return list(_Index(folder / INDEX_FILE).rows)
+
+
 def pt_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Contents of one embedding in the format of `torch.save`.
 
     Raises:
         ArtifactError: (a ValueError) the file is damaged, or another program's.
     """
-    content = _read_pt(Path(path))
+    content = read_pt(Path(path))
     if "label" not in content:
         raise ArtifactError(f"{os.fspath(path)}: is not an embedding of esm_turbo")
     tensors = {}
@@ -279,7 +284,7 @@ class FolderWriter:
             if name.endswith(".cache.safetensors"):
                 found, expected = self._tokens(path), self._context(sequence)
             else:
-                content = read_embedding(path)[0] if self.file_format == "safetensors" else _read_pt(path)
+                content = read_embedding(path)[0] if self.file_format == "safetensors" else read_pt(path)
                 found, expected = content.get("key"), self.key(sequence)
         # A cache of another model raises a ValueError.
         except ValueError:
@@ -426,7 +431,7 @@ def _append(path: Path, size: int, content: bytes) -> int:
         return size + len(content)
 
 
-def _read_pt(path: Path) -> dict[str, Any]:
+def read_pt(path: Path) -> dict[str, Any]:
     """Read a file of torch.save, and check the checksums of its parts, which torch ignores.
 
     Raises:

@@ -58,6 +58,15 @@ def check_h5(out: Path) -> None:
         raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
 
+def open_h5(path: str | os.PathLike[str]) -> Any:
+    """An HDF5 file, open for reading.
+
+    Raises:
+        ImportError: h5py is missing.
+    """
+    return _h5py().File(path, "r")
+
+
 def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Settings of the embeddings in an HDF5 file, and their number of proteins.
 
@@ -179,7 +188,7 @@ class H5Writer(FolderWriter):
             return False
         try:
             entry = self._old[name]
-            if entry.attrs["key"] == key and entry.attrs["sha256"] == _digest(_get(entry)):
+            if entry.attrs["key"] == key and entry.attrs["sha256"] == _digest(h5_arrays(entry)):
                 return True
         except Exception:
             # A damaged structure can make h5py raise almost any exception.
@@ -273,7 +282,7 @@ def _put(file: Any, name: str, arrays: _Arrays) -> None:
         file.create_dataset(f"{name}/{key.replace('.', '/')}", data=array)
 
 
-def _get(entry: Any) -> _Arrays:
+def h5_arrays(entry: Any) -> _Arrays:
     """The arrays of an entry by name; a single array has no name."""
     if isinstance(entry, _h5py().Dataset):
         return {"": entry[()]}

@@ -73,6 +73,7 @@ class VariantScores(Tabular):
         model: name of the model.
         refresh: number of residues around a position that ran again with its mask; 0 for `full` and for wild-type
             marginals.
+        first_position: position of the protein's first residue.
     """
 
     scores: tuple[VariantScore, ...]
@@ -82,6 +83,7 @@ class VariantScores(Tabular):
     preset: str | None
     refresh: int
     model: str
+    first_position: int = 1
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index].variant} {self.values[index]:.4g}" for index in self.ranking()[:1]]
@@ -195,7 +197,7 @@ def score_variants(
         parts.append(part)
         counter.advance(len(part))
     scores = added_up(turbo.codes, names, parsed, row, torch.cat(parts))
-    return VariantScores(scores, residues, method, arm, preset, refresh, turbo.name)
+    return VariantScores(scores, residues, method, arm, preset, refresh, turbo.name, first_position)
 
 
 def added_up(

@@ -72,7 +72,7 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
     for position in range(len(good)):
         path.write_bytes(good[:position] + bytes([good[position] ^ 0x55]) + good[position + 1 :])
         with contextlib.suppress(artifacts.ArtifactError):
-            embedding_files._read_pt(path)
+            embedding_files.read_pt(path)
             again = torch.load(path, weights_only=True)
             assert again["label"] == original["label"]
             assert torch.equal(again["mean_representations"][2], original["mean_representations"][2])

@@ -1,0 +1,39 @@
+"""Pictures of results, as the option `--plot` of commands asks for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from esm_turbo.pictures.panels import Sheet
+
+
+def check_plot(plot: Path | None, sheets: int = 1) -> None:
+    """Check, before any work is done, that a picture can be drawn.
+
+    Args:
+        plot: the file; None for no picture.
+        sheets: how many proteins it may show.
+
+    Raises:
+        ValueError: the file has no room for them.
+        ImportError: what draws it is missing.
+    """
+    if plot is not None:
+        from esm_turbo.pictures.picture import check_picture
+
+        check_picture(plot, sheets)
+
+
+def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
+    """Draw a picture; none without a file, or if nothing could be computed.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    if plot is not None and sheets:
+        from esm_turbo.pictures.picture import Picture
+
+        Picture(sheets).save(plot)

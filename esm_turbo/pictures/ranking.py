@@ -1,0 +1,72 @@
+"""The ranking of candidates on a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from esm_turbo.files.tabular import counted
+from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
+from esm_turbo.tasks.scoring.records import TargetResult
+
+_BEST = 20
+_PERPLEXITY = "pseudo-perplexity (lower is better)"
+
+
+def ranking_sheet(result: TargetResult, used: str) -> Sheet:
+    """The best candidates, all scores, log-probabilities of residues, and how well the arms agree.
+
+    Args:
+        result: the scores on one target; its reference arm ranks.
+        used: what they were computed with.
+    """
+    arm, best = result.reference, result.ranking()[:_BEST]
+    scores = result.scores[arm]
+    names = [result.candidates[index].id for index in best]
+    perplexities = np.array(scores.pseudo_perplexities)
+    layout: list[Sequence[Panel]] = [
+        [
+            Bars(names, perplexities[best], _PERPLEXITY, f"best {len(best)}, {arm}"),
+            _residues([scores.scores[index].log_probabilities for index in best],
+                      [scores.scores[index].candidate for index in best], names),
+        ]
+    ]  # fmt: skip
+    marks = {"best": float(perplexities.min()), "median": float(np.median(perplexities))}
+    layout.append([Histogram(perplexities, _PERPLEXITY, marks, "candidates"), *_agreement(result)])
+    target = result.target
+    size = f"{counted(len(result.candidates), 'candidate')}, target of {counted(len(target.sequence), 'residue')}"
+    caption = (
+        f"{used}. Ranked by the arm {arm}. Letters are the candidates' residues, their colours log p of each while it"
+        " was masked; brighter is more likely."
+    )
+    return Sheet(f"{target.id}: {size}", caption, layout, Table(result.columns(), list(result.rows())))
+
+
+def _residues(log_probs: Sequence[Sequence[float]], sequences: Sequence[str], names: Sequence[str]) -> Heatmap:
+    """Log-probabilities of the residues of candidates, one below the other."""
+    width = max(map(len, sequences))
+    values = np.full((len(sequences), width), np.nan)
+    for row, own in enumerate(log_probs):
+        values[row, : len(own)] = own
+    hover = [
+        [f"{name}, {residue}{number}" for number, residue in enumerate(sequence.ljust(width), start=1)]
+        for name, sequence in zip(names, sequences, strict=True)
+    ]
+    return Heatmap(values, [""] * len(sequences), list(range(1, width + 1)), "log p (nats)", "residue of the candidate",
+                   names=hover, letters=list(sequences), missing=False)  # fmt: skip
+
+
+def _agreement(result: TargetResult) -> list[Scatter]:
+    """Every other arm against the reference."""
+    reference = result.scores[result.reference]
+    names = [f"{one.id} {one.sequence}" for one in result.candidates]
+    panels = []
+    for arm, found in result.agreement.items():
+        correlation = "" if found.spearman is None else f"Spearman {found.spearman:.3f}, "
+        shared = f"{100 * found.top_k_overlap:.0f} % of the best {found.top_k} shared"
+        title = f"{arm} against {result.reference}\n{correlation}{shared}"
+        x, y = (np.array([s.mean_log_probability for s in one.scores]) for one in (reference, result.scores[arm]))
+        panels.append(Scatter(x, y, names, f"mean log p, {result.reference} (nats)", f"mean log p, {arm} (nats)", title,
+                              diagonal=True))  # fmt: skip
+    return panels

@@ -1,0 +1,115 @@
+"""The sheets of each kind of result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from esm_turbo.calibration import Calibration
+from esm_turbo.evaluate.results import Evaluation
+from esm_turbo.pictures.logo import logo_sheet
+from esm_turbo.pictures.measurements import calibration_sheet, evaluation_sheet
+from esm_turbo.pictures.panels import Sheet
+from esm_turbo.pictures.ranking import ranking_sheet
+from esm_turbo.pictures.variant_map import variant_sheet
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.run_info import RunInfo
+from esm_turbo.tasks.generation.generate import GenerationOutput
+from esm_turbo.tasks.generation.records import GeneratedSequence
+from esm_turbo.tasks.scoring.records import Candidate, ScoringRun, TargetResult
+from esm_turbo.tasks.scoring.score import Scores
+from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants, VariantsRun
+from esm_turbo.tasks.variants.score import VariantScores
+
+
+def sheets_of(result: Any, run: RunInfo | None) -> list[Sheet]:
+    """One sheet for each protein or target of a result.
+
+    Raises:
+        TypeError: it is of no known kind.
+    """
+    for kind, sheets in _SHEETS.items():
+        if isinstance(result, kind):
+            return sheets(result, run)
+    raise TypeError(f"`draw` draws {', '.join(kind.__name__ for kind in _SHEETS)}; got {type(result).__name__}")
+
+
+def design_sheets(
+    designs: Sequence[GeneratedSequence], given: Sequence[ProteinRecord], run: RunInfo | None
+) -> list[Sheet]:
+    """A sheet for each input protein.
+
+    Args:
+        designs: samples, those of one protein one after the other.
+        given: the input proteins.
+        run: what made the designs.
+    """
+    sequences = {record.id: record.sequence for record in given}
+    groups = groupby(designs, lambda one: (one.record, one.positions))
+    used = "" if run is None else str(run)
+    return [logo_sheet(list(own), sequences.get(record, ""), used or "designs") for (record, _), own in groups]
+
+
+def _used(run: RunInfo | None, scores: Mapping[Arm, Scores | VariantScores]) -> str:
+    """What a caption says of a run."""
+    if run is not None:
+        return str(run)
+    named = [arm if one.preset is None else f"{arm} (preset {one.preset})" for arm, one in scores.items()]
+    model = next(iter(scores.values())).model
+    return f"model {model}, arm{'s' if len(named) > 1 else ''} {', '.join(named)}"
+
+
+def _variants(result: ProteinVariants, run: RunInfo | None) -> Sheet:
+    return variant_sheet(result, _used(run, result.scores))
+
+
+def _ranking(result: TargetResult, run: RunInfo | None) -> Sheet:
+    return ranking_sheet(result, _used(run, result.scores))
+
+
+def _protein_of(scores: VariantScores) -> ProteinVariants:
+    variants = tuple(MeasuredVariant(one.variant) for one in scores.scores)
+    wild_type = ProteinRecord("protein", scores.wild_type)
+    return ProteinVariants(wild_type, scores.first_position, variants, {scores.arm: scores})
+
+
+def _target_of(scores: Scores) -> TargetResult:
+    candidates = tuple(Candidate(f"#{n}", one.candidate) for n, one in enumerate(scores.scores, start=1))
+    return TargetResult(ProteinRecord("target", ""), candidates, {scores.arm: scores}, {})
+
+
+def _designs_of(output: GenerationOutput, run: RunInfo | None) -> list[Sheet]:
+    """Rows with the same positions, and the same residues elsewhere, are designs of one protein."""
+
+    def fixed(row: int) -> tuple[list[int], str]:
+        sequence = list(output.sequences[row])
+        for position in output.positions[row]:
+            sequence[position - 1] = "-"
+        return output.positions[row], "".join(sequence)
+
+    sheets = []
+    for number, (_, rows) in enumerate(groupby(range(len(output.sequences)), fixed), start=1):
+        designs = [
+            GeneratedSequence(
+                f"protein {number}", sample, output.sequences[row], output.positions[row], output.log_probs[row], 0
+            )
+            for sample, row in enumerate(rows, start=1)
+        ]
+        sheets += design_sheets(designs, [], run)
+    return sheets
+
+
+_SHEETS: dict[type, Callable[[Any, RunInfo | None], list[Sheet]]] = {
+    VariantScores: lambda scores, run: [_variants(_protein_of(scores), run)],
+    ProteinVariants: lambda result, run: [_variants(result, run)],
+    VariantsRun: lambda found, run: [_variants(one, run) for one in found.results],
+    Scores: lambda scores, run: [_ranking(_target_of(scores), run)],
+    TargetResult: lambda result, run: [_ranking(result, run)],
+    ScoringRun: lambda found, run: [_ranking(one, run) for one in found.results],
+    GenerationOutput: _designs_of,
+    list: lambda designs, run: design_sheets(designs, [], run),
+    Evaluation: lambda result, run: [evaluation_sheet(result)],
+    Calibration: lambda calibration, run: [calibration_sheet(calibration)],
+}

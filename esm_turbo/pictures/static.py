@@ -1,0 +1,421 @@
+"""Draw sheets with matplotlib, for PNG, SVG and PDF.
+
+Everything is placed in inches, so that a long protein makes a longer picture and not smaller letters.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Callable, Sequence
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from matplotlib import colormaps, rc_context
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+from esm_turbo.files.safe_text import visible
+from esm_turbo.pictures.palettes import DIVERGING, INK, MISSING, MUTED, RESIDUE_COLOURS, SEQUENTIAL, SERIES
+from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Logo, Panel, Scatter, Sheet, Tracks
+
+STYLE: dict[Any, Any] = {
+    # Searchable text, and the same ids in every run.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "esm_turbo",
+    "pdf.fonttype": 42,
+    "font.family": "DejaVu Sans",
+    "font.size": 9.0,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.7,
+    "axes.labelsize": 9.0,
+    "axes.titlesize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "xtick.labelsize": 8.0,
+    "ytick.labelsize": 8.0,
+    "legend.frameon": False,
+    "legend.fontsize": 8.0,
+}
+
+# Inches.
+_WIDTH, _LEFT, _RIGHT, _EDGE = 11.0, 1.15, 0.85, 0.25
+_ROW, _PANEL, _GAP, _LEGEND = 0.125, 3.1, 0.6, 1.8
+_CELL_LEAST, _CELL_MOST = 0.085, 0.3
+_CHARACTER = 0.078
+# Characters of a name beside a bar or a row, and of a line of the caption.
+_NAME, _CAPTION = 30, 190
+
+
+def figure(sheet: Sheet) -> Figure:
+    """Draw a sheet."""
+    with rc_context(STYLE):
+        caption = textwrap.wrap(_text(sheet.caption), _CAPTION)
+        head = 0.62 + 0.17 * len(caption)
+        blocks = [_tracks(row) if isinstance(row, Tracks) else _beside(row) for row in sheet.layout]
+        height = head + sum(size for size, _ in blocks) + _EDGE
+        drawn = Figure(figsize=(_WIDTH, height), facecolor="white")
+        page = _Page(drawn, height)
+        title = _shortened(sheet.title, 80)
+        drawn.text(_EDGE / _WIDTH, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
+        drawn.text(
+            _EDGE / _WIDTH, page.up(0.5), "\n".join(caption), fontsize=8, color=MUTED, va="top", linespacing=1.35
+        )
+        top = head
+        for size, draw in blocks:
+            draw(page, top)
+            top += size
+    return drawn
+
+
+class _Page:
+    """A figure whose axes are placed in inches from its top left corner."""
+
+    def __init__(self, drawn: Figure, height: float) -> None:
+        self.figure, self.height = drawn, height
+
+    def up(self, y: float) -> float:
+        """A distance from the top, as matplotlib counts it."""
+        return 1 - y / self.height
+
+    def axes(self, left: float, top: float, width: float, height: float) -> Axes:
+        place = (left / _WIDTH, self.up(top + height), width / _WIDTH, height / self.height)
+        return self.figure.add_axes(place)
+
+
+_Block = tuple[float, Callable[[_Page, float], None]]
+
+
+def _tracks(tracks: Tracks) -> _Block:
+    """Tracks, broken into several lines where they are long. Returns their height, and what draws them at a height."""
+    usable, count = _WIDTH - _LEFT - _RIGHT, len(tracks.columns)
+    lines = max(1, math.ceil(count / (usable / _CELL_LEAST)))
+    per_line = math.ceil(count / lines)
+    cell = min(_CELL_MOST, usable / per_line)
+    heights = [_track_height(panel) for panel in tracks.panels]
+    below = 0.62
+    size = sum(heights) + 0.09 * (len(heights) - 1) + below
+
+    def draw(page: _Page, top: float) -> None:
+        for line in range(lines):
+            begin, end = line * per_line, min(count, (line + 1) * per_line)
+            y = top + line * size
+            for panel, height in zip(tracks.panels, heights, strict=True):
+                width = cell * (end - begin)
+                axes = page.axes(_LEFT, y, width, height)
+                if isinstance(panel, Heatmap):
+                    image = _heat(axes, panel, begin, end)
+                    if line == 0:
+                        _colour_bar(page, image, panel, _LEFT + width + 0.12, y, height)
+                elif isinstance(panel, Logo):
+                    _logo(axes, panel, begin, end)
+                else:
+                    _track_lines(axes, panel, begin, end, legend=line == 0)
+                axes.set_xlim(begin - 0.5, end - 0.5)
+                axes.set_xticks([])
+                y += height + 0.09
+            _positions(axes, tracks, begin, end, "position" if line == lines - 1 else "")
+
+    return lines * size, draw
+
+
+def _track_height(panel: Heatmap | Lines | Logo) -> float:
+    if isinstance(panel, Heatmap):
+        return max(0.3, _ROW * len(panel.rows))
+    return 1.1 if isinstance(panel, Logo) else 0.55
+
+
+def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, label: str) -> None:
+    """Letters and numbers below the last track."""
+    axes.set_xticks(*_ticks(tracks.columns[begin:end], begin), rotation=0)
+    axes.tick_params(axis="x", length=0, pad=13 if any(tracks.letters) else 4)
+    place = axes.get_xaxis_transform()
+    for index in range(begin, end):
+        axes.annotate(tracks.letters[index], (index, 0), (0, -8), xycoords=place, textcoords="offset points",
+                      ha="center", va="center", fontsize=6.5, color=MUTED)  # fmt: skip
+    axes.set_xlabel(label, labelpad=3)
+
+
+def _ticks(columns: Sequence[int], begin: int) -> tuple[list[int], list[str]]:
+    """Indices and labels of round positions; the first ones of short proteins too."""
+    step = 1 if len(columns) <= 20 else 5 if len(columns) <= 60 else 10
+    at = [index for index, column in enumerate(columns) if column % step == 0] or [0]
+    return [begin + index for index in at], [str(columns[index]) for index in at]
+
+
+def _heat(axes: Axes, panel: Heatmap, begin: int = 0, end: int | None = None) -> Any:
+    values = panel.values[:, begin:end]
+    low, high = panel.range
+    missing = MISSING if panel.missing else "white"
+    colours = colormaps[DIVERGING if panel.centred else SEQUENTIAL].with_extremes(bad=missing)
+    xs, ys = begin + np.arange(values.shape[1] + 1) - 0.5, np.arange(values.shape[0] + 1) - 0.5
+    # As a picture in the picture, since tens of thousands of rectangles make slow files.
+    image = axes.pcolormesh(xs, ys, np.ma.masked_invalid(values), cmap=colours, norm=Normalize(low, high),
+                            rasterized=True)  # fmt: skip
+    axes.set_ylim(values.shape[0] - 0.5, -0.5)
+    if len(panel.rows) <= 60:
+        small = axes.bbox.height / axes.figure.dpi / len(panel.rows) < 0.14
+        names = [_shortened(row, _NAME) for row in panel.rows]
+        axes.set_yticks(range(len(names)), names, fontsize=6.5 if small else 8)
+    axes.tick_params(axis="y", length=0, pad=3)
+    axes.spines[:].set_visible(False)
+    axes.set_ylabel(panel.y_label)
+    dots = [(row, column) for row, column in panel.dots if begin <= column < xs[-1]]
+    if dots:
+        rows, columns = zip(*dots, strict=True)
+        axes.plot(columns, rows, linestyle="", marker="o", markersize=1.9, color=INK)
+    for row, letters in enumerate(panel.letters or ()):
+        for column, letter in enumerate(letters):
+            value = panel.values[row, column]
+            dark = np.isfinite(value) and (value - low) / (high - low) < 0.5 and not panel.centred
+            axes.text(column, row, letter, ha="center", va="center", fontsize=7.5, color="white" if dark else INK)
+    return image
+
+
+def _colour_bar(page: _Page, image: Any, panel: Heatmap, left: float, top: float, height: float) -> None:
+    axes = page.axes(left, top, 0.1, min(height, 2.4))
+    low, high = panel.range
+    known = panel.values[np.isfinite(panel.values)]
+    beyond = (bool(len(known)) and known.min() < low, bool(len(known)) and known.max() > high)
+    extend = {(True, True): "both", (True, False): "min", (False, True): "max"}.get(beyond, "neither")
+    bar = page.figure.colorbar(image, cax=axes, extend=extend)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=2, labelsize=7.5)
+    bar.locator = MaxNLocator(5 if height > 1 else 2)
+    bar.update_ticks()
+    if height > 1:
+        bar.set_label(panel.label, fontsize=8)
+    else:
+        axes.set_title(panel.label, fontsize=7, loc="left", pad=2)
+
+
+def _track_lines(axes: Axes, panel: Lines, begin: int, end: int, legend: bool) -> None:
+    edges = np.arange(begin, end + 1) - 0.5
+    for colour, (name, values) in zip(cycle(SERIES), panel.series.items()):
+        part = values[begin:end]
+        if panel.filled:
+            axes.stairs(part, edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+        axes.stairs(part, edges, baseline=None, color=colour, linewidth=0.9, label=name)
+    _limits(axes, panel)
+    axes.yaxis.set_major_locator(MaxNLocator(2))
+    axes.annotate(panel.y_label, (0, 0.5), (-27, 0), xycoords="axes fraction", textcoords="offset points",
+                  ha="right", va="center", fontsize=7.5)  # fmt: skip
+    axes.tick_params(axis="y", labelsize=7)
+    axes.spines["bottom"].set_visible(False)
+    if legend and len(panel.series) > 1:
+        axes.legend(loc="lower left", bbox_to_anchor=(1, 0), fontsize=7, handlelength=1.2)
+
+
+def _limits(axes: Axes, panel: Lines) -> None:
+    """Limits of all parts of a broken line."""
+    known = np.concatenate([values[np.isfinite(values)] for values in panel.series.values()])
+    low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)
+    low, high = panel.limits or ((min(low, 0.0), max(high, 0.0)) if panel.filled else (low, high))
+    margin = 0.06 * (high - low) or 0.5
+    axes.set_ylim(low - margin * (low != 0), high + margin * (high != 0))
+    if low < 0 < high:
+        axes.axhline(0, color=MUTED, linewidth=0.6)
+
+
+def _logo(axes: Axes, panel: Logo, begin: int, end: int) -> None:
+    from logomaker import Logo as DrawnLogo
+    from pandas import DataFrame
+
+    frame = DataFrame(panel.frequencies[begin:end], columns=list(panel.residues), index=range(begin, end))
+    DrawnLogo(frame, ax=axes, color_scheme=dict(RESIDUE_COLOURS), font_name="DejaVu Sans", vpad=0.02)
+    axes.set_ylim(0, 1)
+    axes.set_yticks([0, 0.5, 1])
+    axes.set_ylabel(panel.y_label, fontsize=8)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+
+
+def _beside(panels: Sequence[Panel]) -> _Block:
+    """Panels beside each other; those with rows are as tall as these need."""
+    lefts = [_left(panel) for panel in panels]
+    rights = [_RIGHT if isinstance(panel, Heatmap) else 0.3 for panel in panels]
+    if _has_legend(panels[-1]):
+        rights[-1] = _LEGEND
+    shares = [2.0 if isinstance(panel, Heatmap) else 1.0 for panel in panels]
+    usable = _WIDTH - _EDGE - sum(lefts) - sum(rights)
+    if len(panels) == 1 and not isinstance(panels[0], Heatmap | Bars):
+        usable = min(usable, 6.5)
+    widths = [usable * share / sum(shares) for share in shares]
+    height = max(_panel_height(panel, width) for panel, width in zip(panels, widths, strict=True))
+    if len(panels) == 1 and isinstance(panels[0], Scatter):
+        height = 5.0
+
+    def draw(page: _Page, top: float) -> None:
+        x = _EDGE
+        for panel, left, right, width in zip(panels, lefts, rights, widths, strict=True):
+            own = _panel_height(panel, width) if isinstance(panel, Heatmap | Bars) else height
+            wide = own if isinstance(panel, Heatmap) and panel.square else width
+            if isinstance(panel, Heatmap) and not panel.square:
+                wide = min(width, 0.24 * len(panel.columns))
+            axes = page.axes(x + left, top + 0.3, wide, own)
+            _DRAW[type(panel)](axes, panel)
+            if panel is panels[-1] and _has_legend(panel):
+                title = panel.group_label if isinstance(panel, Scatter) else ""
+                axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.02, 1), title_fontsize=8)
+            if isinstance(panel, Heatmap):
+                _heat_ticks(axes, panel)
+                _colour_bar(page, axes.collections[0], panel, x + left + wide + 0.12, top + 0.3, own)
+            x += left + width + right
+
+    return height + 0.3 + _GAP, draw
+
+
+def _has_legend(panel: Panel) -> bool:
+    """Whether the last panel of a row explains the colours of all."""
+    if isinstance(panel, Scatter):
+        return panel.groups is not None and not isinstance(panel.groups, np.ndarray)
+    return isinstance(panel, Lines) and len(panel.series) > 1
+
+
+def _panel_height(panel: Panel, width: float) -> float:
+    if isinstance(panel, Heatmap) and panel.square:
+        return min(width, 7.0)
+    rows = len(panel.rows) if isinstance(panel, Heatmap) else len(panel.names) if isinstance(panel, Bars) else 0
+    return max(0.6, 0.2 * rows) if rows else _PANEL
+
+
+def _left(panel: Panel) -> float:
+    """Space for the labels of an axis."""
+    names = panel.rows if isinstance(panel, Heatmap) else panel.names if isinstance(panel, Bars) else ()
+    if not any(names):
+        return 0.15 if names else 0.75
+    return (
+        0.3
+        + _CHARACTER * max(len(_shortened(name, _NAME)) for name in names)
+        + 0.2 * bool(isinstance(panel, Heatmap) and panel.y_label)
+    )
+
+
+def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
+    numbers = [column for column in panel.columns if isinstance(column, int)]
+    if len(numbers) == len(panel.columns):
+        axes.set_xticks(*_ticks(numbers, 0))
+    elif len(panel.columns) <= 40:
+        axes.set_xticks(range(len(panel.columns)), [str(column) for column in panel.columns])
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel(panel.x_label)
+    if panel.square and len(panel.rows) > 60:
+        axes.set_yticks(*_ticks(numbers, 0))
+
+
+def _lines(axes: Axes, panel: Lines) -> None:
+    numeric = not isinstance(panel.x[0], str) if len(panel.x) else True
+    x: Any = panel.x if numeric else range(len(panel.x))
+    for colour, (name, values) in zip(cycle(SERIES), panel.series.items()):
+        if panel.filled:
+            axes.fill_between(x, values, 0, color=colour, alpha=0.3, linewidth=0)
+        axes.plot(
+            x, values, color=colour, linewidth=1.2, marker="o" if panel.markers else None, markersize=4, label=name
+        )
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    if panel.log_x:
+        axes.set_xscale("log")
+    if panel.log_y:
+        axes.set_yscale("log")
+    if not numeric:
+        axes.set_xticks(range(len(panel.x)), [_shortened(str(one), 14) for one in panel.x])
+    elif panel.markers and len(panel.x) <= 8:
+        axes.set_xticks(list(panel.x), [f"{one:g}" for one in panel.x])
+        axes.minorticks_off()
+    axes.grid(alpha=0.25)
+
+
+def _scatter(axes: Axes, panel: Scatter) -> None:
+    size = 9.0 if len(panel.x) > 300 else 20.0
+    options: dict[str, Any] = {"s": size, "linewidths": 0, "alpha": 0.55 if len(panel.x) > 300 else 0.85}
+    if panel.groups is None:
+        axes.scatter(panel.x, panel.y, color=SERIES[0], **options)
+    elif isinstance(panel.groups, np.ndarray):
+        image = axes.scatter(panel.x, panel.y, c=panel.groups, cmap=SEQUENTIAL, **options)
+        axes.figure.colorbar(image, ax=axes, label=panel.group_label, fraction=0.05)
+    else:
+        for index, group in enumerate(dict.fromkeys(panel.groups)):
+            chosen = np.array([one == group for one in panel.groups])
+            # After the colours, shapes tell groups apart.
+            marker = "os^DvP"[index // len(SERIES) % 6]
+            axes.scatter(panel.x[chosen], panel.y[chosen], color=SERIES[index % len(SERIES)], marker=marker,
+                         label=_shortened(group, _NAME), **options)  # fmt: skip
+    for index, name in panel.labels.items():
+        axes.annotate(_shortened(name, _NAME), (panel.x[index], panel.y[index]), (4, 3),
+                      textcoords="offset points", fontsize=7.5)  # fmt: skip
+    if panel.diagonal:
+        _diagonal(axes, panel)
+    if panel.square:
+        axes.set_aspect("equal", adjustable="datalim")
+    if panel.log_y:
+        axes.set_yscale("log")
+    axes.set_title(panel.title, loc="left")
+    axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
+    axes.grid(alpha=0.25)
+
+
+def _diagonal(axes: Axes, panel: Scatter) -> None:
+    both = np.concatenate([panel.x, panel.y])
+    axes.plot([both.min(), both.max()], [both.min(), both.max()], color=MUTED, linewidth=0.8, linestyle="--", zorder=0)
+
+
+def _histogram(axes: Axes, panel: Histogram) -> None:
+    axes.hist(
+        panel.values, bins=histogram_bins(panel.values).tolist(), color=SERIES[5], edgecolor="white", linewidth=0.4
+    )
+    for colour, (name, value) in zip(cycle((SERIES[1], SERIES[0])), panel.marks.items()):
+        axes.axvline(value, color=colour, linewidth=1.3, label=f"{name}: {number_text(value)}")
+    axes.set(xlabel=panel.x_label, ylabel=panel.noun)
+    axes.yaxis.set_major_locator(MaxNLocator(5, integer=True))
+    if panel.marks:
+        axes.legend(loc="best")
+
+
+def histogram_bins(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Edges of the bins of a distribution."""
+    return np.histogram_bin_edges(values, bins=min(60, max(5, math.ceil(2 * len(values) ** (1 / 3)))))
+
+
+def _bars(axes: Axes, panel: Bars) -> None:
+    at = range(len(panel.names))
+    drawn = axes.barh(at, panel.values, color=SERIES[0], height=0.72)
+    axes.bar_label(drawn, labels=list(map(number_text, panel.values)), padding=2, fontsize=7.5)
+    axes.set_yticks(at, [_shortened(name, _NAME) for name in panel.names])
+    axes.set_ylim(len(panel.names) - 0.5, -0.5)
+    axes.margins(x=0.18)
+    axes.tick_params(axis="y", length=0)
+    axes.set_title(panel.title, loc="left")
+    axes.set_xlabel(panel.x_label)
+    axes.spines["left"].set_visible(False)
+
+
+_DRAW: dict[type, Callable[[Axes, Any], Any]] = {
+    Heatmap: _heat,
+    Lines: _lines,
+    Scatter: _scatter,
+    Histogram: _histogram,
+    Bars: _bars,
+}
+
+
+def number_text(value: float) -> str:
+    """A number of a label: three digits, or all of a large whole one."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
+
+
+def _text(text: str) -> str:
+    """Text as it is, without what matplotlib would take for the beginning of a formula."""
+    return visible(" ".join(text.split())).replace("$", "\\$")
+
+
+def _shortened(text: str, most: int) -> str:
+    shown = visible(" ".join(text.split()))
+    return (shown if len(shown) <= most else shown[: most - 1] + "…").replace("$", "\\$")

@@ -1,0 +1,148 @@
+"""The map of a deep mutational scan: an effect for every position and residue."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from scipy.special import log_softmax
+
+from esm_turbo.files.tabular import counted
+from esm_turbo.pictures.palettes import RESIDUE_ORDER
+from esm_turbo.pictures.panels import ENTROPY, Array, Heatmap, Histogram, Lines, Panel, Scatter, Sheet, Table, Tracks
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.variants.records import ProteinVariants
+from esm_turbo.tasks.variants.substitutions import Substitutions
+
+_SCORE = "score (nats)"
+_MARGINALS = {"masked": "masked marginals", "wild_type": "wild-type marginals"}
+
+
+def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
+    """The map of one protein's variants.
+
+    Args:
+        result: the scores; the first arm is shown, and its difference from `full` where that is another.
+        used: what they were computed with.
+    """
+    wild_type, arm = result.wild_type, result.reference
+    scores = {name: effects(result, name) for name in result.scores}
+    singles = int(np.isfinite(scores[arm]).sum())
+    several = sum(":" in one.variant for one in result.variants)
+    layout: list[Tracks | Sequence[Panel]] = []
+    if singles:
+        layout.append(_map(result, scores))
+    layout += [_measured(result)] if len(_pairs(result)[0]) else []
+    if not layout:
+        layout.append([Histogram(np.array(result.scores[arm].values), _SCORE, noun="variants")])
+    scored = result.scores[arm]
+    how = f"{used}; {_MARGINALS[scored.method]}"
+    how += f", {scored.refresh} residues refreshed" if scored.refresh else ""
+    reading = "log p(mutant) - log p(wild type): red is less likely than the wild type (dots), blue more likely"
+    parts = [f"{how}.", f"{counted(len(result.variants), 'variant')}; {reading}."]
+    if singles:
+        parts.append("Grey was not scored. Entropy is over the 20 residues, where all are scored.")
+    if several:
+        parts.append(f"{counted(several, 'variant')} of several substitutions: not in the map.")
+    title = f"{wild_type.id}: effects of substitutions, {counted(len(wild_type.sequence), 'residue')}"
+    measured = any(variant.measured is not None for variant in result.variants)
+    columns = [*result.columns(), *(["measured"] if measured else [])]
+    rows = [
+        [*row, *([variant.measured] if measured else [])]
+        for row, variant in zip(result.rows(), result.variants, strict=True)
+    ]
+    return Sheet(title, " ".join(parts), layout, Table(columns, rows, "position"))
+
+
+def effects(result: ProteinVariants, arm: Arm) -> Array:
+    """Scores of single substitutions, [20, positions] in `RESIDUE_ORDER`; NaN where there is none, 0 at the wild type.
+
+    A variant that occurs several times counts once.
+    """
+    sequence = result.wild_type.sequence
+    names = [variant.variant for variant in result.variants]
+    parsed = Substitutions.parse(names, sequence, result.first_position)
+    alone = np.bincount(parsed.variant, minlength=len(names))[parsed.variant] == 1
+    known = alone & np.isin(parsed.mutant, list(STANDARD_RESIDUES))
+    values = np.full((len(RESIDUE_ORDER), len(sequence)), np.nan)
+    rows = np.array([RESIDUE_ORDER.find(letter) for letter in parsed.mutant], dtype=np.int64)
+    values[rows[known], parsed.index[known]] = np.array(result.scores[arm].values)[parsed.variant[known]]
+    scored = np.isfinite(values).any(axis=0)
+    for index, letter in enumerate(sequence):
+        if scored[index] and letter in RESIDUE_ORDER:
+            values[RESIDUE_ORDER.index(letter), index] = 0.0
+    return values
+
+
+def mean_effects(values: Array, sequence: str) -> Array:
+    """Mean score of the mutants at each position, [positions]; NaN where none is scored."""
+    mutants = values.copy()
+    for index, letter in enumerate(sequence):
+        if letter in RESIDUE_ORDER:
+            mutants[RESIDUE_ORDER.index(letter), index] = np.nan
+    known = np.isfinite(mutants).sum(axis=0)
+    return np.where(known > 0, np.nansum(mutants, axis=0) / np.maximum(known, 1), np.nan)
+
+
+def entropies(values: Array) -> Array:
+    """Entropy of the predicted residue at each position, bits, [positions]; NaN where not all 20 are known.
+
+    Scores are log-probabilities but for a constant, so that their softmax is the distribution over the 20 residues.
+    """
+    log_probs = log_softmax(np.nan_to_num(values), axis=0)
+    bits = -(np.exp(log_probs) * log_probs).sum(axis=0) / np.log(2)
+    return np.where(np.isfinite(values).all(axis=0), bits, np.nan)
+
+
+def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
+    sequence, arm = result.wild_type.sequence, result.reference
+    positions = list(range(result.first_position, result.first_position + len(sequence)))
+    values = scores[arm]
+    dots = [
+        (RESIDUE_ORDER.index(letter), index)
+        for index, letter in enumerate(sequence)
+        if letter in RESIDUE_ORDER and np.isfinite(values[:, index]).any()
+    ]
+    names = [
+        [f"{letter}{position}{mutant}" for letter, position in zip(sequence, positions, strict=True)]
+        for mutant in RESIDUE_ORDER
+    ]
+    tracks: list[Heatmap | Lines] = [
+        Lines(
+            positions, {"mean effect": mean_effects(values, sequence)}, "position", "mean effect\n(nats)", filled=True
+        )
+    ]
+    if np.isfinite(entropies(values)).any():
+        tracks.append(Lines(positions, {"entropy": entropies(values)}, "position", "entropy\n(bits)", limits=ENTROPY))
+    tracks.append(
+        Heatmap(
+            values, list(RESIDUE_ORDER), positions, _SCORE, "position", "mutant residue", True, names=names, dots=dots
+        )
+    )
+    others = [name for name in scores if name != "full"] if "full" in scores else []
+    if others:
+        differences = {
+            f"{name} - full": mean_effects(np.abs(scores[name] - scores["full"]), sequence) for name in others
+        }
+        largest = float(np.nanmax([*differences.values(), np.full(len(positions), 1e-6)]))
+        tracks.append(Lines(positions, differences, "position", "mean |arm - full|\n(nats)", limits=(0.0, largest)))
+    return Tracks(tracks, positions, list(sequence))
+
+
+def _pairs(result: ProteinVariants) -> tuple[list[int], Array]:
+    """Indices of the variants that were measured, and the measurements."""
+    at = [index for index, variant in enumerate(result.variants) if variant.measured is not None]
+    return at, np.array([result.variants[index].measured for index in at], dtype=np.float64)
+
+
+def _measured(result: ProteinVariants) -> list[Panel]:
+    at, measured = _pairs(result)
+    names = [result.variants[index].variant for index in at]
+    panels: list[Panel] = []
+    for arm, scores in result.scores.items():
+        found = result.against_measured(arm)
+        title = f"{arm}, {len(at):,} measured" + ("" if found is None else f", Spearman {found:.3f}")
+        values = np.array(scores.values)[at]
+        panels.append(Scatter(measured, values, names, "measured fitness", _SCORE, title))
+    return panels

@@ -1,0 +1,67 @@
+"""`--plot` of every command that has one."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+TWO = ">wt\nMKTAYIAKQRQISFVK\n>two\nGSGSPLLKRRACDEFG\n"
+
+
+@pytest.fixture
+def proteins(write):
+    return write("two.fasta", TWO)
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "title"),
+    [
+        ("variants", ["--method", "wild_type"], "wt: effects of substitutions, 16 residues"),
+        ("score", ["{peptides}", "--arm", "turbo"], "wt: 1 candidate, target of 16 residues"),
+        ("generate", ["--positions", "3-5", "--num-return-sequences", "2"], "wt: 2 designs, 3 new residues"),
+        ("embed", ["{out}", "--include", "mean", "--repr-layers", "2", "--groups", "{groups}"], "2 proteins by mean"),
+    ],
+)
+def test_pages_of_commands(esm_shared, proteins, write, tmp_path, command, options, title):
+    files = {
+        "peptides": write("peptides.fasta", ">p\nGSW\n"),
+        "out": tmp_path / "embedded",
+        "groups": write("groups.csv", "id,kind\nwt,u\ntwo,v\n"),
+    }
+    plot = tmp_path / "page.html"
+    code, _, err = esm_shared(command, proteins, *(option.format(**files) for option in options), "--plot", plot)
+    assert (code, err) == (0, "")
+    titles = re.findall(r"<h1>(.*?)</h1>", plot.read_text(encoding="utf-8"))
+    assert titles[0].startswith(title)
+    assert len(titles) == (1 if command == "embed" else 2)
+    assert "model esm2-mini" in plot.read_text(encoding="utf-8")
+
+
+def test_calibrations_and_evaluations(esm, fasta, tiny_folder, tmp_path):
+    model = ["--model", tiny_folder]
+    made = esm("calibrate", fasta, *model, "--out", tmp_path / "c.safetensors", "--plot", tmp_path / "c.html")
+    assert (made.code, made.err) == (0, "")
+    assert "<h1>Calibration on 3 proteins" in (tmp_path / "c.html").read_text(encoding="utf-8")
+    off = ["--extend-ks", "--outlier-scales", "--preset", "exact"]
+    made = esm("evaluate", fasta, *model, *off, "--plot", tmp_path / "e.html")
+    assert (made.code, made.err) == (0, "")
+    assert "<h1>1 preset on 3 proteins" in (tmp_path / "e.html").read_text(encoding="utf-8")
+
+
+def test_what_cannot_be_drawn_is_refused_before_any_work(esm_shared, proteins, write, tmp_path):
+    refused = {
+        "map.png": "a PNG shows one protein, there are 2; use .html or .pdf",
+        "map.gif": "must end in .html, .pdf, .png or .svg; got .gif",
+    }
+    for name, message in refused.items():
+        result = esm_shared("variants", proteins, "--plot", tmp_path / name)
+        assert result.code == 2 and result.error.endswith(message)
+    result = esm_shared("variants", proteins, "--plot", proteins)
+    assert result.code == 2 and "is an input of this command" in result.error
+    result = esm_shared("embed", proteins, tmp_path / "e", "--include", "per_tok", "--plot", tmp_path / "e.html")
+    assert result.code == 2 and "a picture shows contacts, or means of at least two proteins" in result.error
+    table = write("groups.csv", "id,kind\nwt,u\n")
+    result = esm_shared("embed", proteins, tmp_path / "e", "--groups", table)
+    assert result.code == 2 and "give --plot as well" in result.error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["groups.csv", "two.fasta"]

@@ -1,0 +1,69 @@
+"""Figures of plotly: the same data, and what the mouse shows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from esm_turbo.pictures.interactive import panel_figure, tracks_figure
+from esm_turbo.pictures.logo import logo_sheet
+from esm_turbo.pictures.panels import Histogram, Lines, Scatter
+from esm_turbo.pictures.ranking import ranking_sheet
+from esm_turbo.pictures.variant_map import effects, variant_sheet
+
+
+def test_tracks_share_their_positions(variants) -> None:
+    figure = tracks_figure(variant_sheet(variants, "").layout[0])
+    [heatmap] = [trace for trace in figure.data if trace.type == "heatmap"]
+    found = np.array(heatmap.z, dtype=float)
+    np.testing.assert_allclose(found, effects(variants, "turbo"), rtol=1e-5)
+    assert heatmap.customdata[0][0] == "M24R" and heatmap.zmin == -heatmap.zmax
+    assert figure.layout.meta == {"positions": list(range(24, 32)), "letters": list("MKTAYIAK")}
+    assert {trace.xaxis for trace in figure.data} <= {None, "x"}
+    assert len({trace.yaxis or "y" for trace in figure.data}) == 4
+    [dots] = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "markers"]
+    assert dots.customdata[0] == "M24" and len(dots.x) == 8
+
+
+def test_gaps_are_none_and_lone_values_are_marked() -> None:
+    values = np.array([np.nan, 1.0, np.nan, 2.0, 3.0])
+    [trace] = panel_figure(Lines([1, 2, 3, 4, 5], {"a": values}, "x", "y")).data
+    assert trace.y == (None, 1.0, None, 2.0, 3.0) and trace.mode == "lines+markers"
+    [trace] = panel_figure(Lines([1, 2], {"a": np.ones(2)}, "x", "y")).data
+    assert trace.mode == "lines"
+
+
+def test_letters_of_a_logo_fill_their_share(designs) -> None:
+    figure = tracks_figure(logo_sheet(designs, "ACDEFGHI", "").layout[0])
+    assert len(figure.layout.shapes) == 6
+    heights = []
+    for shape in figure.layout.shapes:
+        numbers = [pair.split(",") for pair in shape.path.replace("M", " ").replace("L", " ").replace("Q", " ")
+                   .replace("C", " ").replace("Z", " ").split()]  # fmt: skip
+        ys = [float(y) for _, y in numbers]
+        heights.append(round(max(ys) - min(ys), 3))
+    assert sorted(heights) == [0.25, 0.25, 0.25, 0.5, 0.75, 1.0]
+    hovers = {trace.name: trace.y for trace in figure.data if trace.type == "bar"}
+    assert hovers["A"] == (1.0, 0.5, 0.0)
+
+
+def test_rows_of_a_ranking_are_apart_although_they_have_no_names(ranking) -> None:
+    heatmap = ranking_sheet(ranking, "").layout[0][1]
+    [trace] = panel_figure(heatmap).data
+    assert list(trace.y) == list(range(20))
+    assert "".join(trace.text[0]) == heatmap.letters[0]
+
+
+def test_foreign_text_is_no_html() -> None:
+    points = Scatter(np.zeros(1), np.zeros(1), ["<img src=x>"], "a<b", "y", "t<i>", groups=["<b>g"], labels={0: "<b>n"})
+    figure = panel_figure(points)
+    assert figure.data[0].customdata == ("&lt;img src=x&gt;",)
+    assert figure.data[0].name == "&lt;b&gt;g" and figure.data[0].text == ("&lt;b&gt;n",)
+    assert "a&lt;b" in figure.data[0].hovertemplate and figure.layout.title.text == "t&lt;i&gt;"
+
+
+@pytest.mark.parametrize("count", [1, 500])
+def test_a_histogram_counts_everything(count: int) -> None:
+    figure = panel_figure(Histogram(np.linspace(1, 2, count), "x", {"best": 1.0}, "candidates"))
+    assert sum(figure.data[0].y) == count
+    assert [line.x0 for line in figure.layout.shapes] == [1.0]

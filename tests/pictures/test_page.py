@@ -1,0 +1,72 @@
+"""The web page: its data, and that it needs nothing else and runs no foreign text."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from esm_turbo.pictures.logo import logo_sheet
+from esm_turbo.pictures.page import page
+from esm_turbo.pictures.ranking import ranking_sheet
+from esm_turbo.pictures.variant_map import variant_sheet
+from tests.pictures.conftest import ODD
+
+
+class Parsed(HTMLParser):
+    """Elements with their attributes, and the text of each."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.elements: list[tuple[str, dict[str, str | None], list[str]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs), []))
+
+    def handle_data(self, data: str) -> None:
+        if self.elements:
+            self.elements[-1][2].append(data)
+
+    def texts(self, tag: str, **attributes: str) -> list[str]:
+        return ["".join(text) for t, found, text in self.elements if t == tag and attributes.items() <= found.items()]
+
+
+@pytest.fixture
+def parsed(variants, ranking, designs) -> Parsed:
+    sheets = [variant_sheet(variants, "m"), ranking_sheet(ranking, "m"), logo_sheet(designs, "ACDEFGHI", "m")]
+    return Parsed(page(sheets))
+
+
+def test_figures_and_tables_hold_the_data(parsed, variants) -> None:
+    data = [json.loads(text) for text in parsed.texts("script", type="application/json")]
+    figures, tables = [one for one in data if "layout" in one], [one for one in data if "rows" in one]
+    assert len(figures) == 3 + 4 + 1 and len(tables) == 3
+    assert tables[0]["position"] == "position"
+    assert [row[1] for row in tables[0]["rows"]] == [one.variant for one in variants.variants]
+    assert [row[5] for row in tables[0]["rows"]] == variants.scores["turbo"].values
+    assert parsed.texts("h1")[0].startswith(ODD)
+    # A spreadsheet would run what begins with an equals sign.
+    assert tables[0]["rows"][0][0] == ODD
+
+
+def test_nothing_is_loaded_from_elsewhere(parsed) -> None:
+    loading = {"src", "href", "action", "data", "poster", "srcset"}
+    links = [value for _, found, _ in parsed.elements for name, value in found.items() if name in loading]
+    assert links == ["#sheet1", "#sheet2", "#sheet3"]
+    assert not [tag for tag, _, _ in parsed.elements if tag in ("iframe", "object", "embed", "base", "b", "link")]
+    for style in parsed.texts("style"):
+        assert not re.search(r"url\(|@import", style)
+    own = parsed.texts("script")[-1]
+    assert "Plotly.newPlot" in own and not re.search(r"https?://|fetch\(|XMLHttpRequest", own)
+    assert 'plotlyServerURL: ""' in own
+
+
+def test_the_library_is_there_once(parsed) -> None:
+    assert sum(len(text) > 1_000_000 for text in parsed.texts("script")) == 1
+
+
+def test_one_sheet_needs_no_index(variants) -> None:
+    assert not Parsed(page([variant_sheet(variants, "m")])).texts("nav")

@@ -1,0 +1,91 @@
+"""The map of variants: cells, tracks, and what is not in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.stats import entropy
+
+from esm_turbo.pictures.palettes import RESIDUE_ORDER
+from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
+from esm_turbo.pictures.variant_map import effects, entropies, mean_effects, variant_sheet
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
+from tests.pictures.conftest import WILD_TYPE, variant_scores
+
+
+def test_every_score_is_in_the_cell_of_its_residue_and_position(variants) -> None:
+    values = effects(variants, "turbo")
+    assert values.shape == (20, 8) and np.isfinite(values).all()
+    for variant, one in zip(variants.variants, variants.scores["turbo"].scores, strict=True):
+        if ":" not in variant.variant:
+            row, column = RESIDUE_ORDER.index(variant.variant[-1]), int(variant.variant[1:-1]) - 24
+            assert values[row, column] == one.score
+    assert [values[RESIDUE_ORDER.index(letter), index] for index, letter in enumerate(WILD_TYPE)] == [0.0] * 8
+
+
+def test_means_leave_the_wild_type_out(variants) -> None:
+    values = effects(variants, "turbo")
+    own = [
+        one.score for one in variants.scores["turbo"].scores if one.variant.startswith("M24") and ":" not in one.variant
+    ]
+    assert mean_effects(values, WILD_TYPE)[0] == pytest.approx(np.mean(own))
+
+
+def test_entropies_are_those_of_the_predicted_distribution() -> None:
+    log_probs = np.log(np.random.default_rng(0).dirichlet(np.ones(20), 3)).T
+    values = log_probs - log_probs[4]
+    expected = entropy(np.exp(log_probs), base=2, axis=0)
+    np.testing.assert_allclose(entropies(values), expected, rtol=1e-12)
+    values[7, 1] = np.nan
+    assert np.isnan(entropies(values)).tolist() == [False, True, False]
+
+
+def test_a_sheet_has_tracks_of_the_protein_and_the_measurements(variants) -> None:
+    sheet = variant_sheet(variants, "model x")
+    tracks, scatters = sheet.layout
+    assert isinstance(tracks, Tracks)
+    kinds = [type(panel) for panel in tracks.panels]
+    assert kinds == [Lines, Lines, Heatmap, Lines]
+    assert tracks.columns == list(range(24, 32)) and tracks.letters == list(WILD_TYPE)
+    heatmap, difference = tracks.panels[2:]
+    assert heatmap.centred and heatmap.rows == list(RESIDUE_ORDER)
+    assert [(RESIDUE_ORDER[row], column) for row, column in heatmap.dots] == list(zip(WILD_TYPE, range(8), strict=True))
+    assert heatmap.names[RESIDUE_ORDER.index("C")][0] == "M24C"
+    full = effects(variants, "turbo") - effects(variants, "full")
+    np.testing.assert_allclose(difference.series["turbo - full"], mean_effects(np.abs(full), WILD_TYPE))
+    assert all(isinstance(panel, Scatter) for panel in scatters) and len(scatters) == 2
+    assert len(scatters[0].x) == sum(one.measured is not None for one in variants.variants)
+    assert "Spearman" in scatters[0].title
+    assert "model x" in sheet.caption and "2 variants of several substitutions" in sheet.caption
+    assert sheet.table.columns[-1] == "measured" and len(sheet.table.rows) == len(variants.variants)
+
+
+def test_one_variant_and_no_measurement() -> None:
+    names = ["K25R"]
+    one = ProteinVariants(
+        ProteinRecord("wt", WILD_TYPE), 24, (MeasuredVariant("K25R"),), {"turbo": variant_scores(names)}
+    )
+    [tracks] = variant_sheet(one, "model x").layout
+    # Without all residues of a position there is no entropy, and without the arm full no difference.
+    assert [type(panel) for panel in tracks.panels] == [Lines, Heatmap]
+    assert np.isfinite(tracks.panels[1].values).sum() == 2
+    assert tracks.panels[1].dots == [(RESIDUE_ORDER.index("K"), 1)]
+
+
+def test_variants_of_several_substitutions_alone_have_no_map() -> None:
+    names = ["M24A:K25R", "M24C:K25R"]
+    variants = tuple(map(MeasuredVariant, names))
+    result = ProteinVariants(ProteinRecord("wt", WILD_TYPE), 24, variants, {"turbo": variant_scores(names)})
+    [[panel]] = variant_sheet(result, "").layout
+    assert isinstance(panel, Histogram) and len(panel.values) == 2
+
+
+def test_residues_without_a_row_are_left_out(variants) -> None:
+    names = ["M24U", "M24A"]
+    scores = replace(variant_scores(names), wild_type="XKTAYIAK")
+    result = ProteinVariants(ProteinRecord("wt", "MXTAYIAK"), 24, tuple(map(MeasuredVariant, names)), {"turbo": scores})
+    values = effects(result, "turbo")
+    assert np.isfinite(values).sum() == 2 and values[RESIDUE_ORDER.index("A"), 0] == scores.values[1]
