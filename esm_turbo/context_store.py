@@ -492,7 +492,8 @@ class ContextStore:
         Each batch is claimed before it is computed. Batches that other processes have claimed come last; by then they
         are usually there.
         """
-        warn_if_long((job.tokens - 1 for index, job in enumerate(jobs) if index not in done), stacklevel=4)
+        lengths = (job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
+        warn_if_long(lengths, turbo.model.family, stacklevel=4)
         pending = deque(remaining_batches([job.tokens for job in jobs], toks_per_batch, done))
         put_off, since = 0, time.monotonic()
         while pending:

@@ -274,8 +274,11 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             **kwargs: of `CachedModel.forward`.
 
         Raises:
-            ValueError: `sequence_id` contradicts the mask or the cache; see also `CachedModel.forward`.
+            ValueError: `sequence_id` contradicts the mask or the cache, or there are `inputs_embeds`, which ESM-C does
+                not take; see also `CachedModel.forward`.
         """
+        if kwargs.get("inputs_embeds") is not None:
+            raise ValueError("ESM-C embeds its tokens itself: give `input_ids`, not `inputs_embeds`")
         cached: dict[str, Any] = {"past_key_values": past_key_values, "use_cache": use_cache}
         if sequence_id is not None and input_ids is not None:
             shape = (input_ids.shape[0], input_ids.shape[1])

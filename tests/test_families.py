@@ -198,6 +198,49 @@ def test_only_esmc_has_a_chain_break(small: TurboEsm, family: str) -> None:
     assert one is not None
 
 
+CHAINS = ">two\nmktay|GSWKD\n>one\nMKTAYGSWKD\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["embed", "IN", "OUT"],
+        ["score", "IN", "PEPTIDES"],
+        ["variants", "IN"],
+        ["variants", "IN", "TABLE"],
+        ["generate", "IN", "--max-new-tokens", "2"],
+        ["binders", "IN", "--length", "3"],
+        ["store", "IN", "OUT"],
+    ],
+    ids=" ".join,
+)
+def test_chains_of_a_file(family: str, command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A record of two chains is read by the models whose vocabulary has a break, and the only bad one for others."""
+    inputs = {"IN": CHAINS, "PEPTIDES": ">p\nMKV\n", "TABLE": "protein,mutant\ntwo,G7A\none,M1A\n"}
+    paths = {name: tmp_path / f"{name}{'.csv' if name == 'TABLE' else '.fasta'}" for name in inputs}
+    for name, text in inputs.items():
+        paths[name].write_text(text)
+    arguments = [str((paths | {"OUT": tmp_path / "out"}).get(one, one)) for one in command]
+    with pytest.raises(SystemExit) as ended:
+        main([*arguments, "--model", str(FOLDERS[family]), "--json", "-"])
+    printed = capsys.readouterr()
+    failed = json.loads(printed.out)["failed"]
+    if family == "esmc":
+        assert (ended.value.code, failed) == (0, [])
+        return
+    assert ended.value.code == 1
+    [one] = failed
+    reason = "position 6 is '|', not one of the 25 residue codes (A to Z without J); correct or remove it"
+    assert one == {"record": "two", "reason": reason}
+
+
+def test_a_break_between_chains_has_no_variants(family: str) -> None:
+    if family == "esmc":
+        turbo = TurboEsm.from_pretrained(FOLDERS[family], device="cpu", preset="exact")
+        found = turbo.score_variants("MK|GS", arm="full").scores
+        assert sorted({int(one.variant[1:-1]) for one in found}) == [1, 2, 4, 5] and len(found) == 4 * 19
+
+
 @pytest.mark.filterwarnings("always::esm_turbo.proteins.limits.UntrainedInputWarning")
 def test_a_peptide_after_a_target_is_warned_of_once(family: str) -> None:
     turbo = TurboEsm.from_pretrained(FOLDERS[family], device="cpu", preset="exact")

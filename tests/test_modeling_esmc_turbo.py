@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
 from esm_turbo.model.packed_encoder import Packing, attention_of_rows
+from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.sessions import KVSession
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
 from esm_turbo.ops import torch_encoder
@@ -182,6 +184,28 @@ def test_a_model_can_be_pickled_after_a_forward() -> None:
     expected = ours(ids, mask, output_hidden_states=True)
     copied = pickle.loads(pickle.dumps(ours))
     assert_same_output(copied(ids, mask, output_hidden_states=True), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_holds_no_stacked_weights(copied: Callable[[TurboEsmcModel], TurboEsmcModel]) -> None:
+    """Which it would keep beside its own weights."""
+    ours = TurboEsmcModel.from_esm(make_esmc().esmc, preset="exact")
+    attention = ours.layers[0].self_attn
+    stacked = stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj))
+    other = copied(ours).layers[0].self_attn
+    assert set(vars(other)) == set(vars(attention)) and not any(isinstance(x, Tensor) for x in vars(other).values())
+    # Each has its own.
+    again = stacked_weight(other, (other.q_proj, other.k_proj, other.v_proj))
+    assert torch.equal(again, stacked) and again.data_ptr() != stacked.data_ptr()
+    assert stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj)) is stacked
+
+
+@pytest.mark.parametrize("head", [True, False])
+def test_embeddings_as_input_are_refused(head: bool) -> None:
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    with pytest.raises(ValueError, match="give `input_ids`, not `inputs_embeds`"):
+        (ours if head else ours.esmc)(inputs_embeds=torch.zeros(1, 3, ours.config.hidden_size))
 
 
 def test_contacts_are_refused() -> None:

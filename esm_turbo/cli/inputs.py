@@ -17,7 +17,7 @@ from esm_turbo.cli.threads import set_threads
 from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.tabular import counted
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, read_fasta
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 
 if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
@@ -83,14 +83,39 @@ def check_minimum(minimum: int, **options: int | None) -> None:
 
 
 def read_proteins(path: Path, letters: SequenceOptions) -> tuple[list[ProteinRecord], list[BadRecord]]:
-    """Read the good and the bad records of a FASTA file.
+    """Read the good and the bad records of a FASTA file; those with several chains are for `readable`.
 
     Raises:
         ValueError: there is no good record, or the file is not FASTA.
     """
-    good, bad = read_fasta(path, **asdict(letters))
+    good, bad = read_fasta(path, **asdict(letters), chain_breaks=True)
     check_usable(path, good, bad)
     return good, bad
+
+
+def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: list[BadRecord]) -> list[ProteinRecord]:
+    """The records that a model can read: with several chains, only if its vocabulary has a break between them.
+
+    Args:
+        turbo: the model.
+        path: the file.
+        good: its records.
+        bad: those that cannot be used; the others are added.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if turbo.codes.chain_break is not None:
+        return list(good)
+    kept = []
+    for record in good:
+        try:
+            normalize_sequence(record.sequence, name="")
+            kept.append(record)
+        except ValueError as error:
+            bad.append(BadRecord(record.id, str(error).removeprefix(": ")))
+    check_usable(path, kept, bad)
+    return kept
 
 
 def check_usable(source: Path, good: Sequence[object], bad: Sequence[BadRecord], kind: str = "record") -> None:

@@ -67,7 +67,7 @@ def evaluate(
     _check_options(max_proteins, extend_ks, refresh_ws, outlier_scales, outlier_proteins, outlier_calibration_proteins)
     proteins = _proteins(sequences, names, classes)[:max_proteins]
     configs, unavailable = resolve_presets(turbo, presets)
-    warn_if_long(map(len, proteins))
+    warn_if_long(map(len, proteins), turbo.model.family)
 
     def advance(stage: str, total: int) -> Callable[[int], None]:
         counter = StageProgress(progress, stage, total)

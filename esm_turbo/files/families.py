@@ -25,6 +25,7 @@ class Family:
         tokenizer: class in transformers.
         vocabulary_file: from which the tokenizer is loaded.
         chain_break: token that separates chains; None if the vocabulary has none.
+        trained_residues: of the longest proteins in training, without `<cls>` and `<eos>`.
         layers: path of the list of layers in the encoder.
         projections: paths of the query, key, value and output projections in a layer.
         since: the first version of transformers that has the family.
@@ -39,6 +40,7 @@ class Family:
     tokenizer: str
     vocabulary_file: str
     chain_break: str | None
+    trained_residues: int
     layers: str
     projections: tuple[str, str, str, str]
     since: str
@@ -90,6 +92,8 @@ FAMILIES: dict[str, Family] = {
             tokenizer="EsmTokenizer",
             vocabulary_file="vocab.txt",
             chain_break=None,
+            # Crops of 1,024 tokens (Lin et al. 2023).
+            trained_residues=1022,
             layers="encoder.layer",
             projections=(
                 "attention.self.query",
@@ -109,6 +113,8 @@ FAMILIES: dict[str, Family] = {
             tokenizer="EsmcTokenizer",
             vocabulary_file="tokenizer.json",
             chain_break="|",
+            # The second stage of training had 2,048 tokens (ESM Team 2024, "ESM Cambrian").
+            trained_residues=2046,
             layers="layers",
             projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
             since="5.16",

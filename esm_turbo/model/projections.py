@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+
+# Not in the modules, whose copies would each copy the weight.
+_STACKED: WeakKeyDictionary[nn.Module, tuple[list[int], Tensor]] = WeakKeyDictionary()
 
 
 class QKVProjections:
@@ -68,12 +72,12 @@ def stacked_weight(owner: nn.Module, linears: Sequence[nn.Linear]) -> Tensor:
     The layers' own weights become views of the result.
     """
     addresses = [linear.weight.data_ptr() for linear in linears]
-    remembered: tuple[list[int], Tensor] | None = owner.__dict__.get("_stacked_weight")
+    remembered = _STACKED.get(owner)
     if remembered is None or remembered[0] != addresses:
         weight = _stack_in_place([linear.get_parameter("weight") for linear in linears])
         addresses = [linear.weight.data_ptr() for linear in linears]
-        # Held by the module, the storage stays alive, so that equal addresses mean the same weights.
-        remembered = owner.__dict__["_stacked_weight"] = (addresses, weight)
+        # Held here, the storage stays alive, so that equal addresses mean the same weights.
+        remembered = _STACKED[owner] = (addresses, weight)
     return remembered[1]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Container, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import check_sequence, token_batches
-from esm_turbo.proteins.tokens import CHAIN_BREAK, TokenCodes
+from esm_turbo.proteins.fasta import CHAIN_BREAK, check_sequence, token_batches
+from esm_turbo.proteins.tokens import TokenCodes
 
 TokenRow = npt.NDArray[np.uint8]
 """Token ids of one protein, special tokens included."""

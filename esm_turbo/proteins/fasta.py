@@ -16,6 +16,9 @@ from esm_turbo.files.text_files import DamagedGzipError, text_lines
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 """The residue codes of ESM-2's vocabulary, in its order: the 20 standard residues and X, B, U, Z, O."""
 
+CHAIN_BREAK = "|"
+"""Stands between chains, in vocabularies that have it."""
+
 STANDARD_RESIDUES = "ACDEFGHIKLMNPQRSTVWY"
 """The 20 standard residues, in alphabetical order."""
 
@@ -47,7 +50,7 @@ class ProteinRecord:
 
     Attributes:
         id: First word of the header; unique within its file.
-        sequence: Upper-case residue codes, all of them in `RESIDUES`, at least one.
+        sequence: Upper-case residue codes, all of them in `RESIDUES`, at least one; `|` between chains if asked for.
         description: The rest of the header, may be empty.
     """
 
@@ -164,7 +167,12 @@ def check_sequence(sequence: str, *, name: str) -> str:
 
 
 def read_fasta(
-    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False, accessions: bool = False
+    path: str | os.PathLike[str],
+    *,
+    unknown: str | None = None,
+    remove_gaps: bool = False,
+    accessions: bool = False,
+    chain_breaks: bool = False,
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
@@ -177,6 +185,7 @@ def read_fasta(
         unknown: As for `normalize_sequence`.
         remove_gaps: As for `normalize_sequence`.
         accessions: Reduce identifiers of UniProt, such as `sp|P69905|HBA_HUMAN`, to their accession.
+        chain_breaks: Keep `|`, which stands between chains; for models whose vocabulary has it.
 
     Returns:
         The good and the bad records, each in the order of the file.
@@ -200,7 +209,8 @@ def read_fasta(
             earlier = first_use.setdefault(identifier, number)
             if earlier != number:
                 raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
-            good.append(ProteinRecord(identifier, _normalized(raw, unknown, remove_gaps), "".join(rest)))
+            sequence = _normalized(raw, unknown, remove_gaps, chain_breaks=chain_breaks)
+            good.append(ProteinRecord(identifier, sequence, "".join(rest)))
         except _Rejected as error:
             bad.append(BadRecord(identifier or f"#{number}", str(error)))
     return good, bad
@@ -279,21 +289,25 @@ def _check_unknown(unknown: str | None) -> None:
         raise ValueError(f"`unknown` must be None or 'X', got {unknown!r}")
 
 
-def _normalized(sequence: str, unknown: str | None, remove_gaps: bool, *, has_options: bool = True) -> str:
+def _normalized(
+    sequence: str, unknown: str | None, remove_gaps: bool, *, has_options: bool = True, chain_breaks: bool = False
+) -> str:
     residues = "".join(sequence.split()).translate(_TO_UPPER)
     # Positions in messages count what is given, gaps included.
     residues = residues.rstrip(GAPS if remove_gaps else "").removesuffix("*")
     if (stop := residues.find("*")) >= 0:
         raise _Rejected(f"position {stop + 1} is a stop '*' inside the sequence; cut it there or remove the record")
     if unknown is not None:
-        residues = _NEITHER_RESIDUE_NOR_GAP.sub("X", residues)
-    if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(residues):
+        kept = CHAIN_BREAK if chain_breaks else ""
+        residues = _NEITHER_RESIDUE_NOR_GAP.sub(lambda letter: letter[0] if letter[0] == kept else "X", residues)
+    checked = residues.replace(CHAIN_BREAK, "X") if chain_breaks else residues
+    if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(checked):
         raise _Rejected(
             f"position {outside.start() + 1} is {outside[0]!a}, not one of the 25 residue codes "
             f"(A to Z without J); {_remedy(outside[0], has_options)}"
         )
     residues = residues.translate(_WITHOUT_GAPS) if remove_gaps else residues
-    if not residues:
+    if not residues.strip(CHAIN_BREAK):
         raise _Rejected("holds no residues; give a sequence or remove the record")
     return residues
 

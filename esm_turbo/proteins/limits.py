@@ -1,4 +1,4 @@
-"""Lengths of proteins: the limit of ESM-2's training, the warning beyond it, and ranges for reports."""
+"""Lengths of proteins: the limits of training, the warning beyond them, and ranges for reports."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import warnings
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 
-TRAINED_RESIDUES = 1022
-"""ESM-2 was trained on crops of 1,024 tokens, `<cls>` and `<eos>` included (Lin et al. 2023)."""
+from esm_turbo.files.families import FAMILIES, Family
+
+TRAINED_RESIDUES = min(family.trained_residues for family in FAMILIES.values())
+"""Residues of the longest proteins that models of all families were trained on."""
 
 _LENGTH_BOUNDS = (100, 200, 350, 700, TRAINED_RESIDUES)
 
@@ -20,18 +22,20 @@ class LongProteinWarning(UntrainedInputWarning):
     """Proteins are longer than those of training; the model runs, but its predictions are less reliable."""
 
 
-def warn_if_long(lengths: Iterable[int], stacklevel: int = 2) -> None:
+def warn_if_long(lengths: Iterable[int], family: Family, stacklevel: int = 2) -> None:
     """Warn once if some proteins are longer than those of training.
 
     Args:
         lengths: residues per protein.
+        family: of the model.
         stacklevel: as for `warnings.warn`, counted from the caller.
     """
-    long = [length for length in lengths if length > TRAINED_RESIDUES]
+    most = family.trained_residues
+    long = [length for length in lengths if length > most]
     if long:
         warnings.warn(
-            f"{len(long)} protein{'s' if len(long) > 1 else ''} of up to {max(long)} residues: ESM-2 was trained on"
-            f" at most {TRAINED_RESIDUES}",
+            f"{len(long)} protein{'s' if len(long) > 1 else ''} of up to {max(long)} residues: {family.name} was"
+            f" trained on at most {most}",
             LongProteinWarning,
             stacklevel=stacklevel + 1,
         )

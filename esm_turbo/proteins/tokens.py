@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.proteins.fasta import RESIDUES, ProteinRecord, check_sequence
+from esm_turbo.proteins.fasta import CHAIN_BREAK, RESIDUES, ProteinRecord, check_sequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -25,8 +25,6 @@ _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
 # Neither an id nor a letter.
 _OTHER = 255
-CHAIN_BREAK = "|"
-"""Stands between chains, in vocabularies that have it."""
 _UNUSED = "<null_1>"
 VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", _UNUSED, _MASK)
 """ESM-2's tokens in the order of their ids. Other families may have a chain break where ESM-2's has no use."""

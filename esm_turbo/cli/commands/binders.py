@@ -16,6 +16,7 @@ from esm_turbo.cli.inputs import (
     opened_store,
     outcome,
     read_proteins,
+    readable,
 )
 from esm_turbo.cli.options import (
     AutoBatchTokens,
@@ -89,6 +90,7 @@ def binders(
     check_minimum(1, per_step=per_step, sweeps=sweeps, toks_per_batch=toks_per_batch)
     good, bad = read_proteins(targets, letters)
     turbo = load_model(model)
+    good = readable(turbo, targets, good, bad)
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
     from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, say, show
-from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
     BatchTokens,
@@ -100,6 +100,7 @@ def embed(
     elif groups is not None:
         raise ValueError(f"--groups {groups} colours a picture; give --plot as well")
     turbo = load_model(model)
+    good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest
     from esm_turbo.tasks.embedding.records import embed_records

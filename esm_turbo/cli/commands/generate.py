@@ -9,7 +9,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, read_proteins
+from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
     BatchTokens,
@@ -88,6 +88,7 @@ def generate(
     good, bad = read_proteins(proteins, letters)
     check_plot(plot, len(good))
     turbo = load_model(model)
+    good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.arms import default_storage
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions

@@ -16,6 +16,7 @@ from esm_turbo.cli.inputs import (
     opened_store,
     outcome,
     read_proteins,
+    readable,
 )
 from esm_turbo.cli.options import (
     Arms,
@@ -85,6 +86,7 @@ def score(
     check_usable(candidates, read, bad_candidates)
     check_plot(plot, len(good))
     turbo = load_model(model, backend=backend)
+    good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
     with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins
+from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins, readable
 from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, SequenceOptions, Writes
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
@@ -35,6 +35,7 @@ def store(
     """
     good, bad = read_proteins(proteins, letters)
     turbo = load_model(model)
+    good = readable(turbo, proteins, good, bad)
     from esm_turbo.context_store import ContextStore
     from esm_turbo.tasks.common.run_info import context_arm
 

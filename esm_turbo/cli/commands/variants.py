@@ -15,6 +15,7 @@ from esm_turbo.cli.inputs import (
     opened_store,
     outcome,
     read_proteins,
+    readable,
 )
 from esm_turbo.cli.options import (
     Arms,
@@ -96,6 +97,10 @@ def variants(
         check_usable(variants, good, bad, "variant")
     check_plot(plot, len(records))
     turbo = load_model(model, backend=backend)
+    records = readable(turbo, wild_types, records, bad_records)
+    if good is not None:
+        usable = {record.id for record in records}
+        good = [one for one in good if one.protein in usable]
     arms = named_arms(arm, turbo)
     used = announce(turbo, arms)
     with opened_store(store, turbo) as contexts, progress_bar("positions") as progress:

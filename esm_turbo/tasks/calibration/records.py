@@ -55,7 +55,7 @@ def calibrate_records(
     records = first_records(records, max_residues)
     lengths = [len(record.sequence) for record in records]
     batches = token_batches([length + 2 for length in lengths], toks_per_batch)
-    warn_if_long(lengths)
+    warn_if_long(lengths, turbo.model.family)
     calibrator = KVCalibrator(turbo.model)
     codes, counter = turbo.codes, StageProgress(progress, "calibrate", sum(lengths))
     # The longest first, so that a lack of memory shows at once.

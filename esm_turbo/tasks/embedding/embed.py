@@ -210,7 +210,7 @@ def iter_embeddings(
     rows = encode_rows(turbo.codes, sequences)
     batches = remaining_batches([_size(row, request, toks_per_batch) for row in rows], toks_per_batch, done)
     reach = math.inf if request.windows is None else request.windows.reach
-    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), stacklevel=3)
+    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), turbo.model.family, stacklevel=3)
     return _iter_batches(turbo, rows, batches, request, on_failure)
 
 

@@ -111,7 +111,7 @@ def generate(
         ends = [len(row) + options.max_new_tokens for row in rows]
         new = [range(len(row) + 1, end + 1) for row, end in zip(rows, ends, strict=True)]
         _check_constrained_positions(sampler.allowed, new)
-        warn_if_long(ends, stacklevel=3)
+        warn_if_long(ends, turbo.model.family, stacklevel=3)
         token_ids = None
         if cache is None:
             with default_storage(turbo):
@@ -126,7 +126,7 @@ def generate(
         raise ValueError(f"{given} can only be appended to: give `max_new_tokens`")
     positions = _positions(turbo, rows, options.positions)
     _check_constrained_positions(sampler.allowed, positions)
-    warn_if_long([len(row) for row in rows], stacklevel=3)
+    warn_if_long([len(row) for row in rows], turbo.model.family, stacklevel=3)
     batch = MaskedBatch(
         turbo,
         [[turbo.codes.cls, *row, turbo.codes.eos] for row in rows for _ in range(repeats)],

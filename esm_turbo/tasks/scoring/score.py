@@ -218,7 +218,7 @@ def score(
         else:
             target = cached_target(turbo, token_ids, arm, place, refresh, store)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([target.residues + max(map(len, residues))], stacklevel=3)
+    warn_if_long([target.residues + max(map(len, residues))], turbo.model.family, stacklevel=3)
     encoder = turbo.model.base_model
     if encoder.peptide_notice is not None:
         warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=2)

@@ -181,7 +181,7 @@ def score_variants(
         names = as_list(variants, "variant")
         parsed = Substitutions.parse(names, residues, first_position)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([len(residues)], stacklevel=3)
+    warn_if_long([len(residues)], turbo.model.family, stacklevel=3)
     # A protein has at most this many residues besides the masked one.
     refresh = min(refresh, len(residues) - 1) if method == "masked" and arm != "full" else 0
     positions, row = np.unique(parsed.index, return_inverse=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, STANDARD_RESIDUES
+from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_RESIDUES
 
 _POSITION_DIGITS = 18
 _SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE | re.ASCII)
@@ -118,7 +118,7 @@ class Substitutions:
     def all(cls, wild_type: str) -> Substitutions:
         """All substitutions by one of the 20 standard residues, as `all_substitutions` names them."""
         residues, mutants = np.array(list(wild_type)), np.array(list(STANDARD_RESIDUES))
-        index, column = np.nonzero(residues[:, None] != mutants)
+        index, column = np.nonzero((residues[:, None] != mutants) & (residues[:, None] != CHAIN_BREAK))
         return cls(np.arange(len(index)), index, residues[index], mutants[column])
 
 
@@ -140,5 +140,5 @@ def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:
         f"{residue}{position}{mutant}"
         for position, residue in enumerate(wild_type, start=first_position)
         for mutant in STANDARD_RESIDUES
-        if mutant != residue
+        if mutant != residue and residue != CHAIN_BREAK
     ]
