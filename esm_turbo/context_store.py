@@ -128,6 +128,7 @@ class ContextStore:
         self.read_only = read_only
         self._files = StoreFiles(self.folder)
         self._claims = Claims(self.folder)
+        self._budgets = host_bytes, device_bytes
         self._host = Tier(host_bytes)
         self._pool = ContextPool(device_bytes)
         self._usage = Usage(self.folder)
@@ -138,6 +139,10 @@ class ContextStore:
 
     def __repr__(self) -> str:
         return named(self, repr(str(self.folder)), read_only=self.read_only or None)
+
+    def __reduce__(self) -> Any:
+        """In another process, the same folder is opened, and nothing is in memory."""
+        return _reopened, (self.folder, *self._budgets, self.lock_timeout, self.read_only)
 
     def __enter__(self) -> Self:
         return self
@@ -399,6 +404,13 @@ class ContextStore:
                 report("prefill", residues, total)
             return computed
 
+    def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
+        """Number of sequences whose contexts have no file; what is in the files is not read."""
+        with self._mutex:
+            partition = self._files.partition(context_spec(turbo))
+            jobs = _jobs(turbo, sequences, None, None) if sequences else []
+            return sum(partition is None or not partition.path(job.key).exists() for job in jobs)
+
     def info(self) -> dict[str, Any]:
         """Contents and usage of the store, JSON values.
 
@@ -614,6 +626,12 @@ def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
         ValueError: the sequence is invalid.
     """
     return _jobs(turbo, sequence, None, None)[0].key
+
+
+def _reopened(folder: Path, host_bytes: int, device_bytes: int, lock_timeout: float, read_only: bool) -> ContextStore:
+    return ContextStore(
+        folder, host_bytes=host_bytes, device_bytes=device_bytes, lock_timeout=lock_timeout, read_only=read_only
+    )
 
 
 def _jobs(

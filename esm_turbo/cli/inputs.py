@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
@@ -187,12 +187,13 @@ def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm) -> tuple[Arm, ...]:
     return tuple(dict.fromkeys(arm))
 
 
-def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> RunInfo:
+def announce(turbo: TurboEsm, arms: Sequence[Arm] = (), devices: str | None = None) -> RunInfo:
     """Say on standard error what runs, and where; say of the embedded model that it is a demonstration.
 
     Args:
         turbo: the model.
         arms: those that run.
+        devices: what the run is computed on; None is the model's own device.
 
     Returns:
         The same, for the results.
@@ -203,6 +204,8 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = ()) -> RunInfo:
     from esm_turbo.tasks.common.run_info import RunInfo
 
     info = RunInfo.of(turbo, arms)
+    if devices is not None:
+        info = replace(info, device=devices, threads=info.threads if devices == "cpu" else None)
     say(str(info))
     encoder = turbo.model.base_model
     if encoder.preset_chosen and encoder.turbo_config.name not in info.arms.values():

@@ -14,7 +14,7 @@ from esm_turbo.tasks.common.options import Arm
 
 DType = Literal["float32", "bfloat16", "float16"]
 
-_MODEL = Group("Model")
+_MODEL, _PARALLEL = Group("Model"), Group("Parallel")
 
 READS = object()
 """Marks an argument that names an input, which no output may replace."""
@@ -107,6 +107,25 @@ class ModelOptions:
     threads: Annotated[
         int | None,
         Parameter(help="Threads on a CPU. By default, as many as there are free cores, at least 1."),
+    ] = None
+
+
+@Parameter(name="*", group=_PARALLEL)
+@dataclass(frozen=True, kw_only=True)
+class ParallelOptions:
+    """Where a run is computed, if not in one process. The results are the same."""
+
+    devices: Annotated[
+        tuple[str, ...] | None,
+        Parameter(
+            help="Devices to use at once, a process each: all, or names such as cuda:0 cuda:1.",
+            consume_multiple=True,
+            negative="",
+        ),
+    ] = None
+    workers: Annotated[
+        int | None,
+        Parameter(help="Processes to use at once on a CPU, of one thread each unless --threads says otherwise."),
     ] = None
 
 

@@ -14,6 +14,7 @@ MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}
+PARALLEL = {"--devices": None, "--workers": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
 PLOT = {"--plot": None}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -22,6 +23,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "embed": FILES
     | STORED
     | PLOT
+    | PARALLEL
     | {
         "--repr-layers": (-1,),
         "--include": ("mean", "per_tok"),
@@ -76,7 +78,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--toks-per-batch": None,
         "--out": None,
     },
-    "store": FILES | CACHES | {"--toks-per-batch": 4096},
+    "store": FILES | CACHES | PARALLEL | {"--toks-per-batch": 4096},
     "evaluate": FILES
     | CALIBRATED
     | PLOT
@@ -93,6 +95,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "score": FILES
     | STORED
     | PLOT
+    | PARALLEL
     | {
         "--arm": None,
         "--refresh": 8,
@@ -106,6 +109,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "variants": FILES
     | STORED
     | PLOT
+    | PARALLEL
     | {
         "--method": "masked",
         "--arm": None,

@@ -10,7 +10,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, say, show
-from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins, readable
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
     BatchTokens,
@@ -18,11 +18,13 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     OptionalInput,
+    ParallelOptions,
     PictureFile,
     SequenceOptions,
     StoreFolder,
     Writes,
 )
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
@@ -52,6 +54,7 @@ def embed(
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
 ) -> int:
     """Embed proteins, with the option names and results of esm-extract.
 
@@ -81,6 +84,7 @@ def embed(
         raise ValueError(f"--nogpu is --device cpu, but there is --device {model.device}; give one of them")
     if nogpu:
         model = replace(model, device="cpu")
+    spread = Spread.of(parallel, model)
     format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if store is not None and "cache" not in include:
@@ -99,16 +103,16 @@ def embed(
         colours = None if groups is None else read_groups(groups, good, group_column)
     elif groups is not None:
         raise ValueError(f"--groups {groups} colours a picture; give --plot as well")
-    turbo = load_model(model)
+    turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest
     from esm_turbo.tasks.embedding.records import embed_records
 
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
-    with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
+    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
         request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)
-        used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [])
+        used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [], spread.devices)
         run = embed_records(
             turbo,
             good,
@@ -119,6 +123,7 @@ def embed(
             toks_per_batch=toks_per_batch,
             truncation_seq_length=truncation_seq_length,
             progress=progress,
+            runner=runner,
         )
     if plot is not None:
         from esm_turbo.pictures.embedded import embedding_sheets

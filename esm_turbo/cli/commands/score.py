@@ -11,7 +11,6 @@ from esm_turbo.cli.inputs import (
     check_minimum,
     check_usable,
     list_bad,
-    load_model,
     named_arms,
     opened_store,
     outcome,
@@ -25,11 +24,13 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    ParallelOptions,
     PictureFile,
     SequenceOptions,
     StoreFolder,
     TableFile,
 )
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
@@ -55,6 +56,7 @@ def score(
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
+    parallel: ParallelOptions = ParallelOptions(),
 ) -> int:
     """Score candidates, such as peptides, as continuations of targets by pseudo-perplexity.
 
@@ -79,17 +81,18 @@ def score(
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
     if arm == ():
         raise ValueError("--arm must name at least one arm")
+    spread = Spread.of(parallel, model, backend=backend)
     good, bad_targets = read_proteins(targets, letters)
     from esm_turbo.tasks.scoring.records import read_candidates, score_records
 
     read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
     check_usable(candidates, read, bad_candidates)
     check_plot(plot, len(good))
-    turbo = load_model(model, backend=backend)
+    turbo = spread.load()
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
-    used = announce(turbo, arms)
-    with opened_store(store, turbo) as contexts, progress_bar("residues") as progress:
+    used = announce(turbo, arms, spread.devices)
+    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
         run = score_records(
             turbo,
             good,
@@ -101,6 +104,7 @@ def score(
             place=place,
             toks_per_batch=toks_per_batch,
             store=contexts,
+            runner=runner,
         )
     if out is not None and run.results:
         settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}

@@ -7,8 +7,17 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, read_proteins, readable
-from esm_turbo.cli.options import BatchTokens, CacheOptions, InputFile, JsonFile, SequenceOptions, Writes
+from esm_turbo.cli.inputs import announce, list_bad, read_proteins, readable
+from esm_turbo.cli.options import (
+    BatchTokens,
+    CacheOptions,
+    InputFile,
+    JsonFile,
+    ParallelOptions,
+    SequenceOptions,
+    Writes,
+)
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord
@@ -23,6 +32,7 @@ def store(
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
 ) -> int:
     """Add compressed contexts of proteins to a store.
 
@@ -33,22 +43,30 @@ def store(
         proteins: FASTA file, plain or gzip.
         folder: Folder of the store, created if needed.
     """
+    spread = Spread.of(parallel, model)
     good, bad = read_proteins(proteins, letters)
-    turbo = load_model(model)
+    turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.context_store import ContextStore
+    from esm_turbo.parallel.storing import store_sequences
     from esm_turbo.tasks.common.run_info import context_arm
 
     failed: dict[str, str] = {}
     # Nothing reads the contexts afterwards, so none is kept in memory.
-    with ContextStore(folder, host_bytes=0, device_bytes=0) as contexts, progress_bar("residues") as progress:
-        used = announce(turbo, [context_arm(turbo)])
-        computed = contexts.add(
+    with (
+        ContextStore(folder, host_bytes=0, device_bytes=0) as contexts,
+        spread.runner() as runner,
+        progress_bar("residues") as progress,
+    ):
+        used = announce(turbo, [context_arm(turbo)], spread.devices)
+        computed = store_sequences(
             turbo,
+            contexts,
             [record.sequence for record in good],
             toks_per_batch=toks_per_batch,
             progress=progress,
             on_failure=failed.__setitem__,
+            runner=runner,
         )
         held = contexts.info()
     bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]

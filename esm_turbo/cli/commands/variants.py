@@ -10,7 +10,6 @@ from esm_turbo.cli.inputs import (
     check_minimum,
     check_usable,
     list_bad,
-    load_model,
     named_arms,
     opened_store,
     outcome,
@@ -25,11 +24,13 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     OptionalInput,
+    ParallelOptions,
     PictureFile,
     SequenceOptions,
     StoreFolder,
     TableFile,
 )
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import variants_report
@@ -58,6 +59,7 @@ def variants(
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
     backend: BackendOption = Backend.AUTO,
+    parallel: ParallelOptions = ParallelOptions(),
 ) -> int:
     """Score substitutions of residues by the model's predictions, and compare the scores with measurements.
 
@@ -83,6 +85,7 @@ def variants(
     check_minimum(1, toks_per_batch=toks_per_batch)
     if arm == ():
         raise ValueError("--arm must name at least one arm")
+    spread = Spread.of(parallel, model, backend=backend)
     for name, column in (("measured", measured), ("protein-column", protein_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
@@ -96,14 +99,14 @@ def variants(
         )
         check_usable(variants, good, bad, "variant")
     check_plot(plot, len(records))
-    turbo = load_model(model, backend=backend)
+    turbo = spread.load()
     records = readable(turbo, wild_types, records, bad_records)
     if good is not None:
         usable = {record.id for record in records}
         good = [one for one in good if one.protein in usable]
     arms = named_arms(arm, turbo)
-    used = announce(turbo, arms)
-    with opened_store(store, turbo) as contexts, progress_bar("positions") as progress:
+    used = announce(turbo, arms, spread.devices)
+    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("positions") as progress:
         run = score_records(
             turbo,
             records,
@@ -115,6 +118,7 @@ def variants(
             toks_per_batch=toks_per_batch,
             store=contexts,
             progress=progress,
+            runner=runner,
         )
     if out is not None and run.results:
         settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}

@@ -208,35 +208,67 @@ def iter_embeddings(
         NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
     """
     rows = encode_rows(turbo.codes, sequences)
-    batches = remaining_batches([_size(row, request, toks_per_batch) for row in rows], toks_per_batch, done)
-    reach = math.inf if request.windows is None else request.windows.reach
-    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), turbo.model.family, stacklevel=3)
-    return _iter_batches(turbo, rows, batches, request, on_failure)
+    batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
+    launches = (_launch(turbo, rows, batch, request, on_failure) for batch in batches)
+    return _one_ahead(turbo, launches, request)
 
 
-def _size(row: TokenRow, request: EmbeddingRequest, toks_per_batch: int) -> int:
-    """Size of a protein for batching, in tokens; one that is split into windows forms a batch of its own."""
-    split = request.windows is not None and request.windows.splits(len(row) - 2)
-    return max(len(row), toks_per_batch + 1) if split else len(row)
+def embedding_batches(
+    turbo: ContextModel,
+    rows: Sequence[TokenRow],
+    request: EmbeddingRequest,
+    toks_per_batch: int,
+    done: Container[int] = (),
+) -> list[list[int]]:
+    """Batches of proteins, given as token ids, see `remaining_batches`; warns of very long ones.
+
+    A protein that is split into windows forms a batch of its own.
+    """
+    windows = request.windows
+    lengths = [len(row) for row in rows]
+    if windows is not None:
+        lengths = [max(n, toks_per_batch + 1) if windows.splits(n - 2) else n for n in lengths]
+    reach = math.inf if windows is None else windows.reach
+    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), turbo.model.family, stacklevel=4)
+    return remaining_batches(lengths, toks_per_batch, done)
+
+
+def embed_batches(
+    turbo: ContextModel, batches: Iterable[Sequence[str]], request: EmbeddingRequest
+) -> Iterator[tuple[list[tuple[int, ProteinEmbedding]], dict[int, str]]]:
+    """Embed batches as they are given.
+
+    Args:
+        batches: residues of the proteins of each; taken at most one ahead of the results.
+        request: the results to compute.
+
+    Yields:
+        For each batch the embeddings, and the reasons for those that do not fit into memory, by index in the batch.
+    """
+    failures: deque[dict[int, str]] = deque()
+
+    def launches() -> Iterator[_Launched]:
+        for batch in batches:
+            failures.append({})
+            rows = encode_rows(turbo.codes, batch)
+            yield _launch(turbo, rows, range(len(rows)), request, failures[-1].__setitem__)
+
+    for results in _one_ahead(turbo, launches(), request):
+        yield results, failures.popleft()
 
 
 _Results = list[tuple[int, ProteinEmbedding]]
+_Launched = list[Callable[[], _Results]]
 
 
-def _iter_batches(
-    turbo: ContextModel,
-    rows: Sequence[TokenRow],
-    batches: Iterable[Sequence[int]],
-    request: EmbeddingRequest,
-    on_failure: Callable[[int, str], None] | None,
-) -> Iterator[_Results]:
+def _one_ahead(turbo: ContextModel, launches: Iterable[_Launched], request: EmbeddingRequest) -> Iterator[_Results]:
+    """Collect batches. A GPU computes the next one while the caller writes this one; a CPU gains nothing from that."""
     if "cache" in request.include:
         turbo.model.notice_changes()
-    # A GPU computes the next batch while the caller writes this one; a CPU gains nothing from that.
     ahead = 1 if turbo.model.device.type == "cuda" else 0
-    launched: deque[list[Callable[[], _Results]]] = deque()
-    for batch in batches:
-        launched.append(_launch(turbo, rows, batch, request, on_failure))
+    launched: deque[_Launched] = deque()
+    for parts in launches:
+        launched.append(parts)
         if len(launched) > ahead:
             yield [pair for collect in launched.popleft() for pair in collect()]
     for parts in launched:
@@ -249,7 +281,7 @@ def _launch(
     batch: Sequence[int],
     request: EmbeddingRequest,
     on_failure: Callable[[int, str], None] | None,
-) -> list[Callable[[], _Results]]:
+) -> _Launched:
     """Launch a batch, in halves if it does not fit into memory."""
 
     def failed(index: int, error: Exception) -> None:

@@ -147,8 +147,69 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
             )
 
 
+class EmbeddingFiles:
+    """Writes the files of embeddings into a folder. Several processes may do so, each for sequences of its own.
+
+    Args:
+        folder: the folder.
+        file_format: format of the files.
+        content: the settings on which their content depends.
+        settings: all that `settings.json` records.
+
+    Raises:
+        OSError: by `write`, if a file cannot be written. An earlier version of it stays as it was.
+    """
+
+    def __init__(
+        self, folder: Path, file_format: EmbeddingFormat, content: Mapping[str, Any], settings: Mapping[str, Any]
+    ) -> None:
+        self.folder = folder
+        self.file_format = file_format
+        self.content, self.settings = dict(content), dict(settings)
+        self._known_settings = False
+
+    def key(self, sequence: str) -> str:
+        """What the content of a sequence's embedding depends on: a hash of its residues and of the settings."""
+        return hashlib.sha256(json.dumps([sequence, self.content], sort_keys=True).encode()).hexdigest()
+
+    def write(self, record: ProteinRecord, names: Sequence[str], embedding: ProteinEmbedding) -> None:
+        """Write an embedding, and the settings if there are none.
+
+        Args:
+            record: the protein, or one of several with its sequence.
+            names: of the files of the embedding and of its cache, see `FolderWriter.names`.
+            embedding: its results.
+        """
+        self._write_settings()
+        if names[0]:
+            self._write_embedding(self.folder / names[0], record, embedding)
+        if names[1]:
+            assert embedding.cache is not None
+            with replacing(self.folder / names[1], inside=True) as temporary:
+                embedding.cache.save(temporary)
+
+    def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
+        with replacing(path, inside=True) as temporary:
+            if self.file_format == "safetensors":
+                metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
+                write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
+                return
+            results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
+            # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
+            buffer = io.BytesIO()
+            torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)
+            temporary.write_bytes(buffer.getbuffer())
+
+    def _write_settings(self) -> None:
+        path = self.folder / SETTINGS_FILE
+        if not self._known_settings and not path.exists():
+            with replacing(path, inside=True) as temporary:
+                temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
+        self._known_settings = True
+
+
 class FolderWriter:
-    """Writes one file per sequence, and one for its cache.
+    """A folder with one file per sequence, and one for its cache: what it holds, and what is added.
 
     Args:
         folder: the folder, which no other process writes to.
@@ -157,10 +218,12 @@ class FolderWriter:
         turbo: the model, which existing caches must belong to.
         labels: see `safe_labels`; files of other sequences are named by their hash, as are all if this is None.
         names: whether labels are used; None does as the folder does, and uses them in a new one.
+        devices: what computes the embeddings; None for the model's own device.
 
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
         recorded: what is recorded beside the settings, and may differ between runs.
+        files: writes the files.
 
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
@@ -175,6 +238,7 @@ class FolderWriter:
         turbo: ContextModel,
         labels: Mapping[str, Sequence[str]] | None = None,
         names: FileNames | None = None,
+        devices: str | None = None,
     ) -> None:
         self.damaged: list[str] = []
         for own in (INDEX_FILE, SETTINGS_FILE):
@@ -184,7 +248,7 @@ class FolderWriter:
         self.turbo = turbo
         self._content = dict(settings)
         self.settings = {"format": file_format, **settings}
-        self.recorded = {"device": str(turbo.model.device)}
+        self.recorded = {"device": devices or str(turbo.model.device)}
         self._known_settings = (folder / SETTINGS_FILE).exists()
         existing = _read_settings(folder) if self._known_settings else {"names": "label"}
         if labels is None or (names or existing.get("names")) != "label":
@@ -193,6 +257,7 @@ class FolderWriter:
             self.settings["names"] = "label"
         if self._known_settings:
             check_same_settings(folder, existing, self.settings)
+        self.files = EmbeddingFiles(folder, file_format, self._content, self.settings | self.recorded)
         self.index = _Index(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
@@ -226,20 +291,12 @@ class FolderWriter:
         self.index.stage(proteins, names)
         return True
 
-    def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
-        """Write an embedding; it counts as done after the next `commit`."""
-        self._write_settings()
-        record, names = proteins[0], self.names(proteins[0].sequence)
-        if names[0]:
-            self._write_embedding(self.folder / names[0], record, embedding)
-        if names[1]:
-            assert embedding.cache is not None
-            with replacing(self.folder / names[1], inside=True) as temporary:
-                embedding.cache.save(temporary)
-        self.index.stage(proteins, names)
+    def add(self, proteins: SameSequence) -> None:
+        """Add proteins whose files have been written; they count as done after the next `commit`."""
+        self.index.stage(proteins, self.names(proteins[0].sequence))
 
     def commit(self) -> None:
-        """Make everything written since the last call count as done, even if the process is killed afterwards."""
+        """Make everything added since the last call count as done, even if the process is killed afterwards."""
         with file_errors(self.index.path):
             self.index.commit()
 
@@ -255,22 +312,6 @@ class FolderWriter:
         embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
         return embedding, cache
 
-    def key(self, sequence: str) -> str:
-        """What the content of a sequence's embedding depends on: a hash of its residues and of the settings."""
-        return hashlib.sha256(json.dumps([sequence, self._content], sort_keys=True).encode()).hexdigest()
-
-    def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        with replacing(path, inside=True) as temporary:
-            if self.file_format == "safetensors":
-                metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
-                write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
-                return
-            results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
-            # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
-            buffer = io.BytesIO()
-            torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)
-            temporary.write_bytes(buffer.getbuffer())
-
     def _is_good(self, name: str, sequence: str) -> bool:
         """Whether a file is undamaged and holds this sequence's results under these settings."""
         path = self.folder / name
@@ -285,7 +326,7 @@ class FolderWriter:
                 found, expected = self._tokens(path), self._context(sequence)
             else:
                 content = read_embedding(path)[0] if self.file_format == "safetensors" else read_pt(path)
-                found, expected = content.get("key"), self.key(sequence)
+                found, expected = content.get("key"), self.files.key(sequence)
         # A cache of another model raises a ValueError.
         except ValueError:
             found, expected = None, ""
@@ -304,14 +345,6 @@ class FolderWriter:
         """Token ids of the context that the cache of a sequence holds."""
         codes, length = self.turbo.codes, self._content.get("truncation_seq_length")
         return [[codes.cls, *codes.encode(sequence[:length], "the sequence")]]
-
-    def _write_settings(self) -> None:
-        if not self._known_settings:
-            path = self.folder / SETTINGS_FILE
-            with replacing(path, inside=True) as temporary:
-                settings = self.settings | self.recorded
-                temporary.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            self._known_settings = True
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:

@@ -25,7 +25,6 @@ from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_h5
 from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 from esm_turbo.tasks.embedding.files import (
     FolderWriter,
     SameSequence,
@@ -97,13 +96,14 @@ class H5Writer(FolderWriter):
         out: the file; its entries are kept.
         settings: see `records.embedding_writer`.
         turbo: the model.
+        devices: see `FolderWriter`.
 
     Raises:
         ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any], turbo: ContextModel) -> None:
-        super().__init__(parts_folder(out), "safetensors", settings, turbo)
+    def __init__(self, out: Path, settings: Mapping[str, Any], turbo: ContextModel, devices: str | None = None) -> None:
+        super().__init__(parts_folder(out), "safetensors", settings, turbo, devices=devices)
         self.out = out
         self._entry_of: dict[str, str] = {}
         self._unusable: set[str] = set()
@@ -135,14 +135,14 @@ class H5Writer(FolderWriter):
     def has(self, proteins: SameSequence) -> bool:
         sequence = proteins[0].sequence
         name = sequence_hash(sequence)
-        if not self._holds(name, self.key(sequence)) and not super().has(proteins):
+        if not self._holds(name, self.files.key(sequence)) and not super().has(proteins):
             return False
         for record in proteins:
             self._assign(record.id, name)
         return True
 
-    def write(self, proteins: SameSequence, embedding: ProteinEmbedding) -> None:
-        super().write(proteins, embedding)
+    def add(self, proteins: SameSequence) -> None:
+        super().add(proteins)
         for record in proteins:
             self._assign(record.id, sequence_hash(record.sequence))
 

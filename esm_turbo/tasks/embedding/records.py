@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +18,19 @@ from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import only_writer, refuse_links
+from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
-from esm_turbo.tasks.common.progress import Progress, StageProgress, silent
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embedding_settings, iter_embeddings
-from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence, safe_labels
+from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
+from esm_turbo.tasks.common.progress import Progress, silent
+from esm_turbo.tasks.embedding.embed import (
+    EmbeddingRequest,
+    ProteinEmbedding,
+    embed_batches,
+    embedding_batches,
+    embedding_settings,
+)
+from esm_turbo.tasks.embedding.files import EmbeddingFiles, FolderWriter, SameSequence, safe_labels
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
 
 if TYPE_CHECKING:
@@ -43,6 +52,80 @@ class EmbeddingRun:
     damaged: list[str] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A sequence of a batch.
+
+    Attributes:
+        index: of its group of proteins.
+        record: the first protein of the group.
+        sequence: its residues, truncated as requested.
+        names: of its files.
+    """
+
+    index: int
+    record: ProteinRecord
+    sequence: str
+    names: tuple[str, str]
+
+
+_Piece = Sequence[_Item]
+
+
+@dataclass(frozen=True)
+class _Embedded:
+    """Results of a batch.
+
+    Attributes:
+        failed: reasons by index.
+        embeddings: by index; empty if they were written where they were computed.
+    """
+
+    failed: dict[int, str]
+    embeddings: dict[int, ProteinEmbedding] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _EmbedWork:
+    """Embeds batches, and writes their files.
+
+    Attributes:
+        request: the results to compute.
+        files: writes them; None returns them.
+    """
+
+    request: EmbeddingRequest
+    files: EmbeddingFiles | None
+
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Embedded]:
+        taken: deque[_Piece] = deque()
+
+        def batches() -> Iterator[list[str]]:
+            for piece in pieces:
+                taken.append(piece)
+                yield [item.sequence for item in piece]
+
+        for results, reasons in embed_batches(turbo, batches(), self.request):
+            piece = taken.popleft()
+            failed = {piece[row].index: reason for row, reason in reasons.items()}
+            kept = {}
+            for row, embedding in results:
+                item = piece[row]
+                if not embedding.is_finite():
+                    failed[item.index] = "its embedding is not finite; try --dtype float32"
+                elif self.files is None:
+                    kept[item.index] = embedding
+                else:
+                    self.files.write(item.record, item.names, embedding)
+            yield _Embedded(failed, kept)
+
+    def failed(self, piece: _Piece, reason: str) -> _Embedded:
+        return _Embedded({item.index: reason for item in piece})
+
+    def has_failed(self, result: _Embedded) -> bool:
+        return bool(result.failed)
+
+
 class UnfinishedError(OSError):
     """A run could not continue; the embeddings written so far are kept."""
 
@@ -58,6 +141,8 @@ def embed_records(
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
+    runner: Runner | None = None,
+    plan: Plan | None = None,
 ) -> EmbeddingRun:
     """Embed the proteins that a folder or file does not have yet.
 
@@ -75,6 +160,8 @@ def embed_records(
         toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
         truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
+        runner: where batches are computed; None is this process.
+        plan: which batches are computed; None is all.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or another process is writing to it; an identifier
@@ -90,24 +177,39 @@ def embed_records(
     by_sequence: dict[str, list[ProteinRecord]] = {}
     for record in records:
         by_sequence.setdefault(record.sequence, []).append(record)
-    groups = list(by_sequence.values())
+    groups: list[SameSequence] = list(by_sequence.values())
+    # Of all proteins, so that those of a shard have the names that they have among all.
+    labels = safe_labels(groups)
+    if plan is not None:
+        chosen = _chosen(turbo, groups, request, toks_per_batch, truncation_seq_length, plan)
+        groups = [group for group in groups if group[0].sequence in chosen]
+        records = [record for record in records if record.sequence in chosen]
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
+    rows = encode_rows(turbo.codes, sequences)
+    runner = Here(turbo) if runner is None else runner
     failed: dict[int, str] = {}
-    with embedding_writer(out, file_format, settings, turbo, safe_labels(groups), names) as writer:
+    with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)
-        batches = iter_embeddings(turbo, sequences, request, toks_per_batch, done=done, on_failure=failed.__setitem__)
-        residues = sum(len(sequences[index]) for index in range(len(groups)) if index not in done)
-        counter = StageProgress(progress, "embed", residues)
+        pieces = [
+            [_Item(i, groups[i][0], sequences[i], writer.names(groups[i][0].sequence)) for i in batch]
+            for batch in embedding_batches(turbo, rows, request, toks_per_batch, done)
+        ]
+        residues = [sum(len(item.sequence) for item in piece) for piece in pieces]
+        work = _EmbedWork(request, writer.files if runner.shares_files else None)
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
-            counter.advance(0)
-            for batch in batches:
-                failed |= _write(writer, groups, batch)
-                written += sum(len(groups[index]) for index, _ in batch if index not in failed)
-                counter.advance(sum(len(sequences[index]) for index, _ in batch))
+            for number, result in runner.run(work, pieces, stage="embed", units=residues, progress=progress):
+                failed |= result.failed
+                for item in pieces[number]:
+                    if item.index in result.embeddings:
+                        writer.files.write(item.record, item.names, result.embeddings[item.index])
+                    if item.index not in failed:
+                        writer.add(groups[item.index])
+                        written += len(groups[item.index])
+                writer.commit()
             writer.finish(records)
         except OSError as error:
             raise UnfinishedError(
@@ -130,6 +232,7 @@ def embedding_writer(
     turbo: ContextModel,
     labels: Mapping[str, Sequence[str]] | None = None,
     names: FileNames | None = None,
+    devices: str | None = None,
 ) -> Iterator[FolderWriter]:
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
@@ -138,7 +241,7 @@ def embedding_writer(
         file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
         turbo: the model that makes them.
-        labels: names of files in a folder, see `FolderWriter`, as is `names`.
+        labels: names of files in a folder, see `FolderWriter`, as are `names` and `devices`.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
@@ -152,11 +255,11 @@ def embedding_writer(
     if file_format == "h5":
         check_h5(out)
         refuse_links(parts_folder(out), out.parent)
-        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings, turbo)) as writer:
+        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings, turbo, devices)) as writer:
             yield writer
     else:
         with only_writer(out):
-            yield FolderWriter(out, file_format, settings, turbo, labels, names)
+            yield FolderWriter(out, file_format, settings, turbo, labels, names, devices)
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:
@@ -181,15 +284,17 @@ def _find_done(writer: FolderWriter, groups: Sequence[SameSequence], progress: P
     return done
 
 
-def _write(
-    writer: FolderWriter, groups: Sequence[SameSequence], batch: Sequence[tuple[int, ProteinEmbedding]]
-) -> dict[int, str]:
-    """Write a batch; return the indices that cannot be written, each with the reason."""
-    failed = {}
-    for index, embedding in batch:
-        if embedding.is_finite():
-            writer.write(groups[index], embedding)
-        else:
-            failed[index] = "its embedding is not finite; try --dtype float32"
-    writer.commit()
-    return failed
+def _chosen(
+    turbo: ContextModel,
+    groups: Sequence[SameSequence],
+    request: EmbeddingRequest,
+    toks_per_batch: int,
+    truncation_seq_length: int | None,
+    plan: Plan,
+) -> set[str]:
+    """The sequences of the batches that a plan chooses; among themselves they form the same batches."""
+    rows = encode_rows(turbo.codes, [group[0].sequence[:truncation_seq_length] for group in groups])
+    batches = embedding_batches(turbo, rows, request, toks_per_batch)
+    names = [" ".join(record.id for index in batch for record in groups[index]) for batch in batches]
+    costs = [sum(forward_cost(turbo, len(rows[index]), len(rows[index])) for index in batch) for batch in batches]
+    return {groups[index][0].sequence for number in plan.choose(names, costs) for index in batches[number]}

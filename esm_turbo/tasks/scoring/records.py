@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -17,6 +17,7 @@ from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ContextSource
 from esm_turbo.tasks.common.memory import too_large
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
+from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
@@ -36,6 +37,9 @@ TYPES: Mapping[str, type[int] | type[float]] = {
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
+# Tokens that the candidates of one target run before they are cut into several pieces: seconds on a fast GPU, and some
+# ten seconds for a small model on a CPU core.
+_TOKENS_PER_PIECE = 2**17
 
 
 @dataclass(frozen=True)
@@ -64,12 +68,14 @@ class TargetResult(Tabular):
         candidates: the candidates that were scored in every arm.
         scores: scores of these candidates by arm.
         agreement: agreement of every other arm with the reference arm.
+        kept: index of each candidate among all that ran.
     """
 
     target: ProteinRecord
     candidates: tuple[Candidate, ...]
     scores: Mapping[Arm, Scores]
     agreement: Mapping[Arm, RankAgreement]
+    kept: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
         return named(self, self.target.id, counted(len(self.candidates), "candidate"), arms=list(self.scores))
@@ -115,10 +121,12 @@ class ScoringRun(Tabular):
     Attributes:
         results: one per target that could be scored.
         failed: targets, and candidates on a target, that could not be scored.
+        partial: by target of which only some candidates were to be scored here, the numbers of those that were.
     """
 
     results: list[TargetResult] = field(default_factory=list)
     failed: list[BadRecord] = field(default_factory=list)
+    partial: dict[str, list[int]] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return named(self, counted(len(self.results), "target"), f"{len(self.failed):,} failed")
@@ -211,8 +219,13 @@ def score_records(
     store: ContextSource | None = None,
     top_k: int = DEFAULT_TOP_K,
     progress: Progress | None = None,
+    runner: Runner | None = None,
+    plan: Plan | None = None,
 ) -> ScoringRun:
     """Score candidates on targets. Those that cannot be scored are set apart and reported.
+
+    A piece is a target with its candidates, or, if these are many, with some of them: the shortest first, with
+    `_TOKENS_PER_PIECE` tokens to run.
 
     Args:
         targets: the targets, scored one after the other.
@@ -220,6 +233,8 @@ def score_records(
         arms: one arm or several.
         top_k: number of top candidates used to compare arms.
         progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
+        runner: where pieces are scored; None is this process.
+        plan: which pieces are scored; None is all.
 
     `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
     """
@@ -228,40 +243,148 @@ def score_records(
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)
     numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
-    done = 0
-    total = len(arms) * sum(len(candidates[index].sequence) for own in numbers.values() for index in own)
+    all_pieces = [
+        _Piece(target, tuple(own), tuple(candidates[index].sequence for index in own))
+        for target in targets
+        for own in _cut(candidates, numbers[target.id], _context(target, arms, refresh))
+    ]
+    plan = Plan() if plan is None else plan
+    names = [f"{piece.target.id} {piece.numbers}" for piece in all_pieces]
+    costs = [
+        sum(forward_cost(turbo, _tokens(len(one), _context(piece.target, arms, refresh)), len(piece.target.sequence))
+            for one in piece.sequences)
+        for piece in all_pieces
+    ]  # fmt: skip
+    pieces = [all_pieces[index] for index in plan.choose(names, costs)]
+    units = [len(arms) * sum(map(len, piece.sequences)) for piece in pieces]
+    work = _ScoreWork(tuple(arms), refresh, place, toks_per_batch, store)
+    runner = Here(turbo) if runner is None else runner
+    found: dict[str, dict[int, _Scored]] = {}
+    for number, scored in runner.run(work, pieces, stage="score", units=units, progress=progress):
+        found.setdefault(pieces[number].target.id, {})[number] = scored
     for target in targets:
-        own = [candidates[index] for index in numbers[target.id]]
-        if not own:
+        parts = [(pieces[number], scored) for number, scored in sorted(found.get(target.id, {}).items())]
+        if not parts:
             continue
-        sequences = [candidate.sequence for candidate in own]
-        scores: dict[Arm, Scores] = {}
-        try:
-            for arm in arms:
-                part = part_of(progress, start=done, total=total)
-                scores[arm] = score(
-                    turbo,
-                    target.sequence,
-                    sequences,
-                    arm=arm,
-                    refresh=refresh,
-                    place=place,
-                    toks_per_batch=toks_per_batch,
-                    store=store,
-                    progress=part,
-                )
-                done += sum(map(len, sequences))
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            reason = too_large(len(target.sequence), turbo.model.device, error)
-            run.failed.append(BadRecord(target.id, reason))
+        reasons = dict.fromkeys(scored.failed for _, scored in parts if scored.failed is not None)
+        run.failed += [BadRecord(target.id, reason) for reason in reasons]
+        if reasons:
             continue
-        result, failed = _result(target, own, scores, top_k)
+        own = sorted(number for piece, _ in parts for number in piece.numbers)
+        result, failed = _result(target, [candidates[index] for index in own], _joined(parts, own, arms), top_k)
         run.failed += failed
         if result is not None:
             run.results.append(result)
+            if len(own) < len(numbers[target.id]):
+                run.partial[target.id] = [own[index] for index in result.kept]
     return run
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Candidates on a target.
+
+    Attributes:
+        target: the record.
+        numbers: of the candidates in the file, from 0.
+        sequences: residues of each.
+    """
+
+    target: ProteinRecord
+    numbers: tuple[int, ...]
+    sequences: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Result of a piece.
+
+    Attributes:
+        scores: of its candidates by arm.
+        failed: why its target could not be scored.
+    """
+
+    scores: dict[Arm, Scores]
+    failed: str | None = None
+
+
+@dataclass(frozen=True)
+class _ScoreWork:
+    """Scores pieces; its attributes are options of `score.score`."""
+
+    arms: tuple[Arm, ...]
+    refresh: int
+    place: Place
+    toks_per_batch: int | None
+    store: ContextSource | None
+
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Scored]:
+        for piece in pieces:
+            scores: dict[Arm, Scores] = {}
+            done = 0
+            try:
+                for arm in self.arms:
+                    scores[arm] = score(
+                        turbo,
+                        piece.target.sequence,
+                        list(piece.sequences),
+                        arm=arm,
+                        refresh=self.refresh,
+                        place=self.place,
+                        toks_per_batch=self.toks_per_batch,
+                        store=self.store,
+                        progress=part_of(progress, start=done),
+                    )
+                    done += sum(map(len, piece.sequences))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                yield self.failed(piece, too_large(len(piece.target.sequence), turbo.model.device, error))
+            else:
+                yield _Scored(scores)
+
+    def failed(self, piece: _Piece, reason: str) -> _Scored:
+        return _Scored({}, reason)
+
+    def has_failed(self, result: _Scored) -> bool:
+        return result.failed is not None
+
+
+def _context(target: ProteinRecord, arms: Sequence[Arm], refresh: int) -> int:
+    """Residues of a target that run again with every candidate."""
+    return len(target.sequence) if "full" in arms else min(refresh, len(target.sequence))
+
+
+def _tokens(length: int, context: int) -> int:
+    """Tokens that run to score a candidate of `length` residues: each is masked in turn."""
+    return length * (context + length + 1)
+
+
+def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int) -> Iterator[list[int]]:
+    """The numbers of a target's candidates, piece by piece."""
+    piece, size = list[int](), 0
+    for number in sorted(numbers, key=lambda number: len(candidates[number].sequence)):
+        tokens = _tokens(len(candidates[number].sequence), context)
+        if piece and size + tokens > _TOKENS_PER_PIECE:
+            yield sorted(piece)
+            piece, size = [], 0
+        piece.append(number)
+        size += tokens
+    if piece:
+        yield sorted(piece)
+
+
+def _joined(parts: Sequence[tuple[_Piece, _Scored]], numbers: Sequence[int], arms: Sequence[Arm]) -> dict[Arm, Scores]:
+    """The scores of all pieces of a target, in the order of the candidates' numbers."""
+    joined = {}
+    for arm in arms:
+        by_number = {
+            number: one
+            for piece, scored in parts
+            for number, one in zip(piece.numbers, scored.scores[arm].scores, strict=True)
+        }
+        joined[arm] = replace(parts[0][1].scores[arm], scores=tuple(by_number[number] for number in numbers))
+    return joined
 
 
 def _result(
@@ -277,7 +400,7 @@ def _result(
     scores = {arm: replace(s, scores=tuple(s.scores[i] for i in kept)) for arm, s in all_scores.items()}
     reference = _reference(tuple(scores))
     agreement = {arm: one.agreement(scores[reference], top_k) for arm, one in scores.items() if arm != reference}
-    return TargetResult(target, tuple(candidates[i] for i in kept), scores, agreement), failed
+    return TargetResult(target, tuple(candidates[i] for i in kept), scores, agreement, tuple(kept)), failed
 
 
 def _reference(arms: Sequence[Arm]) -> Arm:

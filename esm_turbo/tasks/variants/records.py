@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -18,6 +18,7 @@ from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ARMS, ContextSource
 from esm_turbo.tasks.common.memory import check_memory, too_large
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
+from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
@@ -248,8 +249,12 @@ def score_records(
     toks_per_batch: int | None = None,
     store: ContextSource | None = None,
     progress: Progress | None = None,
+    runner: Runner | None = None,
+    plan: Plan | None = None,
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
+
+    A piece is a protein with its variants.
 
     Args:
         wild_types: the proteins, scored one after the other.
@@ -257,6 +262,8 @@ def score_records(
         arms: one arm or several.
         first_position: position of each protein's first residue; None reads it from its header, or is 1.
         progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
+        runner: where proteins are scored; None is this process.
+        plan: which proteins are scored; None is all.
 
     `method`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
     """
@@ -265,51 +272,118 @@ def score_records(
     for variant in variants or ():
         for identifier in own_variants if variant.protein is None else [variant.protein]:
             own_variants[identifier].append(variant)
-    positions = {
-        record.id: len(record.sequence) if variants is None else _positions(own_variants[record.id])
-        for record in wild_types
-    }
-    done, total = 0, len(arms) * sum(positions.values())
-    for record in wild_types:
-        first = first_position_of(record, first_position)
-        scores: dict[Arm, VariantScores] = {}
-        begin, done = done, done + len(arms) * positions[record.id]
-        if positions[record.id] == 0:
+    wanted = [record for record in wild_types if variants is None or own_variants[record.id]]
+    positions = [
+        len(w.sequence) if variants is None else _positions(v.variant for v in own_variants[w.id]) for w in wanted
+    ]
+    plan = Plan() if plan is None else plan
+    names = [f"{record.id} {[one.variant for one in own_variants[record.id]]}" for record in wanted]
+    costs = [_cost(turbo, record, n, arms, refresh) for record, n in zip(wanted, positions, strict=True)]
+    chosen = plan.choose(names, costs)
+    pieces = [
+        _Piece(wanted[i], first_position_of(wanted[i], first_position), _variants(own_variants[wanted[i].id], variants))
+        for i in chosen
+    ]
+    units = [len(arms) * positions[index] for index in chosen]
+    work = _VariantsWork(tuple(arms), method, refresh, toks_per_batch, store)
+    runner = Here(turbo) if runner is None else runner
+    found: dict[int, _Scored] = dict(runner.run(work, pieces, stage="score", units=units, progress=progress))
+    for number, piece in enumerate(pieces):
+        scores, reason = found[number]
+        if reason is not None:
+            run.failed.append(BadRecord(piece.record.id, reason))
             continue
-        try:
-            # Before there is an object for each of its variants.
-            check_memory(turbo.model.base_model, len(record.sequence) + 2)
-            own = own_variants[record.id]
-            if variants is None:
-                own = [MeasuredVariant(name) for name in all_substitutions(record.sequence, first)]
-            for arm in arms:
-                scores[arm] = score_variants(
-                    turbo,
-                    record.sequence,
-                    [one.variant for one in own],
-                    method=method,
-                    arm=arm,
-                    refresh=refresh,
-                    first_position=first,
-                    toks_per_batch=toks_per_batch,
-                    store=store,
-                    progress=part_of(progress, start=begin + len(scores) * positions[record.id], total=total),
-                )
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            run.failed.append(BadRecord(record.id, too_large(len(record.sequence), turbo.model.device, error)))
-            continue
-        if not all(math.isfinite(value) for one in scores.values() for value in one.values):
-            run.failed.append(BadRecord(record.id, "its scores are not finite; try --dtype float32"))
-            continue
-        run.results.append(ProteinVariants(record, first, tuple(own), scores))
+        own = own_variants[piece.record.id]
+        if variants is None:
+            own = [MeasuredVariant(one.variant) for one in next(iter(scores.values())).scores]
+        run.results.append(ProteinVariants(piece.record, piece.first_position, tuple(own), scores))
     return run
 
 
-def _positions(variants: Sequence[MeasuredVariant]) -> int:
+@dataclass(frozen=True)
+class _Piece:
+    """A protein with its variants.
+
+    Attributes:
+        record: the wild type.
+        first_position: position of its first residue.
+        variants: their notations; None for all single substitutions.
+    """
+
+    record: ProteinRecord
+    first_position: int
+    variants: tuple[str, ...] | None
+
+
+_Scored = tuple[dict[Arm, VariantScores], str | None]
+"""Scores by arm, or why there are none."""
+
+
+@dataclass(frozen=True)
+class _VariantsWork:
+    """Scores the variants of proteins; its attributes are options of `score.score_variants`."""
+
+    arms: tuple[Arm, ...]
+    method: MarginalMethod
+    refresh: int
+    toks_per_batch: int | None
+    store: ContextSource | None
+
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Scored]:
+        for piece in pieces:
+            residues = piece.record.sequence
+            scores: dict[Arm, VariantScores] = {}
+            try:
+                # Before there is an object for each of its variants.
+                check_memory(turbo.model.base_model, len(residues) + 2)
+                names = piece.variants
+                if names is None:
+                    names = tuple(all_substitutions(residues, piece.first_position))
+                done = 0
+                for arm in self.arms:
+                    scores[arm] = score_variants(
+                        turbo,
+                        residues,
+                        names,
+                        method=self.method,
+                        arm=arm,
+                        refresh=self.refresh,
+                        first_position=piece.first_position,
+                        toks_per_batch=self.toks_per_batch,
+                        store=self.store,
+                        progress=part_of(progress, start=done),
+                    )
+                    done += len(residues) if piece.variants is None else _positions(names)
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                yield self.failed(piece, too_large(len(residues), turbo.model.device, error))
+                continue
+            if all(math.isfinite(value) for one in scores.values() for value in one.values):
+                yield scores, None
+            else:
+                yield self.failed(piece, "its scores are not finite; try --dtype float32")
+
+    def failed(self, piece: _Piece, reason: str) -> _Scored:
+        return {}, reason
+
+    def has_failed(self, result: _Scored) -> bool:
+        return result[1] is not None
+
+
+def _variants(own: Sequence[MeasuredVariant], given: Sequence[MeasuredVariant] | None) -> tuple[str, ...] | None:
+    return None if given is None else tuple(one.variant for one in own)
+
+
+def _cost(turbo: ContextModel, record: ProteinRecord, positions: int, arms: Sequence[Arm], refresh: int) -> int:
+    """Cost of the variants of a protein: a run for every position."""
+    length = len(record.sequence)
+    return forward_cost(turbo, positions * (length if "full" in arms else refresh + 1), length)
+
+
+def _positions(variants: Iterable[str]) -> int:
     """Number of distinct positions of valid variants."""
-    return len({position for one in variants for position in str(parts_of(one.variant)[0]).split(":")})
+    return len({position for variant in variants for position in str(parts_of(variant)[0]).split(":")})
 
 
 def _number(text: str, column: str) -> float | None:

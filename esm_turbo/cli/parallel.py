@@ -1,0 +1,112 @@
+"""Options that spread a command over devices, as what its task is given."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from esm_turbo.cli.console import quiet_transformers, say
+from esm_turbo.cli.inputs import check_minimum, load_model
+from esm_turbo.cli.options import ModelOptions, ParallelOptions
+
+if TYPE_CHECKING:
+    from esm_turbo.parallel.workers import Workers
+    from esm_turbo.turbo_esm import TurboEsm
+
+_Options = TypeVar("_Options", bound=ModelOptions)
+
+ALL = "all"
+
+
+@dataclass(frozen=True)
+class Spread(Generic[_Options]):
+    """The devices of a command.
+
+    Attributes:
+        options: of its model.
+        names: of the devices; None for this process alone.
+        threads: of each process on a CPU.
+        more: further arguments of `load_model`.
+    """
+
+    options: _Options
+    names: tuple[str, ...] | None = None
+    threads: int = 1
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, parallel: ParallelOptions, options: _Options, **more: Any) -> Spread[_Options]:
+        """Find the devices of a command.
+
+        Raises:
+            ValueError: options contradict each other, or there are no such devices.
+        """
+        check_minimum(1, workers=parallel.workers, threads=options.threads)
+        names: tuple[str, ...] | None = None
+        if parallel.devices is not None:
+            if parallel.workers is not None:
+                raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
+            names = _cuda_devices() if parallel.devices == (ALL,) else parallel.devices
+            if not names:
+                raise ValueError("--devices all finds no CUDA device here; --workers N uses processes on the CPU")
+        elif parallel.workers is not None:
+            names = ("cpu",) * parallel.workers
+        if names is not None and options.device not in (None, *names[:1]):
+            raise ValueError(f"--device {options.device} is one device; leave it out beside --devices and --workers")
+        threads = 1 if options.threads is None else options.threads
+        return cls(options, names, threads, more)
+
+    @property
+    def devices(self) -> str | None:
+        """What the run is computed on; None for the device of this process's model."""
+        return None if self.names is None else " ".join(dict.fromkeys(self.names))
+
+    def load(self) -> TurboEsm:
+        """Load the model of this process: on the CPU if others compute, since it then only checks and describes."""
+        if self.names is None:
+            return load_model(self.options, **self.more)
+        # As the others load it, who may be on devices with another default.
+        dtype = {"dtype": "auto"} if self.options.dtype is None and self.names[0].startswith("cuda") else {}
+        return load_model(replace(self.options, device="cpu", threads=self.threads), **dtype, **self.more)
+
+    @contextlib.contextmanager
+    def runner(self) -> Iterator[Workers | None]:
+        """Processes that share the work; None for this process alone."""
+        if self.names is None:
+            yield None
+            return
+        from esm_turbo.parallel.workers import Workers
+
+        say(f"{len(self.names)} worker{'s' if len(self.names) > 1 else ''} on {self.devices}")
+        options = replace(self.options, threads=self.threads)
+        with Workers(LoadOn(options, self.more), self.names, threads=self.threads) as workers:
+            yield workers
+
+
+@dataclass(frozen=True)
+class LoadOn:
+    """Loads the model of a command in another process.
+
+    Attributes:
+        options: of the model.
+        more: further arguments of `load_model`.
+    """
+
+    options: ModelOptions
+    more: dict[str, Any]
+
+    def __call__(self, device: str) -> TurboEsm:
+        quiet_transformers()
+        from esm_turbo.turbo_esm import TurboEsm
+
+        given = {"calibration": False} | asdict(self.options) | self.more | {"device": device}
+        given = {name: value for name, value in given.items() if value is not None and name != "threads"}
+        return TurboEsm.from_pretrained(given.pop("model", None), **given)
+
+
+def _cuda_devices() -> tuple[str, ...]:
+    import torch
+
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))

@@ -1,0 +1,95 @@
+"""Filling a store of contexts in pieces: each process claims and computes its own batches, see `ContextStore`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
+from esm_turbo.context_store import ContextStore
+from esm_turbo.proteins.batches import encode_rows, remaining_batches
+from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
+from esm_turbo.tasks.common.progress import Progress
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+_Stored = tuple[int, dict[str, str]]
+"""Number of contexts that were computed, and the sequences that do not fit into memory with the reasons."""
+
+
+@dataclass(frozen=True)
+class _StoreWork:
+    """Adds the contexts of batches to a store."""
+
+    store: ContextStore
+    toks_per_batch: int
+
+    def run(self, turbo: ContextModel, pieces: Iterable[Sequence[str]], progress: Progress) -> Iterator[_Stored]:
+        for piece in pieces:
+            failed: dict[str, str] = {}
+            computed = self.store.add(turbo, piece, toks_per_batch=self.toks_per_batch, on_failure=failed.__setitem__)
+            yield computed, failed
+
+    def failed(self, piece: Sequence[str], reason: str) -> _Stored:
+        return 0, dict.fromkeys(piece, reason)
+
+    def has_failed(self, result: _Stored) -> bool:
+        return bool(result[1])
+
+
+def store_sequences(
+    turbo: ContextModel,
+    store: ContextStore,
+    sequences: Sequence[str],
+    *,
+    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    progress: Progress | None = None,
+    on_failure: Callable[[str, str], None],
+    runner: Runner | None = None,
+    plan: Plan | None = None,
+) -> int:
+    """Add contexts to a store, see `ContextStore.add`.
+
+    Args:
+        sequences: residues of the proteins.
+        runner: where batches are computed; None is this process.
+        plan: which batches are computed; None is all.
+
+    Returns:
+        Number of contexts computed.
+
+    Raises:
+        OSError: contexts that others have computed are not in this store: its folder is not theirs.
+    """
+    rows = encode_rows(turbo.codes, sequences, eos=False)
+    first = {row.tobytes(): index for index, row in reversed([*enumerate(rows)])}
+    unique = sorted(first.values())
+    lengths = [len(rows[index]) for index in unique]
+    batches = [[unique[i] for i in batch] for batch in remaining_batches(lengths, toks_per_batch)]
+    if plan is not None:
+        names = [" ".join(sequences[index] for index in batch) for batch in batches]
+        costs = [sum(forward_cost(turbo, len(rows[i]), len(rows[i])) for i in batch) for batch in batches]
+        batches = [batches[number] for number in plan.choose(names, costs)]
+    if runner is None:
+        own = [sequences[index] for index in sorted(index for batch in batches for index in batch)]
+        if not own:
+            return 0
+        return store.add(turbo, own, toks_per_batch=toks_per_batch, progress=progress, on_failure=on_failure)
+    computed, failed = 0, dict[str, str]()
+    pieces = [[sequences[index] for index in batch] for batch in batches]
+    units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
+    work = _StoreWork(store, toks_per_batch)
+    for _, (count, reasons) in runner.run(work, pieces, stage="prefill", units=units, progress=progress):
+        computed += count
+        failed |= reasons
+    for sequence, reason in failed.items():
+        on_failure(sequence, reason)
+    lacking = store.count_missing(turbo, [one for piece in pieces for one in piece if one not in failed])
+    if lacking:
+        raise OSError(
+            f"{store.folder}: {lacking} contexts are missing that other machines have computed; give a folder that all"
+            " machines share"
+        )
+    return computed

@@ -1,0 +1,214 @@
+"""A worker: the process that loads the model on one device and runs pieces until nobody sends any.
+
+Messages are pickled to bytes before they are sent, so that a tensor is whole once it has arrived, even if its sender
+dies at once. PyTorch is imported with the model, after the number of its threads is set.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.tasks.common.pieces import Work
+from esm_turbo.tasks.common.progress import silent
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+LoadModel = Callable[[str], "ContextModel"]
+"""Loads the model on the device of that name; can be pickled."""
+
+# Part of a device's memory that other processes hold when it counts as filled by them.
+_FILLED = 0.25
+
+
+@dataclass(frozen=True)
+class NewWork:
+    """From here on, pieces are of this work."""
+
+    work: Work[Any, Any]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A piece to run."""
+
+    number: int
+    content: Any
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The model is loaded."""
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """The device cannot be used, or no longer; the process ends."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The result of a piece."""
+
+    number: int
+    result: Any
+
+
+@dataclass(frozen=True)
+class Raised:
+    """A piece raised an error that no other process would avoid."""
+
+    number: int
+    error: BaseException
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning or a log message, for the user."""
+
+    message: str
+    category: type[Warning] | None
+
+
+def main(connection: Connection, load: bytes, device: str, threads: int) -> None:
+    """Run a worker.
+
+    Args:
+        connection: to the process that hands out the pieces.
+        load: a pickled `LoadModel`.
+        device: the device to use.
+        threads: of PyTorch on a CPU.
+    """
+    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(threads)
+    _relay_warnings(connection)
+    try:
+        turbo: ContextModel = pickle.loads(load)(device)
+    except Exception as error:
+        send(connection, Unusable(_reason(error, device)))
+        return
+    try:
+        send(connection, Ready())
+        serve(connection, turbo, device)
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        # Nobody waits for results any more.
+        pass
+
+
+def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
+    """Run pieces until the connection is closed.
+
+    Raises:
+        EOFError: it was closed.
+    """
+    work: Work[Any, Any] | None = None
+    taken: deque[int] = deque()
+    left: deque[NewWork] = deque()
+
+    def incoming(piece: Piece) -> Iterator[Any]:
+        """The pieces that arrive, this one first; ends where a work that looks ahead would wait in vain."""
+        while True:
+            taken.append(piece.number)
+            yield piece.content
+            if taken and not connection.poll():
+                return
+            message = receive(connection)
+            if isinstance(message, NewWork):
+                left.append(message)
+                return
+            piece = message
+
+    while True:
+        message = left.popleft() if left else receive(connection)
+        if isinstance(message, NewWork):
+            work = message.work
+            continue
+        assert work is not None
+        try:
+            for result in work.run(turbo, incoming(message), silent):
+                filled = filled_by_others(device) if work.has_failed(result) else None
+                if filled is not None:
+                    send(connection, Unusable(filled))
+                    return
+                send(connection, Done(taken.popleft(), result))
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            raise
+        except Exception as error:
+            send(connection, Raised(taken[0], _portable(error)))
+            taken.clear()
+
+
+def send(connection: Connection, message: object) -> None:
+    """Send a message, by value."""
+    connection.send_bytes(pickle.dumps(message))
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for a message.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    return pickle.loads(connection.recv_bytes())
+
+
+def filled_by_others(device: str) -> str | None:
+    """What other processes hold of a device's memory, if that is much of it; None elsewhere and on a CPU."""
+    if not device.startswith("cuda"):
+        return None
+    import torch
+
+    from esm_turbo.tasks.common.memory import size_text
+
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    if others < _FILLED * total:
+        return None
+    return f"other processes hold {size_text(others)} of its {size_text(total)} of memory"
+
+
+def _reason(error: Exception, device: str) -> str:
+    from esm_turbo.model.memory import is_out_of_memory
+
+    if is_out_of_memory(error):
+        filled = filled_by_others(device)
+        return "the model does not fit into its memory" + ("" if filled is None else f": {filled}")
+    return str(error) or type(error).__name__
+
+
+def _portable(error: Exception) -> Exception:
+    """An error that can be sent: some classes cannot be made again from their arguments."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _relay_warnings(connection: Connection) -> None:
+    """Send the warnings and log messages of this package to whoever shows them."""
+
+    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+        send(connection, Warned(str(message), category))
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            send(connection, Warned(record.getMessage(), None))
+
+    warnings.showwarning = show  # type: ignore[assignment]
+    log = logging.getLogger("esm_turbo")
+    log.addHandler(Handler(logging.WARNING))
+    log.propagate = False

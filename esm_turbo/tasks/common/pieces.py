@@ -1,0 +1,226 @@
+"""Runs in pieces: how a task cuts its input, so that any number of processes can share the work.
+
+Pieces follow from the input and the options alone, never from who runs them: each is computed as a whole, in batches of
+its own, so that results have the same bits wherever they are computed. A task hands its pieces to a `Runner`, which
+returns their results in any order, and joins them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from esm_turbo.tasks.common.progress import Progress, silent
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+PieceT = TypeVar("PieceT")
+ResultT = TypeVar("ResultT")
+_Piece = TypeVar("_Piece", contravariant=True)
+_Result = TypeVar("_Result", covariant=True)
+
+
+class Work(Protocol[_Piece, _Result]):
+    """What is done with every piece of a run. Works, pieces and results can be pickled."""
+
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Result]:
+        """Yield the result of every piece, in order.
+
+        Args:
+            turbo: the model.
+            pieces: taken one by one, at most one ahead of the results.
+            progress: may be told how far a piece has come; the pieces before it are added.
+        """
+
+    def failed(self, piece: _Piece, reason: str) -> _Result:
+        """The result of a piece that no process survives: all its records have failed, for this reason."""
+
+    def has_failed(self, result: Any) -> bool:
+        """Whether any record of a piece has failed."""
+
+
+class Runner(Protocol):
+    """Where pieces are run: in this process, in others, or on other machines.
+
+    Attributes:
+        shares_files: whether the files that a piece writes are those of this process.
+        devices: what the pieces run on, such as `cpu` or `cuda:0 cuda:1`; None for the model's own.
+    """
+
+    @property
+    def shares_files(self) -> bool: ...
+
+    @property
+    def devices(self) -> str | None: ...
+
+    def run(
+        self,
+        work: Work[PieceT, ResultT],
+        pieces: Sequence[PieceT],
+        *,
+        stage: str,
+        units: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, ResultT]]:
+        """Yield the result of every piece once, with its index, in any order.
+
+        Args:
+            work: what is done with a piece.
+            pieces: the pieces.
+            stage: name of the run for `progress`.
+            units: size of each piece, by which progress is counted; the largest are best begun first.
+            progress: see `Progress`.
+        """
+
+
+class Here:
+    """Runs pieces in this process, in their order."""
+
+    shares_files = True
+    devices: str | None = None
+
+    def __init__(self, turbo: ContextModel) -> None:
+        self.turbo = turbo
+
+    def run(
+        self,
+        work: Work[PieceT, ResultT],
+        pieces: Sequence[PieceT],
+        *,
+        stage: str,
+        units: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, ResultT]]:
+        """See `Runner.run`."""
+        counter = PieceProgress(stage, units, progress)
+        for index, result in enumerate(work.run(self.turbo, pieces, counter.inside)):
+            yield index, result
+            # After the result was used: when it was written, for example.
+            counter.finish(index)
+
+
+class PieceProgress:
+    """Progress of a run in pieces.
+
+    Args:
+        stage: name of the run.
+        units: size of each piece.
+        progress: the run's callback; None reports to nobody.
+    """
+
+    def __init__(self, stage: str, units: Sequence[int], progress: Progress | None) -> None:
+        self.stage, self.units, self.total = stage, units, sum(units)
+        self.report = progress or silent
+        self.done = 0
+        self._last = -1
+        self._tell(0)
+
+    def inside(self, stage: str, done: int, total: int, /) -> None:
+        """A `Progress` for the piece that runs now."""
+        self._tell(self.done + done)
+
+    def finish(self, index: int) -> None:
+        """Report that a piece is done."""
+        self.done += self.units[index]
+        self._tell(self.done)
+
+    def _tell(self, done: int) -> None:
+        if done != self._last:
+            self._last = done
+            self.report(self.stage, done, self.total)
+
+
+class Shard(NamedTuple):
+    """One of several runs that share the pieces of one input.
+
+    Attributes:
+        number: from 1.
+        of: number of shards.
+    """
+
+    number: int
+    of: int
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Read `3/16`.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        found = re.fullmatch(r"(\d+)/(\d+)", text)
+        if found is None or not 1 <= int(found[1]) <= int(found[2]):
+            raise ValueError(f"a shard is written K/N with K from 1 to N, such as 3/16; got {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+
+@dataclass
+class Plan:
+    """Which pieces of a run are done here.
+
+    Attributes:
+        shard: None for all of them.
+        total: number of all pieces, after `choose`.
+        chosen: indices of those that are done here, after `choose`.
+        digest: hash over all pieces, after `choose`: shards of one run have the same.
+    """
+
+    shard: Shard | None = None
+    total: int = 0
+    chosen: list[int] = field(default_factory=list)
+    digest: str = ""
+
+    def choose(self, names: Sequence[str], costs: Sequence[int]) -> list[int]:
+        """Decide which pieces are done here.
+
+        Args:
+            names: what each piece is, by its records.
+            costs: how long each takes, in any unit.
+        """
+        described = "\n".join(f"{cost} {name}" for name, cost in zip(names, costs, strict=True))
+        self.digest = hashlib.sha256(described.encode()).hexdigest()
+        self.total = len(costs)
+        if self.shard is None:
+            self.chosen = list(range(len(costs)))
+        else:
+            self.chosen = balanced(costs, self.shard.of)[self.shard.number - 1]
+        return self.chosen
+
+
+def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
+    """Divide pieces into parts of about the same cost: the largest first, each to the part that has least so far.
+
+    The result depends on the costs alone. The most costly part takes at most 4/3 of the time of the best division
+    (Graham 1969).
+
+    Args:
+        costs: of the pieces.
+        parts: number of parts.
+
+    Returns:
+        The indices of the pieces of every part, ascending.
+    """
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, part) for part in range(parts)]
+    for index in sorted(range(len(costs)), key=lambda index: (-costs[index], index)):
+        load, part = heapq.heappop(loads)
+        shares[part].append(index)
+        heapq.heappush(loads, (load + costs[index], part))
+    return [sorted(share) for share in shares]
+
+
+def forward_cost(turbo: ContextModel, tokens: int, context: int) -> int:
+    """Cost of running tokens that each attend to `context` tokens, in the same unit for all.
+
+    Linear layers take 24 hidden_size^2 operations per token and layer, and attention 4 hidden_size for each token that
+    it sees; common factors are left out.
+    """
+    return int(tokens * (6 * turbo.model.config.hidden_size + context))

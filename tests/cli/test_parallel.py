@@ -1,0 +1,52 @@
+"""The options that spread a command over devices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from esm_turbo.cli.options import ModelOptions, ParallelOptions
+from esm_turbo.cli.parallel import Spread
+from tests.helpers.embedding_files import files
+
+
+def test_which_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def names(device: str | None = None, **options: object) -> tuple[str, ...] | None:
+        return Spread.of(ParallelOptions(**options), ModelOptions(device=device)).names  # type: ignore[arg-type]
+
+    assert names() is None and names("cuda:1") is None
+    assert names(workers=2) == names("cpu", workers=2) == ("cpu", "cpu")
+    assert names(devices=("cuda:0", "cuda:2")) == ("cuda:0", "cuda:2")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert names(devices=("all",)) == ("cuda:0", "cuda:1")
+    spread = Spread.of(ParallelOptions(devices=("cuda:0", "cuda:0")), ModelOptions())
+    assert spread.devices == "cuda:0"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--workers", "0"], "--workers must be at least 1, got 0"),
+        (["--workers", "2", "--devices", "all"], "give one of them"),
+        (["--devices", "all"], "--devices all finds no CUDA device here; --workers N uses processes on the CPU"),
+        (["--workers", "2", "--device", "cuda:1"], "--device cuda:1 is one device; leave it out"),
+    ],
+    ids=["none", "both", "no-gpu", "device"],
+)
+def test_what_cannot_be_spread(esm, fasta, tmp_path, monkeypatch, options, message) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    before = files(tmp_path)
+    for command in (["embed", fasta, tmp_path / "x"], ["store", fasta, tmp_path / "x"], ["score", fasta, fasta]):
+        result = esm(*command, *options)
+        assert result.code == 2 and message in result.error
+    assert files(tmp_path) == before
+
+
+@pytest.mark.slow
+def test_workers_of_a_command(esm, fasta, tmp_path, tiny_folder) -> None:
+    model = ["--model", tiny_folder, "--include", "mean", "--threads", "1"]
+    one = esm("embed", fasta, tmp_path / "one", *model)
+    two = esm("embed", fasta, tmp_path / "two", *model, "--workers", "2")
+    assert (one.code, two.code) == (0, 0) and two.said == one.said
+    assert two.err == "esm-turbo: 2 workers on cpu\n"
+    assert files(tmp_path / "one") == files(tmp_path / "two")

@@ -1,0 +1,57 @@
+"""Pieces without a model, for tests of who runs them: numbers to square. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Load:
+    """A stand-in for a model: the name of its device. Devices may be full, and processes may die when they start."""
+
+    full: tuple[str, ...] = ()
+    dying: tuple[str, ...] = ()
+
+    def __call__(self, device: str) -> Any:
+        if device in self.full:
+            raise MemoryError
+        if device in self.dying:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return device
+
+
+@dataclass(frozen=True)
+class Squares:
+    """Squares numbers. Dies at `deadly` ones: the first `times` times, which files in a folder count."""
+
+    folder: Path
+    deadly: tuple[int, ...] = ()
+    times: int = 10**9
+    ahead: bool = False
+
+    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[tuple[int, str]]:
+        held: list[int] = []
+        for piece in pieces:
+            if piece < 0:
+                raise ValueError(f"{piece} is negative")
+            counter = self.folder / f"{piece}-{time.monotonic_ns()}"
+            if piece in self.deadly and len(list(self.folder.glob(f"{piece}-*"))) < self.times:
+                counter.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            held.append(piece)
+            if len(held) > self.ahead:
+                yield held.pop(0) ** 2, turbo
+        for piece in held:
+            yield piece**2, turbo
+
+    def failed(self, piece: int, reason: str) -> tuple[int, str]:
+        return -1, reason
+
+    def has_failed(self, result: tuple[int, str]) -> bool:
+        return result[0] < 0

@@ -1,0 +1,59 @@
+"""Filling a store in pieces: failures, and a folder that is not shared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.parallel.storing import store_sequences
+from esm_turbo.tasks.common.pieces import Here, Plan, Shard
+
+SEQUENCES = ["MKTAYIAKQR", "QISFVKSHFSRQ", "MKTAYIAKQR", "LEERLGLIEVQAPILSRVGDG"]
+
+
+class Elsewhere(Here):
+    """Computes into folders of its own, or finds one protein too large."""
+
+    def __init__(self, turbo: TurboEsm, lost: bool) -> None:
+        super().__init__(turbo)
+        self.lost = lost
+
+    def run(self, work: Any, pieces: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        for index, piece in enumerate(pieces):
+            yield index, (len(piece), {}) if self.lost else work.failed(piece, "too large")
+
+
+@pytest.fixture
+def frozen(turbo: TurboEsm) -> Iterator[TurboEsm]:
+    turbo.model.set_turbo(calibration=turbo.calibration, preset="exact")
+    yield turbo
+    turbo.model.set_turbo(calibration=turbo.calibration)
+
+
+def test_shards_share_the_contexts(frozen: TurboEsm, tmp_path: Path) -> None:
+    store, plans = ContextStore(tmp_path / "store"), [Plan(Shard(number, 2)) for number in (1, 2)]
+    computed = [
+        store_sequences(frozen, store, SEQUENCES, toks_per_batch=16, on_failure=pytest.fail, plan=plan)
+        for plan in plans
+    ]
+    assert sorted(computed) == [1, 2] and store.count_missing(frozen, SEQUENCES) == 0
+    assert store_sequences(frozen, store, SEQUENCES, toks_per_batch=16, on_failure=pytest.fail) == 0
+    assert store_sequences(frozen, store, SEQUENCES[:1], on_failure=pytest.fail, plan=Plan(Shard(2, 2))) == 0
+
+
+def test_failures_of_others_are_reported(frozen: TurboEsm, tmp_path: Path) -> None:
+    failed: dict[str, str] = {}
+    store = ContextStore(tmp_path / "store")
+    runner = Elsewhere(frozen, lost=False)
+    assert store_sequences(frozen, store, SEQUENCES, on_failure=failed.__setitem__, runner=runner) == 0
+    assert failed == dict.fromkeys(SEQUENCES, "too large")
+
+
+def test_a_folder_that_is_not_shared_is_noticed(frozen: TurboEsm, tmp_path: Path) -> None:
+    store = ContextStore(tmp_path / "store")
+    with pytest.raises(OSError, match="3 contexts are missing that other machines have computed"):
+        store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=Elsewhere(frozen, lost=True))

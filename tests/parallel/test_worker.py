@@ -1,0 +1,78 @@
+"""What a worker does beside computing: it notices that others fill its device, and ends with whoever started it."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from esm_turbo.parallel import worker
+from esm_turbo.parallel.worker import Done, NewWork, Piece, Raised, Unusable, filled_by_others, receive, send, serve
+
+
+class Halves:
+    """Halves even numbers; odd ones fail."""
+
+    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[int | None]:
+        for piece in pieces:
+            yield None if piece % 2 else piece // 2
+
+    def failed(self, piece: int, reason: str) -> None:
+        return None
+
+    def has_failed(self, result: int | None) -> bool:
+        return result is None
+
+
+class Unportable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+def served(*messages: object) -> list[Any]:
+    """The answers of a worker, which ends when nothing else is sent."""
+    ours, its = multiprocessing.Pipe()
+    answers = []
+
+    def run() -> None:
+        with contextlib.suppress(EOFError):
+            serve(its, None, "cpu")  # type: ignore[arg-type]
+        its.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    for message in messages:
+        send(ours, message)
+        if isinstance(message, Piece):
+            answers.append(receive(ours))
+    ours.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    return answers
+
+
+def test_pieces_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert served(NewWork(Halves()), Piece(3, 4), Piece(1, 5)) == [Done(3, 2), Done(1, None)]
+    # A record fails that would fit on an empty device.
+    monkeypatch.setattr(worker, "filled_by_others", lambda device: f"others hold {device}")
+    assert served(NewWork(Halves()), Piece(3, 4), Piece(1, 5)) == [Done(3, 2), Unusable("others hold cpu")]
+
+
+def test_errors_are_sent() -> None:
+    first, second = served(NewWork(Halves()), Piece(3, "x"), NewWork(Halves()), Piece(4, 4))
+    assert isinstance(first, Raised) and isinstance(first.error, TypeError) and first.number == 3
+    assert second == Done(4, 2)
+    assert str(worker._portable(Unportable(1, 2))) == "Unportable: 1 and 2"
+
+
+def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert filled_by_others("cpu") is None
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)
+    for free, expected in ((80, None), (20, "other processes hold 70.0 GiB of its 100.0 GiB of memory")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 100 * 2**30))
+        assert filled_by_others("cuda:1") == expected

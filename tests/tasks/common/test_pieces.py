@@ -1,0 +1,72 @@
+"""Runs in pieces: who does which, and progress over all of them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esm_turbo.tasks.common.pieces import Here, PieceProgress, Plan, Shard, balanced, forward_cost
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_parts_hold_every_piece_once_and_about_the_same(costs: list[int], parts: int) -> None:
+    shares = balanced(costs, parts)
+    assert len(shares) == parts
+    assert sorted(index for share in shares for index in share) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in share) for share in shares]
+    # Each is given to the part that has least: none is ahead of another by more than one piece.
+    assert max(loads) - min(loads) <= max(costs, default=0)
+    assert shares == balanced(costs, parts)
+
+
+def test_a_shard_is_read() -> None:
+    assert Shard.parse("3/16") == (3, 16) and str(Shard(3, 16)) == "3/16"
+    for text in ("0/4", "5/4", "1", "1/0", "-1/4", "1/4/2", "a/b", ""):
+        with pytest.raises(ValueError, match="a shard is written K/N with K from 1 to N"):
+            Shard.parse(text)
+
+
+def test_a_plan_tells_runs_apart() -> None:
+    names, costs = ["a", "b", "c"], [5, 1, 4]
+    plans = [Plan(Shard(number, 2)) for number in (1, 2)]
+    assert [plan.choose(names, costs) for plan in plans] == [[0], [1, 2]]
+    assert plans[0].digest == plans[1].digest and {plan.total for plan in plans} == {3}
+    whole = Plan()
+    assert whole.choose(names, costs) == [0, 1, 2] == whole.chosen
+    for others in ((["a", "b", "d"], costs), (names, [5, 1, 3])):
+        (other := Plan()).choose(*others)
+        assert other.digest != whole.digest
+
+
+def test_progress_inside_pieces_and_over_them() -> None:
+    calls: list[tuple[str, int, int]] = []
+    counter = PieceProgress("run", [3, 2], lambda *call: calls.append(call))
+    counter.inside("part", 1, 3)
+    counter.inside("part", 3, 3)
+    counter.finish(0)
+    counter.finish(1)
+    assert calls == [("run", done, 5) for done in (0, 1, 3, 5)]
+
+
+def test_pieces_in_this_process(turbo) -> None:
+    class Lengths:
+        def run(self, turbo, pieces, progress):
+            for piece in pieces:
+                progress("", 1, len(piece))
+                yield len(piece)
+
+    calls: list[int] = []
+    runner = Here(turbo)
+    found = dict(
+        runner.run(
+            Lengths(), ["ab", "c"], stage="s", units=[2, 1], progress=lambda stage, done, total: calls.append(done)
+        )
+    )
+    assert found == {0: 2, 1: 1}
+    assert calls == [0, 1, 2, 3]
+    assert runner.shares_files and runner.devices is None
+
+
+def test_cost_grows_with_tokens_and_what_they_see(turbo) -> None:
+    assert forward_cost(turbo, 20, 100) == 2 * forward_cost(turbo, 10, 100) < 2 * forward_cost(turbo, 10, 1000)
