@@ -135,7 +135,8 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
         ("turbo2", torch.float32, 4, 24, "esm"),
         ("paper", torch.bfloat16, 4, 16, "esm"),
         ("exact", torch.bfloat16, 4, 16, "esm"),
-        ("turbo3", torch.bfloat16, 20, 64, "esmc"),
+        ("turbo3", torch.bfloat16, 15, 64, "esmc"),
+        ("turbo3", torch.bfloat16, 18, 64, "esmc"),
     ],
 )
 @torch.no_grad()
