@@ -16,6 +16,7 @@ from pathlib import Path
 
 from benchmarks.report import (
     tables_accuracy,
+    tables_attack,
     tables_calibration,
     tables_gpu,
     tables_paper,
@@ -38,9 +39,11 @@ FILES = (
     "docs/variants.md",
     "docs/when_not_to_use.md",
     "docs/performance.md",
+    "docs/guarantees.md",
 )
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
+    | tables_attack.TABLES
     | tables_calibration.TABLES
     | tables_gpu.TABLES
     | tables_paper.TABLES
