@@ -24,6 +24,7 @@ from benchmarks.accuracy import presets as accuracy
 from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
+from benchmarks.cuda import screens as cuda_screens
 from benchmarks.cuda import steps as cuda_steps
 from benchmarks.cuda import validation as cuda_validation
 from benchmarks.harness.measure import Case, Target
@@ -246,6 +247,40 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "attention of one new token in all layers, by the kernels and by PyTorch",
         partial(cuda_validation.decode_cases, ESM2_650M, (143, 1024), ("paper", "turbo3")),
         most_repeats=10,
+    ),
+    "many_targets_cuda": Benchmark(
+        "rows of 12-mers on 512 targets of a pool, in one batch, against as many rows on one target",
+        partial(
+            cuda_screens.pool_cases,
+            ESM2_650M,
+            "turbo3",
+            targets=512,
+            lengths=(300, 405),
+            peptides=4,
+            rows_per_peptide=12,
+            new_tokens=21,
+            rows_at_once=2400,
+            at_least=0.6,
+        ),
+        most_repeats=5,
+    ),
+    "shared_attention_cuda": Benchmark(
+        "attention of 2,400 rows of 21 to one context of 500, against the products of a layer",
+        partial(cuda_screens.share_cases, ESM2_650M, "turbo3", 2400, 21, 500, at_most=0.35),
+        most_repeats=10,
+    ),
+    "resident_pool_cuda": Benchmark(
+        "number of contexts of 512 tokens that fit into a pool on the device, read there at random",
+        partial(
+            cuda_screens.resident_cases,
+            ESM2_650M,
+            "turbo2",
+            tokens=512,
+            at_once=64,
+            spare=6 * 10**9,
+            seconds=240.0,
+            at_least=12_000,
+        ),
     ),
     "resident_contexts_cuda": Benchmark(
         "number of contexts of 512 tokens that fit on the device with the model",

@@ -69,6 +69,23 @@ class PackedContext:
     visible_words: Tensor | None = None
     index: RowIndex | None = None
 
+    def of(self, contexts: Tensor) -> PackedContext:
+        """Some cached rows, integers [n], without what says how rows of the extension read them."""
+
+        def take(tensors: Packed) -> Packed:
+            return {name: tensor[contexts] for name, tensor in tensors.items()}
+
+        columns = self.protected_columns
+        return PackedContext(
+            take(self.packed),
+            None,
+            take(self.protected),
+            None,
+            take(self.rows),
+            None if self.lengths is None else self.lengths[contexts],
+            None if columns is None else columns[contexts],
+        )
+
 
 @dataclass(frozen=True)
 class FieldSlab:

@@ -52,6 +52,7 @@ class RowIndex:
         self.contexts = contexts
         self._on_device: dict[torch.device, Tensor] = {}
         self.made: dict[tuple[int, int, torch.device], Tiles] = {}
+        self._bounds: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
 
     def grouped(
         self, device: torch.device, ranks: npt.NDArray[np.int64] | None = None
@@ -108,6 +109,17 @@ class RowIndex:
             both = to_device(host, device)
             self.made[key] = Tiles(both[: table.size].view(-1, 3), both[table.size :])
         return self.made[key]
+
+    def bounds(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Where the queries of each group begin, and the last ones end, int32 [groups + 1]; its context, [groups]."""
+        key = (num_tokens, device)
+        if key not in self._bounds:
+            groups = self.groups
+            starts = [group.start * num_tokens for group in groups] + [len(self) * num_tokens]
+            host = torch.tensor([*starts, *(group.context for group in groups)], dtype=torch.int32)
+            both = to_device(host, device)
+            self._bounds[key] = both[: len(starts)], both[len(starts) :]
+        return self._bounds[key]
 
     def on(self, device: torch.device) -> Tensor:
         """The contexts on a device, int64 [B]."""

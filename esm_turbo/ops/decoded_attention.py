@@ -27,11 +27,13 @@ _ALIGNMENT = 8
 
 def pays(query: Tensor, context: PackedContext, codec: KVCodec) -> bool:
     """Whether to decode the context: it is exact, or many queries share it and hide none of its columns."""
-    if query.device.type != "cuda" or context.index is not None:
+    if query.device.type != "cuda":
         return False
+    contexts = 1 if context.index is None else len(context.index.groups)
+    whole = _is_shared(context) if context.index is None else _reads_whole_contexts(query, context)
     if isinstance(codec, ExactCodec):
-        return True
-    return _is_shared(context) and query.dtype in _HALF and query.shape[0] * query.shape[2] >= _MIN_QUERIES
+        return whole or context.index is None
+    return whole and query.dtype in _HALF and query.shape[0] * query.shape[2] >= _MIN_QUERIES * contexts
 
 
 def extend_attention(
@@ -44,6 +46,9 @@ def extend_attention(
     layer_idx: int,
 ) -> Tensor:
     """See `torch_ops.extend_attention`."""
+    if context.index is not None:
+        past, lse = _attend_named(query, context, codec, layer_idx)
+        return attend_new(query, keys, values, mask, past, lse)
     past_keys, past_values = decode(codec, layer_idx, context, query.dtype)
     if _is_shared(context) and query.dtype in _HALF:
         assert context.lengths is not None
@@ -57,6 +62,11 @@ def _is_shared(context: PackedContext) -> bool:
     """Whether there is one context, of which every row sees all tokens."""
     one = len(next(iter(context.packed.values()))) == 1
     return one and context.lengths is not None and context.visible is None
+
+
+def _reads_whole_contexts(query: Tensor, context: PackedContext) -> bool:
+    """Whether flash attention can read the contexts that rows name: in half precision, with nothing hidden."""
+    return query.dtype in _HALF and context.lengths is not None and context.visible is None
 
 
 def decode(codec: KVCodec, layer_idx: int, context: PackedContext, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,6 +111,55 @@ def _attend_shared(query: Tensor, keys: Tensor, values: Tensor, length: Tensor) 
         tokens, keys[0].transpose(0, 1), values[0].transpose(0, 1), bounds, ends, len(tokens), keys.shape[2]
     )
     return output.unflatten(0, (batch_size, n)).transpose(1, 2), lse.unflatten(1, (batch_size, n)).transpose(0, 1)
+
+
+def _attend_named(query: Tensor, context: PackedContext, codec: KVCodec, layer_idx: int) -> tuple[Tensor, Tensor]:
+    """Attention of rows to the contexts that they name, where these lie; returned as by `_attend_shared`."""
+    batch_size, _, n, _ = query.shape
+    assert context.index is not None
+    assert context.lengths is not None
+    most_queries = context.index.most_rows * n
+    bounds, named = context.index.bounds(n, query.device)
+    lengths = context.lengths[named].to(torch.int32)
+    if not isinstance(codec, ExactCodec):
+        # Only what is read is decoded.
+        context = context.of(named)
+        named = torch.arange(len(named), dtype=torch.int32, device=query.device)
+    keys, values = decode(codec, layer_idx, context, query.dtype)
+    (all_keys, starts), (all_values, _) = as_one(keys, named), as_one(values, named)
+    output, lse = flash_attention(
+        query.transpose(1, 2).flatten(0, 1),
+        all_keys,
+        all_values,
+        bounds,
+        starts,
+        most_queries,
+        keys.shape[2],
+        lengths,
+    )
+    return output.unflatten(0, (batch_size, n)).transpose(1, 2), lse.unflatten(1, (batch_size, n)).transpose(0, 1)
+
+
+def as_one(x: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys or values of contexts, [C, H, L, D], as those of one sequence of which each context is a part; not copied.
+
+    Between the parts are tokens that belong to none, if heads lie one after the other.
+
+    Args:
+        x: the keys or values.
+        contexts: those that are read, int32 [n].
+
+    Returns:
+        [S, H, D], and where the tokens of each of these contexts begin, with one more entry, int32 [n + 1].
+    """
+    context_stride, head_stride, token_stride, _ = x.stride()
+    if x.stride(3) != 1 or context_stride % token_stride:
+        x = x.contiguous()
+        context_stride, head_stride, token_stride, _ = x.stride()
+    count, heads, columns, head_dim = x.shape
+    step = context_stride // token_stride
+    tokens = x.as_strided(((count - 1) * step + columns, heads, head_dim), (token_stride, head_stride, 1))
+    return tokens, torch.nn.functional.pad(contexts * step, (0, 1))
 
 
 def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:

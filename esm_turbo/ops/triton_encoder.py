@@ -133,7 +133,14 @@ def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
 
 
 def flash_attention(
-    query: Tensor, keys: Tensor, values: Tensor, query_offsets: Tensor, offsets: Tensor, most_queries: int, longest: int
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_offsets: Tensor,
+    offsets: Tensor,
+    most_queries: int,
+    longest: int,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Flash attention (Dao 2023) of packed rows, as `torch.nn.attention.varlen` calls it, at less cost for the host.
 
@@ -145,11 +152,23 @@ def flash_attention(
         offsets: of every row's first key, and the end of the last, int32 [rows + 1].
         most_queries: of a row.
         longest: keys of a row.
+        lengths: keys of every row, if the next row's do not follow them, int32 [rows].
 
     Returns:
         [T, heads, head_dim], and log-sum-exp, float32 [heads, T].
     """
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query, keys, values, query_offsets, offsets, most_queries, longest, 0.0, False, False, scale=1.0
+        query,
+        keys,
+        values,
+        query_offsets,
+        offsets,
+        most_queries,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=1.0,
+        seqused_k=lengths,
     )
     return output, lse

@@ -35,6 +35,35 @@ def test_grouped_rows_keep_their_contexts(contexts: list[int]) -> None:
     assert all(rows[group.start : group.stop] == sorted(rows[group.start : group.stop]) for group in grouped.groups)
 
 
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 40), st.sampled_from([1, 8, 16]))
+def test_tiles_cover_every_query_once(contexts: list[int], num_tokens: int, queries: int) -> None:
+    """No tile crosses from one context to the next, and rows find theirs by their shifts."""
+    index, _ = RowIndex(np.array(contexts)).grouped(CPU)
+    table, shifts = index.tiles(num_tokens, queries, CPU)
+    assert (table.dtype, shifts.dtype) == (torch.int32, torch.int32)
+    seen = []
+    for number, (context, first, end) in enumerate(table.tolist()):
+        assert 0 < end - first <= queries
+        for query in range(first, end):
+            row = query // num_tokens
+            assert index.contexts[row] == context
+            assert (query + int(shifts[row])) // queries == number
+            seen.append(query)
+    assert seen == list(range(len(contexts) * num_tokens))
+    assert index.tiles(num_tokens, queries, CPU).table is table
+    bounds, named = index.bounds(num_tokens, CPU)
+    assert bounds.tolist() == [group.start * num_tokens for group in index.groups] + [len(seen)]
+    assert named.tolist() == [group.context for group in index.groups]
+    assert index.most_rows == max(group.stop - group.start for group in index.groups)
+
+
+def test_contexts_in_the_order_of_their_ranks() -> None:
+    index, order = RowIndex(np.array([0, 0, 1, 2])).grouped(CPU, np.array([2, 0, 1]))
+    assert order is not None
+    assert (order.tolist(), index.contexts.tolist()) == ([2, 3, 0, 1], [1, 2, 0, 0])
+    assert index.grouped(CPU, np.array([2, 0, 1]))[1] is None
+
+
 def test_what_rows_read() -> None:
     x = torch.arange(6).view(3, 2)
     index = RowIndex(np.array([2, 0, 2, 1]))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, PackedContext
+from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.ops import decoded_attention, torch_ops
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 
@@ -135,6 +137,58 @@ def test_attention_to_a_decoded_context(tiny_model, preset: str, dtype: str, cas
     assert found.dtype == DTYPES[dtype]
     error = (found.float() - expected)[mask[:, None, :, None].expand_as(found)].abs().max()
     assert error <= 2 * TOLERANCES[found.dtype] * expected.abs().max()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("preset", ["exact", "paper", "turbo3"])
+@pytest.mark.parametrize("spare", [0, 16])
+@torch.no_grad()
+def test_rows_name_decoded_contexts(tiny_model, preset: str, dtype: str, spare: int) -> None:
+    """Contexts of any lengths, in a cache with spare columns or without, of which some are not read."""
+    model = tiny_model(preset=preset, layers=2, head_dim=32).to("cuda")
+    codec = model.esm.codec(model.esm.turbo_config)
+    context, _ = packed_context_on(codec, [70, 66, 33, 1, 9], preset != "exact")
+    index = RowIndex(np.array([3, 0, 0, 0, 4, 2, 2]))
+    packed = {name: into_buffer(x, 70 + spare) for name, x in context.packed.items()}
+    context = replace(context, packed=packed, index=index)
+    shape = (7, codec.geometry.num_heads, 21, codec.geometry.head_dim)
+    query, keys, values = (normal(*shape, seed=seed).to("cuda", DTYPES[dtype]) for seed in range(3))
+    query *= shape[3] ** -0.5
+    mask = torch.arange(21, device="cuda") < torch.tensor([21, 20, 8, 1, 21, 3, 2], device="cuda")[:, None]
+    assert decoded_attention.pays(query, context, codec) == (preset == "exact")
+    found = decoded_attention.extend_attention(query, keys, values, mask, context, codec, 0)
+    rows = [
+        torch_ops.extend_attention(
+            query[[row]].float(), keys[[row]].float(), values[[row]].float(), mask[[row]],
+            with_masks(context.of(torch.tensor([own], device="cuda")), None, 1), codec, 0,
+        )
+        for row, own in enumerate(index.contexts)
+    ]  # fmt: skip
+    expected = torch.cat(rows)
+    error = (found.float() - expected)[mask[:, None, :, None].expand_as(found)].abs().max()
+    assert error <= 2 * TOLERANCES[found.dtype] * expected.abs().max()
+
+
+def into_buffer(x: Tensor, columns: int) -> Tensor:
+    """The same numbers at the beginning of a buffer with more columns."""
+    return torch.nn.functional.pad(x, (0, 0, 0, columns - x.shape[2]))[:, :, : x.shape[2]]
+
+
+@pytest.mark.parametrize("spare", [0, 16])
+def test_contexts_are_parts_of_one_sequence(spare: int) -> None:
+    keys = into_buffer(normal(4, 3, 9, 8, seed=0), 9 + spare)
+    named = torch.tensor([2, 0, 3], dtype=torch.int32)
+    tokens, starts = decoded_attention.as_one(keys, named)
+    assert tokens.data_ptr() == keys.data_ptr()
+    assert starts.dtype == torch.int32
+    assert len(starts) == 4
+    for context, start in zip(named.tolist(), starts.tolist(), strict=False):
+        assert torch.equal(tokens[start : start + 9].transpose(0, 1), keys[context])
+    # Memory of any other order is copied.
+    swapped = keys.transpose(2, 3).contiguous().transpose(2, 3)
+    tokens, starts = decoded_attention.as_one(swapped, named)
+    assert torch.equal(tokens[int(starts[0]) :][:9].transpose(0, 1), keys[2])
 
 
 def packed_context_on(codec, lengths: list[int], protects: bool) -> tuple[PackedContext, list[Tensor]]:

@@ -1,0 +1,348 @@
+"""Many targets in one batch on a CUDA device: rates against one target, a full pool, and the share of attention."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.cuda import compile_ahead
+from benchmarks.cuda.memory import prefilled
+from benchmarks.cuda.steps import extend
+from benchmarks.harness import cuda_timing, gpu_models
+from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, spread, worst
+from benchmarks.harness.models import Architecture
+from esm_turbo import TurboEsmModel, TurboKVCache
+from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.model.sessions import Extension
+from esm_turbo.ops import decoded_attention
+from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.pool import ContextPool, PoolHold
+
+ONE, MANY = "one target", "many targets"
+# Hidden states of the new tokens, by two paths in bfloat16.
+_TOLERANCE = 0.25
+
+
+def pool_cases(
+    architecture: Architecture,
+    preset: str,
+    targets: int,
+    lengths: tuple[int, int],
+    peptides: int,
+    rows_per_peptide: int,
+    new_tokens: int,
+    rows_at_once: int,
+    at_least: float,
+) -> Iterator[Case]:
+    """Rows of peptides on many targets of a pool, in random order, against as many rows on one target.
+
+    Args:
+        architecture: of a model of random weights.
+        preset: of the contexts.
+        targets: in the pool, all of which are read.
+        lengths: shortest and longest target, in tokens.
+        peptides: per target.
+        rows_per_peptide: one for each of its residues.
+        new_tokens: per row.
+        rows_at_once: rows of a batch.
+        at_least: target for the rate of many targets as a part of that of one.
+    """
+    if not cuda_timing.available():
+        return
+    compile_ahead.close()
+    [model] = gpu_models.presets_of(architecture, [preset]).values()
+    yield Case(
+        name=f"{targets} targets x {peptides} peptides, {preset}",
+        model=architecture.name,
+        shape=architecture.on_device(
+            batch_size=rows_at_once,
+            targets=targets,
+            context_tokens=list(lengths),
+            peptides=peptides,
+            rows=targets * peptides * rows_per_peptide,
+            new_tokens=new_tokens,
+            preset=preset,
+        ),
+        check=partial(_check, model, new_tokens),
+        measure=partial(_rates, model, targets, lengths, peptides * rows_per_peptide, new_tokens, rows_at_once),
+        targets=[Target(("ratios", f"{MANY} / {ONE}"), at_least=at_least)],
+    )
+
+
+def resident_cases(
+    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
+) -> Iterator[Case]:
+    """Contexts of different random proteins in the slots of a pool that takes all of the device, read at random.
+
+    Args:
+        architecture: of a model of random weights.
+        preset: of the contexts.
+        tokens: per context.
+        at_once: contexts per batch, encoded and read.
+        spare: bytes of the device beside the pool.
+        seconds: after which encoding stops.
+        at_least: target for the number of contexts.
+    """
+    if not cuda_timing.available():
+        return
+    compile_ahead.close()
+    [model] = gpu_models.presets_of(architecture, [preset]).values()
+    yield Case(
+        name=f"contexts of {tokens} tokens in a pool, {preset}",
+        model=architecture.name,
+        shape=architecture.on_device(
+            tokens=tokens,
+            batch_size=at_once,
+            spare_bytes=spare,
+            seconds_at_most=seconds,
+            device_bytes=torch.cuda.get_device_properties(0).total_memory,
+            preset=preset,
+        ),
+        check=partial(_check, model, 4),
+        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
+        targets=[Target(("contexts",), at_least=at_least)],
+    )
+
+
+def share_cases(
+    architecture: Architecture, preset: str, rows: int, new_tokens: int, context_tokens: int, at_most: float
+) -> Iterator[Case]:
+    """Attention of many rows to one context, as a part of the products of a layer.
+
+    Args:
+        architecture: of a model of random weights.
+        preset: of the context.
+        rows: that read it.
+        new_tokens: per row.
+        context_tokens: of the context.
+        at_most: target for the smallest part, of all ways to read the context.
+    """
+    if not cuda_timing.available():
+        return
+    [model] = gpu_models.presets_of(architecture, [preset]).values()
+    yield Case(
+        name=f"{rows:,} rows of {new_tokens} on {context_tokens}, {preset}",
+        model=architecture.name,
+        shape=architecture.on_device(
+            batch_size=rows, new_tokens=new_tokens, context_tokens=context_tokens, preset=preset
+        ),
+        check=partial(_check, model, new_tokens),
+        measure=partial(_shares, model, rows, new_tokens, context_tokens),
+        targets=[Target(("attention / products", "fastest"), at_most=at_most)],
+    )
+
+
+@torch.no_grad()
+def _check(model: TurboEsmModel, new_tokens: int) -> Check:
+    """Compare rows that name contexts of a pool with the same contexts one by one."""
+    lengths, index = (70, 20, 130), [2, 0, 1, 0]
+    caches = [prefilled(model, gpu_models.tokens(1, length - 1, seed=length)) for length in lengths]
+    new = gpu_models.tokens(len(index), new_tokens, cls=False, seed=2)
+    pool = ContextPool(2**28)
+    hold, keys = pool.hold(), [("check", str(number)) for number in range(len(caches))]
+    for key, cache in zip(keys, caches, strict=True):
+        _put(pool, hold, key, cache)
+    contexts = hold.contexts(keys, _spec(model, caches[0]))
+    with torch.no_grad():
+        together = model(new, past_key_values=contexts, context_index=index).last_hidden_state
+    errors = [
+        largest_difference(together[row], extend(model, caches[context], new[row : row + 1])[0])
+        for row, context in enumerate(index)
+    ]
+    return Check(
+        "states of rows that name contexts of a pool, and one by one, largest difference", worst(errors), _TOLERANCE
+    )
+
+
+def _spec(model: TurboEsmModel, cache: TurboKVCache) -> ContextSpec:
+    assert cache.codec is not None
+    return ContextSpec(cache.config, cache.geometry, cache.fingerprint, cache.codec, "random", str(model.dtype))
+
+
+def _put(pool: ContextPool, hold: PoolHold, key: tuple[str, str], cache: TurboKVCache) -> bool:
+    """Put a cache of one row into a pool and hold it there; whether there was room."""
+    return pool.put(key, FlatContext.of(cache), cache.device) and hold.add(key, cache.device)
+
+
+@torch.no_grad()
+def _rates(
+    model: TurboEsmModel,
+    targets: int,
+    lengths: tuple[int, int],
+    rows_per_target: int,
+    new_tokens: int,
+    rows_at_once: int,
+    repeats: int,
+) -> Figures:
+    generator = np.random.default_rng(0)
+    pool = ContextPool(2**36)
+    hold, keys = pool.hold(), [("targets", str(number)) for number in range(targets)]
+    longest = prefilled(model, gpu_models.tokens(1, lengths[1] - 1, seed=0))
+    for number, key in enumerate(keys):
+        length = int(generator.integers(lengths[0], lengths[1] + 1))
+        if not _put(pool, hold, key, prefilled(model, gpu_models.tokens(1, length - 1, seed=1 + number))):
+            raise MemoryError("the pool is full")
+    contexts = hold.contexts(keys, _spec(model, longest))
+    # The mean length, so that one target costs as much to read as many.
+    length = int(contexts.lengths.float().mean())
+    one = prefilled(model, gpu_models.tokens(1, length - 1, seed=0))
+    of_target = generator.permutation(targets)
+    rows = np.repeat(of_target, rows_per_target)
+    batches = [rows[start : start + rows_at_once].tolist() for start in range(0, len(rows), rows_at_once)]
+    new = gpu_models.tokens(rows_at_once, new_tokens, cls=False, seed=2)
+
+    def many() -> None:
+        for index in batches:
+            _states(model, contexts, new[: len(index)], index)
+
+    def single(cache: TurboKVCache) -> None:
+        for index in batches:
+            _states(model, cache, new[: len(index)], None)
+
+    arms: dict[str, Callable[[], object]] = {
+        MANY: many,
+        ONE: partial(single, one),
+        f"{ONE}, decoded once": partial(single, model.decoded(one)),
+    }
+    times, failed = cuda_timing.synchronized_seconds(arms, min(repeats, 5))
+    figures = cuda_timing.figures(times, failed)
+    median = {name: row["p50"] for name, row in spread(times).items()}
+    fastest = min(median[name] for name in median if name != MANY)
+    return figures | {
+        "per_second": {name: len(rows) / seconds for name, seconds in median.items()},
+        "ratios": {f"{MANY} / {ONE}": fastest / median[MANY]},
+        "pool": pool.info(),
+    }
+
+
+def _states(model: TurboEsmModel, cache: TurboKVCache, new: Tensor, index: list[int] | None) -> Tensor:
+    states: Tensor = model(new, past_key_values=cache, context_index=index).last_hidden_state
+    return states
+
+
+@torch.no_grad()
+def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, seconds: float) -> Figures:
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    pool = ContextPool(int(free) - spare)
+    hold, keys = pool.hold(), list[tuple[str, str]]()
+    begin, stopped_by, spec = time.perf_counter(), "memory", None
+    full = False
+    while not full:
+        if time.perf_counter() - begin > seconds:
+            stopped_by = "time"
+            break
+        batch = prefilled(model, _proteins(tokens, at_once, len(keys) // at_once))
+        spec = _spec(model, batch)
+        for cache in batch.cut([tokens] * at_once):
+            key = "resident", str(len(keys))
+            full = not _put(pool, hold, key, cache)
+            if full:
+                break
+            keys.append(key)
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begin
+    assert spec is not None
+    info = pool.info()
+    return {
+        "contexts": len(keys),
+        "stopped_by": stopped_by,
+        "seconds_for_all": took,
+        "pool": info,
+        "bytes": {"of a context": info["used_bytes"] / max(1, len(keys)), "model": _weights(model)},
+        "read_at_random": _read_at_random(model, hold.contexts(keys, spec), tokens, at_once),
+    }
+
+
+def _weights(model: TurboEsmModel) -> int:
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _proteins(tokens: int, at_once: int, batch: int) -> Tensor:
+    return gpu_models.tokens(at_once, tokens - 1, seed=1000 + batch)
+
+
+def _read_at_random(model: TurboEsmModel, contexts: PooledContexts, tokens: int, at_once: int) -> Figures:
+    """Time batches of contexts at random, and compare one of them with the same contexts encoded again."""
+    generator = np.random.default_rng(1)
+    new = gpu_models.tokens(at_once, 16, cls=False, seed=2)
+    count = contexts.batch_size
+    batches = [generator.choice(count, at_once, replace=count < at_once).tolist() for _ in range(20)]
+    for index in batches[:3]:
+        states = _states(model, contexts, new, index)
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for index in batches:
+        states = _states(model, contexts, new, index)
+    torch.cuda.synchronize()
+    took = time.perf_counter() - begin
+    errors = []
+    for row, number in list(enumerate(batches[-1]))[:4]:
+        again = prefilled(model, _proteins(tokens, at_once, number // at_once)).select(number % at_once)
+        errors.append(largest_difference(states[row], extend(model, again, new[row : row + 1])[0]))
+    return {
+        "rows_per_second": len(batches) * at_once / took,
+        "compared": len(errors),
+        "largest_difference": worst(errors),
+    }
+
+
+@torch.no_grad()
+def _shares(model: TurboEsmModel, rows: int, new_tokens: int, context_tokens: int, repeats: int) -> Figures:
+    config = model.config
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    device: Any = {"device": cuda_timing.DEVICE, "dtype": model.dtype}
+    cache = prefilled(model, gpu_models.tokens(1, context_tokens - 1, seed=3))
+    shape = (rows, new_tokens, heads, hidden // heads)
+    query, keys, values = (torch.randn(shape, **device).transpose(1, 2) for _ in range(3))
+    query = query * shape[3] ** -0.5
+
+    def attention(context: TurboKVCache, at_least: int | None) -> Callable[[], object]:
+        session = Extension(context, model.kv_backend, None, None)
+
+        def call() -> Tensor:
+            with _decoded_from(at_least):
+                return session.attend(0, query, keys, values)
+
+        return call
+
+    wide = config.intermediate_size
+    sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden)]
+    weights = [torch.randn(out, size, **device) * size**-0.5 for size, out in sizes]
+    inputs = {size: torch.randn(rows * new_tokens, size, **device) for size in (hidden, wide)}
+
+    def products() -> None:
+        for weight in weights:
+            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
+
+    arms: dict[str, Callable[[], object]] = {
+        "products": products,
+        "packed": attention(cache, 2**62),
+        "decoded for each layer": attention(cache, 0),
+        "decoded once": attention(model.decoded(cache), None),
+    }
+    times, failed = cuda_timing.captured_seconds(arms, repeats)
+    figures = cuda_timing.figures(times, failed)
+    median = {name: row["p50"] for name, row in spread(times).items()}
+    parts = {name: seconds / median["products"] for name, seconds in median.items() if name != "products"}
+    return figures | {"attention / products": {**parts, "fastest": min(parts.values())}}
+
+
+@contextmanager
+def _decoded_from(queries: int | None) -> Iterator[None]:
+    """Decode a shared context from this number of queries on; None leaves the number as it is."""
+    before = decoded_attention._MIN_QUERIES
+    decoded_attention._MIN_QUERIES = before if queries is None else queries
+    try:
+        yield
+    finally:
+        decoded_attention._MIN_QUERIES = before
