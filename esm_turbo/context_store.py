@@ -309,6 +309,15 @@ class ContextStore:
             f" {info['held']} contexts are held: hold fewer at a time"
         )
 
+    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache | None:
+        """The context of exactly these tokens, see `get_or_compute`, or None. Only what is found is counted."""
+        with self._mutex:
+            row = np.array(token_ids, dtype=np.uint8)
+            key = _key(row, len(row), token_ids.count(turbo.codes.mask))
+            spec = context_spec(turbo, config)
+            context = self._look_up(self._files.partition(spec), key, turbo.model.device)
+            return None if context is None else context.clone().cache(spec)
+
     def get_or_compute(
         self,
         turbo: ContextModel,

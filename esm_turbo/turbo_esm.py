@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
     from esm_turbo.tasks.generation.options import Allowed
+    from esm_turbo.tasks.scoring.pairs import PairScores
     from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.score import VariantScores
 
@@ -285,6 +286,36 @@ class TurboEsm(ContextModel):
         return score(
             self,
             context,
+            candidates,
+            arm=arm,
+            refresh=refresh,
+            place=place,
+            toks_per_batch=toks_per_batch,
+            store=store,
+            progress=progress,
+        )
+
+    def score_pairs(
+        self,
+        targets: Sequence[str],
+        candidates: Sequence[str] | Sequence[Sequence[str]],
+        *,
+        arm: Arm | None = None,
+        refresh: int = DEFAULT_REFRESH,
+        place: Place = "masked",
+        toks_per_batch: int | None = None,
+        store: ContextStore | None = None,
+        progress: Progress | None = None,
+    ) -> PairScores:
+        """Score candidates on many targets, in batches filled across targets.
+
+        The arguments are those of `tasks.scoring.pairs.score_pairs`.
+        """
+        from esm_turbo.tasks.scoring.pairs import score_pairs
+
+        return score_pairs(
+            self,
+            targets,
             candidates,
             arm=arm,
             refresh=refresh,

@@ -21,6 +21,7 @@ from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequenc
 
 if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
+    from esm_turbo.files.journal import Journal
     from esm_turbo.tasks.common.options import Arm
     from esm_turbo.tasks.common.run_info import RunInfo
     from esm_turbo.turbo_esm import TurboEsm
@@ -238,6 +239,23 @@ def opened_store(folder: Path | None, turbo: TurboEsm) -> Iterator[ContextStore 
         after = store.info()["usage"]
     looked_up, missed = (after[name] - before[name] for name in ("looked_up", "missed"))
     say(f"{folder}: {looked_up - missed:,} contexts found, {missed:,} computed and added")
+
+
+@contextlib.contextmanager
+def resumable(out: Path | None) -> Iterator[Journal | None]:
+    """Keep the results of a command until it has written them to a file; None without a file.
+
+    Raises:
+        ValueError: another process writes the same file, or it cannot be written.
+    """
+    from esm_turbo.files.journal import journal_beside
+
+    with journal_beside(out) as journal:
+        yield journal
+        if journal is not None:
+            if journal.found:
+                say(f"{out}: continued a run that was stopped, {counted(journal.found, 'part')} of which was done")
+            journal.remove()
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from esm_turbo.cli.inputs import (
     outcome,
     read_proteins,
     readable,
+    resumable,
 )
 from esm_turbo.cli.options import (
     Arms,
@@ -62,7 +63,7 @@ def score(
 
     Every residue of a candidate is masked in turn. A target is computed once for all candidates of the same length.
     With several arms, the agreement of their rankings is shown. Bad records are reported at the end; all others are
-    scored.
+    scored. A run that was stopped continues where it was, if it has an --out: run the same command again.
 
     Args:
         targets: FASTA file, plain or gzip.
@@ -92,23 +93,25 @@ def score(
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
     used = announce(turbo, arms, spread.devices)
-    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
-        run = score_records(
-            turbo,
-            good,
-            read,
-            arms,
-            top_k=top_k,
-            progress=progress,
-            refresh=refresh,
-            place=place,
-            toks_per_batch=toks_per_batch,
-            store=contexts,
-            runner=runner,
-        )
-    if out is not None and run.results:
-        settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
-        save(partial(run.write, run=used, settings=settings), out)
+    with resumable(out) as journal:
+        with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
+            run = score_records(
+                turbo,
+                good,
+                read,
+                arms,
+                top_k=top_k,
+                journal=journal,
+                progress=progress,
+                refresh=refresh,
+                place=place,
+                toks_per_batch=toks_per_batch,
+                store=contexts,
+                runner=runner,
+            )
+        if out is not None and run.results:
+            settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
+            save(partial(run.write, run=used, settings=settings), out)
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of
 

@@ -95,14 +95,15 @@ def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> Tu
     """A context for many tokens that read it: decoded to full precision if that pays and memory permits.
 
     Args:
-        cache: one row.
+        cache: of any rows.
         tokens: number of tokens that will read it, in all batches together.
     """
     encoder, threshold = turbo.model.base_model, _DECODED_FROM.get(turbo.model.device.type)
-    if threshold is None or tokens < threshold or cache.config == FROZEN:
+    if threshold is None or tokens < threshold * cache.batch_size or cache.config == FROZEN:
         return cache
     free = available_bytes(encoder.device)
-    if free is not None and cache_bytes(encoder, cache.columns, FROZEN) > _DECODED_SHARE * free:
+    stored = cache.batch_size * cache.columns
+    if free is not None and cache_bytes(encoder, stored, FROZEN) > _DECODED_SHARE * free:
         return cache
     decoded: TurboKVCache = encoder.decoded(cache)
     return decoded
@@ -150,6 +151,13 @@ class ContextSource(Protocol):
         """The context of exactly these tokens, computed by `compute` if it is missing."""
 
 
+class ReadableSource(ContextSource, Protocol):
+    """A `ContextSource` that can be asked for what it has; a `ContextStore` is one, too."""
+
+    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
+        """The context of exactly these tokens if it is there; called from other threads, too."""
+
+
 def prefill_ids(
     turbo: ContextModel, token_ids: Sequence[int], arm: str, store: ContextSource | None = None
 ) -> TurboKVCache:
@@ -164,20 +172,31 @@ def prefill_ids(
         ValueError: the preset needs a calibration and the model has none, or the store belongs to another model.
         NotEnoughMemoryError: the row does not fit into the device's memory.
     """
-    config = FROZEN if arm == "frozen" else turbo.model.base_model.turbo_config
+    config = context_config(turbo, arm)
     if store is None:
-        return _prefill_ids(turbo, token_ids, config)
-    return store.get_or_compute(turbo, token_ids, config, lambda: _prefill_ids(turbo, token_ids, config))
+        return prefill_rows(turbo, [token_ids], config)
+    return store.get_or_compute(turbo, token_ids, config, lambda: prefill_rows(turbo, [token_ids], config))
+
+
+def context_config(turbo: ContextModel, arm: str) -> TurboConfig:
+    """The options under which the arm `frozen` or `turbo` stores contexts."""
+    return FROZEN if arm == "frozen" else turbo.model.base_model.turbo_config
 
 
 @torch.no_grad()
-def _prefill_ids(turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache:
-    esm = turbo.model.base_model
+def prefill_rows(turbo: ContextModel, rows: Sequence[Sequence[int]], config: TurboConfig) -> TurboKVCache:
+    """Compute rows of tokens exactly, in one batch, and cache them under these options.
+
+    Raises:
+        NotEnoughMemoryError: they do not fit into the device's memory.
+    """
+    esm, lengths = turbo.model.base_model, [len(row) for row in rows]
     geometry = Geometry.of(esm.config)
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
-    check_memory(esm, len(token_ids), more=cache_bytes(esm, len(token_ids), config))
-    input_ids = torch.tensor([list(token_ids)], device=esm.device)
-    esm(input_ids, past_key_values=cache, use_cache=True, row_lengths=[len(token_ids)])
+    more = cache_bytes(esm, max(lengths) * len(rows), config)
+    check_memory(esm, max(lengths), rows=len(rows), more=more)
+    input_ids, mask = (x.to(esm.device) for x in turbo.codes.batch([list(row) for row in rows]))
+    esm(input_ids, mask if len(rows) > 1 else None, past_key_values=cache, use_cache=True, row_lengths=lengths)
     return cache
 
 

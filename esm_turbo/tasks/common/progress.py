@@ -36,6 +36,17 @@ class StageProgress:
         self.total = total
         self.done = 0
 
+    def part(self) -> Progress:
+        """A callback for a part of the stage: what it does counts here."""
+        before = 0
+
+        def report(stage: str, done: int, total: int, /) -> None:
+            nonlocal before
+            self.advance(done - before)
+            before = done
+
+        return report
+
     def advance(self, units: int) -> None:
         """Report that `units` more are done; 0 shows the stage before its first unit is."""
         self.done += units

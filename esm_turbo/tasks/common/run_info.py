@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.tasks.common.arms import arm_preset
+from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.tasks.common.arms import arm_preset, context_config
 from esm_turbo.tasks.common.options import Arm
 
 if TYPE_CHECKING:
@@ -88,3 +91,21 @@ def run_metadata(run: RunInfo | None, settings: Mapping[str, Any] | None) -> dic
 def context_arm(turbo: ContextModel) -> Arm:
     """The arm whose contexts a model writes under its own preset."""
     return "frozen" if turbo.model.base_model.turbo_config.codec == "exact" else "turbo"
+
+
+def run_settings(turbo: ContextModel, arms: Sequence[Arm]) -> dict[Arm, dict[str, Any]]:
+    """For each arm all that scores depend on besides sequences and options, up to rounding, as JSON values."""
+    shared = {
+        "versions": package_versions(),
+        "weights": weights_digest(turbo.model),
+        "dtype": str(turbo.model.dtype).removeprefix("torch."),
+        "device": turbo.model.device.type,
+    }
+    settings: dict[Arm, dict[str, Any]] = {}
+    for arm in arms:
+        settings[arm] = shared | {"arm": arm}
+        if arm != "full":
+            config = context_config(turbo, arm)
+            codec = turbo.model.base_model.codec(config).fingerprint
+            settings[arm] |= {"preset": config.to_dict(), "codec": hashlib.sha256(codec.tobytes()).hexdigest()}
+    return settings

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvRow, is_table, read_csv
+from esm_turbo.files.journal import Journal, key_of
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
-from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.arms import ContextSource
-from esm_turbo.tasks.common.memory import too_large
+from esm_turbo.tasks.common.arms import ReadableSource
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
-from esm_turbo.tasks.scoring.score import Scores, score
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
+from esm_turbo.tasks.scoring.pairs import TargetPairs, failure, iter_scores
+from esm_turbo.tasks.scoring.score import Scores
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -216,25 +216,27 @@ def score_records(
     refresh: int = DEFAULT_REFRESH,
     place: Place = "masked",
     toks_per_batch: int | None = None,
-    store: ContextSource | None = None,
+    store: ReadableSource | None = None,
     top_k: int = DEFAULT_TOP_K,
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
+    journal: Journal | None = None,
 ) -> ScoringRun:
     """Score candidates on targets. Those that cannot be scored are set apart and reported.
 
-    A piece is a target with its candidates, or, if these are many, with some of them: the shortest first, with
-    `_TOKENS_PER_PIECE` tokens to run.
+    A piece is some targets with their candidates, or one target with some of many, the shortest first: up to
+    `_TOKENS_PER_PIECE` tokens to run, in batches filled across targets.
 
     Args:
-        targets: the targets, scored one after the other.
+        targets: the targets.
         candidates: each is scored on its own target, or on all.
         arms: one arm or several.
         top_k: number of top candidates used to compare arms.
         progress: called with stage `score` and residues on all targets in all arms, see `Progress`.
         runner: where pieces are scored; None is this process.
         plan: which pieces are scored; None is all.
+        journal: keeps the scores of each piece, and has those of an earlier run with the same settings.
 
     `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
     """
@@ -243,34 +245,45 @@ def score_records(
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)
     numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
-    all_pieces = [
-        _Piece(target, tuple(own), tuple(candidates[index].sequence for index in own))
+    all_parts = [
+        _Part(target, tuple(own), tuple(candidates[index].sequence for index in own))
         for target in targets
         for own in _cut(candidates, numbers[target.id], _context(target, arms, refresh))
     ]
+    all_pieces = _packed(all_parts, arms, refresh)
     plan = Plan() if plan is None else plan
-    names = [f"{piece.target.id} {piece.numbers}" for piece in all_pieces]
+    names = [" ".join(f"{part.target.id} {part.numbers}" for part in piece) for piece in all_pieces]
     costs = [
-        sum(forward_cost(turbo, _tokens(len(one), _context(piece.target, arms, refresh)), len(piece.target.sequence))
-            for one in piece.sequences)
+        sum(
+            forward_cost(turbo, part.tokens(_context(part.target, arms, refresh)), len(part.target.sequence))
+            for part in piece
+        )
         for piece in all_pieces
-    ]  # fmt: skip
+    ]
     pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    units = [len(arms) * sum(map(len, piece.sequences)) for piece in pieces]
     work = _ScoreWork(tuple(arms), refresh, place, toks_per_batch, store)
+    kept = _Kept(turbo, work, pieces, journal)
+    left = [number for number in range(len(pieces)) if number not in kept.done]
+    units = [len(arms) * sum(part.residues for part in pieces[number]) for number in left]
     runner = Here(turbo) if runner is None else runner
-    found: dict[str, dict[int, _Scored]] = {}
-    for number, scored in runner.run(work, pieces, stage="score", units=units, progress=progress):
-        found.setdefault(pieces[number].target.id, {})[number] = scored
+    scored = dict(kept.done)
+    rest = [pieces[number] for number in left]
+    for index, own_scores in runner.run(work, rest, stage="score", units=units, progress=progress):
+        scored[left[index]] = own_scores
+        kept.add(left[index], own_scores)
+    found: dict[str, list[tuple[_Part, _Scored]]] = {}
+    for number, piece in enumerate(pieces):
+        for part, one in zip(piece, scored[number], strict=True):
+            found.setdefault(part.target.id, []).append((part, one))
     for target in targets:
-        parts = [(pieces[number], scored) for number, scored in sorted(found.get(target.id, {}).items())]
+        parts = found.get(target.id, [])
         if not parts:
             continue
-        reasons = dict.fromkeys(scored.failed for _, scored in parts if scored.failed is not None)
+        reasons = dict.fromkeys(one.failed for _, one in parts if one.failed is not None)
         run.failed += [BadRecord(target.id, reason) for reason in reasons]
         if reasons:
             continue
-        own = sorted(number for piece, _ in parts for number in piece.numbers)
+        own = sorted(number for part, _ in parts for number in part.numbers)
         result, failed = _result(target, [candidates[index] for index in own], _joined(parts, own, arms), top_k)
         run.failed += failed
         if result is not None:
@@ -281,7 +294,7 @@ def score_records(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Part:
     """Candidates on a target.
 
     Attributes:
@@ -294,10 +307,22 @@ class _Piece:
     numbers: tuple[int, ...]
     sequences: tuple[str, ...]
 
+    @property
+    def residues(self) -> int:
+        """Residues of all candidates."""
+        return sum(map(len, self.sequences))
+
+    def tokens(self, context: int) -> int:
+        """Tokens that run to score the candidates, `context` of the target's with each row."""
+        return sum(_tokens(len(one), context) for one in self.sequences)
+
+
+_Piece = tuple[_Part, ...]
+
 
 @dataclass(frozen=True)
 class _Scored:
-    """Result of a piece.
+    """Result of a part of a piece.
 
     Attributes:
         scores: of its candidates by arm.
@@ -316,38 +341,65 @@ class _ScoreWork:
     refresh: int
     place: Place
     toks_per_batch: int | None
-    store: ContextSource | None
+    store: ReadableSource | None
 
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Scored]:
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[_Scored]]:
         for piece in pieces:
-            scores: dict[Arm, Scores] = {}
-            done = 0
-            try:
-                for arm in self.arms:
-                    scores[arm] = score(
-                        turbo,
-                        piece.target.sequence,
-                        list(piece.sequences),
-                        arm=arm,
-                        refresh=self.refresh,
-                        place=self.place,
-                        toks_per_batch=self.toks_per_batch,
-                        store=self.store,
-                        progress=part_of(progress, start=done),
-                    )
-                    done += sum(map(len, piece.sequences))
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                yield self.failed(piece, too_large(len(piece.target.sequence), turbo.model.device, error))
-            else:
-                yield _Scored(scores)
+            pairs = [TargetPairs(part.target.sequence, part.sequences) for part in piece]
+            residues = sum(part.residues for part in piece)
+            scores: list[dict[Arm, Scores]] = [{} for _ in piece]
+            failed: dict[int, str] = {}
+            for number, arm in enumerate(self.arms):
+                found = iter_scores(
+                    turbo,
+                    pairs,
+                    arm=arm,
+                    refresh=self.refresh,
+                    place=self.place,
+                    toks_per_batch=self.toks_per_batch,
+                    store=self.store,
+                    progress=part_of(progress, start=number * residues),
+                )
+                for index, one in found:
+                    if isinstance(one, Exception):
+                        failed.setdefault(index, failure(pairs[index].target, one, turbo.model.device))
+                    else:
+                        scores[index][arm] = one
+            yield [_Scored(own, failed.get(index)) for index, own in enumerate(scores)]
 
-    def failed(self, piece: _Piece, reason: str) -> _Scored:
-        return _Scored({}, reason)
+    def failed(self, piece: _Piece, reason: str) -> list[_Scored]:
+        return [_Scored({}, reason) for _ in piece]
 
-    def has_failed(self, result: _Scored) -> bool:
-        return result.failed is not None
+    def has_failed(self, result: list[_Scored]) -> bool:
+        return any(one.failed is not None for one in result)
+
+
+class _Kept:
+    """The results of pieces that a journal has, and those that it is given.
+
+    Attributes:
+        done: results by number of the piece.
+    """
+
+    def __init__(
+        self, turbo: ContextModel, work: _ScoreWork, pieces: Sequence[_Piece], journal: Journal | None
+    ) -> None:
+        self.done: dict[int, list[_Scored]] = {}
+        self._journal, self._keys = journal, list[str]()
+        if journal is None:
+            return
+        settings = [run_settings(turbo, work.arms), work.refresh, work.place, work.toks_per_batch]
+        for number, piece in enumerate(pieces):
+            self._keys.append(key_of(settings, [[part.target.sequence, *part.sequences] for part in piece]))
+            value = journal.get(self._keys[number])
+            if value is not None:
+                self.done[number] = [_Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
+
+    def add(self, number: int, result: Sequence[_Scored]) -> None:
+        """Keep the result of a piece, unless a target failed: another time, there may be more memory."""
+        if self._journal is not None and all(one.failed is None for one in result):
+            values = [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
+            self._journal.add(self._keys[number], values)
 
 
 def _context(target: ProteinRecord, arms: Sequence[Arm], refresh: int) -> int:
@@ -374,14 +426,27 @@ def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int) 
         yield sorted(piece)
 
 
-def _joined(parts: Sequence[tuple[_Piece, _Scored]], numbers: Sequence[int], arms: Sequence[Arm]) -> dict[Arm, Scores]:
+def _packed(parts: Iterable[_Part], arms: Sequence[Arm], refresh: int) -> list[_Piece]:
+    """Pieces of parts in their order, as many in each as fit."""
+    pieces, piece, size = list[_Piece](), list[_Part](), 0
+    for part in parts:
+        tokens = part.tokens(_context(part.target, arms, refresh))
+        if piece and size + tokens > _TOKENS_PER_PIECE:
+            pieces.append(tuple(piece))
+            piece, size = [], 0
+        piece.append(part)
+        size += tokens
+    return [*pieces, tuple(piece)] if piece else pieces
+
+
+def _joined(parts: Sequence[tuple[_Part, _Scored]], numbers: Sequence[int], arms: Sequence[Arm]) -> dict[Arm, Scores]:
     """The scores of all pieces of a target, in the order of the candidates' numbers."""
     joined = {}
     for arm in arms:
         by_number = {
             number: one
-            for piece, scored in parts
-            for number, one in zip(piece.numbers, scored.scores[arm].scores, strict=True)
+            for part, scored in parts
+            for number, one in zip(part.numbers, scored.scores[arm].scores, strict=True)
         }
         joined[arm] = replace(parts[0][1].scores[arm], scores=tuple(by_number[number] for number in numbers))
     return joined

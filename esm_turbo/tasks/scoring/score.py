@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
 from torch import Tensor
@@ -140,6 +140,16 @@ class Scores(Tabular):
             raise ValueError("only scores of the same candidates in the same order can be compared")
         return rank_agreement([mean for _, mean in ours], [mean for _, mean in theirs], top_k)
 
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """Inverse of `to_dict`.
+
+        Raises:
+            KeyError, TypeError: an entry is missing, or of another type.
+        """
+        scores = (CandidateScore(one["sequence"], tuple(one["log_probabilities"])) for one in values["candidates"])
+        return cls(tuple(scores), **{name: values[name] for name in ("arm", "preset", "place", "refresh", "model")})
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         return {
@@ -194,14 +204,7 @@ def score(
             the cache is empty, has several rows or belongs to another model.
         NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
     """
-    residues = []
-    for number, sequence in enumerate(as_list(candidates, "candidate"), start=1):
-        # Two peptides in one string would be scored as one.
-        if isinstance(sequence, str) and len(sequence.split()) > 1:
-            raise ValueError(f"candidate {number}: has a space inside; remove it, or give two candidates")
-        residues.append(turbo.codes.encode(sequence, f"candidate {number}"))
-        if turbo.codes.mask in residues[-1]:
-            raise ValueError(f"candidate {number}: holds a <mask>, which has no likelihood; give residues only")
+    residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
     check_count("refresh", refresh, 0)
     if isinstance(context, TurboKVCache):
         arm, preset = resolve_arm(turbo, arm, context)
@@ -219,10 +222,7 @@ def score(
             target = cached_target(turbo, token_ids, arm, place, refresh, store)
     toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([target.residues + max(map(len, residues))], turbo.model.family, stacklevel=3)
-    encoder = turbo.model.base_model
-    if encoder.peptide_notice is not None:
-        warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=2)
-        encoder.peptide_notice = None
+    warn_of_peptides(turbo, stacklevel=3)
     log_probs: dict[int, tuple[float, ...]] = {}
     counter = StageProgress(progress, "score", sum(map(len, residues)))
     # Candidates of one length need no padding and share one context.
@@ -236,6 +236,34 @@ def score(
         log_probs |= {index: tuple(flat[k * length : (k + 1) * length]) for k, index in enumerate(group)}
     scores = tuple(CandidateScore(turbo.codes.decode(ids), log_probs[index]) for index, ids in enumerate(residues))
     return Scores(scores, arm, preset, None if arm == "full" else place, target.refresh, turbo.name)
+
+
+def encode_candidates(codes: TokenCodes, candidates: Sequence[str], where: str = "") -> list[list[int]]:
+    """Token ids of candidates.
+
+    Args:
+        where: added to the number of a candidate in an error.
+
+    Raises:
+        ValueError: one is empty, or has a letter that is not a residue, or a mask.
+    """
+    residues = []
+    for number, sequence in enumerate(candidates, start=1):
+        # Two peptides in one string would be scored as one.
+        if isinstance(sequence, str) and len(sequence.split()) > 1:
+            raise ValueError(f"candidate {number}{where}: has a space inside; remove it, or give two candidates")
+        residues.append(codes.encode(sequence, f"candidate {number}{where}"))
+        if codes.mask in residues[-1]:
+            raise ValueError(f"candidate {number}{where}: holds a <mask>, which has no likelihood; give residues only")
+    return residues
+
+
+def warn_of_peptides(turbo: ContextModel, stacklevel: int = 2) -> None:
+    """Warn, once, of what a model's family was not trained on."""
+    encoder = turbo.model.base_model
+    if encoder.peptide_notice is not None:
+        warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=stacklevel)
+        encoder.peptide_notice = None
 
 
 def _masked_log_probabilities(

@@ -9,10 +9,13 @@ import pytest
 
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.files.csv_files import read_csv, write_csv
+from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import normalize_sequence, read_fasta_strict
 from esm_turbo.tasks.common import memory
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError, check_memory
 from esm_turbo.tasks.scoring.records import read_candidates
+from esm_turbo.tasks.scoring.score import Scores
+from tests.helpers.scores import assert_close
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 OTHER = "GSWKDLAEPLLKRRVWTC"
@@ -36,7 +39,9 @@ def test_scores_of_a_file_equal_those_in_python(esm_shared, turbo, targets, cand
     expected = turbo.score(TARGET, ["ACDEF", "WTC", "GGGSG"])
     [first, second] = json.loads(found.read_text())["results"]
     assert (first["target"], second["residues"]) == ("one", len(OTHER))
-    assert first["arms"]["turbo"] == expected.to_dict()
+    assert_close(Scores.from_dict(first["arms"]["turbo"]), expected)
+    # The rows below are those of this run.
+    expected = Scores.from_dict(first["arms"]["turbo"])
     assert [one["id"] for one in first["candidates"]] == ["a", "b", "c"]
     rows = list(csv.DictReader(out.open()))
     assert [row["target"] for row in rows] == ["one"] * 3 + ["two"] * 3
@@ -113,7 +118,7 @@ def test_bad_records_are_reported_and_the_others_scored(esm_shared, turbo, write
     result = json.loads(found.read_text())
     assert [one["record"] for one in result["failed"]] == ["bad", "b (line 3)", "c (line 4)", "d (line 5)"]
     [only] = result["results"]
-    assert only["arms"]["turbo"] == turbo.score(TARGET, "ACDEF").to_dict()
+    assert_close(Scores.from_dict(only["arms"]["turbo"]), turbo.score(TARGET, "ACDEF"))
 
 
 def test_a_target_that_does_not_fit_into_memory_is_reported(esm_shared, targets, candidates, monkeypatch, tmp_path):
@@ -197,3 +202,25 @@ def test_the_shipped_targets_and_peptides_can_be_read():
     ]
     assert [normalize_sequence(one, name="receptor") for one in receptors] == receptors
     assert targets[0].sequence in receptors
+
+
+def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidates, tmp_path, monkeypatch):
+    out, whole = tmp_path / "scores.csv", tmp_path / "whole.csv"
+    # A piece per target.
+    monkeypatch.setattr("esm_turbo.tasks.scoring.records._TOKENS_PER_PIECE", 200)
+    assert esm_shared("score", targets, candidates, "--out", whole).code == 0
+    add = Journal.add
+
+    def stop(self: Journal, key: str, value: object) -> None:
+        add(self, key, value)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "add", stop)
+        assert esm_shared("score", targets, candidates, "--out", out).code == 130
+    assert not out.exists()
+    result = esm_shared("score", targets, candidates, "--out", out)
+    assert f"{out}: continued a run that was stopped, 1 part of which was done" in result.err
+    assert out.read_bytes() == whole.read_bytes()
+    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
+    assert "continued" not in esm_shared("score", targets, candidates, "--out", out).err

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
+from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
 from esm_turbo.tasks.scoring import records
+from esm_turbo.tasks.scoring.pairs import TargetPairs
 from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, score_records
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+from tests.helpers.scores import assert_close
 
 TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVK"), ProteinRecord("two", "GSWKDLAEPL")]
 CANDIDATES = [Candidate("a", "ACDEF"), Candidate("b", "WTC"), Candidate("c", "GGGSG", "two")]
@@ -89,7 +95,7 @@ def test_every_candidate_on_its_targets_in_every_arm(turbo: TurboEsm) -> None:
     one, two = run.results
     assert [c.id for c in one.candidates] == ["a", "b"]
     assert [c.id for c in two.candidates] == ["a", "b", "c"]
-    assert one.scores["turbo"] == turbo.score(TARGETS[0].sequence, ["ACDEF", "WTC"])
+    assert_close(one.scores["turbo"], turbo.score(TARGETS[0].sequence, ["ACDEF", "WTC"]))
     assert two.scores["full"] == turbo.score(TARGETS[1].sequence, ["ACDEF", "WTC", "GGGSG"], arm="full")
     # The others are compared with the full arm.
     assert (two.reference, set(two.agreement)) == ("full", {"turbo"})
@@ -107,28 +113,27 @@ def test_without_the_full_arm_the_first_one_is_the_reference(turbo: TurboEsm) ->
 
 
 def test_a_target_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def small(turbo: TurboEsm, target: str, *arguments: object, **options: object) -> Scores:
-        if target == TARGETS[0].sequence:
+    def small(model: object, tokens: int, **options: object) -> None:
+        if tokens > 18:
             raise NotEnoughMemoryError("too large")
-        return original(turbo, target, *arguments, **options)
 
-    original = records.score
-    monkeypatch.setattr(records, "score", small)
+    monkeypatch.setattr(arms, "check_memory", small)
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"])
     assert [(one.record, one.reason) for one in run.failed] == [("one", "too large")]
     assert [result.target.id for result in run.results] == ["two"]
 
 
 def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(turbo: TurboEsm, target: str, candidates: list[str], arm: str, **options: object) -> Scores:
+    def broken(turbo: TurboEsm, pairs: list[TargetPairs], arm: Arm, **_: object) -> Iterator[tuple[int, Scores]]:
         """NaN for the candidate WTC in one arm, and for everything on the second target."""
-        wrong = {"WTC"} if arm == "turbo" else set()
-        if target == TARGETS[1].sequence:
-            wrong = set(candidates)
-        made = (CandidateScore(c, (math.nan if c in wrong else -1.0,) * len(c)) for c in candidates)
-        return Scores(tuple(made), arm, None, None, 0, "m")
+        for index, (target, candidates) in enumerate(pairs):
+            wrong = {"WTC"} if arm == "turbo" else set()
+            if target == TARGETS[1].sequence:
+                wrong = set(candidates)
+            made = (CandidateScore(c, (math.nan if c in wrong else -1.0,) * len(c)) for c in candidates)
+            yield index, Scores(tuple(made), arm, None, None, 0, "m")
 
-    monkeypatch.setattr(records, "score", broken)
+    monkeypatch.setattr(records, "iter_scores", broken)
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
     assert [one.record for one in run.failed] == ["b on one", "a on two", "b on two", "c on two"]
     assert {one.reason for one in run.failed} == {"its score is not finite; try --dtype float32"}
@@ -169,3 +174,49 @@ def test_other_columns_of_the_input_are_kept(turbo: TurboEsm, tmp_path: Path) ->
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == (*COLUMNS, "assay")
     assert len(rows) == 8 and {(row["candidate"], row["assay"]) for row in rows} == {("a", "'=x"), ("b", "y")}
+
+
+def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
+    turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A piece per target.
+    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 200)
+    whole = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
+    computed: list[str] = []
+    original = records.iter_scores
+
+    def watched(turbo: TurboEsm, pairs: list[TargetPairs], **options: object) -> Iterator[tuple[int, object]]:
+        computed.extend(one.target for one in pairs)
+        return original(turbo, pairs, **options)  # type: ignore[arg-type]
+
+    def stop(stage: str, done: int, total: int) -> None:
+        if done > 2 * 8:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(records, "iter_scores", watched)
+    with pytest.raises(KeyboardInterrupt):
+        score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"], journal=Journal(tmp_path), progress=stop)
+    computed.clear()
+    journal = Journal(tmp_path)
+    rest = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"], journal=journal)
+    assert set(computed) == {TARGETS[1].sequence}
+    assert journal.found == 1
+    assert list(rest.rows()) == list(whole.rows())
+    # Other settings, arms, candidates or targets are other runs.
+    for changed in (
+        lambda journal: score_records(turbo, TARGETS, CANDIDATES, ["turbo"], refresh=3, journal=journal),
+        lambda journal: score_records(turbo, TARGETS, CANDIDATES, ["frozen"], journal=journal),
+        lambda journal: score_records(turbo, TARGETS, CANDIDATES[:1], ["turbo", "frozen"], journal=journal),
+    ):
+        changed(journal := Journal(tmp_path))
+        assert journal.found == 0
+
+
+def test_a_target_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(arms, "available_bytes", lambda device: 10)
+        patch.setattr("esm_turbo.tasks.common.memory.available_bytes", lambda device: 10)
+        run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
+        assert [one.record for one in run.failed] == ["one", "two"]
+    run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
+    assert [one.target.id for one in run.results] == ["one", "two"]

@@ -1,0 +1,318 @@
+"""Rows that extend the contexts of many proteins, in batches that do not end where a protein does.
+
+Contexts come in waves: as many as a part of the memory holds are computed in batches, or read from a store, which reads
+those of the next wave meanwhile. Rows of a wave that would not fill a batch by themselves share batches, in which each
+names its context; where one context has enough rows for a batch of its own, it is read as by a single protein.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby, repeat
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from esm_turbo.config import TurboConfig
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.memory import available_bytes, is_out_of_memory
+from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.tasks.common.arms import (
+    ReadableSource,
+    as_read_fastest,
+    context_config,
+    log_probabilities,
+    prefill_rows,
+)
+from esm_turbo.tasks.common.memory import cache_bytes, halve_until_it_fits
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+# Largest part of the free memory that the contexts of a wave may take, and tokens of contexts in a wave, in batches:
+# with more the last batch of rows, which is not full, would matter less.
+_SHARE, _BATCHES = 0.125, 4
+
+TokenIds = tuple[int, ...]
+
+
+class Extensions(NamedTuple):
+    """Rows that extend one context, as the model takes them.
+
+    Attributes:
+        input_ids: [n, width].
+        at: index of the token to predict in each row, int64 [n].
+        visible: tokens of the context that each row sees, [n, kept]; None for all.
+        position_ids: [n, width]; None for those after the context.
+    """
+
+    input_ids: Tensor
+    at: Tensor
+    visible: Tensor | None = None
+    position_ids: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that extend one context.
+
+    Attributes:
+        owner: number of the protein that they belong to.
+        context: token ids that the context is computed from.
+        kept: number of them that the rows read, the first ones.
+        count: number of rows.
+        width: tokens in each row.
+        make: makes the rows of these numbers, int64 [n].
+        hides: whether they hide tokens of the context from some rows.
+    """
+
+    owner: int
+    context: TokenIds
+    kept: int
+    count: int
+    width: int
+    make: Callable[[Tensor], Extensions]
+    hides: bool = False
+
+
+@torch.no_grad()
+def predict_rows(
+    turbo: ContextModel,
+    jobs: Iterable[Rows],
+    arm: str,
+    toks_per_batch: int,
+    *,
+    store: ReadableSource | None = None,
+    advance: Callable[[int], None] = lambda rows: None,
+) -> Iterator[tuple[int, list[Tensor] | Exception]]:
+    """Predict one token in each of many rows.
+
+    Args:
+        jobs: the rows, those of a protein one after the other; read as they are needed.
+        arm: `frozen` or `turbo`.
+        toks_per_batch: tokens per batch, of contexts and of rows.
+        store: holds contexts.
+        advance: called with numbers of rows done.
+
+    Yields:
+        For each protein, in order, its number and the log-probabilities of each of its jobs, float32
+        [count, vocab_size] on the CPU; or the error, if it does not fit into memory.
+    """
+    contexts = _Contexts(turbo, context_config(turbo, arm), toks_per_batch, store)
+    with ThreadPoolExecutor(1) as readers:
+        predicted = _predicted(contexts, _waves(jobs, contexts), readers, advance)
+        for owner, own in groupby(predicted, key=lambda one: one[0]):
+            values = [value for _, value in own]
+            failure = next((value for value in values if isinstance(value, Exception)), None)
+            yield owner, failure or [value for value in values if isinstance(value, Tensor)]
+
+
+def _predicted(
+    contexts: _Contexts,
+    waves: Iterator[list[Rows]],
+    readers: ThreadPoolExecutor,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[int, Tensor | Exception]]:
+    """The predictions of each job, in order."""
+    following = next(waves, None)
+    found = None if following is None else contexts.look_up(following, readers)
+    while following is not None and found is not None:
+        wave, ready = following, found.result()
+        following = next(waves, None)
+        found = None if following is None else contexts.look_up(following, readers)
+        held, failed = contexts.complete(wave, ready)
+        results: dict[int, Tensor | Exception] = {}
+        for number, result in _run_wave(contexts, wave, held, failed):
+            results[number] = result
+            advance(wave[number].count)
+        del held, ready
+        for number, job in enumerate(wave):
+            yield job.owner, results[number]
+
+
+def _waves(jobs: Iterable[Rows], contexts: _Contexts) -> Iterator[list[Rows]]:
+    """The jobs in groups whose contexts fit into memory together; at least one in each."""
+    wave: list[Rows] = []
+    held: set[TokenIds] = set()
+    tokens = 0
+    for job in jobs:
+        more = 0 if job.context in held else len(job.context)
+        if wave and tokens + more > contexts.tokens_per_wave:
+            yield wave
+            wave, held, tokens, more = [], set(), 0, len(job.context)
+        wave.append(job)
+        held.add(job.context)
+        tokens += more
+    if wave:
+        yield wave
+
+
+class _Contexts:
+    """Where the contexts of a wave come from.
+
+    Attributes:
+        tokens_per_wave: largest number of tokens of the contexts of a wave.
+    """
+
+    def __init__(
+        self, turbo: ContextModel, config: TurboConfig, toks_per_batch: int, store: ReadableSource | None
+    ) -> None:
+        self.turbo = turbo
+        self.config = config
+        self.toks_per_batch = toks_per_batch
+        self.store = store
+        esm = turbo.model.base_model
+        free = available_bytes(esm.device)
+        fits = _BATCHES * toks_per_batch
+        if free is not None:
+            fits = min(fits, int(_SHARE * free / max(1, cache_bytes(esm, 1024, config)) * 1024))
+        self.tokens_per_wave = fits
+
+    def look_up(self, wave: Sequence[Rows], readers: ThreadPoolExecutor) -> Future[dict[TokenIds, TurboKVCache]]:
+        """Begin to read the contexts of a wave that are in the store."""
+        return readers.submit(self._stored, list(dict.fromkeys(job.context for job in wave)))
+
+    def _stored(self, wanted: Sequence[TokenIds]) -> dict[TokenIds, TurboKVCache]:
+        if self.store is None:
+            return {}
+        found = {ids: self.store.find(self.turbo, ids, self.config) for ids in wanted}
+        return {ids: cache for ids, cache in found.items() if cache is not None}
+
+    def complete(
+        self, wave: Sequence[Rows], ready: dict[TokenIds, TurboKVCache]
+    ) -> tuple[dict[TokenIds, TurboKVCache], dict[TokenIds, Exception]]:
+        """All contexts of a wave, caches of one row with what is kept of them; and the errors of those that failed."""
+        kept = {job.context: job.kept for job in wave}
+        missing = [ids for ids in kept if ids not in ready]
+        held, failed = dict(ready), dict[TokenIds, Exception]()
+
+        def run(part: Sequence[int]) -> None:
+            own = [missing[index] for index in part]
+            cache = prefill_rows(self.turbo, own, self.config)
+            for ids, one in zip(own, cache.cut([len(ids) for ids in own]), strict=True):
+                held[ids] = one
+                if self.store is not None:
+                    self.store.get_or_compute(self.turbo, ids, self.config, repeat(one).__next__)
+
+        def fail(index: int, error: Exception) -> None:
+            failed[missing[index]] = error
+
+        # The longest first, so that a lack of memory shows at once.
+        for batch in reversed(token_batches([len(ids) for ids in missing], self.toks_per_batch)):
+            halve_until_it_fits(run, batch, fail)
+        for ids, cache in held.items():
+            cache.crop(kept[ids])
+        return held, failed
+
+
+def _run_wave(
+    contexts: _Contexts,
+    jobs: Sequence[Rows],
+    held: dict[TokenIds, TurboKVCache],
+    failed: dict[TokenIds, Exception],
+) -> Iterator[tuple[int, Tensor | Exception]]:
+    """The predictions of each job, by its number in the wave, or the error if memory does not suffice."""
+    turbo, budget = contexts.turbo, contexts.toks_per_batch
+    ready = [number for number, job in enumerate(jobs) if job.context in held]
+    joined = [number for number in ready if jobs[number].count * jobs[number].width < budget]
+    joined = joined if len({jobs[number].context for number in joined}) > 1 else []
+    for number, job in enumerate(jobs):
+        if job.context in failed:
+            yield number, failed[job.context]
+        elif number not in joined:
+            yield number, _run_alone(turbo, job, held[job.context], budget)
+    if not joined:
+        return
+    own = [jobs[number] for number in joined]
+    try:
+        yield from zip(joined, _run_joined(turbo, own, held, budget), strict=True)
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    for number in joined:
+        yield number, _run_alone(turbo, jobs[number], held[jobs[number].context], budget)
+
+
+def _run_alone(turbo: ContextModel, job: Rows, context: TurboKVCache, budget: int) -> Tensor | Exception:
+    """The predictions of a job whose rows share no batch with others."""
+    try:
+        cache, parts = context, []
+        if not job.hides or turbo.model.device.type == "cpu":
+            cache = as_read_fastest(turbo, context, job.count * job.width)
+        for numbers in torch.arange(job.count).split(max(1, budget // job.width)):
+            made = job.make(numbers)
+            input_ids, at, options = _batch(turbo, [made], [job.kept], job.kept)
+            parts.append(log_probabilities(turbo, input_ids, at, past_key_values=cache, **options))
+        return torch.cat(parts)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return error.with_traceback(None)
+
+
+def _run_joined(
+    turbo: ContextModel, jobs: Sequence[Rows], held: dict[TokenIds, TurboKVCache], budget: int
+) -> list[Tensor]:
+    """The predictions of jobs whose rows share batches, in which rows of similar width follow each other."""
+    place = {ids: row for row, ids in enumerate(dict.fromkeys(job.context for job in jobs))}
+    cache, past = TurboKVCache.cat([held[ids] for ids in place]), max(job.kept for job in jobs)
+    if turbo.model.device.type == "cpu":
+        cache = as_read_fastest(turbo, cache, sum(job.count * job.width for job in jobs))
+    order = sorted(range(len(jobs)), key=lambda number: jobs[number].width)
+    rows = [(number, row) for number in order for row in range(jobs[number].count)]
+    widths = [jobs[number].width for number, _ in rows]
+    found: list[list[Tensor]] = [[] for _ in jobs]
+    for batch in token_batches(widths, budget):
+        groups = [(n, [row for _, row in own]) for n, own in groupby((rows[i] for i in batch), key=lambda one: one[0])]
+        made = [jobs[number].make(torch.tensor(own)) for number, own in groups]
+        input_ids, at, options = _batch(turbo, made, [jobs[number].kept for number, _ in groups], past)
+        index = [place[jobs[n].context] for n, own in groups for _ in own]
+        values = log_probabilities(turbo, input_ids, at, past_key_values=cache, context_index=index, **options)
+        for (number, _), part in zip(groups, values.split([len(own) for _, own in groups]), strict=True):
+            found[number].append(part)
+    return [torch.cat(parts) for parts in found]
+
+
+def _batch(
+    turbo: ContextModel, parts: Sequence[Extensions], kept: Sequence[int], past: int
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Rows of several contexts in one batch, padded on the right.
+
+    Args:
+        parts: the rows of each context.
+        kept: number of tokens of each context.
+        past: number of tokens of the longest context of the cache.
+
+    Returns:
+        `input_ids` [n, width], `at` [n], and `attention_mask` and `position_ids`, if they are needed.
+    """
+    width = max(part.input_ids.shape[1] for part in parts)
+
+    def padded(tensors: Iterable[Tensor], size: int, value: int) -> Tensor:
+        return torch.cat([torch.nn.functional.pad(x, (0, size - x.shape[1]), value=value) for x in tensors])
+
+    input_ids = padded((part.input_ids for part in parts), width, turbo.codes.pad)
+    mask = padded((torch.ones_like(part.input_ids) for part in parts), width, 0)
+    options: dict[str, Tensor] = {}
+    if any(part.visible is not None for part in parts):
+        seen = (
+            torch.ones(len(part.at), tokens, dtype=torch.int64) if part.visible is None else part.visible
+            for part, tokens in zip(parts, kept, strict=True)
+        )
+        options["attention_mask"] = torch.cat([padded(seen, past, 0), mask], dim=1)
+    elif not bool(mask.all()):
+        options["attention_mask"] = mask
+    if any(part.position_ids is not None for part in parts):
+        steps = torch.arange(width)
+        given = (
+            tokens + steps[: part.input_ids.shape[1]].expand(len(part.at), -1)
+            if part.position_ids is None
+            else part.position_ids
+            for part, tokens in zip(parts, kept, strict=True)
+        )
+        options["position_ids"] = padded(given, width, 0)
+    return input_ids, torch.cat([part.at for part in parts]), options
