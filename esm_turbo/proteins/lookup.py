@@ -16,11 +16,11 @@ class UnknownProteinError(ValueError):
     Attributes:
         name: the name.
         noun: what it should be a name of, such as `target`.
-        known: the names that there are.
+        known: the identifiers that there are.
     """
 
     def __init__(self, name: str, noun: str, known: Sequence[str]) -> None:
-        near = nearest(name, known)
+        near = nearest(name, [*known, *(part for one in known for part in uniprot_parts(one))])
         hint = f"there are {listed(known)}" if near is None else f"did you mean {shown(near)}?"
         super().__init__(f"there is no usable {noun} {shown(name)}; {hint}")
         self.name = name

@@ -43,6 +43,8 @@ ALL = "there are 'sp|P69905|HBA_HUMAN', 'one', 'two' and 2 more"
         ("M", ALL),
         ("", ALL),
         ("ONE", "did you mean 'one'?"),
+        ("P6905", "did you mean 'P69905'?"),
+        ("HBB_HUMAN", "did you mean 'HBA_HUMAN'?"),
         ("MKTAS", "did you mean 'MKTA'?"),
         ("sp|P69905|HBB_HUMAN", "did you mean 'sp|P69905|HBA_HUMAN'?"),
         ("MKTA" * 20, ALL),
