@@ -208,7 +208,8 @@ def truncated_weights(folder):
 
 
 def other_weights(folder):
-    save_file({"bert.encoder.weight": torch.zeros(3)}, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {f"bert.encoder.layer.{index}.weight": torch.zeros(3) for index in range(3)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def nan_weights(folder):
