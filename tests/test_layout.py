@@ -12,6 +12,10 @@ PACKAGE, TESTS = ROOT / "esm_turbo", ROOT / "tests"
 
 # Modules without a test file of their own, and the file that tests them instead. A folder stands for its modules.
 TESTED_IN = {
+    # Seen through shards of all commands.
+    "cli/commands/merge.py": "parallel/test_merge.py",
+    "cli/commands/status.py": "parallel/test_merge.py",
+    "cli/sharding.py": "parallel/test_merge.py",
     # Lazy imports of the public names.
     "__init__.py": "test_public_api.py",
     # What the models of all families share, seen through the models.

@@ -123,6 +123,10 @@ class ParallelOptions:
             negative="",
         ),
     ] = None
+    shard: Annotated[
+        str | None,
+        Parameter(help="Do the K-th of N parts of the work, as in 3/16, beside the output; see status and merge."),
+    ] = None
     workers: Annotated[
         int | None,
         Parameter(help="Processes to use at once on a CPU, of one thread each unless --threads says otherwise."),

@@ -44,6 +44,11 @@ def is_table(path: str | os.PathLike[str]) -> bool:
     return _suffix(path) in (".csv", ".tsv")
 
 
+def delimiter_of(path: str | os.PathLike[str]) -> str:
+    """What separates the columns of a file: a tab if its name ends in `.tsv`, and else a comma."""
+    return "\t" if _suffix(path) == ".tsv" else ","
+
+
 def read_csv(
     path: str | os.PathLike[str],
     required: Sequence[str],
@@ -66,7 +71,7 @@ def read_csv(
         CsvError: the file is missing, not text, damaged or empty, or lacks a column.
     """
     try:
-        delimiter = "\t" if _suffix(path) == ".tsv" else ","
+        delimiter = delimiter_of(path)
         return _rows(
             csv.reader(text_lines(path, newline=""), delimiter=delimiter, strict=True),
             required,

@@ -16,7 +16,7 @@ import hashlib
 import itertools
 import json
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -106,6 +106,15 @@ def weights_digest(model: nn.Module) -> str:
         rows, columns = (bits.sum(dim, dtype=torch.int64).cpu().numpy() for dim in (1, 0))
         sums = [int((x * np.arange(1, len(x) + 1) ** 3).sum()) for x in (rows, columns)]
         digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {int(rows.sum())} {sums}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def tensors_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of named tensors, with their dtypes and shapes."""
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

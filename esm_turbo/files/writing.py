@@ -88,6 +88,16 @@ def replacing(path: str | os.PathLike[str], *, inside: bool = False) -> Iterator
             os.replace(temporary, path)
 
 
+def link_file(source: Path, target: Path) -> None:
+    """Put a file into a folder of this package, whole or not at all: a hard link where there are any, or a copy."""
+    with replacing(target, inside=True) as temporary:
+        temporary.unlink()
+        try:
+            os.link(source, temporary)
+        except OSError:
+            shutil.copyfile(source, temporary)
+
+
 @contextlib.contextmanager
 def locked_temporary(parent: Path, name: str) -> Iterator[Path]:
     """Yield a temporary folder that this process keeps locked, and remove it in the end.

@@ -137,6 +137,10 @@ class StoreFiles:
                     continue
             yield self._partitions[name]
 
+    def like(self, other: Partition) -> Partition | None:
+        """Finds the partition of contexts of the same kind as those of another store; None if there is none."""
+        return next((own for own in self.partitions() if own.is_like(other)), None)
+
     @contextlib.contextmanager
     def batch(self, partition: Partition, keys: Sequence[str]) -> Iterator[None]:
         """Stores the contexts of a batch together; only for the writer.
@@ -203,8 +207,8 @@ class StoreHeader:
             fingerprint = {"fingerprint": torch.from_numpy(self.fingerprint)}
             write_artifact(temporary, "context_store", FORMAT_VERSION, fingerprint, metadata)
 
-    def check(self, spec: ContextSpec, folder: Path) -> None:
-        """Makes sure that the store belongs to the model.
+    def check(self, spec: ContextSpec | StoreHeader, folder: Path) -> None:
+        """Makes sure that the store belongs to the model, or that of another store.
 
         Raises:
             ValueError: it belongs to another model.
@@ -274,6 +278,15 @@ class Partition:
             and self.dtype == spec.dtype
             and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
         )
+
+    def is_like(self, other: Partition) -> bool:
+        """Whether its contexts are of the same kind as those of a partition of another store."""
+        same = self.config == other.config and self.dtype == other.dtype
+        return same and same_codec(self.codec_fingerprint, other.codec_fingerprint)
+
+    def keys(self) -> Iterator[str]:
+        """Keys of all contexts."""
+        return (entry.name.removesuffix(_SUFFIX) for entry in _files(self.folder))
 
     def path(self, key: str) -> Path:
         """Path of a context's file, whether or not it exists."""

@@ -14,7 +14,7 @@ MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}
-PARALLEL = {"--devices": None, "--workers": None}
+PARALLEL = {"--devices": None, "--workers": None, "--shard": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
 PLOT = {"--plot": None}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -122,6 +122,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--out": None,
         "--backend": "auto",
     },
+    "status": {"--json": None},
+    "merge": {"--json": None},
     "info": {"--calibration": None, "--length": 1024, "--batch": 1, "--json": None},
     "warmup": CACHES | {"--json": None},
 }

@@ -10,8 +10,10 @@ from esm_turbo.cli.commands.embed import embed
 from esm_turbo.cli.commands.evaluate import evaluate
 from esm_turbo.cli.commands.generate import generate
 from esm_turbo.cli.commands.info import info
+from esm_turbo.cli.commands.merge import merge
 from esm_turbo.cli.commands.score import score
 from esm_turbo.cli.commands.serve import serve
+from esm_turbo.cli.commands.status import status
 from esm_turbo.cli.commands.store import store
 from esm_turbo.cli.commands.variants import variants
 from esm_turbo.cli.commands.warmup import warmup
@@ -25,5 +27,20 @@ app = App(
     "`--debug` with any command adds the traceback to an error. Exit codes: 0 success; 1 some records failed, or the"
     " job failed; 2 wrong arguments or unusable input.",
 )
-for command in (demo, calibrate, embed, generate, binders, store, evaluate, score, variants, serve, info, warmup):
+for command in (
+    demo,
+    calibrate,
+    embed,
+    generate,
+    binders,
+    store,
+    evaluate,
+    score,
+    variants,
+    serve,
+    status,
+    merge,
+    info,
+    warmup,
+):
     app.command(with_checked_outputs(command), usage=usage(command))

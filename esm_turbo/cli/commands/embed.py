@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -27,8 +27,10 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
+from esm_turbo.cli.sharding import Sharding
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
+from esm_turbo.parallel.shards import Kind
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames, Include
 
 
@@ -85,6 +87,9 @@ def embed(
     if nogpu:
         model = replace(model, device="cpu")
     spread = Spread.of(parallel, model)
+    kind: Kind = "HDF5" if embedding_format(out, format) == "h5" else "embeddings"
+    sharding = Sharding("embed", kind, parallel.shard, out, [proteins])
+    assert sharding.out is not None
     format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if store is not None and "cache" not in include:
@@ -106,17 +111,21 @@ def embed(
     turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.run_info import context_arm
-    from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+    from esm_turbo.tasks.embedding.embed import EmbeddingRequest, embedding_settings
     from esm_turbo.tasks.embedding.records import embed_records
 
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
     with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
         request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)
+        options = {"format": format, "names": names, "toks_per_batch": toks_per_batch, **asdict(letters)}
+        options |= {"truncation_seq_length": truncation_seq_length}
+        if sharding.is_done(lambda: embedding_settings(turbo, request) | options):
+            return 0
         used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [], spread.devices)
         run = embed_records(
             turbo,
             good,
-            out,
+            sharding.out,
             request,
             file_format=format,
             names=names,
@@ -124,7 +133,9 @@ def embed(
             truncation_seq_length=truncation_seq_length,
             progress=progress,
             runner=runner,
+            plan=sharding.plan,
         )
+    sharding.finish(used, [*bad, *run.failed], [(number, 1) for number in run.numbers])
     if plot is not None:
         from esm_turbo.pictures.embedded import embedding_sheets
 
@@ -149,4 +160,4 @@ def embed(
     }
     reused = f" ({run.reused} of them earlier)" if run.reused else ""
     show(f"{written} of {total} proteins embedded in {out}{reused}", to_json=json, result=result)
-    return 1 if bad else 0
+    return sharding.exit_code(bad)

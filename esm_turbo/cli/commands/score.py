@@ -35,6 +35,7 @@ from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
+from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Place
 
@@ -83,6 +84,7 @@ def score(
     if arm == ():
         raise ValueError("--arm must name at least one arm")
     spread = Spread.of(parallel, model, backend=backend)
+    sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates])
     good, bad_targets = read_proteins(targets, letters)
     from esm_turbo.tasks.scoring.records import read_candidates, score_records
 
@@ -92,8 +94,11 @@ def score(
     turbo = spread.load()
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
+    settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
+    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | asdict(letters)):
+        return 0
     used = announce(turbo, arms, spread.devices)
-    with resumable(out) as journal:
+    with resumable(sharding.out) as journal:
         with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
             run = score_records(
                 turbo,
@@ -108,10 +113,11 @@ def score(
                 toks_per_batch=toks_per_batch,
                 store=contexts,
                 runner=runner,
+                plan=sharding.plan,
             )
-        if out is not None and run.results:
-            settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
-            save(partial(run.write, run=used, settings=settings), out)
+        if sharding.out is not None and run.results:
+            save(partial(run.write, run=used, settings=settings), sharding.out)
+    sharding.finish(used, [*bad_targets, *bad_candidates, *run.failed], *run.places(good))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of
 
@@ -121,5 +127,5 @@ def score(
     failed = [*bad_targets, *bad_candidates, *run.failed]
     result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     rows = sum(len(one.candidates) * len(one.scores) for one in run.results)
-    show(*score_report(run, top), *outcome(rows, "score", out, failed), to_json=json, result=result)
-    return 1 if failed else 0
+    show(*score_report(run, top), *outcome(rows, "score", sharding.out, failed), to_json=json, result=result)
+    return sharding.exit_code(failed)

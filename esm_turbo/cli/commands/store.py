@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +20,7 @@ from esm_turbo.cli.options import (
 )
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.report import bytes_text, failures
+from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord
 
@@ -44,6 +46,8 @@ def store(
         folder: Folder of the store, created if needed.
     """
     spread = Spread.of(parallel, model)
+    sharding = Sharding("store", "contexts", parallel.shard, folder, [proteins])
+    assert sharding.out is not None
     good, bad = read_proteins(proteins, letters)
     turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
@@ -51,10 +55,13 @@ def store(
     from esm_turbo.parallel.storing import store_sequences
     from esm_turbo.tasks.common.run_info import context_arm
 
+    settings = {"toks_per_batch": toks_per_batch, **asdict(letters)}
+    if sharding.is_done(lambda: model_settings(turbo, [context_arm(turbo)]) | settings):
+        return 0
     failed: dict[str, str] = {}
     # Nothing reads the contexts afterwards, so none is kept in memory.
     with (
-        ContextStore(folder, host_bytes=0, device_bytes=0) as contexts,
+        ContextStore(sharding.out, host_bytes=0, device_bytes=0) as contexts,
         spread.runner() as runner,
         progress_bar("residues") as progress,
     ):
@@ -67,9 +74,11 @@ def store(
             progress=progress,
             on_failure=failed.__setitem__,
             runner=runner,
+            plan=sharding.plan,
         )
         held = contexts.info()
     bad += [BadRecord(record.id, failed[record.sequence]) for record in good if record.sequence in failed]
+    sharding.finish(used, bad)
     list_bad(proteins, bad)
     result = {
         "run": used.to_dict(),
@@ -82,4 +91,4 @@ def store(
     size = bytes_text(held["bytes"])
     text = f"{computed:,} contexts computed; {folder} holds {held['contexts']:,}, {size}"
     show(text, to_json=json, result=result)
-    return 1 if bad else 0
+    return sharding.exit_code(bad)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 
 from esm_turbo.cli.console import progress_bar, save, show
@@ -34,6 +35,7 @@ from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import variants_report
+from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import MarginalMethod
@@ -86,6 +88,7 @@ def variants(
     if arm == ():
         raise ValueError("--arm must name at least one arm")
     spread = Spread.of(parallel, model, backend=backend)
+    sharding = Sharding("variants", "table", parallel.shard, out, [wild_types, variants])
     for name, column in (("measured", measured), ("protein-column", protein_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
@@ -105,6 +108,10 @@ def variants(
         usable = {record.id for record in records}
         good = [one for one in good if one.protein in usable]
     arms = named_arms(arm, turbo)
+    settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
+    more = {"first_position": first_position, "protein_column": protein_column, **asdict(letters)}
+    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | more):
+        return 0
     used = announce(turbo, arms, spread.devices)
     with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("positions") as progress:
         run = score_records(
@@ -119,10 +126,11 @@ def variants(
             store=contexts,
             progress=progress,
             runner=runner,
+            plan=sharding.plan,
         )
-    if out is not None and run.results:
-        settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
-        save(partial(run.write, run=used, settings=settings), out)
+    if sharding.out is not None and run.results:
+        save(partial(run.write, run=used, settings=settings), sharding.out)
+    sharding.finish(used, [*bad_records, *run.failed, *bad], run.places(records))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of
 
@@ -133,5 +141,5 @@ def variants(
     failed = [*bad_records, *run.failed, *bad]
     result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
     rows = sum(len(one.variants) for one in run.results)
-    show(*variants_report(run, top), *outcome(rows, "variant", out, failed), to_json=json, result=result)
-    return 1 if failed else 0
+    show(*variants_report(run, top), *outcome(rows, "variant", sharding.out, failed), to_json=json, result=result)
+    return sharding.exit_code(failed)

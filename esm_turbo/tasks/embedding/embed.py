@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device, to_host
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
-from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.files.fingerprint import tensors_digest, weights_digest
 from esm_turbo.files.tabular import named
 from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
@@ -177,7 +176,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
         settings["windows"] = asdict(request.windows)
     if request.writes_contexts:
         codec = turbo.model.new_cache().codec
-        settings |= {"cache": codec.config.to_dict(), "codec": _digest(sorted(codec.state.items()))}
+        settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}
     return settings
 
 
@@ -400,14 +399,6 @@ def _hidden_states(
     if output.hidden_states is None:
         return {last: output.last_hidden_state}
     return {layer: output.hidden_states[layer] for layer in layers}
-
-
-def _digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _layers(repr_layers: Sequence[int], last: int) -> tuple[int, ...]:

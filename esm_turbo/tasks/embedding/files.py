@@ -92,8 +92,8 @@ def embeddings_info(folder: str | os.PathLike[str]) -> dict[str, Any]:
     Raises:
         ValueError: the settings are damaged.
     """
-    proteins = sum(1 for _ in _Index(Path(folder) / INDEX_FILE).rows)
-    settings = _read_settings(Path(folder))
+    proteins = sum(1 for _ in EmbeddingIndex(Path(folder) / INDEX_FILE).rows)
+    settings = read_settings(Path(folder))
     return described(str(settings.pop("format", None)), proteins, settings)
 
 
@@ -105,7 +105,7 @@ def described(file_format: str, proteins: int, settings: Mapping[str, Any]) -> d
 
 def index_rows(folder: Path) -> list[list[str]]:
     """Rows of a folder's index: identifier, number of residues, and the files of the embedding and the cache."""
-    return list(_Index(folder / INDEX_FILE).rows)
+    return list(EmbeddingIndex(folder / INDEX_FILE).rows)
 
 
 def pt_info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class FolderWriter:
         self.settings = {"format": file_format, **settings}
         self.recorded = {"device": devices or str(turbo.model.device)}
         self._known_settings = (folder / SETTINGS_FILE).exists()
-        existing = _read_settings(folder) if self._known_settings else {"names": "label"}
+        existing = read_settings(folder) if self._known_settings else {"names": "label"}
         if labels is None or (names or existing.get("names")) != "label":
             labels = {}
         else:
@@ -258,7 +258,7 @@ class FolderWriter:
         if self._known_settings:
             check_same_settings(folder, existing, self.settings)
         self.files = EmbeddingFiles(folder, file_format, self._content, self.settings | self.recorded)
-        self.index = _Index(folder / INDEX_FILE)
+        self.index = EmbeddingIndex(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
         if self.index.damaged:
@@ -347,7 +347,12 @@ class FolderWriter:
         return [[codes.cls, *codes.encode(sequence[:length], "the sequence")]]
 
 
-def _read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The settings that a folder of embeddings records.
+
+    Raises:
+        ValueError: they are damaged.
+    """
     path = folder / SETTINGS_FILE
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
@@ -358,7 +363,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-class _Index:
+class EmbeddingIndex:
     """`index.tsv`: the files of each identifier; rows are appended.
 
     Attributes:
@@ -411,9 +416,13 @@ class _Index:
     def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
         """Add rows to the next `commit`, except those that the index already has."""
         for record in proteins:
-            row = "\t".join([cell(record.id), str(len(record.sequence)), *files])
-            if self._rows.get(record.id) != row:
-                self._staged[record.id] = row
+            self.add(record.id, len(record.sequence), files)
+
+    def add(self, identifier: str, residues: int, files: Sequence[str]) -> None:
+        """Add a row to the next `commit`, unless the index already has it."""
+        row = "\t".join([cell(identifier), str(residues), *files])
+        if self._rows.get(identifier) != row:
+            self._staged[identifier] = row
 
     def commit(self) -> None:
         """Append the staged rows to the file."""

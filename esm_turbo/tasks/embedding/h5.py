@@ -52,7 +52,7 @@ def check_h5(out: Path) -> None:
         ValueError: the path is a file of another kind.
         ImportError: h5py is missing.
     """
-    _h5py()
+    h5py()
     if out.exists() and out.stat().st_size and not is_h5(out):
         raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
 
@@ -63,7 +63,7 @@ def open_h5(path: str | os.PathLike[str]) -> Any:
     Raises:
         ImportError: h5py is missing.
     """
-    return _h5py().File(path, "r")
+    return h5py().File(path, "r")
 
 
 def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         ImportError: h5py is missing.
     """
     try:
-        with _h5py().File(path, "r") as file:
+        with h5py().File(path, "r") as file:
             text = file.attrs.get("settings")
             if text is None:
                 raise ArtifactError(f"{os.fspath(path)}: holds no embeddings of esm-turbo")
@@ -162,7 +162,7 @@ class H5Writer(FolderWriter):
         for identifier, name in self._entry_of.items():
             identifiers.setdefault(name, []).append(identifier)
         # Attributes above 64 KiB need the file format of HDF5 1.8.
-        with _Output(path) as out, _h5py().File(out, "w", libver=("v108", "v110")) as new:
+        with H5Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as new:
             new.attrs["settings"] = json.dumps(self._content | self.recorded)
             for name, (first, *others) in identifiers.items():
                 if self._old is not None and name in self._old and name not in self._unusable:
@@ -210,7 +210,7 @@ class H5Writer(FolderWriter):
         if not self.out.exists():
             return None
         try:
-            return _h5py().File(self.out, "r")
+            return h5py().File(self.out, "r")
         except OSError:
             self._set_damaged()
             return None
@@ -231,7 +231,7 @@ class H5Writer(FolderWriter):
             self._entry_of |= dict.fromkeys(identifiers, name)
 
 
-class _Output(io.FileIO):
+class H5Output(io.FileIO):
     """A file that HDF5 writes; its first error is raised when it is closed.
 
     HDF5 writes most at its own end, and h5py prints errors there instead of raising them.
@@ -284,12 +284,12 @@ def _put(file: Any, name: str, arrays: _Arrays) -> None:
 
 def h5_arrays(entry: Any) -> _Arrays:
     """The arrays of an entry by name; a single array has no name."""
-    if isinstance(entry, _h5py().Dataset):
+    if isinstance(entry, h5py().Dataset):
         return {"": entry[()]}
     arrays: _Arrays = {}
 
     def visit(path: str, node: Any) -> None:
-        if isinstance(node, _h5py().Dataset):
+        if isinstance(node, h5py().Dataset):
             arrays[path.replace("/", ".")] = node[()]
 
     entry.visititems(visit)
@@ -305,7 +305,12 @@ def _digest(arrays: _Arrays) -> str:
     return digest.hexdigest()
 
 
-def _h5py() -> Any:
+def h5py() -> Any:
+    """The package h5py.
+
+    Raises:
+        ImportError: it is missing.
+    """
     try:
         import h5py
     except ImportError as error:

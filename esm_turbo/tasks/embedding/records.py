@@ -45,11 +45,13 @@ class EmbeddingRun:
         reused: number of proteins embedded by an earlier run.
         failed: proteins that could not be embedded, and why.
         damaged: files and entries that were damaged and computed again.
+        numbers: numbers in the input of the proteins in the output, from 0; of each identifier, the first.
     """
 
     reused: int = 0
     failed: list[BadRecord] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -178,11 +180,13 @@ def embed_records(
     for record in records:
         by_sequence.setdefault(record.sequence, []).append(record)
     groups: list[SameSequence] = list(by_sequence.values())
+    numbers: dict[str, int] = {}
     # Of all proteins, so that those of a shard have the names that they have among all.
     labels = safe_labels(groups)
     if plan is not None:
         chosen = _chosen(turbo, groups, request, toks_per_batch, truncation_seq_length, plan)
         groups = [group for group in groups if group[0].sequence in chosen]
+        numbers = {record.id: number for number, record in reversed([*enumerate(records)])}
         records = [record for record in records if record.sequence in chosen]
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     rows = encode_rows(turbo.codes, sequences)
@@ -221,7 +225,9 @@ def embed_records(
             raise UnfinishedError(str(error)) from error
         damaged = list(writer.damaged)
     bad = [BadRecord(record.id, reason) for index, reason in sorted(failed.items()) for record in groups[index]]
-    return EmbeddingRun(reused, bad, damaged)
+    failed_ids = {one.record for one in bad}
+    own = dict.fromkeys(numbers[record.id] for record in records if record.id in numbers.keys() - failed_ids)
+    return EmbeddingRun(reused, bad, damaged, list(own))
 
 
 @contextlib.contextmanager

@@ -146,6 +146,21 @@ class ScoringRun(Tabular):
                 for _ in result.scores:
                     yield *next(own), *(known.get(name, "") for name in others)
 
+    def places(self, targets: Sequence[ProteinRecord]) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
+        """Where the rows belong among those of all shards: numbers of targets with their rows, and `partial` by them.
+
+        Args:
+            targets: all targets of the input.
+        """
+        numbers = {target.id: number for number, target in enumerate(targets)}
+        order = [(numbers[one.target.id], len(one.candidates) * len(one.scores)) for one in self.results]
+        partial = {
+            numbers[one.target.id]: [self.partial[one.target.id][index] for index in one.ranking()]
+            for one in self.results
+            if one.target.id in self.partial
+        }
+        return order, partial
+
     def write(
         self,
         out: str | os.PathLike[str] | TextIO,

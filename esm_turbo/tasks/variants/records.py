@@ -153,6 +153,15 @@ class VariantsRun(Tabular):
             for variant, own in zip(result.variants, result.rows(), strict=True):
                 yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
 
+    def places(self, wild_types: Sequence[ProteinRecord]) -> list[tuple[int, int]]:
+        """Where the rows belong among those of all shards: numbers of wild types with their rows.
+
+        Args:
+            wild_types: all wild types of the input.
+        """
+        numbers = {record.id: number for number, record in enumerate(wild_types)}
+        return [(numbers[one.wild_type.id], len(one.variants)) for one in self.results]
+
     def write(
         self,
         out: str | os.PathLike[str] | TextIO,

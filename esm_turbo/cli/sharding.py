@@ -1,0 +1,123 @@
+"""A command that does one shard of its work, see `parallel.shards`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esm_turbo.cli.console import say
+from esm_turbo.parallel.shards import Kind, Manifest, finish_shard, is_done, new_manifest, shard_output
+from esm_turbo.proteins.fasta import BadRecord
+from esm_turbo.tasks.common.pieces import Plan, Shard
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+    from esm_turbo.tasks.common.options import Arm
+    from esm_turbo.tasks.common.run_info import RunInfo
+
+
+def model_settings(turbo: ContextModel, arms: Sequence[Arm]) -> dict[str, Any]:
+    """What of a model and its contexts determines results, up to rounding; weights are named first when they differ."""
+    from esm_turbo.tasks.common.run_info import run_settings
+
+    own = run_settings(turbo, arms)
+    shared = next(iter(own.values()))
+    contexts = {arm: [one.get("preset"), one.get("codec")] for arm, one in own.items()}
+    return {"weights": shared["weights"], "dtype": shared["dtype"], "arms": contexts}
+
+
+class Sharding:
+    """The shard that a command does, if it does not do all.
+
+    Args:
+        command: its name.
+        kind: of its output.
+        shard: as given, such as `3/16`; None for all.
+        out: the output of all shards.
+        inputs: files that all shards read; None stands for one that was not given.
+
+    Attributes:
+        plan: which pieces are done; None for all.
+        out: where they are written.
+
+    Raises:
+        ValueError: it is no shard, there is no output, or an input is not a file.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        kind: Kind,
+        shard: str | None,
+        out: Path | None,
+        inputs: Iterable[str | os.PathLike[str] | None],
+    ) -> None:
+        self.plan = None if shard is None else Plan(Shard.parse(shard))
+        self.out = out
+        self._command, self._kind, self._whole = command, kind, out
+        self._inputs = [one for one in inputs if one is not None]
+        self._settings: Mapping[str, Any] = {}
+        if self.plan is not None and self.plan.shard is not None:
+            if out is None:
+                raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
+            self.out = shard_output(out, self.plan.shard)
+            self._manifest({})
+
+    def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:
+        """Whether the shard was done earlier; says so.
+
+        Args:
+            settings: finds everything that determines its results, JSON values.
+
+        Raises:
+            ShardError: (a ValueError) it was done with other settings, or another input.
+        """
+        if self.plan is None:
+            return False
+        self._settings = settings()
+        assert self._whole is not None
+        done = is_done(self._whole, self._manifest({}))
+        if done:
+            say(f"shard {self.plan.shard} of {self._whole} is done already")
+        return done
+
+    def finish(
+        self,
+        run: RunInfo,
+        failed: Iterable[BadRecord],
+        order: Sequence[Sequence[int]] = (),
+        partial: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Write what the shard did; the arguments are those of a `Manifest`. Does nothing without a shard."""
+        if self.plan is None:
+            return
+        assert self._whole is not None
+        manifest = self._manifest(run.to_dict(), failed, order, partial)
+        finish_shard(self._whole, manifest)
+        say(f"shard {self.plan.shard}: {len(manifest.pieces)} of {manifest.total} pieces are in {self.out}")
+
+    def exit_code(self, failed: Sequence[object]) -> int:
+        """Of the command. A shard with failed records has done its part: `status` and `merge` report them."""
+        return 1 if failed and self.plan is None else 0
+
+    def _manifest(
+        self,
+        run: Mapping[str, Any],
+        failed: Iterable[BadRecord] = (),
+        order: Sequence[Sequence[int]] = (),
+        partial: Mapping[int, Sequence[int]] | None = None,
+    ) -> Manifest:
+        assert self.plan is not None
+        return new_manifest(
+            self._command,
+            self._kind,
+            self.plan,
+            settings=self._settings,
+            inputs=self._inputs,
+            run=run,
+            order=order,
+            partial=partial,
+            failed=[(one.record, one.reason) for one in failed],
+        )

@@ -1,0 +1,157 @@
+"""Joining the shards of a run into the output that one run would have written."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from esm_turbo.files.arrow import pyarrow
+from esm_turbo.files.csv_files import delimiter_of
+from esm_turbo.files.kinds import STORE_FILE
+from esm_turbo.files.parquet import parquet_settings
+from esm_turbo.files.safe_text import from_cell
+from esm_turbo.files.suffixes import PARQUET
+from esm_turbo.files.tables import write_table
+from esm_turbo.files.writing import link_file, only_writer
+from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_output, shards_folder
+from esm_turbo.store.files import PARTITION_FILE, StoreFiles
+from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5
+
+_Row = list[Any]
+_RANK, _SCORE, _ARM = "rank", "pseudo_perplexity", "arm"
+
+
+def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
+    """Join shards. The shards stay as they are.
+
+    Args:
+        out: the output to write, see `shards.shards_folder`. Contexts are added to a store that exists.
+        state: of the shards.
+
+    Raises:
+        ShardError: a shard is missing or damaged, or does not belong to the others.
+        ValueError: the output exists and is of another kind or model.
+        OSError: it cannot be written.
+    """
+    out, folder = Path(out), shards_folder(out)
+    if not state.is_complete:
+        missing = ", ".join(f"{number}/{state.of}" for number in state.missing)
+        lacks = [f"shard {missing} is missing"] if len(state.missing) == 1 else [f"shards {missing} are missing"]
+        raise ShardError(f"{folder}: cannot be merged: {'; '.join([*state.problems, *(lacks if missing else [])])}")
+    manifests = [manifest for _, manifest in sorted(state.manifests.items())]
+    # A shard without any record of its own may have written nothing.
+    parts = [(manifest, shard_output(out, manifest.shard)) for manifest in manifests if manifest.files]
+    if not parts:
+        raise ShardError(f"{folder}: no shard has any results")
+    orders = [[number for number, _ in manifest.order] for manifest, _ in parts]
+    match parts[0][0].kind:
+        case "table":
+            _merge_tables(out, parts, state)
+        case "embeddings":
+            merge_embeddings(out, [path for _, path in parts], orders)
+        case "HDF5":
+            merge_h5(out, [path for _, path in parts])
+        case "contexts":
+            _merge_stores(out, [path for _, path in parts])
+
+
+def _merge_tables(out: Path, parts: Sequence[tuple[Manifest, Path]], state: ShardsState) -> None:
+    """Join tables in the order of the input; candidates of one target in several shards are ranked together."""
+    opened = [_read(path) for _, path in parts]
+    columns, types, metadata, _ = opened[0]
+    for (manifest, _), (others, *_) in zip(parts, opened, strict=True):
+        if others != columns:
+            raise ShardError(f"shard {manifest.shard} has the columns {', '.join(others)}, not {', '.join(columns)}")
+    where: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for part, (manifest, _) in enumerate(parts):
+        for number, count in manifest.order:
+            where[number].append((part, count))
+    failed = {one[0] for one in state.failed}
+
+    def rows() -> Iterator[_Row]:
+        for number in sorted(where):
+            segments = [(part, list(islice(opened[part][3], count))) for part, count in where[number]]
+            if len(segments) == 1 and number not in parts[segments[0][0]][0].partial:
+                yield from segments[0][1]
+            # A target that failed in one shard would have failed as a whole.
+            elif segments[0][1][0][0] not in failed:
+                numbers = [(parts[part][0].partial[number], own) for part, own in segments]
+                yield from _ranked(columns, numbers)
+
+    write_table(out, columns, rows(), types, metadata)
+
+
+def _ranked(columns: Sequence[str], segments: Sequence[tuple[Sequence[int], Sequence[_Row]]]) -> Iterator[_Row]:
+    """The rows of one target, ranked over all segments; equal candidates keep their order in the input.
+
+    Args:
+        columns: of the rows.
+        segments: numbers of candidates, best first, and their rows, one per arm.
+    """
+    rank, score, arm = (columns.index(name) for name in (_RANK, _SCORE, _ARM))
+    by_candidate: list[tuple[int, list[_Row]]] = []
+    for numbers, rows in segments:
+        arms = len(rows) // len(numbers)
+        by_candidate += [(number, list(rows[arms * i : arms * (i + 1)])) for i, number in enumerate(numbers)]
+    names = [row[arm] for row in by_candidate[0][1]]
+    ranks: dict[tuple[int, int], int] = {}
+    for index in range(len(names)):
+        by_score = sorted(by_candidate, key=lambda one: (float(one[1][index][score]), one[0]))
+        ranks |= {(number, index): place for place, (number, _) in enumerate(by_score, start=1)}
+    # As in a run of its own, the arm `full` orders the candidates, or else the first.
+    reference = names.index("full") if "full" in names else 0
+    for number, rows in sorted(by_candidate, key=lambda one: (float(one[1][reference][score]), one[0])):
+        for index, row in enumerate(rows):
+            row[rank] = type(row[rank])(ranks[number, index])
+            yield row
+
+
+def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterator[_Row]]:
+    """Columns of a table, types of those that hold numbers, its metadata, and its rows."""
+    if path.suffix.lower() == PARQUET:
+        file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+        schema = file.schema_arrow
+        kinds = {"int64": int, "double": float}
+        types = {field.name: kinds[str(field.type)] for field in schema if str(field.type) in kinds}
+        rows = (list(row) for batch in file.iter_batches() for row in zip(*(c.to_pylist() for c in batch), strict=True))
+        settings = parquet_settings(path)
+        settings.pop("esm_turbo", None)
+        return list(schema.names), types, settings, rows
+    lines = csv.reader(path.open(encoding="utf-8", newline=""), delimiter=delimiter_of(path), strict=True)
+    columns = next(lines)
+    return columns, {}, {}, ([from_cell(text) for text in row] for row in lines)
+
+
+def _merge_stores(out: Path, parts: Sequence[Path]) -> None:
+    """Add the contexts of stores to one, under the names of its own partitions."""
+    with only_writer(out, keep=True):
+        target = StoreFiles(out)
+        for path in parts:
+            source = StoreFiles(path)
+            if source.header is None:
+                continue
+            if target.header is None:
+                link_file(path / STORE_FILE, out / STORE_FILE)
+                target.read_header()
+            assert target.header is not None
+            target.header.check(source.header, out)
+            for partition in source.partitions():
+                own = target.like(partition)
+                if own is None:
+                    link_file(partition.folder / PARTITION_FILE, out / partition.name / PARTITION_FILE)
+                    own = target.like(partition)
+                    assert own is not None
+                for key in partition.keys():  # noqa: SIM118 - not a mapping
+                    if own.path(key).exists():
+                        continue
+                    if own.name == partition.name:
+                        link_file(partition.path(key), own.path(key))
+                    else:
+                        context = partition.read_context(key)
+                        assert context is not None
+                        own.write_context(key, context)

@@ -1,0 +1,322 @@
+"""Shards: runs that each take a part of one input, write it to a file or folder of their own, and say what they did.
+
+The shards of `scores.csv` lie in the folder `scores.csv.shards`:
+
+    shard-00003-of-00016.csv            the output of a shard, as any output of its command
+    _shard-00003-of-00016.json          its manifest, written last: a shard without one is not done
+
+Names of manifests begin with an underscore, so that a folder of Parquet files is read as one table.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from esm_turbo.files.artifacts import package_versions
+from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
+from esm_turbo.tasks.common.pieces import Plan, Shard
+
+FORMAT_VERSION = 1
+SUFFIX = ".shards"
+
+Kind = Literal["table", "embeddings", "HDF5", "contexts"]
+"""What a shard holds: a table, a folder of embeddings, a file of them, or a store."""
+
+_MANIFEST = re.compile(r"_shard-(\d+)-of-(\d+)\.json")
+# Of a store: counts of look-ups, which its use changes.
+_UNCHECKED = {LOCK_FILE, "usage.jsonl"}
+
+
+class ShardError(ValueError):
+    """Shards do not belong together, or one is missing or damaged; the message names it."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a shard did.
+
+    Attributes:
+        shard: its number, and of how many.
+        command: that ran, such as `score`.
+        kind: what it holds.
+        settings: everything that determines its results, JSON values; the model's weights by their hash.
+        inputs: SHA-256 of every input, by name.
+        run: what it used, see `RunInfo`.
+        total: number of pieces of all shards.
+        plan: hash over all pieces.
+        pieces: its own.
+        order: of tables, a pair for every target or protein of its rows in their order: its number in the input, and
+            how many rows; of embeddings, a pair for every protein: its number in the input, and 1.
+        partial: of a table, by number of a target of which other shards have candidates too, the numbers of its own,
+            best first.
+        failed: records that failed, with the reasons.
+        files: size in bytes and SHA-256 of every file, by path.
+        versions: of the packages.
+    """
+
+    shard: Shard
+    command: str
+    kind: Kind
+    settings: dict[str, Any]
+    inputs: dict[str, str]
+    run: dict[str, Any]
+    total: int
+    plan: str
+    pieces: list[int]
+    order: list[list[int]]
+    partial: dict[int, list[int]]
+    failed: list[list[str]]
+    files: dict[str, list[Any]] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=package_versions)
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """Read a manifest.
+
+        Raises:
+            ShardError: it is damaged, of another shard, or of another format version.
+        """
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            digest = content.pop("sha256")
+            if digest != _digest(content):
+                raise ValueError("the content does not match its checksum")
+            if content.pop("format_version") != FORMAT_VERSION:
+                raise ValueError("of another format version")
+            content["shard"] = Shard(*content["shard"])
+            content["partial"] = {int(number): own for number, own in content["partial"].items()}
+            manifest = cls(**content)
+            if path.name != manifest_name(manifest.shard):
+                raise ValueError(f"the manifest of shard {manifest.shard}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ShardError(f"{path}: damaged ({error}); remove it and run the shard again") from error
+        return manifest
+
+    def write(self, path: Path) -> None:
+        """Write the manifest, atomically."""
+        content = json.loads(json.dumps({"format_version": FORMAT_VERSION, **asdict(self)}))
+        with replacing(path, inside=True) as temporary:
+            temporary.write_text(json.dumps(content | {"sha256": _digest(content)}) + "\n", encoding="utf-8")
+
+    def difference(self, other: Manifest) -> str | None:
+        """The first thing in which another shard's run differs, such as `refresh 8, not 4`; None if nothing does."""
+        ours, theirs = self.settings, other.settings
+        if self.command != other.command:
+            return f"command {self.command}, not {other.command}"
+        if self.shard.of != other.shard.of:
+            return f"one of {self.shard.of} shards, not of {other.shard.of}"
+        for name in dict.fromkeys([*ours, *theirs]):
+            if ours.get(name) != theirs.get(name):
+                what = "another model: weights" if name == "weights" else name
+                return f"{what} {ours.get(name)}, not {theirs.get(name)}"
+        for name in dict.fromkeys([*self.inputs, *other.inputs]):
+            if self.inputs.get(name) != other.inputs.get(name):
+                return f"another content of {name}"
+        # Before a shard is done, its plan is not known; it follows from the rest.
+        if self.plan and other.plan and (self.total, self.plan) != (other.total, other.plan):
+            return "another division of the input"
+        return None
+
+
+def shards_folder(out: str | os.PathLike[str]) -> Path:
+    """Folder of the shards of an output."""
+    out = Path(out)
+    return out.with_name(out.name + SUFFIX)
+
+
+def shard_output(out: str | os.PathLike[str], shard: Shard) -> Path:
+    """Where a shard writes; its suffix is that of the output, which decides the format."""
+    return shards_folder(out) / f"{_stem(shard)}{Path(out).suffix}"
+
+
+def manifest_name(shard: Shard) -> str:
+    """File name of a shard's manifest."""
+    return f"_{_stem(shard)}.json"
+
+
+def _stem(shard: Shard) -> str:
+    return f"shard-{shard.number:05}-of-{shard.of:05}"
+
+
+def is_done(out: str | os.PathLike[str], manifest: Manifest) -> bool:
+    """Whether a shard was done earlier, with the same settings, and its files are undamaged.
+
+    Args:
+        out: the output of all shards.
+        manifest: of the shard that is to be done, before its files are known.
+
+    Raises:
+        ShardError: it was done with other settings or another input.
+    """
+    path = shards_folder(out) / manifest_name(manifest.shard)
+    if not path.exists():
+        return False
+    try:
+        existing = Manifest.read(path)
+    except ShardError:
+        return False
+    difference = existing.difference(manifest)
+    if difference is not None:
+        raise ShardError(
+            f"{path.parent}: shard {manifest.shard} was made with {difference}; give another output, or the same"
+            " options"
+        )
+    return not damage(path.parent, existing)
+
+
+def finish_shard(out: str | os.PathLike[str], manifest: Manifest) -> None:
+    """Write a shard's manifest, with hashes of all its files: from now on, it counts as done."""
+    folder = shards_folder(out)
+    path = folder / manifest_name(manifest.shard)
+    with file_errors(path):
+        manifest.files.update(hashes(folder, shard_output(out, manifest.shard)))
+        manifest.write(path)
+
+
+def hashes(folder: Path, output: Path) -> dict[str, list[Any]]:
+    """Size and SHA-256 of a file, or of every file in a folder, by path in `folder`; a shard may have written none."""
+    paths = [output] if output.is_file() else sorted(output.rglob("*")) if output.is_dir() else []
+    found: dict[str, list[Any]] = {}
+    for path in paths:
+        if path.is_file() and path.name not in _UNCHECKED:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest]
+    return found
+
+
+def damage(folder: Path, manifest: Manifest) -> list[str]:
+    """Files of a shard that are missing or damaged."""
+    bad = []
+    for name, expected in manifest.files.items():
+        path = folder / name
+        if path.is_symlink() or not path.is_file():
+            bad.append(f"{path}: is missing")
+        elif hashes(folder, path)[name] != expected:
+            bad.append(f"{path}: was altered")
+    return bad
+
+
+@dataclass(frozen=True)
+class ShardsState:
+    """What is there of a run in shards.
+
+    Attributes:
+        of: number of shards; 0 if there is none yet.
+        manifests: of those that are done, by number.
+        missing: numbers of those that are not.
+        problems: what is damaged, or does not belong together; each names a shard or a file.
+    """
+
+    of: int
+    manifests: dict[int, Manifest]
+    missing: list[int]
+    problems: list[str]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the shards can be merged."""
+        return bool(self.of) and not self.missing and not self.problems
+
+    @property
+    def failed(self) -> list[list[str]]:
+        """Records that failed in any shard, each once, with the reasons."""
+        every = [tuple(one) for _, manifest in sorted(self.manifests.items()) for one in manifest.failed]
+        return [list(one) for one in dict.fromkeys(every)]
+
+
+def shards_state(out: str | os.PathLike[str]) -> ShardsState:
+    """Find out which shards of an output are done, and check their files.
+
+    Raises:
+        ShardError: there is no folder of shards.
+    """
+    folder = shards_folder(out)
+    if not folder.is_dir():
+        raise ShardError(f"{folder}: no such folder of shards; run a command with --shard first")
+    manifests: dict[tuple[int, int], Manifest] = {}
+    problems = []
+    for path in sorted(folder.iterdir()):
+        found = _MANIFEST.fullmatch(path.name)
+        if found is None:
+            continue
+        try:
+            manifest = Manifest.read(path)
+        except ShardError as error:
+            problems.append(str(error))
+            continue
+        manifests[manifest.shard] = manifest
+        problems += [f"shard {manifest.shard}: {text}" for text in damage(folder, manifest)]
+    if not manifests:
+        return ShardsState(0, {}, [], problems)
+    # What most shards are is what all should be.
+    ordered = [manifests[key] for key in sorted(manifests)]
+    first = max(ordered, key=lambda one: sum(one.difference(other) is None for other in ordered))
+    done: dict[int, Manifest] = {}
+    owners: dict[int, Shard] = {}
+    for manifest in ordered:
+        difference = manifest.difference(first)
+        if difference is not None:
+            problems.append(f"shard {manifest.shard} is of {difference} as shard {first.shard}")
+            continue
+        done[manifest.shard.number] = manifest
+        for piece in manifest.pieces:
+            other = owners.setdefault(piece, manifest.shard)
+            if other != manifest.shard:
+                problems.append(f"shards {other} and {manifest.shard} overlap: both have piece {piece}")
+                break
+    missing = [number for number in range(1, first.shard.of + 1) if number not in done]
+    if not missing and not problems and len(owners) != first.total:
+        problems.append(f"{first.total - len(owners)} of {first.total} pieces are in no shard")
+    return ShardsState(first.shard.of, done, missing, problems)
+
+
+def new_manifest(
+    command: str,
+    kind: Kind,
+    plan: Plan,
+    *,
+    settings: Mapping[str, Any],
+    inputs: Iterable[str | os.PathLike[str]],
+    run: Mapping[str, Any],
+    order: Sequence[Sequence[int]] = (),
+    partial: Mapping[int, Sequence[int]] | None = None,
+    failed: Iterable[Sequence[str]] = (),
+) -> Manifest:
+    """The manifest of a shard; the arguments are its attributes, `inputs` paths.
+
+    Raises:
+        ValueError: an input is not a file, and so has no hash that others could compare.
+    """
+    assert plan.shard is not None
+    digests = {}
+    for path in map(Path, inputs):
+        if not path.is_file():
+            raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
+        with path.open("rb") as file:
+            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return Manifest(
+        plan.shard,
+        command,
+        kind,
+        json.loads(json.dumps(dict(settings))),
+        digests,
+        json.loads(json.dumps(dict(run))),
+        plan.total,
+        plan.digest,
+        list(plan.chosen),
+        [list(pair) for pair in order],
+        {number: list(own) for number, own in (partial or {}).items()},
+        [list(one) for one in failed],
+    )
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,179 @@
+"""Shards joined are what one run writes; what does not belong together is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esm_turbo import TurboEsm
+from esm_turbo.cli import app
+from esm_turbo.files.csv_files import read_csv
+from esm_turbo.parallel.merge import merge
+from esm_turbo.parallel.shards import Manifest, ShardError, shards_folder, shards_state
+from esm_turbo.tasks.scoring import records as scoring
+from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
+
+Run = Callable[..., int]
+
+
+@pytest.fixture
+def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run("embed", "p.fasta", out)` runs a command on a small model, in the folder with the inputs."""
+    tiny = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
+    monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: tiny)
+    # Small enough for a target to be cut into several pieces.
+    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 300)
+    monkeypatch.chdir(tmp_path)
+    records = proteins()
+    Path("p.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records))
+    Path("t.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records[5:8]))
+    # Of two equal candidates, the first in the file comes first.
+    peptides = ["ACDEF", "WTC", "ACDEF", "GHIKLMN", "WTC", "PQRSTVW", "ACDEF", "MKT"]
+    rows = "".join(f"c{number},{one},x{number}\n" for number, one in enumerate(peptides))
+    Path("c.csv").write_text("id,sequence,note\n" + rows)
+    return lambda *arguments: app.run([str(one) for one in arguments])
+
+
+COMMANDS = {
+    "scores.csv": ["score", "t.fasta", "c.csv", "--arm", "frozen", "full", "--out", "scores.csv"],
+    "scores.parquet": ["score", "t.fasta", "c.csv", "--arm", "frozen", "--out", "scores.parquet"],
+    "variants.tsv": ["variants", "t.fasta", "--arm", "frozen", "--out", "variants.tsv"],
+    "folder": ["embed", "p.fasta", "folder", "--toks-per-batch", "75"],
+    "x.h5": ["embed", "p.fasta", "x.h5", "--toks-per-batch", "75"],
+    "store": ["store", "p.fasta", "store", "--toks-per-batch", "75"],
+}
+
+
+@pytest.mark.parametrize("out", COMMANDS)
+def test_shards_joined_are_one_run(run: Run, out: str) -> None:
+    command = COMMANDS[out]
+    assert run(*command) == 0
+    Path(out).rename("whole")
+    for number in (2, 3, 1):
+        assert run(*command, "--shard", f"{number}/3") == 0
+        assert run("status", out) == (0 if number == 1 else 1)
+        assert not Path(out).exists()
+    # A shard that is done is not done again.
+    before = {path: path.stat().st_mtime_ns for path in shards_folder(out).rglob("*") if path.is_file()}
+    assert run(*command, "--shard", "2/3") == 0
+    assert before == {path: path.stat().st_mtime_ns for path in before}
+    for _ in range(2):
+        assert run("merge", out) == 0
+        if out == "x.h5":
+            assert h5_content(Path(out)) == h5_content(Path("whole"))
+        elif Path(out).is_dir():
+            assert {**files(Path(out)), "usage.jsonl": ""} == {**files(Path("whole")), "usage.jsonl": ""}
+        else:
+            assert Path(out).read_bytes() == Path("whole").read_bytes()
+
+
+def test_what_does_not_belong_together_is_refused_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    command = COMMANDS["scores.csv"]
+    with pytest.raises(ShardError, match=r"scores\.csv\.shards: no such folder of shards"):
+        shards_state("scores.csv")
+    assert run(*command, "--shard", "1/3") == run(*command, "--shard", "2/3") == 0
+    with pytest.raises(ShardError, match="cannot be merged: shard 3/3 is missing"):
+        merge("scores.csv", shards_state("scores.csv"))
+    # The same shard with other options.
+    assert run(*command, "--shard", "2/3", "--refresh", "1") == 2
+    assert "shard 2/3 was made with refresh 8, not 1" in capsys.readouterr().err
+    folder = shards_folder("scores.csv")
+    good = folder.rename("good")
+
+    def problems(*shards: tuple[str, ...]) -> list[str]:
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(good, folder)
+        for options in shards:
+            (folder / f"_shard-0000{options[1][0]}-of-00003.json").unlink(missing_ok=True)
+            assert run(*command, *options) == 0
+        found = shards_state("scores.csv").problems
+        with pytest.raises(ShardError, match="cannot be merged"):
+            merge("scores.csv", shards_state("scores.csv"))
+        return found
+
+    assert problems(("--shard", "3/3", "--refresh", "1")) == ["shard 3/3 is of refresh 1, not 8 as shard 1/3"]
+    assert problems(("--shard", "4/4")) == ["shard 4/4 is of one of 4 shards, not of 3 as shard 1/3"]
+    Path("c.csv").write_text(Path("c.csv").read_text() + "c9,ACD,y\n")
+    assert problems(("--shard", "3/3")) == ["shard 3/3 is of another content of c.csv as shard 1/3"]
+
+
+def test_models_overlaps_and_damage_are_named(run: Run) -> None:
+    command = COMMANDS["folder"]
+    for number in (1, 2):
+        assert run(*command, "--shard", f"{number}/2") == 0
+    folder = shards_folder("folder")
+    path = folder / "_shard-00002-of-00002.json"
+    other = Manifest.read(path)
+    other.settings["weights"] = "f00"
+    other.write(path)
+    [problem] = shards_state("folder").problems
+    assert problem.startswith("shard 2/2 is of another model: weights f00, not ")
+    other.settings["weights"] = Manifest.read(folder / "_shard-00001-of-00002.json").settings["weights"]
+    pieces = list(other.pieces)
+    other.pieces.append(Manifest.read(folder / "_shard-00001-of-00002.json").pieces[0])
+    other.write(path)
+    assert shards_state("folder").problems == [f"shards 1/2 and 2/2 overlap: both have piece {other.pieces[-1]}"]
+    other.pieces[:] = pieces[1:]
+    other.write(path)
+    [problem] = shards_state("folder").problems
+    assert problem.endswith("pieces are in no shard")
+    other.pieces[:] = pieces
+    other.write(path)
+    assert shards_state("folder").is_complete
+    [first, *_] = (folder / "shard-00001-of-00002").glob("*.pt")
+    for damage in DAMAGE.values():
+        damage(first)
+        assert shards_state("folder").problems == [f"shard 1/2: {first}: was altered"]
+    first.unlink()
+    assert shards_state("folder").problems == [f"shard 1/2: {first}: is missing"]
+    # The shard is done again: what is damaged is computed.
+    assert run(*command, "--shard", "1/2") == 0
+    assert shards_state("folder").is_complete
+    for damage in DAMAGE.values():
+        kept = path.read_bytes()
+        damage(path)
+        [problem] = shards_state("folder").problems
+        assert "_shard-00002-of-00002.json: damaged" in problem
+        path.write_bytes(kept)
+
+
+def test_failed_records_are_reported_by_merge(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("p.fasta").write_text(Path("p.fasta").read_text() + ">bad\nMK1\n")
+    for number in (1, 2):
+        assert run(*COMMANDS["folder"], "--shard", f"{number}/2") == 0
+    assert run("status", "folder", "--json", "status.json") == 1
+    state = json.loads(Path("status.json").read_text())
+    assert (state["done"], state["missing"], state["problems"]) == ([1, 2], [], [])
+    assert [one["record"] for one in state["failed"]] == ["bad"]
+    capsys.readouterr()
+    assert run("merge", "folder") == 1
+    assert "record 'bad'" in capsys.readouterr().err
+    assert (Path("folder") / "index.tsv").exists()
+
+
+def test_more_shards_than_pieces(run: Run) -> None:
+    Path("t.fasta").write_text(">one\nMKTAYIAKQRQISF\n")
+    Path("c.csv").write_text("id,sequence\na,ACD\n")
+    for number in (1, 2):
+        assert run(*COMMANDS["scores.csv"], "--shard", f"{number}/2") == 0
+    assert run("merge", "scores.csv") == 0
+    assert len(read_csv("scores.csv", ["candidate"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shard", "3/2", "--out", "x.csv"], "a shard is written K/N with K from 1 to N, such as 3/16; got '3/2'"),
+        (["--shard", "1/2"], "--shard 1/2 writes a part of an output; name the output with --out"),
+    ],
+)
+def test_shards_that_are_none(run: Run, capsys: pytest.CaptureFixture[str], options: list[str], message: str) -> None:
+    before = set(Path().iterdir())
+    assert run("score", "t.fasta", "c.csv", *options) == 2
+    assert message in capsys.readouterr().err
+    assert set(Path().iterdir()) == before

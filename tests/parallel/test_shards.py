@@ -1,0 +1,74 @@
+"""Manifests of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from esm_turbo.parallel.shards import (
+    Manifest,
+    ShardError,
+    damage,
+    finish_shard,
+    is_done,
+    manifest_name,
+    new_manifest,
+    shard_output,
+    shards_folder,
+    shards_state,
+)
+from esm_turbo.tasks.common.pieces import Plan, Shard
+
+
+def manifest(folder: Path, number: int = 1, **settings: object) -> Manifest:
+    (folder / "in.fasta").write_text(">a\nMK\n")
+    plan = Plan(Shard(number, 2))
+    plan.choose(["a", "b", "c"], [3, 2, 1])
+    return new_manifest(
+        "score",
+        "table",
+        plan,
+        settings=settings,
+        inputs=[folder / "in.fasta"],
+        run={"device": "cpu"},
+        order=[(0, 2)],
+        partial={0: [1, 0]},
+        failed=[("x", "y")],
+    )
+
+
+def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
+    out = tmp_path / "x.csv"
+    made = manifest(tmp_path, weights="w")
+    assert not is_done(out, made)
+    shard_output(out, made.shard).parent.mkdir()
+    shard_output(out, made.shard).write_text("rows\n")
+    finish_shard(out, made)
+    path = shards_folder(out) / manifest_name(made.shard)
+    assert path == tmp_path / "x.csv.shards" / "_shard-00001-of-00002.json"
+    assert Manifest.read(path) == made and made.pieces == [0]
+    assert is_done(out, made) and not damage(path.parent, made)
+    with pytest.raises(ShardError, match="shard 1/2 was made with another model: weights w, not v"):
+        is_done(out, manifest(tmp_path, weights="v"))
+    state = shards_state(out)
+    assert (state.of, list(state.manifests), state.missing, state.failed) == (2, [1], [2], [["x", "y"]])
+    # Under another number it is damaged.
+    path.rename(path.with_name(manifest_name(Shard(2, 2))))
+    assert "the manifest of shard 1/2" in shards_state(out).problems[0]
+
+
+def test_a_link_is_no_file_of_a_shard(tmp_path: Path) -> None:
+    out, made = tmp_path / "x.csv", manifest(tmp_path)
+    output = shard_output(out, made.shard)
+    output.parent.mkdir()
+    output.write_text("rows\n")
+    finish_shard(out, made)
+    output.rename(tmp_path / "elsewhere")
+    output.symlink_to(tmp_path / "elsewhere")
+    assert damage(output.parent, made) == [f"{output}: is missing"]
+
+
+def test_inputs_are_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="with --shard, each input must be one that all shards read"):
+        new_manifest("score", "table", Plan(Shard(1, 2)), settings={}, inputs=["/dev/stdin"], run={})
