@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -174,8 +175,24 @@ class ContextModel:
             ValueError: the batch does not match the cache, the cache is empty or belongs to another model, or a
                 sequence is invalid.
         """
-        self.model.notice_changes()
-        sequences = as_list(sequences)
+        call = partial(self._extend, cache, as_list(sequences), eos, refresh, append, context_index)
+        if append:
+            self.model.notice_changes()
+            return call()
+        output = call()
+        # Looked for while the device computes: what changed weights made of a context is not returned.
+        return call() if self.model.notice_changes() else output
+
+    def _extend(
+        self,
+        cache: TurboKVCache,
+        sequences: list[str],
+        eos: bool,
+        refresh: int,
+        append: bool,
+        context_index: Sequence[int] | Tensor | None,
+    ) -> ExtendOutput:
+        """See `extend`; changes of the weights that leave no trace on the host go unnoticed."""
         if refresh < 0:
             raise ValueError(f"`refresh` must be at least 0, got {refresh}")
         index = None

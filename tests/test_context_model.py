@@ -232,3 +232,21 @@ def test_a_model_of_random_weights_is_extended(exact: TurboEsm, tiny_model: Make
         # All residues run again; only <cls> is frozen.
         assert (output.logits - hf(ids).logits[:, 7:]).abs().mean() < 2
     assert output.logits.shape == (1, 3, 33)
+
+
+def test_weights_that_change_unseen_are_found_after_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where a forward does not look at elements."""
+    turbo = TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
+    cache = turbo.prefill(SEQUENCES[1])
+    expected = turbo.extend(cache, "WKD").logits
+    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    assert torch.equal(turbo.extend(cache, "WKD").logits, expected)
+    turbo.model.esm.encoder.layer[0].output.dense.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="the cache belongs to another model: the weights differ"):
+        turbo.extend(cache, "WKD")
+    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    cache = turbo.prefill(SEQUENCES[1])
+    turbo.model.esm.encoder.layer[0].output.dense.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="the cache belongs to another model: the weights differ"):
+        turbo.extend(cache, "WKD", append=True)
+    assert cache.get_seq_length() == 1 + len(SEQUENCES[1])

@@ -79,6 +79,12 @@ def model_fingerprint(model: Any, *, sampled: bool | None = None, gather: Gather
     return seen.fingerprint
 
 
+def known_fingerprint(model: Any) -> Fingerprint | None:
+    """What `model_fingerprint` returned last, if it was asked."""
+    seen: _Weights | None = model.__dict__.get(_KEPT_AS)
+    return None if seen is None else seen.fingerprint
+
+
 def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
     """The part of a model's fingerprint by which a calibration is compared, [layers, 4, 1 + projections]."""
     rows = fingerprint[1 : 1 + 4 * layers].reshape(layers, 4, _ROW)

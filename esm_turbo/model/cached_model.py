@@ -23,7 +23,7 @@ from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, Packed, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from esm_turbo.files.fingerprint import Fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.files.fingerprint import Fingerprint, known_fingerprint, model_fingerprint, same_codec, same_model
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin
@@ -273,13 +273,17 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         codec = self._codec(self.turbo_config, fingerprint)
         return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
 
-    def notice_changes(self) -> None:
+    def notice_changes(self) -> bool:
         """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
 
         Waits for the device. Caches that were written with other weights are refused afterwards.
+
+        Returns:
+            Whether there were any since the last forward.
         """
         fast = self.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
-        model_fingerprint(self, sampled=True, gather=Gatherer if fast else None)
+        before = known_fingerprint(self)
+        return model_fingerprint(self, sampled=True, gather=Gatherer if fast else None) is not before
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
@@ -789,9 +793,10 @@ class CachedMaskedLM(CheckpointMixin, _LibraryModel):
         backend: KVBackend = self.base_model.kv_backend
         return backend
 
-    def notice_changes(self) -> None:
+    def notice_changes(self) -> bool:
         """See `CachedModel.notice_changes`."""
-        self.base_model.notice_changes()
+        changed: bool = self.base_model.notice_changes()
+        return changed
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """See `CachedModel.claim_cache`."""
