@@ -26,6 +26,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
 from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extension
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
+from esm_turbo.model.inputs import contexts_of_rows
 from esm_turbo.model.packed_encoder import Attend
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
@@ -285,7 +286,8 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             if isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size:
                 past = past_key_values.get_seq_length()
                 check_chains(sequence_id, [shape, (shape[0], past + shape[1])])
-                attention_mask, new = mask_of_extension(past_key_values, sequence_id, attention_mask, shape[1])
+                index = contexts_of_rows(past_key_values, kwargs.get("context_index"), shape[0])
+                attention_mask, new = mask_of_extension(past_key_values, sequence_id, attention_mask, shape[1], index)
                 cached["chains"] = new
             else:
                 check_chains(sequence_id, [shape])

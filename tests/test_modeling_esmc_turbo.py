@@ -347,6 +347,25 @@ def test_an_extension_of_one_chain_sees_that_chain(chain: int, whole: bool) -> N
 
 
 @torch.no_grad()
+def test_rows_name_contexts_of_several_chains() -> None:
+    """Each row sees its own chain of the context that it names, as where it has that context for itself."""
+    ours = TurboEsmcForMaskedLM.from_esm(make_esmc(), preset="exact")
+    ids, _ = two_chains()
+    cache = ours(ids, sequence_id=CHAINS, use_cache=True).past_key_values
+    new, index, chains = torch.tensor([[5, 6], [7, 8], [5, 6], [9, 4]]), [1, 0, 0, 1], [0, 1, 0, 1]
+    own = torch.tensor(chains)[:, None].expand(-1, 2)
+    found = ours(new, sequence_id=own, past_key_values=cache, context_index=index).logits
+    for row, context in enumerate(index):
+        alone = cache.select(context)
+        expected = ours(new[[row]], sequence_id=own[[row]], past_key_values=alone).logits
+        assert (found[row] - expected[0]).abs().max() <= 2e-5
+        assert (ours(new[[row]], past_key_values=alone).logits[0] - expected[0]).abs().max() > 1e-3
+    whole = torch.cat([torch.full((4, 14), 5), own], dim=1)
+    with pytest.raises(ValueError, match="says chain 5 of token 0 in row 0, the cache 0"):
+        ours(new, sequence_id=whole, past_key_values=cache, context_index=index)
+
+
+@torch.no_grad()
 def test_chains_are_appended_saved_and_cut(tmp_path: Path) -> None:
     hf = make_esmc()
     ours = TurboEsmcForMaskedLM.from_esm(hf, calibration=make_calibration(hf), preset=DEFAULT_PRESET)

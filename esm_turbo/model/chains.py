@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv_cache import TurboKVCache
 
 
@@ -34,7 +35,11 @@ def mask_of_chains(sequence_id: Tensor, attention_mask: Tensor | None) -> Tensor
 
 
 def mask_of_extension(
-    cache: TurboKVCache, sequence_id: Tensor, attention_mask: Tensor | None, num_tokens: int
+    cache: TurboKVCache,
+    sequence_id: Tensor,
+    attention_mask: Tensor | None,
+    num_tokens: int,
+    index: RowIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Which past and new tokens an extension of one chain per row sees.
 
@@ -43,6 +48,7 @@ def mask_of_extension(
         sequence_id: chain of the new tokens, [batch, n], or of past and new ones, [batch, past + n]; -1 for padding.
         attention_mask: as in the model's forward; hides more.
         num_tokens: n.
+        index: row of the cache that each row reads; None if they are the same, or one that all share.
 
     Returns:
         The mask, int64 [batch, past + n], and the chains of the new tokens, [batch, n].
@@ -53,8 +59,10 @@ def mask_of_extension(
     """
     past = cache.get_seq_length()
     new = sequence_id[:, -num_tokens:]
-    valid = cache.valid()[:, :past]
-    stored = torch.zeros_like(valid, dtype=torch.int32) if cache.chains is None else cache.chains[:, :past]
+    valid = of_rows(cache.valid()[:, :past], index)
+    stored = torch.zeros_like(valid, dtype=torch.int32)
+    if cache.chains is not None:
+        stored = of_rows(cache.chains[:, :past], index)
     own, real = new[:, :1], new >= 0
     if new.device.type == "cpu":
         if bool((real & (new != own)).any()):
@@ -68,7 +76,7 @@ def mask_of_extension(
             if bool(differs.any()):
                 row, column = (int(index) for index in differs.nonzero()[0])
                 given = int(sequence_id[row, column])
-                there = int(torch.where(valid, stored, -1)[row % cache.batch_size, column])
+                there = int(torch.where(valid, stored, -1)[row % len(valid), column])
                 raise ValueError(
                     f"`sequence_id` says chain {given} of token {column} in row {row}, the cache {there}: give it for"
                     " the new tokens alone"
