@@ -96,19 +96,23 @@ class RowIndex:
         """The tiles of rows with `num_tokens` queries each, of up to `queries` in a tile; made once."""
         key = (num_tokens, queries, device)
         if key not in self.made:
-            groups = np.array(self.groups, dtype=np.int64)
-            first, end = groups[:, 1] * num_tokens, groups[:, 2] * num_tokens
-            counts = -(-(end - first) // queries)
-            # Queries of a group's tiles if every tile were full: where they begin, against where they do begin.
-            shifts = np.repeat((np.cumsum(counts) - counts) * queries - first, groups[:, 2] - groups[:, 1])
-            of_group = np.repeat(np.arange(len(groups)), counts)
-            within = np.arange(len(of_group)) - np.repeat(np.cumsum(counts) - counts, counts)
-            starts = first[of_group] + within * queries
-            table = np.stack([groups[of_group, 0], starts, np.minimum(starts + queries, end[of_group])], axis=1)
-            host = torch.from_numpy(np.concatenate([table.ravel(), shifts]).astype(np.int32))
-            both = to_device(host, device)
+            table, shifts = self._host_tiles(num_tokens, queries)
+            both = to_device(torch.from_numpy(np.concatenate([table.ravel(), shifts])), device)
             self.made[key] = Tiles(both[: table.size].view(-1, 3), both[table.size :])
         return self.made[key]
+
+    def _host_tiles(self, num_tokens: int, queries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """See `Tiles`."""
+        groups = np.array(self.groups, dtype=np.int64)
+        first, end = groups[:, 1] * num_tokens, groups[:, 2] * num_tokens
+        counts = -(-(end - first) // queries)
+        # Queries of a group's tiles if every tile were full: where they begin, against where they do begin.
+        shifts = np.repeat((np.cumsum(counts) - counts) * queries - first, groups[:, 2] - groups[:, 1])
+        of_group = np.repeat(np.arange(len(groups)), counts)
+        within = np.arange(len(of_group)) - np.repeat(np.cumsum(counts) - counts, counts)
+        starts = first[of_group] + within * queries
+        table = np.stack([groups[of_group, 0], starts, np.minimum(starts + queries, end[of_group])], axis=1)
+        return table.astype(np.int32), shifts.astype(np.int32)
 
     def bounds(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Where the queries of each group begin, and the last ones end, int32 [groups + 1]; its context, [groups]."""
@@ -126,6 +130,48 @@ class RowIndex:
         if device not in self._on_device:
             self._on_device[device] = to_device(torch.from_numpy(self.contexts), device)
         return self._on_device[device]
+
+
+class StaticRowIndex(RowIndex):
+    """An index in tensors with fixed addresses, for graphs to read; contexts of other rows can be loaded into it.
+
+    Args:
+        rows: number of rows.
+        most_contexts: that these may name.
+    """
+
+    def __init__(self, rows: int, most_contexts: int) -> None:
+        super().__init__(np.zeros(rows, dtype=np.int64))
+        self._most_contexts = most_contexts
+
+    def load(self, index: RowIndex) -> None:
+        """Loads the contexts of as many rows, or fewer, that are grouped; further rows read what the last one reads."""
+        rows = len(self)
+        self.contexts = np.pad(index.contexts, (0, rows - len(index)), mode="edge")
+        self.__dict__.pop("groups", None)
+        for device, tensor in self._on_device.items():
+            tensor.copy_(to_device(torch.from_numpy(self.contexts), device))
+        for (num_tokens, queries, device), tiles in self.made.items():
+            for tensor, values in zip(tiles, self._host_tiles(num_tokens, queries), strict=True):
+                tensor.copy_(to_device(torch.from_numpy(values), device))
+
+    def grouped(
+        self, device: torch.device, ranks: npt.NDArray[np.int64] | None = None
+    ) -> tuple[RowIndex, Tensor | None]:
+        """The index as it is: whoever loads it has grouped the rows."""
+        return self, None
+
+    @property
+    def most_rows(self) -> int:
+        """The number of rows, which may all read one context."""
+        return len(self)
+
+    def _host_tiles(self, num_tokens: int, queries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """As many tiles as there can be; those beyond have no queries."""
+        table, shifts = super()._host_tiles(num_tokens, queries)
+        groups = min(len(self), self._most_contexts)
+        most = (len(self) * num_tokens + groups * (queries - 1)) // queries
+        return np.pad(table, ((0, most - len(table)), (0, 0))), shifts
 
 
 def of_rows(x: Tensor, index: RowIndex | None) -> Tensor:

@@ -52,7 +52,7 @@ from esm_turbo.model.packed_encoder import (
 )
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, PooledExtension, Prefill
-from esm_turbo.ops import decoded_attention
+from esm_turbo.ops import decoded_attention, triton_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 from esm_turbo.ops.copies import Gatherer
 from esm_turbo.ops.warmup import Sizes
@@ -590,14 +590,24 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         return TurboKVCache.from_tensors(config, cache.geometry, cache.fingerprint, self.codec(config), tensors)
 
     def _extend_by_graph(
-        self, cache: TurboKVCache, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+        self,
+        cache: TurboKVCache,
+        index: RowIndex | None,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
     ) -> ModelOutput | None:
         """An extension by a captured graph; None where it has to run eagerly."""
+        # Only kernels read an index that changes between replays, and slots are too many to be copied.
+        assert cache.codec is not None
+        if index is not None and (isinstance(cache, PooledContexts) or not triton_attention.can_run(cache.codec)):
+            return None
         if isinstance(cache, StaticKVCache) or (addresses := self._capturable()) is None:
             return None
         if position_ids is None:
-            position_ids = cache.next_positions[:, None] + torch.arange(input_ids.shape[1], device=input_ids.device)
-        states = self._graphs.extend(self, addresses, cache, input_ids, attention_mask, position_ids)
+            steps = torch.arange(input_ids.shape[1], device=input_ids.device)
+            position_ids = of_rows(cache.next_positions, index)[:, None] + steps
+        states = self._graphs.extend(self, addresses, cache, input_ids, attention_mask, position_ids, index=index)
         return None if states is None else self.output(states, None)
 
     def _prefill_by_graph(
@@ -649,8 +659,8 @@ class CachedModel(CheckpointMixin, _LibraryModel):
                 f"cannot append {batch_size} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
             )
         plain = not {n for n, x in kwargs.items() if x} - {"return_dict"}
-        if plain and index is None and not appends and token_counts is None:
-            replayed = self._extend_by_graph(cache, input_ids, attention_mask, position_ids)
+        if plain and not appends and token_counts is None:
+            replayed = self._extend_by_graph(cache, index, input_ids, attention_mask, position_ids)
             if replayed is not None:
                 return replayed
         past_mask, new_mask = split_attention_mask(cache, input_ids, attention_mask, index)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
 from esm_turbo.model.growth import Growth, StepKind
@@ -48,22 +49,29 @@ class Bucket(NamedTuple):
     Attributes:
         rows: of the extension.
         tokens: per row.
-        contexts: rows of the cache: `rows`, or 1 that all share.
+        contexts: rows of the cache: `rows`, or 1 that all share, or up to `rows` that rows name.
         columns: of the cache.
+        named: whether rows name their contexts.
     """
 
     rows: int
     tokens: int
     contexts: int
     columns: int
+    named: bool = False
 
 
-def bucket_of(rows: int, tokens: int, contexts: int, columns: int) -> Bucket | None:
+def bucket_of(rows: int, tokens: int, contexts: int, columns: int, named: bool = False) -> Bucket | None:
     """The smallest bucket for these shapes; None if a graph would not make them faster."""
+    if named and contexts > rows:
+        # All contexts of a cache are copied.
+        return None
     rows = 1 << (rows - 1).bit_length()
     tokens, columns = rounded_up(tokens, _MIN_TOKENS), rounded_up(columns, _MIN_COLUMNS)
     if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
         return None
+    if named:
+        return Bucket(rows, tokens, 1 << (contexts - 1).bit_length(), columns, named)
     return Bucket(rows, tokens, 1 if contexts == 1 else rows, columns)
 
 
@@ -121,6 +129,7 @@ class GraphPool:
         attention_mask: Tensor | None,
         position_ids: Tensor,
         uses: int = 1,
+        index: RowIndex | None = None,
     ) -> Tensor | None:
         """The last hidden states of an extension, by a graph if there is one or if the call has recurred.
 
@@ -132,6 +141,7 @@ class GraphPool:
             attention_mask: as in the model's forward.
             position_ids: [batch, n] or [1, n].
             uses: number of calls that this one counts for; a call that is known to recur counts more.
+            index: row of the cache that each row reads; None if they are the same, or one that all share.
 
         Returns:
             [batch, n, hidden_size]; None if there is no graph for it, or if the mask has another shape.
@@ -139,9 +149,15 @@ class GraphPool:
         batch_size, n = input_ids.shape
         if attention_mask is not None and not _is_mask_of(attention_mask, input_ids, cache):
             return None
-        bucket = bucket_of(batch_size, n, cache.batch_size, cache.columns)
+        bucket = bucket_of(batch_size, n, cache.batch_size, cache.columns, index is not None)
         if bucket is None:
             return None
+        order = None
+        if index is not None:
+            index, order = index.grouped(input_ids.device)
+        if order is not None:
+            input_ids, position_ids = input_ids[order], position_ids.expand(batch_size, -1)[order]
+            attention_mask = None if attention_mask is None else attention_mask[order]
         names, source = layer_rows(cache)
         layout = (id(cache.codec), names, cache.positions is None)
 
@@ -151,9 +167,9 @@ class GraphPool:
         with self._graph((bucket, *layout), model.device, addresses, uses, make) as graph:
             if graph is None:
                 return None
-            graph.load(cache, source, input_ids, attention_mask, position_ids)
-            states: Tensor = graph.replay()[:batch_size, :n].clone()
-            return states
+            graph.load(cache, source, input_ids, attention_mask, position_ids, index)
+            states: Tensor = graph.replay()[:batch_size, :n]
+            return states.clone() if order is None else states[order.argsort()]
 
     @torch.no_grad()
     def prefill(
@@ -338,7 +354,7 @@ class GraphPool:
     def _contexts(self, bucket: Bucket, cache: TurboKVCache, layout: Any) -> StaticKVCache:
         """Static contexts for a graph, shared by all graphs with as many of the same length and layout."""
         for (other, *own_layout), graph in self._graphs.items():
-            if isinstance(graph, _Extension) and other[2:] == bucket[2:] and tuple(own_layout) == layout:
+            if isinstance(graph, _Extension) and other[2:4] == bucket[2:4] and tuple(own_layout) == layout:
                 # Those of a model whose weights have changed would be refused.
                 graph.contexts.fingerprint = cache.fingerprint
                 return graph.contexts
@@ -411,9 +427,16 @@ class _Extension:
         self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
         self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.bool, device=device)
         self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
+        self._index = StaticRowIndex(bucket.rows, bucket.contexts) if bucket.named else None
 
         def run() -> Tensor:
-            output = model(self._input_ids, self._mask, self._position_ids, past_key_values=contexts)
+            output = model(
+                self._input_ids,
+                self._mask,
+                self._position_ids,
+                past_key_values=contexts,
+                context_index=self._index,
+            )
             states: Tensor = output.last_hidden_state
             return states
 
@@ -421,7 +444,13 @@ class _Extension:
         self._read = [model.codec(contexts.config), *weights_of(model)]
 
     def load(
-        self, cache: TurboKVCache, rows: Rows, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor
+        self,
+        cache: TurboKVCache,
+        rows: Rows,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor,
+        index: RowIndex | None,
     ) -> None:
         """Loads contexts and the inputs of a call."""
         batch_size, n = input_ids.shape
@@ -430,7 +459,10 @@ class _Extension:
         self._input_ids.fill_(self._padding)
         self._input_ids[:batch_size, :n] = input_ids
         self._position_ids[:batch_size, :n] = position_ids
-        self._mask[:, :past] = self.contexts.valid()
+        if self._index is not None:
+            assert index is not None
+            self._index.load(index)
+        self._mask[:, :past] = of_rows(self.contexts.valid(), self._index)
         self._mask[:, past:] = 1
         self._mask[:batch_size, past + n :] = 0
         if attention_mask is not None:

@@ -177,6 +177,8 @@ class CapturedExtension:
         **kwargs: Any,
     ) -> None:
         device: torch.device = model.device
+        if kwargs.get("context_index") is not None:
+            raise ValueError("rows cannot name their contexts in a graph by hand: give a context for each row")
         _check_device(device)
         batch_size = context.batch_size if batch_size is None else batch_size
         model.claim_cache(context)

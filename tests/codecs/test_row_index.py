@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.codecs.row_index import Group, RowIndex, of_rows
+from esm_turbo.codecs.row_index import Group, RowIndex, StaticRowIndex, of_rows
 
 CPU = torch.device("cpu")
 
@@ -55,6 +55,26 @@ def test_tiles_cover_every_query_once(contexts: list[int], num_tokens: int, quer
     assert bounds.tolist() == [group.start * num_tokens for group in index.groups] + [len(seen)]
     assert named.tolist() == [group.context for group in index.groups]
     assert index.most_rows == max(group.stop - group.start for group in index.groups)
+
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 20))
+def test_a_static_index_keeps_its_tensors(loads: list[list[int]], num_tokens: int) -> None:
+    """Contexts are loaded into the same tensors: their tiles, then empty ones; further rows repeat the last."""
+    static = StaticRowIndex(6, 4)
+    tiles, on = static.tiles(num_tokens, 8, CPU), static.on(CPU)
+    for contexts in loads:
+        index, _ = RowIndex(np.array(contexts)).grouped(CPU)
+        static.load(index)
+        padded = RowIndex(np.array([*index.contexts, *[index.contexts[-1]] * (6 - len(contexts))]))
+        expected = padded.tiles(num_tokens, 8, CPU)
+        count = len(expected.table)
+        assert torch.equal(tiles.table[:count], expected.table)
+        assert not tiles.table[count:].any()
+        assert torch.equal(tiles.shifts, expected.shifts)
+        assert on.tolist() == padded.contexts.tolist()
+        assert static.tiles(num_tokens, 8, CPU).table is tiles.table
+        assert static.on(CPU) is on
+        assert (static.most_rows, static.groups) == (6, padded.groups)
 
 
 def test_contexts_in_the_order_of_their_ranks() -> None:

@@ -9,12 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
+from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.model import graph_pool
 from esm_turbo.model.graph_pool import Bucket, GraphPool, bucket_of
 from esm_turbo.ops import torch_encoder, triton_encoder
@@ -97,6 +99,33 @@ def test_results_are_those_of_eager_calls(tiny_model: MakeModel, captures: list,
             assert found.shape == expected.shape
             assert (found - expected)[shown].abs().max() <= ROUNDING * expected.abs().max()
     assert len(captures) == len(pool) == 1
+
+
+@pytest.mark.parametrize("preset", ["paper", "turbo3"])
+@torch.no_grad()
+def test_rows_that_name_their_contexts_share_a_graph(tiny_model: MakeModel, captures: list, preset: str) -> None:
+    """For other contexts and indexes, numbers of rows, and masks; rows come back in their order."""
+    model, pool = tiny_model(preset=preset), GraphPool()
+    for lengths, index, hides in [
+        ([21, 9, 13], [2, 0, 2, 1, 0], False),
+        ([5, 30, 3, 8], [3, 3, 1, 1, 0, 2, 3, 0], True),
+        ([40, 33, 2], [0, 0, 0, 0, 0, 0], True),
+    ]:
+        cache, rows = contexts(model, lengths, seed=len(index)), RowIndex(np.array(index))
+        ids, mask = random_ids([4, 2, 3, 1, 4, 4, 2, 1][: len(index)], cls=False, seed=1, masks=1)
+        positions = cache.next_positions[index][:, None] + torch.arange(ids.shape[1])
+        past = torch.ones(len(ids), cache.get_seq_length(), dtype=torch.int64) * cache.valid()[index]
+        past[:, 1] = 0
+        for one in [torch.cat([past, mask], dim=1)] if hides else [mask, None]:
+            expected = model.esm(ids, one, positions, past_key_values=cache, context_index=index).last_hidden_state
+            found = pooled(pool, model, cache, ids, one, positions, uses=2, index=rows)
+            shown = mask.bool() if one is not None else torch.ones_like(mask, dtype=torch.bool)
+            assert (found - expected)[shown].abs().max() <= ROUNDING * expected.abs().max()
+    assert len(captures) == len(pool) == 1
+    # More contexts than rows would be copied in vain.
+    many = contexts(model, [5] * 9)
+    inputs, last = inputs_for(model, many.select([0]), [3]), RowIndex(np.array([8]))
+    assert pooled(pool, model, many, *inputs, uses=2, index=last) is None
 
 
 @torch.no_grad()
@@ -418,6 +447,29 @@ def test_replays_equal_eager_calls(on_cuda: MakeModel, preset: str, dtype: torch
                 found = states(model, cache, ids, one, positions)
                 assert_same(found[mask.bool()], expected[mask.bool()])
     assert len(model.esm._graphs) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("preset", "dtype", "graphs"),
+    [("exact", torch.bfloat16, 0), ("turbo3", torch.bfloat16, 1), ("turbo2", torch.float32, 1)],
+    ids=str,
+)
+@torch.no_grad()
+def test_replays_of_named_contexts_equal_eager_calls(
+    on_cuda: MakeModel, preset: str, dtype: torch.dtype, graphs: int
+) -> None:
+    model = on_cuda(preset, dtype)
+    for seed, (lengths, index) in enumerate([([21, 9, 13], [2, 0, 2, 1, 0]), ([50, 3], [1, 1, 0, 1, 0, 0, 1, 1])]):
+        cache = contexts(model, lengths, seed)
+        ids, mask = (x.cuda() for x in random_ids([5, 3, 4, 5, 1, 2, 5, 5][: len(index)], cls=False, seed=seed))
+        outputs = []
+        for captured in (False, True, True, True):
+            model.esm.captures = captured
+            outputs.append(model.esm(ids, mask, past_key_values=cache, context_index=index).last_hidden_state)
+        for output in outputs[1:]:
+            assert_same(output[mask.bool()], outputs[0][mask.bool()])
+    assert len(model.esm._graphs) == graphs
 
 
 @pytest.mark.gpu

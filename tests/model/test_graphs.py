@@ -146,6 +146,12 @@ def test_a_graph_needs_a_cuda_device(tiny_model):
         CapturedExtension(model, contexts(model, [21]), 3)
 
 
+def test_a_graph_by_hand_reads_a_context_for_each_row(tiny_model):
+    model = tiny_model(preset="turbo3")
+    with pytest.raises(ValueError, match="rows cannot name their contexts in a graph by hand"):
+        CapturedExtension(model, contexts(model, [21, 9]), 3, 2, context_index=[1, 0])
+
+
 class NoGraph:
     """A CUDA graph whose replays do nothing."""
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from esm_turbo import TurboConfig
 from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
 from esm_turbo.codecs.packing import unpack_codes
+from esm_turbo.codecs.row_index import StaticRowIndex
 from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import torch_ops, triton_attention
@@ -132,6 +133,17 @@ def test_named_contexts_over_any_programs(monkeypatch: pytest.MonkeyPatch, devic
     codec = codec_of("turbo2", 16)
     case = make_case(codec, lengths=(200, 64, 130), columns=200, index=(1, 1, 2, 0, 0), n=n, slots=1, device=device)
     assert_close(attend(case, codec), case.expected())
+
+
+@on_devices("n", cpu=[(3,)], gpu=[(1,), (3,), (21,)])
+def test_an_index_of_a_graph_reads_the_same(device: str, n: int) -> None:
+    """It has tiles for any contexts of its rows, most of them empty."""
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, lengths=(70, 20, 33), columns=70, index=(1, 1, 2, 2), n=n, slots=1, device=device)
+    static = StaticRowIndex(4, 4)
+    static.load(case.context.index)
+    found = attend(replace(case, context=replace(case.context, index=static)), codec)
+    assert_close(found, case.expected())
 
 
 @on_devices()
