@@ -23,6 +23,7 @@ from benchmarks.accuracy import (
 from benchmarks.accuracy import presets as accuracy
 from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, peers
 from benchmarks.cuda import memory as cuda_memory
+from benchmarks.cuda import pairs as cuda_pairs
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import screens as cuda_screens
 from benchmarks.cuda import steps as cuda_steps
@@ -195,6 +196,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     "calls_cuda": Benchmark(
         "calls of the public API, from strings to results",
         partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384), 1000, 20),
+        most_repeats=5,
+    ),
+    "pairs_cuda": Benchmark(
+        "scores of peptides on many targets, contexts included, from strings to scores",
+        partial(cuda_pairs.pair_cases, ESM2_650M, 16, (300, 405), 20, 12, at_least=650),
         most_repeats=5,
     ),
     "host_time_cuda": Benchmark(
