@@ -111,6 +111,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | PLOT
     | PARALLEL
     | {
+        "--columns": None,
         "--method": "masked",
         "--arm": None,
         "--refresh": 8,

@@ -25,6 +25,7 @@ from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
     JsonFile,
+    OptionalInput,
     ParallelOptions,
     PictureFile,
     SequenceOptions,
@@ -37,12 +38,13 @@ from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
+from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Place
 
 
 def score(
     targets: InputFile,
-    candidates: InputFile,
+    candidates: OptionalInput = None,
     /,
     *,
     arm: Arms = None,
@@ -67,7 +69,8 @@ def score(
     scored. A run that was stopped continues where it was, if it has an --out: run the same command again.
 
     Args:
-        targets: FASTA file, plain or gzip.
+        targets: FASTA file, plain or gzip; or alone, PepMLM's table of pairs, with the columns Receptor Sequence (or
+            Input Sequence) and Binder (or Sequence).
         candidates: FASTA file, or CSV or TSV file with a column sequence (or binder) and optional columns id and target
             (identifier, accession or sequence; a candidate with a target is scored on that one only).
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
@@ -85,10 +88,14 @@ def score(
         raise ValueError("--arm must name at least one arm")
     spread = Spread.of(parallel, model, backend=backend)
     sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates])
-    good, bad_targets = read_proteins(targets, letters)
-    from esm_turbo.tasks.scoring.records import read_candidates, score_records
+    from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
 
-    read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
+    if candidates is None:
+        good, read, bad_candidates = read_pairs(targets, unknown=letters.unknown, remove_gaps=letters.remove_gaps)
+        candidates, bad_targets = targets, list[BadRecord]()
+    else:
+        good, bad_targets = read_proteins(targets, letters)
+        read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
     check_usable(candidates, read, bad_candidates)
     check_plot(plot, len(good))
     turbo = spread.load()

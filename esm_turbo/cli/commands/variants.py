@@ -38,7 +38,7 @@ from esm_turbo.cli.score_report import variants_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import MarginalMethod
+from esm_turbo.tasks.common.options import MarginalMethod, VariantColumns
 
 
 def variants(
@@ -55,6 +55,7 @@ def variants(
     top: int | None = None,
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
+    columns: VariantColumns | None = None,
     json: JsonFile = None,
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
@@ -82,6 +83,7 @@ def variants(
         top: Number of top-scoring variants to print per protein. By default, 10 for up to 3 proteins; of more, only a
             summary is printed.
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the variants.
+        columns: Columns of that file as another program reads them: proteingym or dms-viz.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, toks_per_batch=toks_per_batch)
@@ -92,6 +94,10 @@ def variants(
     for name, column in (("measured", measured), ("protein-column", protein_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
+    if columns is not None and out is None:
+        raise ValueError(f"--columns {columns} are those of a file; give --out as well")
+    if columns is not None and parallel.shard is not None:
+        raise ValueError(f"--columns {columns} cannot be merged from shards; leave --shard out")
     records, bad_records = read_proteins(wild_types, letters)
     from esm_turbo.tasks.variants.records import read_variants, score_records
 
@@ -101,6 +107,10 @@ def variants(
             variants, records, first_position=first_position, protein_column=protein_column, measured=measured
         )
         check_usable(variants, good, bad, "variant")
+        if columns is not None:
+            from esm_turbo.tasks.variants.formats import check_columns
+
+            check_columns(columns, (one.variant for one in good))
     check_plot(plot, len(records))
     turbo = spread.load()
     records = readable(turbo, wild_types, records, bad_records)
@@ -129,7 +139,7 @@ def variants(
             plan=sharding.plan,
         )
     if sharding.out is not None and run.results:
-        save(partial(run.write, run=used, settings=settings), sharding.out)
+        save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
     sharding.finish(used, [*bad_records, *run.failed, *bad], run.places(records))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of

@@ -23,5 +23,8 @@ Place = Literal["masked", "empty"]
 MarginalMethod = Literal["masked", "wild_type"]
 """Input at the position of a variant: a mask, or the wild type's residue."""
 
+VariantColumns = Literal["proteingym", "dms-viz"]
+"""Columns of a table of variants, as other programs read them."""
+
 DEFAULT_TOP_K = 10
 """Number of top candidates used to compare rankings."""

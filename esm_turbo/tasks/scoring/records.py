@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.files.csv_files import CsvRow, is_table, read_csv
+from esm_turbo.files.csv_files import CsvError, CsvRow, is_table, read_csv
 from esm_turbo.files.journal import Journal, key_of
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
@@ -40,6 +40,8 @@ _ALIAS = "binder"
 # Tokens that the candidates of one target run before they are cut into several pieces: seconds on a fast GPU, and some
 # ten seconds for a small model on a CPU core.
 _TOKENS_PER_PIECE = 2**17
+# Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
+_RECEPTORS = ("Receptor Sequence", "Input Sequence")
 
 
 @dataclass(frozen=True)
@@ -220,6 +222,45 @@ def read_candidates(
 
     rows = read_csv(path, ["sequence"], ["id", "target"], {"sequence": _ALIAS})
     return parse_rows(path, rows, "candidates", name, parse)
+
+
+def read_pairs(
+    path: str | os.PathLike[str], *, unknown: str | None = None, remove_gaps: bool = False
+) -> tuple[list[ProteinRecord], list[Candidate], list[BadRecord]]:
+    """Read targets and candidates from one table, as PepMLM writes it.
+
+    Args:
+        path: a CSV or TSV file with a column `Receptor Sequence` or `Input Sequence`, and one `Binder` or `Sequence`.
+        unknown: see `normalize_sequence`, as is `remove_gaps`.
+
+    Returns:
+        The targets, named `target_1` and so on in their order; the candidates, each of one of them; and the bad rows.
+
+    Raises:
+        ValueError: the file as a whole cannot be used.
+    """
+    if not is_table(path):
+        raise CsvError(f"{os.fspath(path)}: targets alone; give candidates too, or a table of pairs (.csv or .tsv)")
+    rows = read_csv(path, ["sequence"], ["id", *_RECEPTORS], {"sequence": _ALIAS})
+    column = next((name for name in _RECEPTORS if any(row[name] for row in rows)), None)
+    if column is None:
+        raise CsvError(
+            f"{os.fspath(path)}: lacks the column {' or '.join(map(repr, _RECEPTORS))}; give targets as FASTA, and this"
+            " file after them"
+        )
+    targets: dict[str, ProteinRecord] = {}
+
+    def name(row: CsvRow) -> str:
+        return f"{row['id'] or 'candidate'} (line {row.line})"
+
+    def parse(number: int, row: CsvRow) -> Candidate:
+        one = normalize_sequence(row[column], name="its target", unknown=unknown, remove_gaps=remove_gaps)
+        sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
+        target = targets.setdefault(one, ProteinRecord(f"target_{len(targets) + 1}", one))
+        return Candidate(row["id"] or f"#{number}", sequence, target.id, row.cells)
+
+    candidates, bad = parse_rows(path, rows, "candidates", name, parse)
+    return list(targets.values()), candidates, bad
 
 
 def score_records(

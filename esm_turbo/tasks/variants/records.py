@@ -17,12 +17,13 @@ from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ARMS, ContextSource
 from esm_turbo.tasks.common.memory import check_memory, too_large
-from esm_turbo.tasks.common.options import Arm, MarginalMethod
+from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
 from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
+from esm_turbo.tasks.variants.formats import SCORE, formatted
 from esm_turbo.tasks.variants.score import VariantScores, first_position_of, score_variants
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
 
@@ -167,14 +168,21 @@ class VariantsRun(Tabular):
         out: str | os.PathLike[str] | TextIO,
         run: RunInfo | None = None,
         settings: Mapping[str, Any] | None = None,
+        columns: VariantColumns | None = None,
     ) -> None:
         """Write `rows` to a CSV, TSV or Parquet file, atomically, or as CSV to an open file.
 
         Args:
             out: the file.
+            columns: those of another program instead, see `formats`.
             run: what the run used, added in `RUN_COLUMNS`.
             settings: the run's options, JSON values, for the metadata of a Parquet file.
         """
+        if columns is not None:
+            others, theirs = formatted(self.results, columns)
+            numbers = [name for name in others if name.startswith(SCORE)]
+            write_table(out, others, theirs, dict.fromkeys(numbers, float), run_metadata(run, settings))
+            return
         names, cells = ((), []) if run is None else (RUN_COLUMNS, run.cells())
         rows = ([*row, *cells] for row in self.rows())
         # Positions are text, as several substitutions have several: `24:26`.

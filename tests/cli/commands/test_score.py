@@ -224,3 +224,17 @@ def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidate
     assert out.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
     assert "continued" not in esm_shared("score", targets, candidates, "--out", out).err
+
+
+def test_pairs_of_pepmlm(esm_shared, write, tmp_path):
+    pairs = write("pairs.csv", "Receptor Sequence,Binder,PPL\nMKTAYIAKQR,GSW,3.0\nGSGSPLL,ACDE,4.7\n")
+    out = tmp_path / "scores.csv"
+    code, _, err = esm_shared("score", pairs, "--out", out)
+    assert (code, err) == (0, "")
+    rows = list(csv.DictReader(out.open()))
+    assert [(row["target"], row["sequence"], row["PPL"]) for row in rows] == [
+        ("target_1", "GSW", "3.0"), ("target_2", "ACDE", "4.7"),
+    ]  # fmt: skip
+    fasta = write("targets.fasta", ">t\nMKTAYIAKQR\n")
+    refused = esm_shared("score", fasta)
+    assert refused.code == 2 and "targets alone; give candidates too" in refused.error

@@ -19,7 +19,7 @@ from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
 from esm_turbo.tasks.scoring import records
 from esm_turbo.tasks.scoring.pairs import TargetPairs
-from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, score_records
+from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, read_pairs, score_records
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from tests.helpers.scores import assert_close
 
@@ -220,3 +220,40 @@ def test_a_target_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, mo
         assert [one.record for one in run.failed] == ["one", "two"]
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
     assert [one.target.id for one in run.results] == ["one", "two"]
+
+
+@pytest.mark.parametrize(
+    "head", ["Binder,Receptor Sequence,Sequence Length,PPL", "Receptor Sequence,Binder,Sequence Length,PPL"]
+)
+def test_pairs_of_pepmlm_are_read(tmp_path, head: str) -> None:
+    rows = [("KPLX", "MKTAY"), ("GS", "GSGSX"), ("AC", "mktay"), ("A1", "MKTAY"), ("GS", "MK TA")]
+    first = head.startswith("Binder")
+    lines = [",".join([*(pair if first else pair[::-1]), "4", "15.7"]) for pair in rows]
+    path = tmp_path / "test.csv"
+    path.write_text("\n".join([head, *lines]) + "\n")
+    targets, candidates, bad = read_pairs(path)
+    assert [(one.id, one.sequence) for one in targets] == [
+        ("target_1", "MKTAY"), ("target_2", "GSGSX"), ("target_3", "MKTA"),
+    ]  # fmt: skip
+    assert [(one.id, one.sequence, one.target) for one in candidates] == [
+        ("#1", "KPLX", "target_1"), ("#2", "GS", "target_2"), ("#3", "AC", "target_1"), ("#5", "GS", "target_3"),
+    ]  # fmt: skip
+    assert [one.record for one in bad] == ["candidate (line 5)"]
+    assert candidates[0].columns["PPL"] == "15.7"
+
+
+def test_what_pepmlm_generates_is_read(tmp_path) -> None:
+    path = tmp_path / "generated.tsv"
+    path.write_text("Input Sequence\tBinder\tPseudo Perplexity\nMKTAY\tGS\t9.6\n")
+    targets, [candidate], bad = read_pairs(path)
+    assert (targets[0].sequence, candidate.sequence, bad) == ("MKTAY", "GS", [])
+
+
+def test_targets_alone_are_refused(tmp_path) -> None:
+    fasta, table = tmp_path / "t.fasta", tmp_path / "t.csv"
+    fasta.write_text(">t\nMKTAY\n")
+    table.write_text("binder\nGS\n")
+    with pytest.raises(CsvError, match="targets alone; give candidates too, or a table of pairs"):
+        read_pairs(fasta)
+    with pytest.raises(CsvError, match="lacks the column 'Receptor Sequence' or 'Input Sequence'"):
+        read_pairs(table)
