@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.tasks.common.arms import log_probabilities
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-    from esm_turbo.kv_cache import TurboKVCache
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Rows:
         context: a cache of one row.
         input_ids: int64 [n, width].
         at: index of the token in each row whose prediction is wanted, int64 [n].
-        options: further arguments of the forward, each [n, ...].
+        options: none, or `attention_mask` and `position_ids` of the forward.
     """
 
     key: Hashable
@@ -56,7 +56,8 @@ class Rows:
 def run_rows(turbo: ContextModel, parts: Sequence[Rows]) -> list[Tensor]:
     """Predictions of rows, in as few forwards as possible.
 
-    Rows on the same context and of the same width share a forward. What does not fit into memory is halved.
+    Rows of the same width share a forward, whatever their contexts, if these are stored alike. What does not fit into
+    memory is halved.
 
     Args:
         parts: rows of any requests and contexts.
@@ -69,34 +70,50 @@ def run_rows(turbo: ContextModel, parts: Sequence[Rows]) -> list[Tensor]:
     """
     together: dict[Hashable, list[int]] = {}
     for index, part in enumerate(parts):
-        key = (part.key, part.input_ids.shape[1], frozenset(part.options))
+        key = (part.input_ids.shape[1], frozenset(part.options), part.context.config)
         together.setdefault(key, []).append(index)
     results: dict[int, Tensor] = {}
     for own in together.values():
-        joined = _join([parts[index] for index in own])
-        predicted = _run(turbo, joined).split([len(parts[index]) for index in own])
+        predicted = _run(turbo, [parts[index] for index in own]).split([len(parts[index]) for index in own])
         results |= dict(zip(own, predicted, strict=True))
     return [results[index] for index in range(len(parts))]
 
 
-def _join(parts: Sequence[Rows]) -> Rows:
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    return replace(
-        first,
-        input_ids=torch.cat([part.input_ids for part in parts]),
-        at=torch.cat([part.at for part in parts]),
-        options={name: torch.cat([part.options[name] for part in parts]) for name in first.options},
-    )
-
-
-def _run(turbo: ContextModel, rows: Rows) -> Tensor:
+def _run(turbo: ContextModel, parts: Sequence[Rows]) -> Tensor:
+    """Predictions of all rows, [n, vocab_size], in one forward if memory permits."""
     try:
-        return log_probabilities(turbo, rows.input_ids, rows.at, past_key_values=rows.context, **rows.options)
+        return _forward(turbo, parts)
     except Exception as error:
-        if len(rows) == 1 or not is_out_of_memory(error):
+        if sum(map(len, parts)) == 1 or not is_out_of_memory(error):
             raise
         # It holds the frames of the failed run, and these its tensors.
         error.__traceback__ = None
-    return torch.cat([_run(turbo, half) for half in rows.split(len(rows) // 2)])
+    if len(parts) == 1:
+        parts = parts[0].split(len(parts[0]) // 2)
+    middle = len(parts) // 2
+    return torch.cat([_run(turbo, half) for half in (parts[:middle], parts[middle:])])
+
+
+def _forward(turbo: ContextModel, parts: Sequence[Rows]) -> Tensor:
+    numbers: dict[Hashable, int] = {}
+    for part in parts:
+        numbers.setdefault(part.key, len(numbers))
+    contexts = [next(part.context for part in parts if part.key == key) for key in numbers]
+    options: dict[str, Any] = {"past_key_values": contexts[0]}
+    masks = [part.options.get("attention_mask") for part in parts]
+    if len(contexts) > 1:
+        options["past_key_values"] = cache = TurboKVCache.cat(contexts)
+        options["context_index"] = [numbers[part.key] for part in parts for _ in range(len(part))]
+        masks = [mask if mask is None else _widened(mask, part, cache) for mask, part in zip(masks, parts, strict=True)]
+    if "attention_mask" in parts[0].options:
+        options["attention_mask"] = torch.cat([mask for mask in masks if mask is not None])
+        options["position_ids"] = torch.cat([part.options["position_ids"] for part in parts])
+    input_ids, at = torch.cat([part.input_ids for part in parts]), torch.cat([part.at for part in parts])
+    return log_probabilities(turbo, input_ids, at, **options)
+
+
+def _widened(mask: Tensor, part: Rows, cache: TurboKVCache) -> Tensor:
+    """The mask of rows for a cache of more columns than their own context has."""
+    own = part.context.get_seq_length()
+    padding = mask.new_zeros(len(part), cache.get_seq_length() - own)
+    return torch.cat([mask[:, :own], padding, mask[:, own:]], dim=1)

@@ -45,6 +45,19 @@ def test_a_row_does_not_depend_on_its_batch(turbo, parts):
             assert torch.allclose(predicted[number], alone[0], rtol=0, atol=TOLERANCE)
 
 
+def test_rows_of_one_width_share_a_forward(turbo, parts, monkeypatch):
+    original, calls = rows_module.log_probabilities, []
+
+    def counted(turbo, input_ids, at, **options):
+        calls.append((len(input_ids), len(set(options.get("context_index", [0])))))
+        return original(turbo, input_ids, at, **options)
+
+    monkeypatch.setattr(rows_module, "log_probabilities", counted)
+    run_rows(turbo, parts)
+    # Scores of five residues on two contexts, of two residues, and variants of two proteins.
+    assert sorted(calls) == [(2, 1), (6, 2), (20, 2)]
+
+
 def test_what_does_not_fit_is_halved(turbo, parts, monkeypatch):
     expected = run_rows(turbo, parts)
     original, sizes = rows_module.log_probabilities, []

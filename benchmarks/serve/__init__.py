@@ -1,0 +1,1 @@
+"""The service under load, under requests that are none, and killed in the middle: `python -m benchmarks.serve`."""

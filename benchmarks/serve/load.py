@@ -1,0 +1,120 @@
+"""Clients that keep a service busy, and requests that come at a steady rate."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.serve.process import Client
+from benchmarks.serve.workload import Ask, answered, difference
+
+
+@dataclass
+class Outcome:
+    """What came of requests.
+
+    Attributes:
+        seconds: from each request to its answer, by kind.
+        errors: answers other than 200, and connections that failed.
+        worst: largest difference of a value from the library's.
+        elapsed: seconds from the first request to the last answer.
+    """
+
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    errors: list[str] = field(default_factory=list)
+    worst: float = 0.0
+    elapsed: float = 0.0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def count(self) -> int:
+        """Number of good answers."""
+        return sum(map(len, self.seconds.values()))
+
+    def ask(self, client: Client, ask: Ask, keys: Sequence[str], expected: Sequence[float], since: float) -> None:
+        """Send a request, and note what comes of it; its time counts from `since`."""
+        try:
+            answer = client.post(ask.path(keys), ask.body)
+        except Exception as error:
+            with self._lock:
+                self.errors.append(f"{ask.kind}: {type(error).__name__}: {error}")
+            return
+        seconds = time.perf_counter() - since
+        if answer.status != 200:
+            with self._lock:
+                self.errors.append(f"{ask.kind}: {answer.status} {answer.body[:200]!r}")
+            return
+        worst = difference(answered(ask.kind, answer.json), expected)
+        with self._lock:
+            self.seconds.setdefault(ask.kind, []).append(seconds)
+            self.worst = max(self.worst, worst)
+
+
+def busy(
+    port: int,
+    asks: Sequence[Ask],
+    expected: Sequence[Sequence[float]],
+    keys: Sequence[str],
+    clients: int,
+    seconds: float,
+) -> Outcome:
+    """Clients that each send the next request as soon as they have an answer, until the time is over."""
+    outcome, begin = Outcome(), time.perf_counter()
+    turn, lock = iter(range(10**9)), threading.Lock()
+
+    def work() -> None:
+        client = Client(port)
+        while time.perf_counter() - begin < seconds:
+            with lock:
+                number = next(turn) % len(asks)
+            outcome.ask(client, asks[number], keys, expected[number], time.perf_counter())
+        client.close()
+
+    _together([threading.Thread(target=work) for _ in range(clients)])
+    outcome.elapsed = time.perf_counter() - begin
+    return outcome
+
+
+def steady(
+    port: int,
+    asks: Sequence[Ask],
+    expected: Sequence[Sequence[float]],
+    keys: Sequence[str],
+    rate: float,
+    seconds: float,
+    seed: int,
+) -> Outcome:
+    """Requests that come at random times, `rate` per second, whether or not earlier ones have been answered."""
+    draw, outcome, begin = random.Random(seed), Outcome(), time.perf_counter()
+    free: list[Client] = []
+    lock = threading.Lock()
+
+    def work(number: int, due: float) -> None:
+        with lock:
+            client = free.pop() if free else Client(port)
+        outcome.ask(client, asks[number], keys, expected[number], due)
+        with lock:
+            free.append(client)
+
+    threads, due, number = [], begin, 0
+    while (due := due + draw.expovariate(rate)) - begin < seconds:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        threads.append(threading.Thread(target=work, args=(number % len(asks), due)))
+        threads[-1].start()
+        number += 1
+    for thread in threads:
+        thread.join()
+    for client in free:
+        client.close()
+    outcome.elapsed = time.perf_counter() - begin
+    return outcome
+
+
+def _together(threads: Sequence[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
