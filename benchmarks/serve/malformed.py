@@ -82,7 +82,7 @@ def _wrong_http(draw: random.Random, key: str) -> bytes:
             good.replace(b"Content-Length: 19", b"Content-Length: x"),
             good.replace(b"Content-Length: 19", b"Transfer-Encoding: chunked") + b"zz\r\n",
             b"GET /" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
-            b"GET / HTTP/9.9\r\nHost: localhost\r\n\r\n",
+            b"GET / HTTP/one\r\nHost: localhost\r\n\r\n",
             _request("POST", "/v1/contexts", b"", Host="evil.example"),
         )
     )

@@ -56,7 +56,7 @@ def asks(targets: Sequence[str], count: int, seed: int, model: str) -> list[Ask]
             candidates = ["".join(draw.choices(STANDARD_RESIDUES, k=length)) for _ in range(draw.randint(1, 12))]
             body = {"candidates": candidates, "log_probabilities": True}
         elif kind == "variants":
-            places = draw.sample(range(len(protein)), draw.randint(1, 40))
+            places = draw.sample(range(len(protein)), draw.randint(1, min(40, len(protein))))
             body = {"variants": [f"{protein[i]}{i + 1}{draw.choice(STANDARD_RESIDUES)}" for i in sorted(places)]}
         elif kind == "embeddings":
             body = {"input": [protein, targets[draw.randrange(len(targets))]], "model": model}

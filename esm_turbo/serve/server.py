@@ -83,6 +83,8 @@ class Server:
             ws="none",
             lifespan="off",
             log_config=None,
+            # Otherwise a line for every request that is none.
+            log_level="error",
             access_log=False,
             limit_concurrency=service.limits.connections,
             timeout_keep_alive=_KEEP_ALIVE,

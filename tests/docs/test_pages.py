@@ -35,6 +35,11 @@ NOT_RUN = {
     ],
     "docs/math.md": [("esm-turbo calibrate", CHECKPOINT)],
     "docs/performance.md": [("python -m", "needs an NVIDIA GPU")],
+    "docs/serving.md": [
+        ("pip install", "runs until it is stopped"),
+        ("import json", "needs the running service"),
+        ("python -c", "runs until it is stopped"),
+    ],
 }
 
 # Blocks see the first proteins of these files only, so that a page takes seconds.

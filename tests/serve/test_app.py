@@ -12,10 +12,11 @@ import time
 import numpy as np
 import pytest
 
+from benchmarks.serve.process import Client
 from esm_turbo.serve.app import STATIC
 from esm_turbo.serve.jobs import RowJob
 from esm_turbo.serve.limits import Limits
-from tests.helpers.service import Client, running
+from tests.helpers.service import running
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNL"
 CANDIDATES = ["GSGSWKDLAE", "PLLKRR", "AAAAAA", "W"]
@@ -124,7 +125,7 @@ def test_many_clients_at_once_get_their_own_answers(client, turbo):
     answers: dict[int, list[float]] = {}
 
     def ask(number: int) -> None:
-        answer = client.post(f"/v1/contexts/{keys[number % 6]}/score", {"candidates": CANDIDATES}).json
+        answer = Client(client.port).post(f"/v1/contexts/{keys[number % 6]}/score", {"candidates": CANDIDATES}).json
         answers[number] = [one["pseudo_perplexity"] for one in answer["candidates"]]
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(18)]
@@ -311,7 +312,7 @@ class Gate:
 
 def score_in_thread(client: Client, key: str, results: list) -> threading.Thread:
     def ask():
-        results.append(client.post(f"/v1/contexts/{key}/score", {"candidates": ["ACDE"]}))
+        results.append(Client(client.port).post(f"/v1/contexts/{key}/score", {"candidates": ["ACDE"]}))
 
     thread = threading.Thread(target=ask)
     thread.start()

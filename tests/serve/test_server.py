@@ -4,98 +4,59 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
+from benchmarks.serve.process import Process
 from esm_turbo import ContextStore
 from esm_turbo.serve.server import Server, open_socket, url_of
 from esm_turbo.serve.service import Service
-from tests.helpers.service import Client
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSPLLKRRACDEFGHIKLMNPQ", "ACDEFGHIKLMNPQRSTVWY"]
 
 
-class Process:
-    """`esm-turbo serve` in a process of its own, on a free port."""
-
-    def __init__(self, *options: str | Path) -> None:
-        command = [sys.executable, "-m", "esm_turbo.cli.app", "serve", "--port", "0", *map(str, options)]
-        environment = os.environ | {"ESM_TURBO_TOKENS": ""}
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-        )
-        self.lines: list[str] = []
-        for line in self.process.stderr:
-            self.lines.append(line)
-            if found := re.search(r"serving http://127\.0\.0\.1:(\d+), (.*)", line):
-                self.client, self.held = Client(int(found[1])), found[2]
-                break
-        else:
-            raise AssertionError("".join(self.lines))
-
-    def end(self, number: signal.Signals) -> tuple[int, str]:
-        """Send a signal; exit code and what it has written since it began to serve."""
-        self.process.send_signal(number)
-        _, error = self.process.communicate(timeout=60)
-        return self.process.returncode, error
-
-
-@contextlib.contextmanager
-def started(*options: str | Path) -> Iterator[Process]:
-    one = Process(*options)
-    try:
-        yield one
-    finally:
-        if one.process.poll() is None:
-            one.process.kill()
-            one.process.communicate(timeout=60)
-
-
 def test_a_kill_loses_no_stored_context_and_a_signal_lets_requests_finish(tmp_path):
-    with started("--store", tmp_path / "store") as one:
-        keys = {one.client.add(sequence): sequence for sequence in SEQUENCES}
+    with Process("--store", tmp_path / "store") as one:
+        client = one.client()
+        keys = {client.add(sequence): sequence for sequence in SEQUENCES}
         [key, *_] = keys
         body = {"candidates": ["ACDEF"]}
-        before = one.client.post(f"/v1/contexts/{key}/score", body).json
+        before = client.post(f"/v1/contexts/{key}/score", body).json
         # While it computes and stores others.
-        unanswered = socket.create_connection(("127.0.0.1", one.client.port))
+        unanswered = socket.create_connection(("127.0.0.1", one.port))
         raw = json.dumps({"sequence": "".join(SEQUENCES)}).encode()
         head = f"POST /v1/contexts HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(raw)}\r\n"
         unanswered.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + raw)
-        assert one.end(signal.SIGKILL)[0] == -signal.SIGKILL
+        assert one.end(signal.SIGKILL) == -signal.SIGKILL
         unanswered.close()
-    with started("--store", tmp_path / "store") as two:
+    with Process("--store", tmp_path / "store") as two:
+        client = two.client()
         assert re.fullmatch(r"[34] contexts in .*store", two.held)
         for own, sequence in keys.items():
-            assert two.client.get(f"/v1/contexts/{own}").json["residues"] == len(sequence)
-        assert two.client.post(f"/v1/contexts/{key}/score", body).json == before
+            assert client.get(f"/v1/contexts/{own}").json["residues"] == len(sequence)
+        assert client.post(f"/v1/contexts/{key}/score", body).json == before
         answers = []
 
         def ask() -> None:
-            answers.append(two.client.post(f"/v1/contexts/{key}/score", {"candidates": [SEQUENCES[2]] * 40}))
+            answers.append(two.client().post(f"/v1/contexts/{key}/score", {"candidates": [SEQUENCES[2]] * 40}))
 
         thread = threading.Thread(target=ask)
         thread.start()
-        while "esm_turbo_queue 1.0" not in two.client.get("/metrics").body.decode():
+        while "esm_turbo_queue 1.0" not in client.get("/metrics").body.decode():
             assert thread.is_alive()
             time.sleep(0.01)
-        assert two.end(signal.SIGTERM) == (0, "esm-turbo: stopped\n")
+        assert (two.end(signal.SIGTERM), two.said) == (0, "esm-turbo: stopped\n")
         thread.join(60)
         [answer] = answers
         assert answer.status == 200
         assert len(answer.json["candidates"]) == 40
         with pytest.raises(OSError):
-            two.client.get("/healthz")
+            client.get("/healthz")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

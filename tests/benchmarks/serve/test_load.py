@@ -1,0 +1,47 @@
+"""The load on the service, in its short form: every answer is the library's, however requests come."""
+
+import pytest
+
+from benchmarks.serve.load import busy, steady
+from benchmarks.serve.workload import Library, answered, asks, difference, proteins
+from esm_turbo import ContextStore
+from tests.helpers.service import running
+
+
+@pytest.fixture(scope="module")
+def work(turbo, tmp_path_factory):
+    targets = proteins(4, seed=1, shortest=30, longest=60)
+    work = asks(targets, 20, 2, turbo.name)
+    assert {ask.kind for ask in work} == {"score", "variants", "embeddings", "generate"}
+    library = Library(turbo, ContextStore(tmp_path_factory.mktemp("library") / "store"), targets)
+    return targets, work, [library.values(ask) for ask in work]
+
+
+def test_answers_under_load_are_those_of_the_library(turbo, tmp_path, work):
+    targets, work, expected = work
+    with running(turbo, tmp_path / "store") as client:
+        keys = [client.add(target) for target in targets]
+        together = busy(client.port, work, expected, keys, clients=8, seconds=2)
+        apart = steady(client.port, work, expected, keys, rate=5, seconds=1, seed=3)
+        wrong = busy(client.port, work, [[0.0]] * len(work), keys, clients=1, seconds=0.01)
+    for outcome in (together, apart):
+        assert outcome.errors == []
+        assert outcome.worst < 1e-3
+    assert together.count >= 8
+    # What compares them would notice.
+    assert wrong.worst > 1
+
+
+def test_errors_are_noted(turbo, tmp_path, work):
+    targets, work, expected = work
+    with running(turbo, tmp_path / "store") as client:
+        scores = [ask for ask in work if ask.kind == "score"][:1]
+        outcome = busy(client.port, scores, expected, ["0" * 64] * len(targets), clients=1, seconds=0.01)
+    assert outcome.count == 0
+    assert outcome.errors and outcome.errors[0].startswith("score: 404")
+
+
+def test_answers_of_other_lengths_differ():
+    assert difference([1.0], [1.0, 2.0]) == float("inf")
+    assert difference([1.0, 2.0], [1.0, 2.5]) == 0.5
+    assert answered("variants", {"variants": [{"score": 1.5}]}) == [1.5]
