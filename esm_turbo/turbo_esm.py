@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.generation.options import Allowed
     from esm_turbo.tasks.scoring.pairs import PairScores
     from esm_turbo.tasks.scoring.score import Scores
+    from esm_turbo.tasks.variants.many import ManyVariantScores
     from esm_turbo.tasks.variants.score import VariantScores
 
 _log = logging.getLogger(__name__)
@@ -352,6 +353,36 @@ class TurboEsm(ContextModel):
             arm=arm,
             refresh=refresh,
             first_position=first_position,
+            toks_per_batch=toks_per_batch,
+            store=store,
+            progress=progress,
+        )
+
+    def score_many_variants(
+        self,
+        wild_types: Sequence[str],
+        variants: Sequence[Sequence[str]] | None = None,
+        *,
+        method: MarginalMethod = "masked",
+        arm: Arm | None = None,
+        refresh: int = DEFAULT_REFRESH,
+        toks_per_batch: int | None = None,
+        store: ContextStore | None = None,
+        progress: Progress | None = None,
+    ) -> ManyVariantScores:
+        """Score substitutions in many proteins, in batches filled across proteins.
+
+        The arguments are those of `tasks.variants.many.score_many_variants`.
+        """
+        from esm_turbo.tasks.variants.many import score_many_variants
+
+        return score_many_variants(
+            self,
+            wild_types,
+            variants,
+            method=method,
+            arm=arm,
+            refresh=refresh,
             toks_per_batch=toks_per_batch,
             store=store,
             progress=progress,
