@@ -123,6 +123,16 @@ class ParallelOptions:
             negative="",
         ),
     ] = None
+    engine: Annotated[
+        Literal["local", "ray"],
+        Parameter(
+            help="What runs the processes: this machine, or Ray, --workers actors; --device cuda gives each a GPU."
+        ),
+    ] = "local"
+    address: Annotated[
+        str | None,
+        Parameter(help="Ray cluster to use, such as auto. By default, one on this machine for the time of the run."),
+    ] = None
     shard: Annotated[
         str | None,
         Parameter(help="Do the K-th of N parts of the work, as in 3/16, beside the output; see status and merge."),

@@ -12,7 +12,7 @@ from esm_turbo.cli.inputs import check_minimum, load_model
 from esm_turbo.cli.options import ModelOptions, ParallelOptions
 
 if TYPE_CHECKING:
-    from esm_turbo.parallel.workers import Workers
+    from esm_turbo.tasks.common.pieces import Runner
     from esm_turbo.turbo_esm import TurboEsm
 
 _Options = TypeVar("_Options", bound=ModelOptions)
@@ -29,12 +29,16 @@ class Spread(Generic[_Options]):
         names: of the devices; None for this process alone.
         threads: of each process on a CPU.
         more: further arguments of `load_model`.
+        engine: `local` or `ray`.
+        address: of a Ray cluster; None starts one.
     """
 
     options: _Options
     names: tuple[str, ...] | None = None
     threads: int = 1
     more: dict[str, Any] = field(default_factory=dict)
+    engine: str = "local"
+    address: str | None = None
 
     @classmethod
     def of(cls, parallel: ParallelOptions, options: _Options, **more: Any) -> Spread[_Options]:
@@ -45,6 +49,17 @@ class Spread(Generic[_Options]):
         """
         check_minimum(1, workers=parallel.workers, threads=options.threads)
         names: tuple[str, ...] | None = None
+        threads = 1 if options.threads is None else options.threads
+        if parallel.engine == "ray":
+            if parallel.workers is None or parallel.devices is not None:
+                raise ValueError("--engine ray needs --workers N, the number of actors; --device cuda gives each a GPU")
+            from esm_turbo.parallel.ray_actors import import_ray
+
+            import_ray()
+            names = (options.device or "cpu",) * parallel.workers
+            return cls(options, names, threads, more, "ray", parallel.address)
+        if parallel.address is not None:
+            raise ValueError(f"--address {parallel.address} is that of a Ray cluster; give --engine ray as well")
         if parallel.devices is not None:
             if parallel.workers is not None:
                 raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
@@ -55,7 +70,6 @@ class Spread(Generic[_Options]):
             names = ("cpu",) * parallel.workers
         if names is not None and options.device not in (None, *names[:1]):
             raise ValueError(f"--device {options.device} is one device; leave it out beside --devices and --workers")
-        threads = 1 if options.threads is None else options.threads
         return cls(options, names, threads, more)
 
     @property
@@ -72,16 +86,24 @@ class Spread(Generic[_Options]):
         return load_model(replace(self.options, device="cpu", threads=self.threads), **dtype, **self.more)
 
     @contextlib.contextmanager
-    def runner(self) -> Iterator[Workers | None]:
+    def runner(self) -> Iterator[Runner | None]:
         """Processes that share the work; None for this process alone."""
         if self.names is None:
             yield None
             return
+        count = f"{len(self.names)} {'actor' if self.engine == 'ray' else 'worker'}{'s' if len(self.names) > 1 else ''}"
+        say(f"{count} on {self.devices}")
+        load = LoadOn(self.options, self.more)
+        if self.engine == "ray":
+            from esm_turbo.parallel.ray_actors import RayActors
+
+            actors = RayActors(load, len(self.names), device=self.names[0], threads=self.threads, address=self.address)
+            with actors:
+                yield actors
+            return
         from esm_turbo.parallel.workers import Workers
 
-        say(f"{len(self.names)} worker{'s' if len(self.names) > 1 else ''} on {self.devices}")
-        options = replace(self.options, threads=self.threads)
-        with Workers(LoadOn(options, self.more), self.names, threads=self.threads) as workers:
+        with Workers(load, self.names, threads=self.threads) as workers:
             yield workers
 
 

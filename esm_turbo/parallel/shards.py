@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from esm_turbo.files.artifacts import package_versions
 from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
@@ -74,7 +73,7 @@ class Manifest:
     partial: dict[int, list[int]]
     failed: list[list[str]]
     files: dict[str, list[Any]] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=package_versions)
+    versions: dict[str, str] = field(default_factory=lambda: _versions())
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -316,6 +315,13 @@ def new_manifest(
         {number: list(own) for number, own in (partial or {}).items()},
         [list(one) for one in failed],
     )
+
+
+def _versions() -> dict[str, str]:
+    # Imports PyTorch, which `--help` does not need.
+    from esm_turbo.files.artifacts import package_versions
+
+    return package_versions()
 
 
 def _digest(content: Mapping[str, Any]) -> str:

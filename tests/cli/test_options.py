@@ -15,6 +15,7 @@ CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}
 PARALLEL = {"--devices": None, "--workers": None, "--shard": None}
+PARALLEL |= {"--engine": "local", "--address": None}
 FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--json": None}
 PLOT = {"--plot": None}
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -22,6 +22,10 @@ NOT_RUN = {
         ("esm-turbo calibrate", CHECKPOINT),
     ],
     "docs/accuracy.md": [("esm-turbo evaluate", "takes minutes")],
+    "docs/clusters.md": [
+        ("from esm_turbo", "starts processes, which a page's namespace cannot be imported into"),
+        ("esm-turbo embed", "needs the extra `ray`"),
+    ],
     "docs/coming_from.md": [
         ("esm-extract esm2_t33_650M_UR50D", "a command of fair-esm"),
         ("python predict.py", "a script of facebookresearch/esm"),
