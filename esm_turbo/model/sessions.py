@@ -194,7 +194,10 @@ class PooledExtension(Extension):
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         outputs = [part.attend(layer_idx, query[rows], keys[rows], values[rows]) for rows, part in self.parts]
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if len(outputs) == 1:
+            return outputs[0]
+        # Token by token, as each output lies in memory and linear layers read it.
+        return torch.cat([output.transpose(1, 2) for output in outputs]).transpose(1, 2)
 
 
 def _with_columns(mask: Tensor, columns: int) -> Tensor:

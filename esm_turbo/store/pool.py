@@ -360,9 +360,10 @@ def _first_entries(slot: _Slot) -> dict[str, Tensor]:
 
 def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     """Copies a context's tensors to the beginning of others, the rest of which becomes zero, or empty slots."""
-    target["protected_columns"].fill_(-1)
-    names = [name for name in target if name != "protected_columns"]
-    dims = [dim_of(name) if axis_of(name) is not Axis.ROW else 1 for name in names]
+    for name in target.keys() & OWN_TENSORS.keys():
+        target[name].fill_(-1 if name == "protected_columns" else 0)
+        target[name][tuple(map(slice, source[name].shape))] = source[name]
+    # Apart from the others, whose rows of single bytes would have everything copied byte by byte.
+    names = [name for name in target if name not in OWN_TENSORS]
+    dims = [dim_of(name) for name in names]
     copy_rows(Rows([source[name] for name in names], dims), Rows([target[name] for name in names], dims))
-    columns = source["protected_columns"]
-    target["protected_columns"][:, : columns.shape[1]] = columns

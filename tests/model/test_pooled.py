@@ -66,6 +66,29 @@ def test_a_pool_is_read_as_a_cache(model: TurboEsmForMaskedLM, cache: TurboKVCac
     assert torch.equal(read(model, pooled, new[:5]), read(model, pooled, new[:5], context_index=range(5)))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("preset", ["exact", DEFAULT_PRESET, "paper"])
+@pytest.mark.parametrize("n", [1, 21])
+def test_a_pool_on_a_device_is_read_as_a_cache(tiny_model: MakeModel, preset: str, dtype: torch.dtype, n: int) -> None:
+    """With masks and without: to 1e-5 of the largest logit in float32, a few roundings in bfloat16."""
+    model = tiny_model(preset=preset).to("cuda", dtype)
+    with torch.no_grad():
+        cache = model(*(x.cuda() for x in random_ids(LENGTHS, masks=1)), use_cache=True).past_key_values
+    pooled = PooledContexts.of(slabs_of(cache), PLACES)
+    new, index = random_ids([n] * 6, seed=1, cls=False)[0].cuda(), [3, 2, 0, 2, 4, 3]
+    shown = torch.cat([cache.valid()[index].long(), torch.ones(6, n, dtype=torch.int64, device="cuda")], dim=1)
+    shown[:, 2] = 0
+    model.esm.captures = False
+    alone = torch.cat([read(model, cache.select(own), new[[row]]) for row, own in enumerate(index)])
+    tolerance = 1e-5 if dtype == torch.float32 else 2.0**-5
+    assert (read(model, pooled, new, context_index=index) - alone).abs().max() <= tolerance * alone.abs().max()
+    for arguments in ((new,), (new, shown)):
+        expected = read(model, cache, *arguments, context_index=index)
+        found = read(model, pooled, *arguments, context_index=index)
+        assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+
+
 def test_cropped_and_selected_contexts_stay_in_place(model: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
     slabs = slabs_of(cache)
     pooled, own = PooledContexts.of(slabs, PLACES), copy.copy(cache)
