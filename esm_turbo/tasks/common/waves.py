@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import groupby, repeat
+from itertools import accumulate, groupby, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -53,6 +53,13 @@ class Extensions(NamedTuple):
     at: Tensor
     visible: Tensor | None = None
     position_ids: Tensor | None = None
+
+
+class Held(NamedTuple):
+    """Where a context of a wave is: a row of a cache."""
+
+    cache: TurboKVCache
+    row: int
 
 
 @dataclass(frozen=True)
@@ -183,19 +190,25 @@ class _Contexts:
 
     def complete(
         self, wave: Sequence[Rows], ready: dict[TokenIds, TurboKVCache]
-    ) -> tuple[dict[TokenIds, TurboKVCache], dict[TokenIds, Exception]]:
-        """All contexts of a wave, caches of one row with what is kept of them; and the errors of those that failed."""
+    ) -> tuple[dict[TokenIds, Held], dict[TokenIds, Exception]]:
+        """Where all contexts of a wave are, with what is kept of them; and the errors of those that failed."""
         kept = {job.context: job.kept for job in wave}
         missing = [ids for ids in kept if ids not in ready]
-        held, failed = dict(ready), dict[TokenIds, Exception]()
+        held, failed = dict[TokenIds, Held](), dict[TokenIds, Exception]()
+        for ids, one in ready.items():
+            one.crop(kept[ids])
+            held[ids] = Held(one, 0)
 
         def run(part: Sequence[int]) -> None:
             own = [missing[index] for index in part]
             cache = prefill_rows(self.turbo, own, self.config)
-            for ids, one in zip(own, cache.cut([len(ids) for ids in own]), strict=True):
-                held[ids] = one
-                if self.store is not None:
+            if self.store is not None:
+                for ids, one in zip(own, cache.cut([len(ids) for ids in own]), strict=True):
                     self.store.get_or_compute(self.turbo, ids, self.config, repeat(one).__next__)
+            if any(kept[ids] < len(ids) for ids in own):
+                cache.crop(torch.tensor([kept[ids] for ids in own]))
+            for row, ids in enumerate(own):
+                held[ids] = Held(cache, row)
 
         def fail(index: int, error: Exception) -> None:
             failed[missing[index]] = error
@@ -203,15 +216,13 @@ class _Contexts:
         # The longest first, so that a lack of memory shows at once.
         for batch in reversed(token_batches([len(ids) for ids in missing], self.toks_per_batch)):
             halve_until_it_fits(run, batch, fail)
-        for ids, cache in held.items():
-            cache.crop(kept[ids])
         return held, failed
 
 
 def _run_wave(
     contexts: _Contexts,
     jobs: Sequence[Rows],
-    held: dict[TokenIds, TurboKVCache],
+    held: dict[TokenIds, Held],
     failed: dict[TokenIds, Exception],
 ) -> Iterator[tuple[int, Tensor | Exception]]:
     """The predictions of each job, by its number in the wave, or the error if memory does not suffice."""
@@ -237,12 +248,12 @@ def _run_wave(
         yield number, _run_alone(turbo, jobs[number], held[jobs[number].context], budget)
 
 
-def _run_alone(turbo: ContextModel, job: Rows, context: TurboKVCache, budget: int) -> Tensor | Exception:
+def _run_alone(turbo: ContextModel, job: Rows, held: Held, budget: int) -> Tensor | Exception:
     """The predictions of a job whose rows share no batch with others."""
     try:
-        cache, parts = context, []
+        cache, parts = held.cache if held.cache.batch_size == 1 else held.cache.select(held.row), []
         if not job.hides or turbo.model.device.type == "cpu":
-            cache = as_read_fastest(turbo, context, job.count * job.width)
+            cache = as_read_fastest(turbo, cache, job.count * job.width)
         for numbers in torch.arange(job.count).split(max(1, budget // job.width)):
             made = job.make(numbers)
             input_ids, at, options = _batch(turbo, [made], [job.kept], job.kept)
@@ -254,12 +265,15 @@ def _run_alone(turbo: ContextModel, job: Rows, context: TurboKVCache, budget: in
         return error.with_traceback(None)
 
 
-def _run_joined(
-    turbo: ContextModel, jobs: Sequence[Rows], held: dict[TokenIds, TurboKVCache], budget: int
-) -> list[Tensor]:
+def _run_joined(turbo: ContextModel, jobs: Sequence[Rows], held: dict[TokenIds, Held], budget: int) -> list[Tensor]:
     """The predictions of jobs whose rows share batches, in which rows of similar width follow each other."""
-    place = {ids: row for row, ids in enumerate(dict.fromkeys(job.context for job in jobs))}
-    cache, past = TurboKVCache.cat([held[ids] for ids in place]), max(job.kept for job in jobs)
+    places = {job.context: held[job.context] for job in jobs}
+    caches = list({id(place.cache): place.cache for place in places.values()}.values())
+    # Contexts that were computed in one batch are read where they are.
+    cache = caches[0] if len(caches) == 1 else TurboKVCache.cat(caches)
+    begins = dict(zip(map(id, caches), accumulate((one.batch_size for one in caches), initial=0), strict=False))
+    place = {ids: begins[id(one.cache)] + one.row for ids, one in places.items()}
+    past = cache.get_seq_length()
     if turbo.model.device.type == "cpu":
         cache = as_read_fastest(turbo, cache, sum(job.count * job.width for job in jobs))
     order = sorted(range(len(jobs)), key=lambda number: jobs[number].width)
