@@ -74,8 +74,8 @@ test-gpu: $(VENV)/.installed-dev  ## the test suite with the tests that need a C
 test-mps: $(VENV)/.installed-dev  ## the test suite with the tests that need an Apple GPU
 	$(VENV)/bin/python -m pytest -m "not browser and not compare and not gpu and not interpreter and not network and not docs" $(PYTEST_ARGS)
 
-test-browser: $(VENV)/.installed-browser  ## drive the page of `esm-turbo serve` in Chromium, which the system must have with its driver
-	$(SINGLE_THREADED) $(VENV)/bin/python -m pytest -m browser tests/serve $(PYTEST_ARGS)
+test-browser: $(VENV)/.installed-browser  ## drive the page of `esm-turbo serve`, and those of pictures, in Chromium, which the system must have with its driver
+	$(SINGLE_THREADED) $(VENV)/bin/python -m pytest -m browser tests/serve tests/pictures $(PYTEST_ARGS)
 
 attack: $(VENV)/.installed-dev  ## attack the command line and the library for SECONDS, with SEED
 	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.attack --seconds $(SECONDS) --seed $(SEED) --workers $(JOBS)

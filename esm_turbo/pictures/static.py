@@ -53,7 +53,7 @@ _ROW, _PANEL, _GAP, _LEGEND = 0.125, 3.1, 0.6, 1.8
 _CELL_LEAST, _CELL_MOST = 0.085, 0.3
 _CHARACTER = 0.078
 # Characters of a name beside a bar or a row, and of a line of the caption.
-_NAME, _CAPTION = 30, 190
+_NAME, _CAPTION = 30, 170
 
 
 def figure(sheet: Sheet) -> Figure:

@@ -42,7 +42,9 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     reading = "log p(mutant) - log p(wild type): red is less likely than the wild type (dots), blue more likely"
     parts = [f"{how}.", f"{counted(len(result.variants), 'variant')}; {reading}."]
     if singles:
-        parts.append("Grey was not scored. Entropy is over the 20 residues, where all are scored.")
+        whole = np.isfinite(scores[arm]).all(axis=0)
+        parts.append("Grey was not scored." if not whole.all() else "")
+        parts.append("Entropy is over the 20 residues." if whole.any() else "")
     if several:
         parts.append(f"{counted(several, 'variant')} of several substitutions: not in the map.")
     title = f"{wild_type.id}: effects of substitutions, {counted(len(wild_type.sequence), 'residue')}"
@@ -52,7 +54,7 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
         [*row, *([variant.measured] if measured else [])]
         for row, variant in zip(result.rows(), result.variants, strict=True)
     ]
-    return Sheet(title, " ".join(parts), layout, Table(columns, rows, "position"))
+    return Sheet(title, " ".join(filter(None, parts)), layout, Table(columns, rows, "position"))
 
 
 def effects(result: ProteinVariants, arm: Arm) -> Array:

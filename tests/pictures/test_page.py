@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
@@ -70,3 +71,43 @@ def test_the_library_is_there_once(parsed) -> None:
 
 def test_one_sheet_needs_no_index(variants) -> None:
     assert not Parsed(page([variant_sheet(variants, "m")])).texts("nav")
+
+
+@pytest.mark.browser
+def test_the_page_searches_sorts_and_loads_nothing_in_a_browser(variants, tmp_path) -> None:
+    """Opened from a file, as after an e-mail (`make test-browser`)."""
+    from selenium import webdriver
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    path = tmp_path / "map.html"
+    path.write_text(page([variant_sheet(variants, "m")]), encoding="utf-8")
+    options = webdriver.ChromeOptions()
+    driver_path, options.binary_location = shutil.which("chromedriver"), shutil.which("chromium")
+    assert driver_path and options.binary_location, "install chromium and its driver"
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--window-size=1280,1400"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver_path))
+    try:
+        driver.get(path.as_uri())
+        wait = WebDriverWait(driver, 60)
+        wait.until(lambda _: driver.find_elements("css selector", ".tracks .heatmaplayer image"))
+        assert len(driver.find_elements("css selector", "tbody tr")) == len(variants.variants)
+        driver.find_element("css selector", "input").send_keys("30")
+        wait.until(lambda _: len(driver.find_elements("css selector", "tbody tr")) == 19)
+        shapes = (
+            "return document.querySelector('.tracks').layout.shapes.map((shape) => [shape.name, shape.x0, shape.x1])"
+        )
+        wait.until(
+            lambda _: driver.execute_script(shapes.replace("shapes.map", "shapes?.map")) == [["found", 5.5, 6.5]]
+        )
+        header = driver.find_elements("css selector", "th")[5]
+        header.click()
+        scores = [float(cell.text) for cell in driver.find_elements("css selector", "tbody td:nth-child(6)")]
+        assert scores == sorted(scores) and header.get_attribute("aria-sort") == "ascending"
+        assert [entry for entry in driver.get_log("browser") if entry["level"] == "SEVERE"] == []
+        events = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
+        loaded = [e["params"]["request"]["url"] for e in events if e["method"] == "Network.requestWillBeSent"]
+        assert [url for url in loaded if not url.startswith(("file:", "data:", "blob:"))] == []
+    finally:
+        driver.quit()
