@@ -12,7 +12,8 @@ SHIPPED = "shipped"
 
 EMBEDDED_MODEL = _PACKAGE / "assets" / "esm2-mini"
 
-PAGE = _PACKAGE / "assets" / "page"
+# Its name is none of a package, for which setuptools would take it.
+PAGE = _PACKAGE / "assets" / "picture-page"
 """Style and script of the web pages that show results."""
 
 
