@@ -274,7 +274,8 @@ def _run_joined(turbo: ContextModel, jobs: Sequence[Rows], held: dict[TokenIds, 
     begins = dict(zip(map(id, caches), accumulate((one.batch_size for one in caches), initial=0), strict=False))
     place = {ids: begins[id(one.cache)] + one.row for ids, one in places.items()}
     past = cache.get_seq_length()
-    if turbo.model.device.type == "cpu":
+    # On a device, decoded contexts are read fast only as a whole.
+    if turbo.model.device.type == "cpu" or not any(job.hides for job in jobs):
         cache = as_read_fastest(turbo, cache, sum(job.count * job.width for job in jobs))
     order = sorted(range(len(jobs)), key=lambda number: jobs[number].width)
     rows = [(number, row) for number in order for row in range(jobs[number].count)]
