@@ -37,7 +37,7 @@ FROZEN = TurboConfig.from_preset("exact")
 _CPU_TOKENS, _DEVICE_TOKENS = 1024, 32768
 # Tokens from which reading a context is faster once it is decoded, by type of device: on an H200 as measured, on a CPU
 # about where decoding (a tenth of a prefill) is earned back. Others may lack what decoding needs.
-_DECODED_FROM = {"cpu": 256, "cuda": 4096}
+_DECODED_FROM = {"cpu": 256, "cuda": 3072}
 # Largest part of the free memory that a decoded context may take; batches need the rest.
 _DECODED_SHARE = 0.25
 # In the full arm each row is a whole protein; smaller batches would hold so few rows that launch overhead dominates.
