@@ -9,7 +9,9 @@ import pytest
 from rich.console import Console
 
 from esm_turbo.cli.commands import app
+from esm_turbo.serve.limits import Limits
 
+LIMITS = Limits()
 MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
@@ -122,6 +124,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--top": None,
         "--toks-per-batch": None,
         "--out": None,
+        "--backend": "auto",
+    },
+    "serve": CACHES
+    | {
+        "--host": "127.0.0.1",
+        "--port": 8080,
+        "--store": None,
+        "--token-file": None,
+        "--allowed-host": (),
+        "--max-residues": LIMITS.residues,
+        "--max-candidates": LIMITS.candidates,
+        "--max-contexts": LIMITS.contexts,
+        "--queue": LIMITS.queue,
+        "--timeout": LIMITS.seconds,
+        "--resident-mib": 1024,
+        "--toks-per-batch": None,
         "--backend": "auto",
     },
     "status": {"--json": None},
