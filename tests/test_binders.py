@@ -61,7 +61,8 @@ def test_options_reach_their_tasks(turbo: TurboEsm, tmp_path) -> None:
 
 def test_they_show_themselves(found: Binders) -> None:
     assert repr(found) == (
-        f"Binders({len(found.binders)} binders, best {found.binders[0].sequence}, arm='turbo', preset='turbo3')"
+        f"Binders({len(found.binders)} binders, best {found.binders[0].sequence}, model='esm2-mini', arm='turbo',"
+        " preset='turbo3')"
     )
     frame = found.to_frame()
     assert frame["binder"].tolist() == [one.sequence for one in found.binders]

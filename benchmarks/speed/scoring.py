@@ -142,8 +142,7 @@ def position_cases(
 
     def variants(count: int) -> list[str]:
         """One variant at each of several positions spread over the protein."""
-        places = [index * residues // count for index in range(count)]
-        return [f"{protein[place]}{place + 1}X" for place in places]
+        return _variants(protein, [index * residues // count for index in range(count)])
 
     def measure(repeats: int) -> Figures:
         caches = {arm: prefill_ids(turbo, ids, arm) for arm in arms}
@@ -220,13 +219,18 @@ def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:
 
 def _check_positions(turbo: TurboEsm, slow: TurboEsm) -> Check:
     [protein] = _proteins([_CHECKED_RESIDUES], seed=1)
-    variants = [f"{protein[place]}{place + 1}X" for place in (0, 30, 59)]
+    variants = _variants(protein, (0, 30, 59))
     errors = []
     for arm in ("frozen", "turbo"):
         ours, expected = (one.score_variants(protein, variants, arm=arm).values for one in (turbo, slow))
         errors.append(_largest(ours, expected))
     what = "scores of cached arms against backend reference, largest difference"
     return Check(what, worst(errors), _TOLERANCE["cpu", "float32"])
+
+
+def _variants(protein: str, places: Sequence[int]) -> list[str]:
+    """A variant at each place: alanine, or tryptophan in its place."""
+    return [f"{protein[place]}{place + 1}{'W' if protein[place] == 'A' else 'A'}" for place in places]
 
 
 def _device_and_dtype(turbo: TurboEsm) -> tuple[str, str]:

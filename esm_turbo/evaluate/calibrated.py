@@ -95,12 +95,13 @@ def _calibrated(turbo: ContextModel, calibration: Calibration) -> Iterator[None]
     """The model with this calibration; then with its own."""
     encoder = turbo.model.base_model
     options = {"preset": encoder.turbo_config, "backend": encoder.backend}
-    before = encoder.calibration
+    before, chosen = encoder.calibration, encoder.preset_chosen
     encoder.set_turbo(calibration=calibration, **options)
     try:
         yield
     finally:
         encoder.set_turbo(calibration=before, **options)
+        encoder.preset_chosen = chosen
 
 
 def _figures(comparison: Comparison) -> Figures:

@@ -16,7 +16,8 @@ from esm_turbo.serve.guard import Guard
 from esm_turbo.serve.routes import router
 from esm_turbo.serve.service import Service
 
-STATIC = Path(__file__).parent / "static"
+# A name that cannot be imported: setuptools would take the folder for a package.
+STATIC = Path(__file__).parent / "static-files"
 
 
 def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] = ()) -> Guard:
@@ -26,7 +27,7 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
         service: its engine must have been started.
         tokens: see `Guard`, and so are `hosts`.
     """
-    # FastAPI's own page of the API loads scripts from elsewhere; `static/docs.html` takes its place.
+    # FastAPI's own page of the API loads scripts from elsewhere; `static-files/docs.html` takes its place.
     app = FastAPI(title="esm_turbo", version=__version__, docs_url=None, redoc_url=None, summary=_SUMMARY)
     app.include_router(router(service))
 

@@ -58,7 +58,7 @@ def test_wrong_arguments_are_refused(esm, arguments, message):
     ("command", "called"),
     [
         ("variants", "WILD_TYPES [VARIANTS] [OPTIONS]"),
-        ("score", "TARGETS CANDIDATES [OPTIONS]"),
+        ("score", "TARGETS [CANDIDATES] [OPTIONS]"),
         ("info", "[TARGET] [OPTIONS]"),
         ("demo", "[OPTIONS]"),
     ],

@@ -43,13 +43,17 @@ def test_failures() -> None:
 
 def test_calibration_by_class_and_length(turbo: Any) -> None:
     record = turbo.calibration.provenance
-    result = {"out": "c.safetensors", "provenance": record, "bytes": 2**20}
+    quality = turbo.calibration.quality
+    result = {"out": "c.safetensors", "provenance": record, "bytes": 2**20, "quality": quality.to_dict()}
     text = text_of(*calibration_report(result, turbo.calibration.geometry))
     assert "c.safetensors, 1.0 MiB" in text.replace("\n", " ")
     for name, group in {**record["classes"], **record["lengths"]}.items():
         [row] = [line.split() for line in text.splitlines() if name in line.split()]
         assert f"{group['sequences']:,}" in row and f"{group['residues']:,}" in row
     assert f"calibrated on {record['sequences']:,} proteins" in text.replace("\n", " ")
+    for name, figures in quality.presets.items():
+        [row] = [line.split("│") for line in text.splitlines() if line.startswith(f"│ {name} ")]
+        assert row[2].strip() == f"{figures.cosine_mean:.5f}" and row[-2].strip() == "yes"
 
 
 def test_values_of_every_type() -> None:

@@ -21,7 +21,8 @@ NEW = [ProteinRecord(f"p{i}", sequence) for i, sequence in enumerate(SEQUENCES)]
 MANY = [ProteinRecord("many", "ACDEFGHIKLMNPQRSTVWY" * 1000)]
 
 
-def test_figures_are_those_of_an_evaluation(tiny: TurboEsm) -> None:
+def test_figures_are_those_of_an_evaluation(tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.model.base_model, "preset_chosen", False)
     calibration, before = tiny.calibration, tiny.model.base_model.turbo_config
     assert calibration is not None
     calibration.fit()
@@ -30,6 +31,8 @@ def test_figures_are_those_of_an_evaluation(tiny: TurboEsm) -> None:
     assert quality is not None
     assert tiny.calibration is calibration
     assert tiny.model.base_model.turbo_config == before
+    # The default arm depends on it.
+    assert not tiny.model.base_model.preset_chosen
     assert set(quality.presets) == set(EXPECTED)
     assert (quality.proteins, quality.residues) == (len(SEQUENCES), sum(map(len, SEQUENCES)))
     assert quality.sequences_sha256 == hashlib.sha256("\n".join(SEQUENCES).encode()).hexdigest()
