@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins, evaluation_proteins
-from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH, PRODUCT_PRESETS
+from esm_turbo.config import DEFAULT_REFRESH, PRODUCT_PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.common.progress import Progress
@@ -40,7 +40,7 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> tup
     fasta = calibration_proteins()
     records = read_fasta_strict(fasta)[:CALIBRATION_PROTEINS]
     calibration = calibrate_records(turbo, records, source=fasta, presets=PRODUCT_PRESETS, progress=progress)
-    turbo.model.set_turbo(calibration=calibration, preset=DEFAULT_PRESET)
+    turbo.model.set_turbo(calibration=calibration)
     clock.lap("calibrate")
     unseen = [r for r in read_fasta_strict(evaluation_proteins()) if len(r.sequence) in _EVALUATION_LENGTHS]
     example = _example(turbo, unseen[0])

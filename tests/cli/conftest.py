@@ -72,6 +72,8 @@ def esm(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
 def esm_shared(esm: Callable[..., Result], turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Result]:
     """As `esm`, with the embedded model that all tests share in place of any other."""
     monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: turbo)
+    # Commands set what is asked for on the model.
+    monkeypatch.setattr(turbo.model.base_model, "preset_chosen", False)
     return esm
 
 

@@ -305,6 +305,8 @@ class FolderWriter:
         self.commit()
         with file_errors(self.index.path):
             self.index.sort([record.id for record in records])
+        # Of workers that were killed.
+        remove_temporaries(self.folder)
 
     def names(self, sequence: str) -> tuple[str, str]:
         """Names of the files of a sequence's embedding and of its cache; empty if not requested."""
