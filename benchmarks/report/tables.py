@@ -21,6 +21,7 @@ from benchmarks.report import (
     tables_gpu,
     tables_paper,
     tables_scoring,
+    tables_serving,
     tables_storage,
     tables_windows,
 )
@@ -36,6 +37,7 @@ FILES = (
     "docs/generation.md",
     "docs/long_proteins.md",
     "docs/scoring.md",
+    "docs/serving.md",
     "docs/variants.md",
     "docs/when_not_to_use.md",
     "docs/performance.md",
@@ -48,6 +50,7 @@ TABLES: dict[str, Callable[[], str]] = (
     | tables_gpu.TABLES
     | tables_paper.TABLES
     | tables_scoring.TABLES
+    | tables_serving.TABLES
     | tables_storage.TABLES
     | tables_windows.TABLES
 )
