@@ -128,7 +128,7 @@ def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
             f"{name} - full": mean_effects(np.abs(scores[name] - scores["full"]), sequence) for name in others
         }
         largest = float(np.nanmax([*differences.values(), np.full(len(positions), 1e-6)]))
-        tracks.append(Lines(positions, differences, "position", "mean |arm - full|\n(nats)", limits=(0.0, largest)))
+        tracks.append(Lines(positions, differences, "position", "|arm - full|\n(mean, nats)", limits=(0.0, largest)))
     return Tracks(tracks, positions, list(sequence))
 
 

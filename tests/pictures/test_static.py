@@ -40,6 +40,15 @@ def test_a_variant_map_has_its_cells_axes_and_units(variants) -> None:
     assert r"\$x^2\$" in drawn.texts[0].get_text()
 
 
+def test_the_names_of_tracks_stand_on_the_page(variants) -> None:
+    drawn = figure(variant_sheet(variants, "model x"))
+    drawn.draw_without_rendering()
+    names = {text.get_text(): text.get_window_extent() for axes in drawn.axes for text in axes.texts}
+    assert "|arm - full|\n(mean, nats)" in names
+    for name, box in names.items():
+        assert 0 <= box.x0 and box.x1 <= drawn.bbox.x1, name
+
+
 def long_tracks(count: int) -> Sheet:
     columns = list(range(1, count + 1))
     values = np.zeros((20, count))
