@@ -36,10 +36,11 @@ WITH_AVX2 := ATEN_CPU_CAPABILITY=avx2 OPENBLAS_CORETYPE=Haswell ONEDNN_MAX_CPU_I
 # Compiling kernels for a GPU is slow and computes nothing here.
 PORTABLE := --ignore=tests/ops/test_triton_compile.py
 
-# What depends on the version of transformers: loading, the patched model, the cache.
+# What depends on the versions of libraries: loading, the patched model, the cache, the service.
 OLDEST_TESTS := tests/test_modeling_esm_turbo.py tests/test_kv_cache.py tests/test_kv_cache_refinements.py \
 	tests/test_kv_cache_dropping.py tests/test_context_model.py tests/test_turbo_esm.py \
-	tests/test_calibrate.py tests/test_calibration.py tests/test_lean_import.py tests/model tests/tasks/calibration
+	tests/test_calibrate.py tests/test_calibration.py tests/test_lean_import.py tests/model tests/tasks/calibration \
+	tests/serve/test_app.py tests/serve/test_server.py
 NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help

@@ -148,7 +148,7 @@ def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """
     if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
         words = (np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] for row in range(rows))
-        derived = [int(word >> 1) for word in words]
+        derived = [int(word) >> 1 for word in words]
         return [seed, *derived[1:]] if rows and seed < 2**63 else derived
     if isinstance(seed, Iterable):
         seeds = list(seed)
