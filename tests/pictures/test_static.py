@@ -46,7 +46,7 @@ def test_the_names_of_tracks_stand_on_the_page(variants) -> None:
     names = {text.get_text(): text.get_window_extent() for axes in drawn.axes for text in axes.texts}
     assert "|arm - full|\n(mean, nats)" in names
     for name, box in names.items():
-        assert 0 <= box.x0 and box.x1 <= drawn.bbox.x1, name
+        assert box.x0 >= 0 and box.x1 <= drawn.bbox.x1, name
 
 
 def long_tracks(count: int) -> Sheet:
