@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, ...]] = {
     "embed pt": ("embed", "proteins.fasta", "out", "--include", "mean", "per_tok", "bos", *_BATCH),
     "embed safetensors": ("embed", "proteins.fasta", "out", "--include", "mean", "cache", *_SAFETENSORS, *_BATCH),
     "embed h5": ("embed", "proteins.fasta", "out.h5", "--format", "h5", *_BATCH),
+    "embed parquet": ("embed", "proteins.fasta", "out.parquet", "--include", "mean", *_BATCH),
     "store": ("store", "proteins.fasta", "out", *_BATCH),
     "score": ("score", "proteins.fasta", "peptides.csv", "--out", "out.csv", "--json", "out.json"),
     "variants": ("variants", "wild_type.fasta", "variants.csv", "--out", "out.csv", "--json", "out.json"),

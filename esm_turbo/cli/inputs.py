@@ -18,6 +18,7 @@ from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
+from esm_turbo.tasks.common.options import ONE_FILE
 
 if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
@@ -67,8 +68,10 @@ def _paths(declared_by: Any, values: Mapping[str, Any]) -> tuple[list[str | Path
             elif isinstance(mark, Writes):
                 if isinstance(value, str) and value.startswith("-"):
                     raise ValueError(f"--{name} needs a file, or - for standard output; got {value}")
-                one_file = mark.holds == "embeddings" and embedding_format(value, values["format"]) == "h5"
-                outputs.append(Output(value, "HDF5" if one_file else mark.holds, mark.suffixes))
+                one_file = None
+                if mark.holds == "embeddings":
+                    one_file = ONE_FILE.get(embedding_format(value, values["format"]))
+                outputs.append(Output(value, one_file or mark.holds, mark.suffixes))
     return inputs, outputs
 
 

@@ -54,7 +54,7 @@ class Output(NamedTuple):
     """
 
     path: str | os.PathLike[str]
-    holds: Literal["text", "calibration", "HDF5", "embeddings", "contexts"]
+    holds: Literal["text", "calibration", "HDF5", "Parquet", "embeddings", "contexts"]
     suffixes: tuple[str, ...] = ()
 
 

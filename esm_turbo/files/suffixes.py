@@ -14,6 +14,7 @@ TABLES = (*TABLE_DELIMITERS, PARQUET)
 SEQUENCES = (".fasta", ".fa", ".faa", ".fas")
 TENSORS = (".safetensors",)
 HDF5 = (".h5", ".hdf5")
+_ONE_FILE: dict[str, Literal["h5", "parquet"]] = {**dict.fromkeys(HDF5, "h5"), PARQUET: "parquet"}
 PICTURES = (".html", ".pdf", ".png", ".svg")
 # Not `.5`, as in the name of a setting, nor `.v2`.
 _FILE_SUFFIX = re.compile(r"(?!\.v\d+$)\.[A-Za-z]\w*", re.ASCII)
@@ -36,22 +37,28 @@ def check_suffix(path: str | os.PathLike[str], allowed: Iterable[str]) -> str:
 
 
 def embedding_format(
-    out: str | os.PathLike[str], given: Literal["pt", "h5", "safetensors"] | None = None
-) -> Literal["pt", "h5", "safetensors"]:
-    """Format of embeddings: the given one, or else `h5` for a name that ends so, and `pt` for any other.
+    out: str | os.PathLike[str], given: Literal["pt", "h5", "safetensors", "parquet"] | None = None
+) -> Literal["pt", "h5", "safetensors", "parquet"]:
+    """Format of embeddings: the given one, or else `h5` or `parquet` for a name that ends so, and `pt` for any other.
 
     Raises:
         SuffixError: the name belongs to another format than the given one.
     """
     suffix = Path(out).suffix.lower()
-    if suffix in HDF5:
-        if given not in (None, "h5"):
+    named = _ONE_FILE.get(suffix)
+    if named is not None:
+        if given in ("pt", "safetensors"):
             raise SuffixError(
-                f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; name one, or use format h5"
+                f"{os.fspath(out)}: ends in {suffix}, but {given} embeddings are a folder; name one, or use format"
+                f" {named}"
             )
-        return "h5"
-    if given != "h5":
-        check_folder_name(out, f", or one that ends in {' or '.join(HDF5)} for one file")
+        if given not in (None, named):
+            raise SuffixError(f"{os.fspath(out)}: ends in {suffix}, which is format {named}, not {given}")
+        return named
+    if given == "parquet":
+        check_suffix(out, [PARQUET])
+    elif given != "h5":
+        check_folder_name(out, f", or one that ends in {' or '.join(_ONE_FILE)} for one file")
     return given or "pt"
 
 

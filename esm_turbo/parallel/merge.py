@@ -20,7 +20,7 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.writing import link_file, only_writer
 from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_output, shards_folder
 from esm_turbo.store.files import PARTITION_FILE, StoreFiles
-from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5
+from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
 
 _Row = list[Any]
 _RANK, _SCORE, _ARM = "rank", "pseudo_perplexity", "arm"
@@ -56,6 +56,8 @@ def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
             merge_embeddings(out, [path for _, path in parts], orders)
         case "HDF5":
             merge_h5(out, [path for _, path in parts])
+        case "Parquet":
+            merge_parquet(out, [path for _, path in parts], orders)
         case "contexts":
             _merge_stores(out, [path for _, path in parts])
 

@@ -25,8 +25,8 @@ from esm_turbo.tasks.common.pieces import Plan, Shard
 FORMAT_VERSION = 1
 SUFFIX = ".shards"
 
-Kind = Literal["table", "embeddings", "HDF5", "contexts"]
-"""What a shard holds: a table, a folder of embeddings, a file of them, or a store."""
+Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]
+"""What a shard holds: a table, a folder of embeddings or one file of them, or a store."""
 
 _MANIFEST = re.compile(r"_shard-(\d+)-of-(\d+)\.json")
 # Of a store: counts of look-ups, which its use changes.

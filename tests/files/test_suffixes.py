@@ -29,6 +29,9 @@ def test_other_suffixes_are_refused(name: str) -> None:
     [
         ("x", None, "pt"),
         ("x.v2", None, "pt"),
+        ("x.parquet", None, "parquet"),
+        ("x.PARQUET", "parquet", "parquet"),
+        ("x", "parquet", "parquet"),
         ("scale_0.5", None, "pt"),
         ("x.npz", "h5", "h5"),
         ("x.h5", None, "h5"),
@@ -57,3 +60,12 @@ def test_a_folder_has_no_suffix_of_a_file(tmp_path: Path, name: str, given: Embe
 def test_a_folder_is_not_named_as_a_file(given: str) -> None:
     with pytest.raises(SuffixError, match=f"x.h5: ends in .h5, but {given} embeddings are a folder"):
         embedding_format("x.h5", given)
+
+
+def test_a_file_is_not_named_as_one_of_another_format() -> None:
+    with pytest.raises(SuffixError, match=r"x\.h5: ends in \.h5, which is format h5, not parquet"):
+        embedding_format("x.h5", "parquet")
+    with pytest.raises(SuffixError, match=r"x\.parquet: ends in \.parquet, which is format parquet, not h5"):
+        embedding_format("x.parquet", "h5")
+    with pytest.raises(SuffixError, match=r"x\.csv: must end in \.parquet, or have no suffix; got \.csv"):
+        embedding_format("x.csv", "parquet")

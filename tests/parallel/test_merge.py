@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 
 from esm_turbo import TurboEsm
@@ -39,12 +40,14 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     return lambda *arguments: app.run([str(one) for one in arguments])
 
 
+EMBED = ["embed", "p.fasta", "--toks-per-batch", "75"]
 COMMANDS = {
     "scores.csv": ["score", "t.fasta", "c.csv", "--arm", "frozen", "full", "--out", "scores.csv"],
     "scores.parquet": ["score", "t.fasta", "c.csv", "--arm", "frozen", "--out", "scores.parquet"],
     "variants.tsv": ["variants", "t.fasta", "--arm", "frozen", "--out", "variants.tsv"],
     "folder": ["embed", "p.fasta", "folder", "--toks-per-batch", "75"],
     "x.h5": ["embed", "p.fasta", "x.h5", "--toks-per-batch", "75"],
+    "means.parquet": [*EMBED, "means.parquet", "--include", "mean", "--repr-layers", "0", "-1"],
     "store": ["store", "p.fasta", "store", "--toks-per-batch", "75"],
 }
 
@@ -64,6 +67,10 @@ def test_shards_joined_are_one_run(run: Run, out: str) -> None:
     assert before == {path: path.stat().st_mtime_ns for path in before}
     for _ in range(2):
         assert run("merge", out) == 0
+        if out == "means.parquet":
+            frame = pandas.read_parquet(shards_folder(out))
+            joined = pandas.read_parquet(out)
+            assert sorted(frame["id"]) == sorted(joined["id"]) and len(frame) == 2 * len(proteins())
         if out == "x.h5":
             assert h5_content(Path(out)) == h5_content(Path("whole"))
         elif Path(out).is_dir():

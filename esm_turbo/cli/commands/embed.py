@@ -31,7 +31,7 @@ from esm_turbo.cli.sharding import Sharding
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.parallel.shards import Kind
-from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames, Include
+from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames, Include
 
 
 def embed(
@@ -65,7 +65,7 @@ def embed(
 
     Args:
         proteins: FASTA file, plain or gzip.
-        out: Folder with one file per sequence; one file for HDF5.
+        out: Folder with one file per sequence; one file for HDF5 and Parquet.
         repr_layers: Layers to save; 0 is the input of the first layer, negative numbers count from the last.
         include: What to save: mean and per-residue hidden states, the hidden state of the cls token (bos), predicted
             contacts, compressed caches.
@@ -74,8 +74,8 @@ def embed(
         overlap: Residues that consecutive windows share, 64 by default.
         memory: Number of residues before each window to attend to through the compressed cache. By default, the value
             of --window.
-        format: Output format: files of torch.save (pt), one HDF5 file (h5), or safetensors files. By default, h5 if
-            OUT ends in .h5 or .hdf5, and else pt.
+        format: Output format: files of torch.save (pt), one HDF5 file (h5), safetensors files, or means as a table
+            (parquet). By default, h5 if OUT ends in .h5 or .hdf5, parquet if it ends in .parquet, and else pt.
         names: Names of files: label, the identifier, as esm-extract names them, where that is a safe and unique name,
             and else a hash; or hash of the sequence. By default label, or as in the folder.
         groups: CSV or TSV file with a column id, whose other columns colour the proteins of --plot.
@@ -87,15 +87,17 @@ def embed(
     if nogpu:
         model = replace(model, device="cpu")
     spread = Spread.of(parallel, model)
-    kind: Kind = "HDF5" if embedding_format(out, format) == "h5" else "embeddings"
+    format = embedding_format(out, format)
+    kind: Kind = ONE_FILE.get(format, "embeddings")
     sharding = Sharding("embed", kind, parallel.shard, out, [proteins])
     assert sharding.out is not None
-    format = embedding_format(out, format)
     check_minimum(1, truncation_seq_length=truncation_seq_length)
     if store is not None and "cache" not in include:
         raise ValueError("--store keeps compressed caches; give --include cache as well")
     if format == "h5" and "cache" in include:
         raise ValueError("caches cannot be stored in an HDF5 file: use --format safetensors or pt")
+    if format == "parquet" and set(include) != {"mean"}:
+        raise ValueError(f"a Parquet file holds means: give --include mean, not {' '.join(include)}")
     from esm_turbo.tasks.embedding.windows import Windows
 
     windows = Windows.of(window, overlap, memory)

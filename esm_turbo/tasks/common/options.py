@@ -5,8 +5,11 @@ from typing import Literal
 Include = Literal["mean", "per_tok", "bos", "contacts", "cache"]
 """Results of an embedding, named as in `esm-extract`."""
 
-EmbeddingFormat = Literal["pt", "h5", "safetensors"]
+EmbeddingFormat = Literal["pt", "h5", "safetensors", "parquet"]
 """File format of embeddings."""
+
+ONE_FILE: dict[EmbeddingFormat, Literal["HDF5", "Parquet"]] = {"h5": "HDF5", "parquet": "Parquet"}
+"""Formats of embeddings that are one file, and what that is; the others are folders."""
 
 FileNames = Literal["hash", "label"]
 """Names of files of embeddings: a hash of the sequence, or its label where that is a safe name."""

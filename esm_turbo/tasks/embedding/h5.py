@@ -3,9 +3,6 @@
 An entry is a data set if one result is requested, and otherwise a group of data sets. Its attribute `original_id` is
 the protein's identifier; `other_ids` lists further proteins with the same sequence; `key` is a hash of the sequence and
 the settings, as in the other formats; `sha256` is a checksum of its content.
-
-An HDF5 file is lost if its process dies while writing it. So a run writes one file per sequence into a hidden folder
-beside it, from which an interrupted run resumes, and assembles the HDF5 file at its end.
 """
 
 from __future__ import annotations
@@ -14,35 +11,19 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_h5
-from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
-from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding.files import (
-    FolderWriter,
-    SameSequence,
-    check_same_settings,
-    described,
-    read_embedding,
-    sequence_hash,
-)
-
-if TYPE_CHECKING:
-    from esm_turbo.context_model import ContextModel
+from esm_turbo.tasks.embedding.files import check_same_settings, described, read_embedding
+from esm_turbo.tasks.embedding.one_file import OneFileWriter
 
 _Arrays = dict[str, npt.NDArray[np.float32]]
-
-
-def parts_folder(out: Path) -> Path:
-    """Folder of the embeddings of an unfinished file."""
-    return out.parent / f".{out.name}.parts"
 
 
 def check_h5(out: Path) -> None:
@@ -89,75 +70,34 @@ def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise ArtifactError(f"{os.fspath(path)}: damaged ({error})") from error
 
 
-class H5Writer(FolderWriter):
-    """Writes one HDF5 file for all sequences, over a folder of its parts.
+class H5Writer(OneFileWriter):
+    """Writes one HDF5 file for all sequences, see `OneFileWriter`."""
 
-    Args:
-        out: the file; its entries are kept.
-        settings: see `records.embedding_writer`.
-        turbo: the model.
-        devices: see `FolderWriter`.
-
-    Raises:
-        ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
-    """
-
-    def __init__(self, out: Path, settings: Mapping[str, Any], turbo: ContextModel, devices: str | None = None) -> None:
-        super().__init__(parts_folder(out), "safetensors", settings, turbo, devices=devices)
-        self.out = out
-        self._entry_of: dict[str, str] = {}
-        self._unusable: set[str] = set()
-        self._changed = False
-        remove_temporaries(out.parent, out.name)
-        self._old = self._open()
-        if self._old is not None:
-            try:
-                existing = json.loads(self._old.attrs["settings"])
-                names = list(self._old)
-            except (KeyError, ValueError, TypeError):
-                raise ValueError(f"{out}: holds no embeddings of esm-turbo; give another file") from None
-            except (OSError, RuntimeError):
-                # As damaged as a file that cannot be opened.
-                self.close()
-                self._old = None
-                self._set_damaged()
-            else:
-                check_same_settings(out, existing, self._content)
-                self._read_identifiers(names)
-        for identifier, _, file, _ in self.index.rows:
-            self._assign(identifier, file.removesuffix(".safetensors"))
+    _old: Any
 
     def close(self) -> None:
-        """Close the existing file."""
         if self._old is not None:
             self._old.close()
 
-    def has(self, proteins: SameSequence) -> bool:
-        sequence = proteins[0].sequence
-        name = sequence_hash(sequence)
-        if not self._holds(name, self.files.key(sequence)) and not super().has(proteins):
-            return False
-        for record in proteins:
-            self._assign(record.id, name)
-        return True
-
-    def add(self, proteins: SameSequence) -> None:
-        super().add(proteins)
-        for record in proteins:
-            self._assign(record.id, sequence_hash(record.sequence))
-
-    def finish(self, records: Sequence[ProteinRecord]) -> None:
-        self.commit()
-        if self._changed or self._unusable:
-            with replacing(self.out) as temporary:
-                self._assemble(temporary)
-        # The lock stays for its owner to remove, who still holds it.
-        for path in self.folder.iterdir():
-            if path.name != LOCK_FILE:
-                path.unlink()
+    def _read_existing(self) -> None:
+        self._old = self._open()
+        if self._old is None:
+            return
+        try:
+            existing = json.loads(self._old.attrs["settings"])
+            names = list(self._old)
+        except (KeyError, ValueError, TypeError):
+            raise ValueError(f"{self.out}: holds no embeddings of esm-turbo; give another file") from None
+        except (OSError, RuntimeError):
+            # As damaged as a file that cannot be opened.
+            self.close()
+            self._old = None
+            self._set_damaged()
+        else:
+            check_same_settings(self.out, existing, self._content)
+            self._read_identifiers(names)
 
     def _assemble(self, path: Path) -> None:
-        """Write a new file of the entries of the existing one and of the parts."""
         identifiers: dict[str, list[str]] = {}
         for identifier, name in self._entry_of.items():
             identifiers.setdefault(name, []).append(identifier)
@@ -183,7 +123,6 @@ class H5Writer(FolderWriter):
                     attributes["other_ids"] = others
 
     def _holds(self, name: str, key: str) -> bool:
-        """Whether the existing file has an undamaged entry of this name and key."""
         if self._old is None or name in self._unusable or name not in self._old:
             return False
         try:
@@ -200,11 +139,6 @@ class H5Writer(FolderWriter):
         self._unusable.add(name)
         self.damaged.append(f"{self.out}, entry {name}")
 
-    def _assign(self, identifier: str, name: str) -> None:
-        # An identifier whose sequence has changed moves to another entry.
-        self._changed |= self._entry_of.get(identifier) != name
-        self._entry_of[identifier] = name
-
     def _open(self) -> Any:
         """The existing file; None if there is none, or it cannot be opened."""
         if not self.out.exists():
@@ -214,11 +148,6 @@ class H5Writer(FolderWriter):
         except OSError:
             self._set_damaged()
             return None
-
-    def _set_damaged(self) -> None:
-        """The existing file cannot be read: it is written again."""
-        self.damaged.append(os.fspath(self.out))
-        self._changed = True
 
     def _read_identifiers(self, names: Iterable[str]) -> None:
         for name in names:

@@ -1,16 +1,27 @@
-"""Joining embeddings of several runs with the same settings: folders into one, HDF5 files into one."""
+"""Joining embeddings of several runs with the same settings: folders into one, and files of one kind into one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from esm_turbo.files.arrow import pyarrow
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
-from esm_turbo.files.writing import link_file, only_writer, replacing
+from esm_turbo.files.writing import file_errors, link_file, only_writer, replacing
 from esm_turbo.tasks.embedding.files import EmbeddingIndex, check_same_settings, read_settings
 from esm_turbo.tasks.embedding.h5 import H5Output, check_h5, h5py
+from esm_turbo.tasks.embedding.parquet import (
+    check_parquet,
+    means_schema,
+    means_settings,
+    means_writer,
+    proteins_per_group,
+)
 
 
 def merge_embeddings(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
@@ -75,3 +86,91 @@ def merge_h5(out: Path, paths: Sequence[Path]) -> None:
                     if name not in new:
                         old.copy(name, new)
         new.attrs["settings"] = json.dumps(settings)
+
+
+def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
+    """Join tables of means, in pieces that fit into memory.
+
+    Args:
+        out: the file to write; if it exists, its rows of other proteins are kept, and come first.
+        paths: of the tables.
+        orders: for every table, the numbers of its proteins, ascending; the joined rows are in their order.
+
+    Raises:
+        ValueError: the settings differ, a table does not hold the proteins of its numbers, or `out` is a file of
+            another kind.
+        ImportError: pyarrow is missing.
+        OSError: the file cannot be written.
+    """
+    arrow = pyarrow()
+    settings = means_settings(paths[0])
+    check_parquet(out, settings["include"])
+    per_protein = len(settings["repr_layers"])
+    sources = []
+    for path, order in zip(paths, orders, strict=True):
+        check_same_settings(path, means_settings(path), settings)
+        sources.append(_Rows(path))
+        if sources[-1].left != per_protein * len(order) or any(np.diff(order) <= 0):
+            raise ValueError(f"{path}: does not hold the proteins that its manifest names; run the shard again")
+    numbers = [np.asarray(order) for order in orders]
+    if out.exists() and out.stat().st_size:
+        check_same_settings(out, means_settings(out), settings)
+        sources.append(_Rows(out, without={one for path in paths for one in _identifiers(path)}))
+        numbers.append(np.arange(-(sources[-1].left // per_protein), 0))
+    owner = np.repeat(np.arange(len(sources)), [len(own) for own in numbers])
+    # By their numbers, which table has the protein.
+    owner = owner[np.argsort(np.concatenate(numbers), kind="stable")]
+    hidden_size = arrow.parquet.read_schema(paths[0]).field("mean").type.list_size
+    schema = means_schema(hidden_size, settings)
+    per_group = proteins_per_group(per_protein)
+    with replacing(out) as temporary, file_errors(out), means_writer(temporary, schema) as writer:
+        for begin in range(0, len(owner), per_group):
+            owners = np.repeat(owner[begin : begin + per_group], per_protein)
+            counts = np.bincount(owners, minlength=len(sources))
+            taken = [source.take(count) for source, count in zip(sources, counts.tolist(), strict=True)]
+            # Row j of the tables one after another belongs to place[j] of the output.
+            place = np.argsort(owners, kind="stable")
+            table = arrow.Table.from_batches(chain.from_iterable(taken), schema=schema)
+            writer.write_table(table.take(np.argsort(place)).combine_chunks())
+
+
+class _Rows:
+    """Rows of a table of means, taken from its beginning.
+
+    Args:
+        path: of the table.
+        without: identifiers whose rows are left out.
+
+    Attributes:
+        left: number of rows that were not taken yet.
+    """
+
+    def __init__(self, path: Path, without: Container[str] = ()) -> None:
+        self._keep = np.array([one not in without for one in _identifiers(path)], bool)
+        self.left = int(self._keep.sum())
+        file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+        self._batches = file.iter_batches(proteins_per_group(1))
+        self._read = 0
+        self._rest: Any = None
+
+    def take(self, count: int) -> list[Any]:
+        """The next rows, as record batches."""
+        taken = []
+        self.left -= count
+        while count:
+            if self._rest is None or not len(self._rest):
+                batch = next(self._batches)
+                keep = self._keep[self._read : self._read + len(batch)]
+                self._read += len(batch)
+                self._rest = batch if keep.all() else batch.filter(pyarrow().array(keep))
+                continue
+            taken.append(self._rest.slice(0, count))
+            count -= len(taken[-1])
+            self._rest = self._rest.slice(len(taken[-1]))
+        return taken
+
+
+def _identifiers(path: Path) -> list[str]:
+    """The identifiers in the rows of a table of means."""
+    identifiers: list[str] = pyarrow().parquet.read_table(path, columns=["id"]).column("id").to_pylist()
+    return identifiers

@@ -15,6 +15,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding.files import index_rows, read_embedding, read_pt, sequence_hash
 from esm_turbo.tasks.embedding.h5 import h5_arrays, open_h5
+from esm_turbo.tasks.embedding.parquet import read_means
 
 Arrays = dict[str, npt.NDArray[np.float32]]
 
@@ -25,7 +26,7 @@ def read_embeddings(
     """Yield the results of records that were embedded, by flat name such as `mean_representations.12`.
 
     Args:
-        out: a folder, or for `h5` a file.
+        out: a folder, or for `h5` and `parquet` a file.
         file_format: how they were written.
         records: proteins that it holds.
 
@@ -34,6 +35,9 @@ def read_embeddings(
     """
     if file_format == "h5":
         yield from _from_h5(out, records)
+        return
+    if file_format == "parquet":
+        yield from read_means(out, records)
         return
     folder = Path(out)
     files = {identifier: name for identifier, _, name, _ in index_rows(folder)}

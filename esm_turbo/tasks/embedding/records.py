@@ -20,7 +20,7 @@ from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import only_writer, refuse_links
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
+from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.embedding.embed import (
@@ -31,7 +31,9 @@ from esm_turbo.tasks.embedding.embed import (
     embedding_settings,
 )
 from esm_turbo.tasks.embedding.files import EmbeddingFiles, FolderWriter, SameSequence, safe_labels
-from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5, parts_folder
+from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5
+from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
+from esm_turbo.tasks.embedding.parquet import ParquetWriter, check_parquet
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -153,9 +155,10 @@ def embed_records(
 
     Args:
         records: the proteins.
-        out: a folder for `pt` and `safetensors`, a file for `h5`.
+        out: a folder for `pt` and `safetensors`, a file for `h5` and `parquet`.
         request: the results to compute.
-        file_format: see `embedding_writer`; None is `h5` for an `out` that ends in `.h5` or `.hdf5`, and else `pt`.
+        file_format: see `embedding_writer`; None is `h5` for an `out` that ends in `.h5` or `.hdf5`, `parquet` for one
+            that ends in `.parquet`, and else `pt`.
         names: names of files in a folder: labels, the identifiers, as `esm-extract` names them, where they are safe and
             unique, and else hashes; or hashes of the sequences. None is `label`, or as in the folder. The index has the
             names either way.
@@ -169,12 +172,14 @@ def embed_records(
         ValueError: `out` holds embeddings made with other settings, or another process is writing to it; an identifier
             has a tab or a line break, which the index cannot hold, or names two sequences.
         UnfinishedError: (an OSError) a file could not be written, for example on a full disk, or the model failed.
-        ImportError: h5py is missing.
+        ImportError: h5py or pyarrow is missing.
     """
     _check_identifiers(records)
     file_format = embedding_format(out, file_format)
-    if names == "label" and file_format == "h5":
-        raise ValueError("one HDF5 file has no names of files: leave `names` out, or give another format")
+    if names == "label" and file_format in ONE_FILE:
+        raise ValueError(
+            f"one {ONE_FILE[file_format]} file has no names of files: leave `names` out, or give another format"
+        )
     settings = embedding_settings(turbo, request) | {"truncation_seq_length": truncation_seq_length}
     by_sequence: dict[str, list[ProteinRecord]] = {}
     for record in records:
@@ -243,29 +248,37 @@ def embedding_writer(
     """Open a folder or file for embeddings, exclusively for this process. Nothing is written before the first `write`.
 
     Args:
-        out: a folder, created if necessary, for `pt` and `safetensors`; a file for `h5`.
-        file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it.
+        out: a folder, created if necessary, for `pt` and `safetensors`; a file for `h5` and `parquet`.
+        file_format: `pt` and `safetensors` write one file per sequence, `h5` one file for all, as biotrainer reads it,
+            `parquet` a table of means.
         settings: the settings of the embeddings, JSON values; all embeddings in a folder must share them.
         turbo: the model that makes them.
         labels: names of files in a folder, see `FolderWriter`, as are `names` and `devices`.
 
     Raises:
         ValueError: `out` holds embeddings made with other settings, or is a context store, or cannot be written, or
-            another process is writing to it.
-        ImportError: h5py is missing.
+            another process is writing to it; or it is Parquet, and other results than means are requested.
+        ImportError: h5py or pyarrow is missing.
     """
     out = Path(out)
     if is_store(out):
         raise ValueError(f"{out}: is a context store; give a new or an empty folder")
-    check_writable(out if file_format == "h5" else out / INDEX_FILE)
-    if file_format == "h5":
-        check_h5(out)
-        refuse_links(parts_folder(out), out.parent)
-        with only_writer(parts_folder(out)), contextlib.closing(H5Writer(out, settings, turbo, devices)) as writer:
-            yield writer
-    else:
+    if file_format not in ONE_FILE:
+        check_writable(out / INDEX_FILE)
         with only_writer(out):
             yield FolderWriter(out, file_format, settings, turbo, labels, names, devices)
+        return
+    check_writable(out)
+    kind: type[OneFileWriter]
+    if file_format == "h5":
+        check_h5(out)
+        kind = H5Writer
+    else:
+        check_parquet(out, settings["include"])
+        kind = ParquetWriter
+    refuse_links(parts_folder(out), out.parent)
+    with only_writer(parts_folder(out)), contextlib.closing(kind(out, settings, turbo, devices)) as writer:
+        yield writer
 
 
 def _check_identifiers(records: Sequence[ProteinRecord]) -> None:

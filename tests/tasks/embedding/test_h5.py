@@ -14,7 +14,8 @@ from esm_turbo.files.writing import LOCK_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import h5
 from esm_turbo.tasks.embedding.files import sequence_hash
-from esm_turbo.tasks.embedding.h5 import check_h5, parts_folder
+from esm_turbo.tasks.embedding.h5 import check_h5
+from esm_turbo.tasks.embedding.one_file import parts_folder
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, proteins
 

@@ -25,9 +25,18 @@ def test_what_was_written_is_read(run, tiny, tmp_path, file_format: str, include
             np.testing.assert_allclose(arrays[name], tensor.numpy(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("file_format", ["pt", "h5"])
+def test_means_of_a_table(run, tiny, tmp_path) -> None:
+    run(tmp_path / "e.parquet", RECORDS, "parquet", ["mean"], layers=(0, -1))
+    expected = tiny.embed([record.sequence for record in RECORDS], repr_layers=(0, -1), include=["mean"])
+    for arrays, embedding in zip(read_embeddings(tmp_path / "e.parquet", "parquet", RECORDS), expected, strict=True):
+        assert arrays.keys() == embedding.tensors().keys()
+        for name, tensor in embedding.tensors().items():
+            np.testing.assert_allclose(arrays[name], tensor.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("file_format", ["pt", "h5", "parquet"])
 def test_a_protein_that_is_not_there(run, tmp_path, file_format: str) -> None:
-    out = tmp_path / ("e.h5" if file_format == "h5" else "e")
+    out = tmp_path / {"pt": "e", "h5": "e.h5", "parquet": "e.parquet"}[file_format]
     run(out, RECORDS[:1], file_format, ["mean"])
     with pytest.raises(ValueError, match="holds no embedding of 'c'; embed it first"):
         list(read_embeddings(out, file_format, RECORDS[2:]))
