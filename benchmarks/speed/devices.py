@@ -1,36 +1,52 @@
-"""One device against several: `embed`, `store` and `score` of real proteins, with workers that have loaded the model.
+"""One device against several: `embed`, `store` and `score` of proteins, with workers that have loaded the model.
 
     python -m benchmarks.speed.devices --devices cpu cpu --proteins 48
     python -m benchmarks.speed.devices --devices cuda:0 cuda:1 --dtype bfloat16 --layers 33 --hidden 1280 --heads 20
 
-With `--layers`, weights are random in that geometry of ESM-2, and contexts are stored at full precision.
+With `--layers`, weights are random in that geometry of ESM-2, with a calibration on random proteins. Beyond the shipped
+proteins, the same are taken again from another residue on, so that lengths stay those of real ones. The figures are
+printed, and saved where asked for, before the results of several devices are compared with those of one.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import EsmConfig, EsmForMaskedLM
+from torch import Tensor
+from transformers import EsmForMaskedLM
 
-from benchmarks.harness.records import RESULTS, append
+from benchmarks.harness import records as results
+from benchmarks.harness.models import Architecture, random_calibration, turbo_of
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL, calibration_proteins
 from esm_turbo.parallel.storing import store_sequences
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta
+from esm_turbo.tasks.common.pieces import Runner
+from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+from esm_turbo.tasks.embedding.reading import read_embeddings
 from esm_turbo.tasks.embedding.records import embed_records
 from esm_turbo.tasks.scoring.records import Candidate, score_records
 
-Task = Callable[[TurboEsm, "list[ProteinRecord]", Path, Workers], Any]
+Results = Mapping[str, Tensor]
+"""Of a task, float32 by the name of a protein."""
+
+# Largest difference between the results of one device and of several for one protein, as a part of its results' norm.
+# A batch is computed as a whole, wherever it runs, so that none is expected; half precision rounds by 2^-9 or 2^-12.
+TOLERANCES = {"float32": 1e-5, "float16": 5e-3, "bfloat16": 2e-2}
+_PRESET = "turbo3"
+# Contexts whose contents are compared, spread over all of them.
+_COMPARED_CONTEXTS = 32
 
 
 @dataclass(frozen=True)
@@ -41,95 +57,204 @@ class Load:
     dtype: str
 
     def __call__(self, device: str) -> TurboEsm:
-        preset = "turbo3" if self.folder == str(EMBEDDED_MODEL) else "exact"
-        return TurboEsm.from_pretrained(self.folder, preset=preset, device=device, dtype=getattr(torch, self.dtype))
+        return TurboEsm.from_pretrained(self.folder, preset=_PRESET, device=device, dtype=getattr(torch, self.dtype))
 
 
-def embed(turbo: TurboEsm, records: list[ProteinRecord], folder: Path, workers: Workers) -> Any:
+def embed(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, runner: Runner | None) -> None:
     """Mean embeddings in one folder."""
     request = EmbeddingRequest.of(turbo, [-1], ["mean"])
-    assert not embed_records(turbo, records, folder, request, runner=workers).failed
-    return sorted(path.name for path in folder.iterdir())
+    assert not embed_records(turbo, proteins, folder, request, file_format="safetensors", runner=runner).failed
 
 
-def store(turbo: TurboEsm, records: list[ProteinRecord], folder: Path, workers: Workers) -> Any:
+def embedded(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, _: None) -> dict[str, Tensor]:
+    """What `embed` has written."""
+    arrays = read_embeddings(folder, "safetensors", proteins)
+    return {
+        protein.id: torch.cat([torch.from_numpy(array) for array in own.values()])
+        for protein, own in zip(proteins, arrays, strict=True)
+    }
+
+
+def store(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, runner: Runner | None) -> None:
     """Contexts in one store."""
     with ContextStore(folder, host_bytes=0, device_bytes=0) as contexts:
-        sequences = [record.sequence for record in records]
-        store_sequences(turbo, contexts, sequences, on_failure=_stop, runner=workers)
-    return sorted(path.name for path in folder.rglob("*.safetensors"))
+        sequences = [protein.sequence for protein in proteins]
+        store_sequences(turbo, contexts, sequences, on_failure=_stop, runner=runner)
 
 
-def score(turbo: TurboEsm, records: list[ProteinRecord], folder: Path, workers: Workers) -> Any:
+def stored(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, _: None) -> dict[str, Tensor]:
+    """Keys and values of some contexts that `store` has written, as they are read."""
+    found = {}
+    with ContextStore(folder, host_bytes=0, device_bytes=0, read_only=True) as contexts:
+        assert contexts.count_missing(turbo, [protein.sequence for protein in proteins]) == 0
+        for protein in proteins[:: -(-len(proteins) // _COMPARED_CONTEXTS)]:
+            [cache] = contexts.get(turbo, protein.sequence)
+            assert cache is not None
+            tensors = dict(turbo.model.base_model.decoded(cache).named_tensors())
+            parts = (tensors[name].float().flatten() for name in sorted(tensors) if ".packed." in name)
+            found[protein.id] = torch.cat(list(parts))
+    return found
+
+
+def score(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, runner: Runner | None) -> Any:
     """Sixteen peptides on every protein."""
-    peptides = [records[0].sequence[start : start + 12] for start in range(16)]
+    peptides = [proteins[0].sequence[start : start + 12] for start in range(16)]
     candidates = [Candidate(str(number), peptide) for number, peptide in enumerate(peptides)]
-    run = score_records(turbo, records, candidates, ["frozen"], runner=workers)
+    run = score_records(turbo, proteins, candidates, ["frozen"], runner=runner)
     assert not run.failed
-    return list(run.rows())
+    return run
+
+
+def scored(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, run: Any) -> dict[str, Tensor]:
+    """Pseudo-log-likelihoods by target."""
+    assert len(run.results) == len(proteins)
+    return {
+        one.target.id: torch.tensor([score.pseudo_log_likelihood for score in one.scores["frozen"].scores])
+        for one in run.results
+    }
 
 
 def _stop(sequence: str, reason: str) -> None:
     raise RuntimeError(reason)
 
 
-TASKS: dict[str, Task] = {"embed": embed, "store": store, "score": score}
+TASKS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Tensor]]]] = {
+    "embed": (embed, embedded),
+    "store": (store, stored),
+    "score": (score, scored),
+}
+"""What is timed, and what reads its results."""
 
 
-def main() -> None:
-    """Measure, and print the figures; `--save` appends them to the results."""
+@dataclass(frozen=True)
+class WarmUp:
+    """Runs a task once in every process: as many pieces as processes, none of which ends before all have begun.
+
+    Attributes:
+        task: name of the task.
+        proteins: a few.
+        folder: an empty one.
+        count: number of processes.
+    """
+
+    task: str
+    proteins: Sequence[ProteinRecord]
+    folder: Path
+    count: int
+
+    def run(self, turbo: TurboEsm, pieces: Iterable[int], progress: Progress) -> Iterator[int]:
+        for number in pieces:
+            TASKS[self.task][0](turbo, self.proteins, self.folder / f"out-{number}", None)
+            (self.folder / f"begun-{number}").touch()
+            while len(list(self.folder.glob("begun-*"))) < self.count:
+                time.sleep(0.01)
+            yield number
+
+    def failed(self, piece: int, reason: str) -> int:
+        raise RuntimeError(reason)
+
+    def has_failed(self, result: int) -> bool:
+        return False
+
+
+def largest_difference(one: Results, other: Results) -> float:
+    """Norm of the difference of a protein's results, as a part of their norm; of all proteins, the largest."""
+    assert one.keys() == other.keys(), "the results are those of different proteins"
+    return max(float((other[name] - value).norm() / value.norm()) for name, value in one.items())
+
+
+def shipped_proteins(count: int) -> list[ProteinRecord]:
+    """The shipped proteins, again and again, each time from another residue on."""
+    shipped = read_fasta(calibration_proteins())[0]
+    found = []
+    for number in range(count):
+        turn, index = divmod(number, len(shipped))
+        record = shipped[index]
+        sequence = record.sequence[turn:] + record.sequence[:turn]
+        found.append(ProteinRecord(f"{record.id}_{turn}" if turn else record.id, sequence))
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print the figures, then compare the results; `--save` appends the figures to those of the project."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", required=True)
     parser.add_argument("--proteins", type=int, default=2000)
+    parser.add_argument("--stored", type=int, default=500, help="proteins at most of `store`, whose files are large")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--heads", type=int)
-    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--save", action="store_true")
-    options = parser.parse_args()
-    records = read_fasta(calibration_proteins())[0][: options.proteins]
+    options = parser.parse_args(arguments)
+    proteins = shipped_proteins(options.proteins)
+    of_task = {name: proteins[: options.stored] if name == "store" else proteins for name in TASKS}
+    seconds: dict[str, list[float]] = {name: [] for name in TASKS}
+    differences: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = str(EMBEDDED_MODEL)
         if options.layers is not None:
             folder = str(Path(temporary) / "model")
-            _random(folder, options)
-        turbo = Load(folder, options.dtype)("cpu")
-        seconds: dict[str, list[float]] = {name: [] for name in TASKS}
-        found: dict[str, list[Any]] = {name: [] for name in TASKS}
+            _save_random(folder, options)
+        load = Load(folder, options.dtype)
+        turbo = load("cpu")
+        found: dict[str, Results] = {}
         for count in (1, len(options.devices)):
-            with Workers(Load(folder, options.dtype), options.devices[:count]) as workers:
-                for name, task in TASKS.items():
-                    # Every process loads the model and compiles its kernels first.
-                    task(turbo, records[: 8 * count], Path(temporary) / f"{name}-{count}-first", workers)
+            with Workers(load, options.devices[:count]) as workers:
+                for name, (task, read) in TASKS.items():
+                    work = Path(temporary) / f"{name}-{count}"
+                    work.mkdir()
+                    first = WarmUp(name, proteins[:8], work, count)
+                    list(workers.run(first, range(count), stage="first", units=[1] * count))
                     start = time.perf_counter()
-                    found[name].append(task(turbo, records, Path(temporary) / f"{name}-{count}", workers))
+                    outcome = task(turbo, of_task[name], work / "out", workers)
                     seconds[name].append(time.perf_counter() - start)
-        for name, (one, several) in found.items():
-            assert one == several, f"{name}: the results differ"
+                    result = read(turbo, of_task[name], work / "out", outcome)
+                    if count == 1:
+                        found[name] = result
+                    differences[name] = largest_difference(found[name], result)
+                    # Two stores of all contexts would fill a small disk.
+                    shutil.rmtree(work)
     figures = {
         "devices": options.devices,
-        "proteins": len(records),
-        "residues": sum(len(record.sequence) for record in records),
+        "proteins": {name: len(own) for name, own in of_task.items()},
+        "residues": {name: sum(len(protein.sequence) for protein in own) for name, own in of_task.items()},
         "seconds": seconds,
         "speedup": {name: one / several for name, (one, several) in seconds.items()},
+        "largest_difference": differences,
+        "tolerance": TOLERANCES[options.dtype],
         "geometry": None if options.layers is None else [options.layers, options.hidden, options.heads],
         "dtype": options.dtype,
+        "preset": _PRESET,
     }
-    print(json.dumps(figures, indent=2))
+    print(json.dumps(figures, indent=2), flush=True)
     if options.save:
-        append(RESULTS / "devices.jsonl", "devices", figures, model=turbo.name, device=options.devices[0])
+        model = turbo.name if options.layers is None else "random weights"
+        results.append(results.RESULTS / "devices.jsonl", "devices", figures, model=model, device=options.devices[0])
+    # Not `difference > tolerance`, which NaN is not.
+    differ = [name for name, difference in differences.items() if not difference <= TOLERANCES[options.dtype]]
+    if differ:
+        raise SystemExit(f"the results of one device and of several differ: {', '.join(differ)}")
 
 
-def _random(folder: str, options: argparse.Namespace) -> None:
-    """Save a model of random weights."""
-    own = TurboEsm.from_pretrained(device="cpu")
-    config = EsmConfig.from_pretrained(EMBEDDED_MODEL)
-    config.num_hidden_layers, config.hidden_size = options.layers, options.hidden
-    config.num_attention_heads, config.intermediate_size = options.heads, 4 * options.hidden
-    config.untrained_heads = ["contact_head"]
+def _save_random(folder: str, options: argparse.Namespace) -> None:
+    """Save a model of random weights with a calibration, made on the first device in the dtype in which it runs."""
+    architecture = Architecture(
+        "random weights",
+        num_layers=options.layers,
+        num_heads=options.heads,
+        head_dim=options.hidden // options.heads,
+        intermediate_size=4 * options.hidden,
+    )
     torch.manual_seed(0)
-    EsmForMaskedLM(config).save_pretrained(folder)
-    own.tokenizer.save_pretrained(folder)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, options.dtype))
+    try:
+        with torch.device(options.devices[0]):
+            model = EsmForMaskedLM(architecture.config()).eval()
+    finally:
+        torch.set_default_dtype(before)
+    turbo_of(model, random_calibration(model.esm, [_PRESET]), _PRESET).save_pretrained(folder)
 
 
 if __name__ == "__main__":
