@@ -30,12 +30,15 @@ _MAX_TOKENS = 4096
 _MAX_COLUMNS = 4096
 # A step that grows rows launches more and computes less.
 _MAX_GROWING_TOKENS = 16384
-_MIN_TOKENS, _MIN_COLUMNS = 8, 128
+_MIN_ROWS, _MIN_TOKENS, _MIN_COLUMNS = 8, 8, 128
 # Capturing takes as long as about ten calls.
 _USES_BEFORE_CAPTURE = 2
+# Rows that name their contexts come from many requests at once, in many shapes, few of which recur soon.
+_USES_BEFORE_CAPTURE_NAMED = 10
 # Uses before a graph that had to go is captured again, so that shapes in turn do not spend their time on captures.
 _USES_BEFORE_RECAPTURE = 10
-_MAX_GRAPHS = 16
+# A service meets a few dozen shapes.
+_MAX_GRAPHS = 64
 # Fraction of a device's memory that contexts and results of graphs may take.
 _MEMORY_SHARE = 0.05
 _WARM_UPS = 2
@@ -47,7 +50,7 @@ class Bucket(NamedTuple):
     """Shapes of a graph.
 
     Attributes:
-        rows: of the extension.
+        rows: of the extension, 1 or at least 8: fewer take as long as 8.
         tokens: per row.
         contexts: rows of the cache: `rows`, or 1 that all share, or up to `rows` that rows name.
         columns: of the cache.
@@ -66,12 +69,12 @@ def bucket_of(rows: int, tokens: int, contexts: int, columns: int, named: bool =
     if named and contexts > rows:
         # All contexts of a cache are copied.
         return None
-    rows = 1 << (rows - 1).bit_length()
+    rows = _rounded_up_rows(rows)
     tokens, columns = rounded_up(tokens, _MIN_TOKENS), rounded_up(columns, _MIN_COLUMNS)
     if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
         return None
     if named:
-        return Bucket(rows, tokens, 1 << (contexts - 1).bit_length(), columns, named)
+        return Bucket(rows, tokens, min(rows, _power(contexts, 4)), columns, named)
     return Bucket(rows, tokens, 1 if contexts == 1 else rows, columns)
 
 
@@ -83,9 +86,22 @@ def rounded_up(number: int, step: int) -> int:
     return power * 3 // 4 if number <= power * 3 // 4 else power
 
 
+def _power(number: int, base: int) -> int:
+    """The smallest power of `base` that is no less."""
+    power = 1
+    while power < number:
+        power *= base
+    return power
+
+
 def _rounded_up_rows(rows: int) -> int:
-    """As `bucket_of` up to eight rows, then closer: with many rows the device is what takes the time."""
-    return 1 << (rows - 1).bit_length() if rows <= _MIN_TOKENS else rounded_up(rows, _MIN_TOKENS)
+    """One row, or a power of two from eight on."""
+    return 1 if rows == 1 else max(_MIN_ROWS, _power(rows, 2))
+
+
+def _rounded_up_growing_rows(rows: int) -> int:
+    """A power of two up to eight rows, then closer: with many rows the device is what takes the time."""
+    return _power(rows, 2) if rows <= _MIN_ROWS else rounded_up(rows, _MIN_ROWS)
 
 
 class GraphPool:
@@ -164,7 +180,8 @@ class GraphPool:
         def make(memory: Any) -> _Extension:
             return _Extension(model, self._contexts(bucket, cache, layout), bucket, memory)
 
-        with self._graph((bucket, *layout), model.device, addresses, uses, make) as graph:
+        before = _USES_BEFORE_CAPTURE_NAMED if bucket.named else _USES_BEFORE_CAPTURE
+        with self._graph((bucket, *layout), model.device, addresses, uses, make, before) as graph:
             if graph is None:
                 return None
             graph.load(cache, source, input_ids, attention_mask, position_ids, index)
@@ -260,7 +277,10 @@ class GraphPool:
             uses: number of calls that this one counts for.
         """
         device = model.device
-        rows, columns = _rounded_up_rows(cache.batch_size), rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
+        rows, columns = (
+            _rounded_up_growing_rows(cache.batch_size),
+            rounded_up(max(columns, cache.columns), _MIN_COLUMNS),
+        )
         share = rows / cache.batch_size * columns / max(1, cache.columns)
         too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > _memory_limit(device)
         if too_large or columns > _MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > _MAX_GROWING_TOKENS:
@@ -302,11 +322,17 @@ class GraphPool:
 
     @contextmanager
     def _graph(
-        self, key: Any, device: torch.device, addresses: tuple[int, ...], uses: int, make: Callable[[Any], Any]
+        self,
+        key: Any,
+        device: torch.device,
+        addresses: tuple[int, ...],
+        uses: int,
+        make: Callable[[Any], Any],
+        before: int = _USES_BEFORE_CAPTURE,
     ) -> Iterator[Any]:
-        """The graph of a key, made if it recurs, for the caller alone; None if there is none."""
+        """The graph of a key, made once it was used `before` times, for the caller alone; None if there is none."""
         with self._lock:
-            graph = self._find(key, device, addresses, uses, make)
+            graph = self._find(key, device, addresses, uses, make, before)
             if graph is None:
                 yield None
                 return
@@ -314,7 +340,13 @@ class GraphPool:
                 yield graph
 
     def _find(
-        self, key: Any, device: torch.device, addresses: tuple[int, ...], uses: int, make: Callable[[Any], Any]
+        self,
+        key: Any,
+        device: torch.device,
+        addresses: tuple[int, ...],
+        uses: int,
+        make: Callable[[Any], Any],
+        before: int = _USES_BEFORE_CAPTURE,
     ) -> Any:
         """See `_graph`; to be called with the lock held."""
         if addresses != self._addresses:
@@ -322,7 +354,7 @@ class GraphPool:
             self._addresses = addresses
         if key not in self._graphs:
             self._uses[key] += uses
-            if self._uses[key] >= _USES_BEFORE_CAPTURE:
+            if self._uses[key] >= before:
                 self._capture(key, device, make)
         if key in self._graphs:
             self._graphs.move_to_end(key)

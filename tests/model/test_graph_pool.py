@@ -57,7 +57,8 @@ def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[in
     ("shapes", "expected"),
     [
         ((1, 21, 1, 501), Bucket(1, 24, 1, 512)),
-        ((3, 1, 3, 129), Bucket(4, 8, 4, 256)),
+        ((2, 1, 2, 129), Bucket(8, 8, 8, 256)),
+        ((9, 1, 9, 129), Bucket(16, 8, 16, 256)),
         ((64, 33, 1, 513), Bucket(64, 48, 1, 768)),
         ((5, 49, 1, 1025), Bucket(8, 64, 1, 1536)),
         ((1, 4096, 1, 1), Bucket(1, 4096, 1, 128)),
@@ -67,6 +68,20 @@ def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[in
 )
 def test_buckets(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
     assert bucket_of(*shapes) == expected
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ((1, 9, 1, 9), Bucket(1, 16, 1, 128, named=True)),
+        ((6, 9, 2, 9), Bucket(8, 16, 4, 128, named=True)),
+        ((20, 9, 5, 9), Bucket(32, 16, 16, 128, named=True)),
+        ((6, 9, 5, 9), Bucket(8, 16, 8, 128, named=True)),
+        ((6, 9, 7, 9), None),
+    ],
+)
+def test_buckets_of_rows_that_name_their_contexts(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
+    assert bucket_of(*shapes, named=True) == expected
 
 
 def test_buckets_hold_what_they_are_for() -> None:
@@ -118,14 +133,14 @@ def test_rows_that_name_their_contexts_share_a_graph(tiny_model: MakeModel, capt
         past[:, 1] = 0
         for one in [torch.cat([past, mask], dim=1)] if hides else [mask, None]:
             expected = model.esm(ids, one, positions, past_key_values=cache, context_index=index).last_hidden_state
-            found = pooled(pool, model, cache, ids, one, positions, uses=2, index=rows)
+            found = pooled(pool, model, cache, ids, one, positions, uses=10, index=rows)
             shown = mask.bool() if one is not None else torch.ones_like(mask, dtype=torch.bool)
             assert (found - expected)[shown].abs().max() <= ROUNDING * expected.abs().max()
     assert len(captures) == len(pool) == 1
     # More contexts than rows would be copied in vain.
     many = contexts(model, [5] * 9)
     inputs, last = inputs_for(model, many.select([0]), [3]), RowIndex(np.array([8]))
-    assert pooled(pool, model, many, *inputs, uses=2, index=last) is None
+    assert pooled(pool, model, many, *inputs, uses=10, index=last) is None
 
 
 @torch.no_grad()
@@ -174,6 +189,18 @@ def test_moved_parameters_drop_all_graphs(tiny_model: MakeModel, captures: list)
     pooled(pool, model, cache, *inputs, uses=2)
     assert pool.extend(model.esm, (2,), cache, *inputs) is None
     assert len(pool) == 0
+
+
+@torch.no_grad()
+def test_rows_that_name_their_contexts_are_captured_later(tiny_model: MakeModel, captures: list) -> None:
+    """They come in many shapes."""
+    model, pool = tiny_model(), GraphPool()
+    cache = contexts(model, [21, 9])
+    inputs, index = inputs_for(model, cache, [4, 2]), RowIndex(np.array([1, 0]))
+    for _ in range(9):
+        assert pooled(pool, model, cache, *inputs, index=index) is None
+    assert pooled(pool, model, cache, *inputs, index=index) is not None
+    assert len(captures) == 1
 
 
 @torch.no_grad()
@@ -464,7 +491,8 @@ def test_replays_of_named_contexts_equal_eager_calls(
         cache = contexts(model, lengths, seed)
         ids, mask = (x.cuda() for x in random_ids([5, 3, 4, 5, 1, 2, 5, 5][: len(index)], cls=False, seed=seed))
         outputs = []
-        for captured in (False, True, True, True):
+        # Once eagerly, then until it is captured, and a replay.
+        for captured in (False, *[True] * 11):
             model.esm.captures = captured
             outputs.append(model.esm(ids, mask, past_key_values=cache, context_index=index).last_hidden_state)
         for output in outputs[1:]:

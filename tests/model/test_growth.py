@@ -169,7 +169,7 @@ def test_rows_and_columns_have_few_sizes(tiny_model: MakeModel, captures: list) 
             cache = contexts(model, [length] * rows)
             assert grown(pool, model, cache, tokens_to_come(rows, 2), [KINDS[1]] * 2) is not None
     assert len(captures) == 1
-    assert [graph_pool._rounded_up_rows(rows) for rows in (1, 2, 3, 9, 33, 64, 65)] == [1, 2, 4, 16, 48, 64, 96]
+    assert [graph_pool._rounded_up_growing_rows(rows) for rows in (1, 2, 3, 9, 33, 64, 65)] == [1, 2, 4, 16, 48, 64, 96]
 
 
 @torch.no_grad()
