@@ -17,6 +17,7 @@ from benchmarks.accuracy import (
     long_proteins,
     paper,
     refinements,
+    screen_pairs,
     screening,
     variant_effects,
 )
@@ -439,6 +440,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",
         "screening",
         lambda limit: screening.cases(max_proteins=limit),
+    ),
+    "screen_pairs": Experiment(
+        "scores of pairs in batches filled across 90 targets against those of one target at a time, 6 peptides on each",
+        "screen_pairs",
+        lambda limit: screen_pairs.cases(peptides=6, max_targets=limit),
     ),
     "variants": Experiment(
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",

@@ -85,7 +85,7 @@ def _case(name: str, group: Sequence[Screen], max_targets: int | None) -> Case:
             "seed": SEED,
             "top_k": TOP_K,
         },
-        check=lambda: _check(group[0]),
+        check=lambda: check(group[0]),
         measure=measure,
     )
 
@@ -129,7 +129,7 @@ def _ahead(own: float, decoys: Sequence[float]) -> float:
     return sum(1.0 if own < decoy else 0.5 * (own == decoy) for decoy in decoys) / len(decoys)
 
 
-def _check(screen: Screen) -> Check:
+def check(screen: Screen) -> Check:
     """Compare the full arm with Hugging Face's model, on the end of a target."""
     turbo, target, own = embedded(), screen.target[-80:], screen.candidates[0]
     [full] = turbo.score(target, own, arm="full").scores
