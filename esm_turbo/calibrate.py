@@ -117,7 +117,7 @@ class KVCalibrator:
             Proteins.of(lengths, positions, special, seeds), self._output_root.to(device), self._inv_freq.to(device)
         )
         sample = SampleCollector(sampled.to(device), sensitivity)
-        session = ProteinAttention(lengths, [moments, sensitivity, sample])
+        session = ProteinAttention(lengths, [moments, sensitivity, sample], device)
         with torch.no_grad():
             ids, mask = ids.to(device), mask.to(device)
             embeddings = self._encoder.embed(ids, mask, None)

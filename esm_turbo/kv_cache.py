@@ -34,6 +34,7 @@ from esm_turbo.kv.tensors import (
     cat_rows,
     dim_of,
     entry_bytes,
+    layer_tensor,
     layer_tensors,
     no_tokens,
 )
@@ -451,25 +452,31 @@ class TurboKVCache(CacheStorage):
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
-        names, cutter = self._cutter()
+        # One for each device, where the layers of a model lie on several.
+        cut = [(names, cutter(lengths)) for names, cutter in self._cutters()]
         caches = []
-        for length, own in zip(lengths, cutter(lengths), strict=True):
-            tensors = dict(zip(names, own, strict=True))
+        for row, length in enumerate(lengths):
+            tensors = {name: x for names, rows in cut for name, x in zip(names, rows[row], strict=True)}
             cache = self.from_tensors(self.config, self.geometry, self.fingerprint, self.codec, tensors)
             cache._seq_length = length
             caches.append(cache)
         return caches
 
-    def _cutter(self) -> tuple[list[str], Cutter]:
-        """Names of the tensors, and what cuts rows out of them; made once while they stay the same."""
+    def _cutters(self) -> list[tuple[list[str], Cutter]]:
+        """What cuts rows out of the tensors of a device, and their names; made once while they stay the same."""
         named = list(self.named_tensors())
-        names, tensors = [name for name, _ in named], [tensor for _, tensor in named]
 
-        def make() -> tuple[Cutter, bool]:
-            cutter = Cutter(tensors, [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in names])
-            return cutter, cutter.copied
+        def make() -> tuple[list[tuple[list[str], Cutter]], bool]:
+            groups: dict[torch.device, list[tuple[str, Tensor]]] = {}
+            for name, tensor in named:
+                groups.setdefault(tensor.device, []).append((name, tensor))
+            made = []
+            for group in groups.values():
+                dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name, _ in group]
+                made.append(([name for name, _ in group], Cutter([tensor for _, tensor in group], dims)))
+            return made, any(cutter.copied for _, cutter in made)
 
-        return names, self.described("cutter", tensors, make)
+        return self.described("cutters", [tensor for _, tensor in named], make)
 
     def drop_refinements(self) -> None:
         """Drops the planes of the codes, their lowest bits: fewer bytes, read less exactly.
@@ -505,6 +512,21 @@ class TurboKVCache(CacheStorage):
         self._map_tensors(lambda tensor, dim: tensor.to(device))
         self._changed()
         return self
+
+    def place(self, device: torch.device, layers: Sequence[torch.device]) -> None:
+        """Moves the tensors of each layer to a device of its own, and what all layers share to another, in place.
+
+        Args:
+            device: of what is stored per token and row, and by which the cache is known.
+            layers: device of each layer.
+        """
+        wanted = {name: layers[layer_tensor(name)[0]] for name, _ in layer_tensors(self.layers)}
+        tensors = dict(self.named_tensors())
+        if all(tensor.device == wanted.get(name, device) for name, tensor in tensors.items()):
+            return
+        self._capacity = 0
+        self._set_tensors({name: tensor.to(wanted.get(name, device)) for name, tensor in tensors.items()})
+        self._changed()
 
     def check_alike(self, other: TurboKVCache, row: int) -> None:
         """Makes sure that another cache can be in one batch with this one, of which it is row `row`.
@@ -603,6 +625,9 @@ class TurboKVCache(CacheStorage):
         cache._changed()
         if model is not None:
             model.claim_cache(cache)
+            if device is None and model.base_model.is_spread:
+                # Each layer is where the model's is.
+                return cache
             device = model.device if device is None else device
         return cache.to(device or "cpu")
 

@@ -132,7 +132,8 @@ class _AttentionWeights(KVSession):
         self.weights: list[Tensor] = []
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        scores = query @ keys.transpose(2, 3)
+        # The layers of a model may lie on several devices.
+        scores = (query @ keys.transpose(2, 3)).to(self.hidden.device)
         scores = scores.masked_fill(self.hidden, torch.finfo(scores.dtype).min)
         self.weights.append(scores.softmax(dim=-1))
 

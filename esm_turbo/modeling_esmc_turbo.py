@@ -31,6 +31,7 @@ from esm_turbo.model.packed_encoder import Attend
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
+from esm_turbo.model.spread import beside
 
 try:
     from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
@@ -233,6 +234,8 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             if index in layers:
                 states[index] = hidden
             attention, mlp, scale = layer.self_attn, layer.mlp, 1 / layer.scaling_factor
+            # Layers may lie on several devices.
+            hidden, cos, sin = beside(layer.input_layernorm.weight, hidden, cos, sin)
             normed = _normed(ops, hidden, layer.input_layernorm)
             weight = stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj))
             qkv = functional.linear(normed, weight).view(len(hidden), 3, -1, attention.head_dim)
@@ -243,6 +246,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             normed = _normed(ops, hidden, layer.post_attention_layernorm)
             gate_up = functional.linear(normed, stacked_weight(mlp, (mlp.gate_proj, mlp.up_proj)))
             hidden = torch.addmm(hidden, ops.swiglu(gate_up), mlp.down_proj.weight.t(), alpha=scale)
+        (hidden,) = beside(self.norm.weight, hidden)
         return _normed(ops, hidden, self.norm), states
 
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -56,7 +56,8 @@ class TurboEsm(ContextModel):
         device: str | torch.device | None = None,
         dtype: torch.dtype | str | None = None,
         backend: str | Backend = Backend.AUTO,
-        device_map: Any = None,
+        device_map: str | Mapping[str, int | str | torch.device] | None = None,
+        max_memory: Mapping[int | str, int | str] | None = None,
     ) -> Self:
         """Load a model with its tokenizer and calibration.
 
@@ -72,15 +73,23 @@ class TurboEsm(ContextModel):
             device: None is CUDA if available, else MPS, else the CPU.
             dtype: None is float32 on CPU and MPS, and the checkpoint's dtype on CUDA.
             backend: implementation of the packed attention, see `Backend`.
-            device_map: spreads the model over devices, as in Hugging Face's `from_pretrained`; needs accelerate.
+            device_map: spreads the layers of a model that is larger than a device; in place of `device`. "auto" or
+                "balanced" shares them out, "balanced_low_0" leaves room on the first device, and "sequential" fills one
+                after the other; or devices by module, such as `{"esm.embeddings": 0, "esm.encoder.layer.0": 0, ...}`.
+                Everything but the layers lies with the embeddings, where outputs are. Needs accelerate.
+            max_memory: bytes that weights may take by device, such as `{0: "60GiB", 1: "60GiB"}`; for a `device_map`
+                that is shared out.
 
         Raises:
             ValueError: the checkpoint is neither ESM-2 nor ESM-C, its weights are not finite, the calibration is
-                unreadable or belongs to another model, an option is invalid, or the device cannot be used.
+                unreadable or belongs to another model, an option is invalid, the device cannot be used, or the model
+                does not fit on the devices of `device_map`.
+            ImportError: accelerate is missing, which `device_map` needs.
             ModelNotFoundError: (an OSError) the model does not exist, or the hub cannot be reached.
         """
         from esm_turbo.model.adapters import base_of, is_adapter, merge_adapter
         from esm_turbo.model.checkpoints import checkpoint_class
+        from esm_turbo.model.spread import STRATEGIES
 
         if model is None:
             _mention_demonstration()
@@ -90,10 +99,19 @@ class TurboEsm(ContextModel):
             source = full_name(base_of(adapter))
         if preset is not None:
             TurboConfig.from_preset(preset)
+        if device_map is not None and device is not None:
+            raise ValueError("`device` and `device_map` both say where the model lies: give one of them")
+        if device_map is None and max_memory is not None:
+            raise ValueError("`max_memory` needs a `device_map`, such as 'auto'")
+        if isinstance(device_map, str) and device_map not in STRATEGIES:
+            raise ValueError(
+                f"`device_map` must be {', '.join(STRATEGIES)}, or a mapping of modules to devices, got"
+                f" {device_map!r}; for one device give `device`"
+            )
         device = _usable(device or _best_device())
         options: dict[str, Any] = {"dtype": dtype or ("auto" if device.type == "cuda" else torch.float32)}
         if device_map is not None:
-            options["device_map"] = device_map
+            options |= {"device_map": device_map, "max_memory": max_memory}
         offline = local_files_only(source)
         try:
             model_class = checkpoint_class(source, {"local_files_only": offline})

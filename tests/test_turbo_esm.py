@@ -177,6 +177,38 @@ def test_invalid_options(folder: Path, options: dict[str, object], message: str)
         TurboEsm.from_pretrained(folder, device="cpu", **options)
 
 
+def test_a_model_is_loaded_by_a_map_of_devices() -> None:
+    expected = TurboEsm.from_pretrained(device="cpu").prefill("MKTAY")
+    layers = {f"esm.encoder.layer.{index}": "cpu" for index in range(12)}
+    rest = dict.fromkeys(("esm.embeddings", "esm.encoder.emb_layer_norm_after", "esm.contact_head", "lm_head"), "cpu")
+    found = [
+        TurboEsm.from_pretrained(device_map=layers | rest),
+        # The only device is the CPU, unless there are others.
+        TurboEsm.from_pretrained(device_map="auto", max_memory={"cpu": "1GB"}, dtype=torch.float32),
+    ]
+    for turbo in found:
+        assert turbo.model.device.type == "cpu" and not turbo.model.base_model.is_spread
+        assert turbo.calibration is not None and turbo.model.dtype == torch.float32
+        cache = turbo.prefill("MKTAY")
+        for (name, tensor), (_, own) in zip(expected.named_tensors(), cache.named_tensors(), strict=True):
+            assert torch.equal(own, tensor), name
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cpu", "device_map": "auto"}, "`device` and `device_map` both say where the model lies"),
+        ({"max_memory": {"cpu": "1GB"}}, "`max_memory` needs a `device_map`"),
+        ({"device_map": "fast"}, "`device_map` must be auto, balanced, .* got 'fast'; for one device give `device`"),
+        ({"device_map": {"esm": "cpu"}}, r"gives no device for \d+ weights of the model, such as 'lm_head"),
+        ({"device_map": {"esm": "cpu", "lm_head": "cpu", "head": 0}}, "names 'head', which the model does not have"),
+    ],
+)
+def test_a_wrong_map_of_devices_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TurboEsm.from_pretrained(**options)
+
+
 @pytest.mark.parametrize("device", ["cuda:99", "xpu", "no device"])
 def test_an_unusable_device_is_named(device: str) -> None:
     """The error is one line, however long torch's own message is."""

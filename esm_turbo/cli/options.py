@@ -100,6 +100,10 @@ class ModelOptions:
         READS,
     ] = None
     device: Device = None
+    device_map: Annotated[
+        Literal["auto", "balanced", "balanced_low_0", "sequential"] | None,
+        Parameter(help="Spread the layers of a model that is larger than a device: how they are shared out."),
+    ] = None
     dtype: Annotated[
         DType | None,
         Parameter(help="Precision of the model. By default, float32 on CPU and MPS, the checkpoint's dtype on CUDA."),

@@ -48,6 +48,8 @@ class Spread(Generic[_Options]):
             ValueError: options contradict each other, or there are no such devices.
         """
         check_minimum(1, workers=parallel.workers, threads=options.threads)
+        if options.device_map is not None and (parallel.devices is not None or parallel.workers is not None):
+            raise ValueError("--device-map spreads one model over devices; leave it out beside --devices and --workers")
         names: tuple[str, ...] | None = None
         threads = 1 if options.threads is None else options.threads
         if parallel.engine == "ray":

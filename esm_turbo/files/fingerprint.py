@@ -68,6 +68,9 @@ def model_fingerprint(model: Any, *, sampled: bool | None = None, gather: Gather
         model: the model.
         sampled: whether to compare the sample as well, for which a device must be waited for; None for on the CPU only.
         gather: how the sample is read; None for PyTorch, which takes the host several times as long as one launch.
+
+    Raises:
+        ValueError: weights are offloaded to the CPU or a disk.
     """
     seen: _Weights | None = model.__dict__.get(_KEPT_AS)
     if seen is None or not seen.are_current(sampled, gather):
@@ -96,6 +99,20 @@ def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
 def is_adapted(fingerprint: Fingerprint) -> bool:
     """Whether modules of the model have been replaced, as adapters do."""
     return bool(fingerprint[0, _HASH:].any())
+
+
+def refuse_offloaded(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that weights lie in memory: of those that are copied there for each use, nothing is known.
+
+    Raises:
+        ValueError: some do not.
+    """
+    absent = [name for name, parameter in parameters if parameter.device.type == "meta"]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} weights of the model, such as {absent[0]}, are offloaded to the CPU or a disk, from where"
+            " every use would copy them: use more devices, or run all of it on the CPU"
+        )
 
 
 def weights_digest(model: nn.Module) -> str:
@@ -169,6 +186,7 @@ class _Weights:
     """The weights of a model when its fingerprint was computed, and what tells whether they have changed since."""
 
     def __init__(self, model: Any) -> None:
+        refuse_offloaded(model.named_parameters())
         modules = list(_modules(model))
         self.own = [module.__dict__ for _, module in modules]
         self.groups = [own[kind] for own in self.own for kind in ("_modules", "_parameters", "_buffers")]

@@ -52,6 +52,7 @@ from esm_turbo.model.packed_encoder import (
 )
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, PooledExtension, Prefill
+from esm_turbo.model.spread import layer_devices
 from esm_turbo.ops import decoded_attention, triton_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 from esm_turbo.ops.copies import Gatherer
@@ -80,8 +81,10 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
         gated: see `ops.warmup.Sizes`.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
+        is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
+    is_spread: bool = False
     gated: ClassVar[bool] = False
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
@@ -300,6 +303,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
                 self._claim(slab)
         fingerprint, codec = model_fingerprint(self), cache.codec
         if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
+            self._place(cache)
             return
         geometry = Geometry.of(self.config)
         if difference := cache.geometry.unlike(geometry):
@@ -312,6 +316,15 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         cache.check_layout(codec)
         # The same array, so that the next check is one of identity.
         cache.codec, cache.fingerprint = codec, fingerprint
+        self._place(cache)
+
+    def _place(self, cache: TurboKVCache) -> None:
+        """Put what a cache stores of each layer beside the layer, where they lie on several devices."""
+        if not self.is_spread:
+            return
+        if isinstance(cache, PooledContexts):
+            raise ValueError("the model lies on several devices, but contexts of a pool on one: read them from a cache")
+        cache.place(self.device, layer_devices(self))
 
     def forward(
         self,
@@ -405,6 +418,10 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             if token_counts is not None and input_ids is not None:
                 inputs_embeds = self.embed(input_ids, token_mask(input_ids, attention_mask), token_counts)
             output = self._encode(input_ids, attention_mask, position_ids, inputs_embeds, row_lengths, kwargs)
+        if self.is_spread:
+            for name in ("hidden_states", "attentions"):
+                if (of_layers := output.get(name)) is not None:
+                    output[name] = tuple(x.to(self.device) for x in of_layers)
         output.past_key_values = written
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
@@ -534,6 +551,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None."""
         if (
             not self.captures
+            or self.is_spread
             or self.device.type != "cuda"
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cuda")

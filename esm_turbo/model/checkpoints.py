@@ -22,6 +22,7 @@ from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.packed_encoder import is_recorder
+from esm_turbo.model.spread import STRATEGIES, plan, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -88,6 +89,9 @@ class CheckpointMixin(WithoutRecorders):
         Args:
             model: an encoder, or one with a language-model head.
             **turbo: as in `CachedModel.set_turbo`.
+
+        Raises:
+            ValueError: weights are offloaded to the CPU or a disk, or an option is wrong.
         """
         cls.check_config(model.config)
         with torch.device("meta"):
@@ -97,6 +101,7 @@ class CheckpointMixin(WithoutRecorders):
             module._parameters.update(source._parameters)
             module._buffers.update(source._buffers)
             module.training = source.training
+        settle(converted)
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
         return converted
 
@@ -123,17 +128,20 @@ class CheckpointMixin(WithoutRecorders):
             preset: a preset's name or options: how new caches are stored; None is `turbo3`.
             backend: implementation of the packed attention, see `Backend`.
             *args: as in `PreTrainedModel.from_pretrained`.
-            **kwargs: as in `PreTrainedModel.from_pretrained`.
+            **kwargs: as in `PreTrainedModel.from_pretrained`. A `device_map` spreads layers over devices, see
+                `model.spread`.
 
         Raises:
             ValueError: the checkpoint is not the family's, its weights are not finite, the calibration is another
                 model's, or an option is wrong.
+            ImportError: there is a `device_map`, and accelerate is missing.
             OSError: there is no such checkpoint, or the hub cannot be reached.
         """
         cls.check_checkpoint(pretrained_model_name_or_path, kwargs)
         # The library renames these keys for its own classes only.
         kwargs.setdefault("key_mapping", dict(cls.key_mapping))
         wants_report = kwargs.pop("output_loading_info", False)
+        cls._plan_devices(pretrained_model_name_or_path, kwargs)
         try:
             loaded, report = super().from_pretrained(  # type: ignore[misc]
                 pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -164,10 +172,24 @@ class CheckpointMixin(WithoutRecorders):
                 f" {missing[0]}; is it {cls.family.name}, and complete?"
             )
         mark_missing_heads(loaded.config, report["missing_keys"])
+        settle(loaded)
         check_weights(loaded)
         check_stored_dtypes(pretrained_model_name_or_path)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
+
+    @classmethod
+    def _plan_devices(cls, name_or_path: str | os.PathLike[str], options: dict[str, Any]) -> None:
+        """Replace a strategy or a map among the options by a map of all layers; the name of one device is left."""
+        given = options.get("device_map")
+        if not isinstance(given, Mapping) and given not in STRATEGIES:
+            return
+        config = cls.config_class.from_dict(read_config(name_or_path, options))  # type: ignore[attr-defined]
+        with torch.device("meta"):
+            model = cls(config)  # type: ignore[call-arg]
+        dtype = options.get("dtype")
+        dtype = getattr(torch, dtype, config.dtype) if isinstance(dtype, str) else dtype
+        options["device_map"] = plan(model, given, options.pop("max_memory", None), dtype or torch.float32)  # type: ignore[arg-type]
 
     @classmethod
     def check_checkpoint(cls, name_or_path: str | os.PathLike[str], options: Mapping[str, Any]) -> None:

@@ -66,11 +66,20 @@ class Collector(ABC):
 
 
 class ProteinAttention(KVSession):
-    """Session in which each protein of a row attends only to itself, and collectors observe every layer."""
+    """Session in which each protein of a row attends only to itself, and collectors observe every layer.
 
-    def __init__(self, lengths: Sequence[int], collectors: Sequence[Collector]) -> None:
+    Args:
+        lengths: tokens per protein.
+        collectors: observe the layers.
+        device: of the collectors; None where all layers lie on it.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], collectors: Sequence[Collector], device: torch.device | None = None
+    ) -> None:
         self.lengths = lengths
         self.collectors = collectors
+        self.device = device
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k, v = query.float(), keys.float(), values.float()
@@ -79,7 +88,7 @@ class ProteinAttention(KVSession):
             for part in _slices(self.lengths)
         ]
         output = torch.cat(outputs, dim=1).transpose(1, 2)
-        states = LayerStates(q[0], k[0], v[0], output[0])
+        states = LayerStates(*(x[0].to(self.device or x.device) for x in (q, k, v, output)))
         for collector in self.collectors:
             collector.observe(layer_idx, states)
         return output.to(query.dtype)

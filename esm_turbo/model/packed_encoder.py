@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from torch.nn import functional
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.model.projections import fuse_linears
 from esm_turbo.model.sessions import Extension, KVSession
+from esm_turbo.model.spread import ToWeights, beside
 
 DTYPES = (torch.bfloat16, torch.float16)
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -40,6 +41,7 @@ class Packing:
         index: of every token in the flattened padded batch, int32 [T]; None where there is no padding.
         slots: for every place of the padded batch the token that lies there, 0 for padding, int32 [rows * width]; None
             where there is no padding.
+        elsewhere: copies on other devices.
     """
 
     batch_size: int
@@ -49,6 +51,7 @@ class Packing:
     offsets: Tensor
     index: Tensor | None
     slots: Tensor | None
+    elsewhere: dict[torch.device, Packing] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> Packing:
@@ -68,14 +71,25 @@ class Packing:
         index, slot = on_device[2:] if padded else (None, None)
         return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
 
+    def on(self, device: torch.device) -> Packing:
+        """The same packing on a device, copied there once."""
+        if self.offsets.device == device:
+            return self
+        if device not in self.elsewhere:
+            names = ("positions", "offsets", "index", "slots")
+            moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+            self.elsewhere[device] = replace(self, **moved, elsewhere={})
+        return self.elsewhere[device]
+
     def pack(self, x: Tensor) -> Tensor:
         """[rows, width, ...] as [T, ...]."""
         flat = x.flatten(0, 1)
         return flat if self.index is None else flat.index_select(0, self.index)
 
     def unpack(self, x: Tensor) -> Tensor:
-        """[T, ...] as [rows, width, ...]; padding repeats the first token."""
-        flat = x if self.slots is None else x.index_select(0, self.slots)
+        """[T, ...] as [rows, width, ...], on the device of x; padding repeats the first token."""
+        slots = self.on(x.device).slots
+        flat = x if slots is None else x.index_select(0, slots)
         return flat.view(self.batch_size, self.width, *x.shape[1:])
 
 
@@ -134,7 +148,7 @@ class _Tree:
         return (
             {self.root, *map(type, self.submodules)} <= set(allowed)
             and not any(map(operator.contains, self.states, repeat("forward")))
-            and all(map(is_recorder, chain.from_iterable(own.values() for own in hooks)))
+            and all(map(_is_replaced, chain.from_iterable(own.values() for own in hooks)))
         )
 
     def addresses(self) -> tuple[int, ...]:
@@ -145,6 +159,11 @@ class _Tree:
 def is_recorder(hook: Any) -> bool:
     """Whether a hook is the library's own, which records hidden states while a forward asks for them."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
+
+
+def _is_replaced(hook: Any) -> bool:
+    """Whether the packed encoder does what a hook does, or need not."""
+    return type(hook) is ToWeights or is_recorder(hook)
 
 
 def is_unhooked(module: nn.Module) -> bool:
@@ -171,7 +190,7 @@ def attention_of_rows(packing: Packing, ops: ModuleType, session: KVSession | No
         if session is not None:
             keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
             session.attend(layer_idx, keys, keys, values)
-        attended: Tensor = ops.attend(qkv, packing.offsets, packing.longest)
+        attended: Tensor = ops.attend(qkv, packing.on(qkv.device).offsets, packing.longest)
         return attended
 
     return attend
@@ -213,6 +232,8 @@ def packed_encoder(
     angle = positions[:, None] * inv_freq
     cos, sin = angle.cos(), angle.sin()
     layers_of = _layers(encoder)
+    # Layers may lie on several devices.
+    hidden_states, cos, sin = beside(layers_of[0].norms[0][0], hidden_states, cos, sin)
     residual, normed = ops.add_layer_norm(hidden_states, None, *layers_of[0].norms[0])
     states: dict[int, Tensor] = {}
     for index, layer in enumerate(layers_of):
@@ -226,6 +247,7 @@ def packed_encoder(
         inside = functional.linear(normed, *layer.inner)
         ops.gelu_(inside)
         delta = functional.linear(inside, *layer.outer)
+        residual, delta, cos, sin = beside(layer.norms[2][0], residual, delta, cos, sin)
         residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[2])
     return normed, states
 

@@ -12,7 +12,7 @@ from esm_turbo.cli.commands import app
 from esm_turbo.serve.limits import Limits
 
 LIMITS = Limits()
-MODEL = {"--model": None, "--device": None, "--dtype": None, "--threads": None}
+MODEL = {"--model": None, "--device": None, "--device-map": None, "--dtype": None, "--threads": None}
 CALIBRATED = MODEL | {"--calibration": None}
 CACHES = CALIBRATED | {"--preset": None}
 STORED = CACHES | {"--store": None}

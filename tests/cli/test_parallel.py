@@ -30,10 +30,14 @@ def test_which_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "2", "--devices", "all"], "give one of them"),
         (["--devices", "all"], "--devices all finds no CUDA device here; --workers N uses processes on the CPU"),
         (["--workers", "2", "--device", "cuda:1"], "--device cuda:1 is one device; leave it out"),
+        (
+            ["--device-map", "auto", "--workers", "2"],
+            "--device-map spreads one model over devices; leave it out beside",
+        ),
         (["--engine", "ray"], "--engine ray needs --workers N, the number of actors"),
         (["--workers", "2", "--address", "auto"], "--address auto is that of a Ray cluster; give --engine ray as well"),
     ],
-    ids=["none", "both", "no-gpu", "device", "ray", "address"],
+    ids=["none", "both", "no-gpu", "device", "map", "ray", "address"],
 )
 def test_what_cannot_be_spread(esm, fasta, tmp_path, monkeypatch, options, message) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
