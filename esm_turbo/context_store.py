@@ -94,8 +94,8 @@ class ContextStore:
     """Compressed contexts on disk, with recently used ones in memory.
 
     Several processes may read and write one store. Those that fill it share the work: each claims a batch before
-    computing it, and leaves batches that others have claimed to them. One at a time writes, and the others wait for it.
-    What a process that is killed while writing leaves behind is never read.
+    computing it, and leaves batches that others have claimed to them. Each writes the files of its own batch; one at a
+    time puts them among the others. What a process that is killed while writing leaves behind is never read.
 
     Its methods take a model, whose preset decides what is looked up and stored, and the arguments of its `prefill`.
 
@@ -569,22 +569,25 @@ class ContextStore:
                 if waits and any(job.key in claimed for job in missing):
                     return None, 0
                 claim.enter_context(self._claims.claim([job.key for job in missing]))
-            contexts = self._prefill(turbo, missing, on_failure)
+            staging = claim.enter_context(partition.staging())
+            computed: dict[str, FlatContext] = {}
+            for key, context in self._prefill(turbo, missing, on_failure):
+                staging.write(key, context)
+                computed[key] = context
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 self._files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
                 filled |= self._read_all(partition, missing, device)
-                missing = [job for job in missing if job.key not in filled]
-                keys = {job.key for job in missing}
-                with self._files.batch(partition, [job.key for job in missing]):
-                    for key, context in contexts:
-                        if key in keys:
-                            partition.write_context(key, context)
-                            self._reported.discard((partition.name, key))
-                            filled[key] = self._keep((partition.name, key), context, device)
+                own = [key for key in computed if key not in filled]
+                with self._files.batch(partition, own):
+                    for key in own:
+                        staging.publish(key)
+                for key in own:
+                    self._reported.discard((partition.name, key))
+                    filled[key] = self._keep((partition.name, key), computed[key], device)
                 self._usage.flush()
                 self._usage.compact()
-        return filled, len(keys & filled.keys())
+        return filled, len(own)
 
     def _read_all(self, partition: Partition, jobs: Sequence[_Job], device: torch.device) -> dict[str, FlatContext]:
         """The contexts that are on disk, by key."""

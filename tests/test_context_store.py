@@ -29,7 +29,7 @@ from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.context_store import _jobs, context_key, is_store, store_info
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
+from esm_turbo.files.writing import LOCK_FILE, FolderBusyError, only_writer
 from esm_turbo.store import files as store_files
 from esm_turbo.store.files import FORMAT_VERSION
 from esm_turbo.store.flat import FlatContext
@@ -584,12 +584,28 @@ def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after):
         with pytest.raises(OSError, match=r"[0-9a-f]{64}.safetensors: cannot be written \(.*No space left") as caught:
             store.get_or_prefill(compressed, proteins(5))
     assert "\n" not in str(caught.value)
-    now = entries(tmp_path)
-    assert len(now) == len(before) + after
-    assert {name: now[name] for name in before} == before
+    # The batch as a whole is missing.
+    assert entries(tmp_path) == before
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert store.get_or_prefill(compressed, proteins(5)).batch_size == 5
     assert_same(store.get_or_prefill(compressed, "MKTAY"), compressed.prefill("MKTAY"))
+
+
+def test_contexts_are_written_while_others_hold_the_lock(compressed, tmp_path, monkeypatch):
+    """Only when they are put among the others is it taken."""
+    store, seen = ContextStore(tmp_path), []
+    store.get_or_prefill(compressed, "MKTAY")
+    original = artifacts.save_file
+
+    def while_another_writes(saved, path, metadata):
+        with only_writer(tmp_path, timeout=0, keep=True):
+            seen.append(path)
+            original(saved, path, metadata=metadata)
+
+    monkeypatch.setattr(artifacts, "save_file", while_another_writes)
+    assert store.add(compressed, proteins(5)) == len(seen) == 5
+    # A reader takes none of them for a context of the store.
+    assert {path.parent.name.startswith(".batch.") for path in map(Path, seen)} == {True}
 
 
 def test_counts_that_cannot_be_written_do_not_matter(compressed, tmp_path, monkeypatch):

@@ -4,7 +4,8 @@
     turbo3-float32-1f2e3d4c/            a partition: contexts of one preset, calibration and dtype
         shelf.safetensors               its options, and the fingerprint of its calibration
         5a/5a0c...b1.safetensors        a context, named by a hash of its tokens
-    unfinished.json                     contexts of the batch that is being written
+        .batch.x1y2z3w4.tmp/            contexts that a process has computed, not yet among the others
+    unfinished.json                     contexts of the batch that is being put among the others
     usage.jsonl                         counts of look-ups
     .lock                               held by the process that is writing
 
@@ -33,7 +34,15 @@ from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
 from esm_turbo.files.kinds import STORE_FILE
-from esm_turbo.files.writing import LOCK_FILE, is_temporary, refuse_links, remove_temporaries, replacing
+from esm_turbo.files.writing import (
+    LOCK_FILE,
+    file_errors,
+    is_temporary,
+    locked_temporary,
+    refuse_links,
+    remove_temporaries,
+    replacing,
+)
 from esm_turbo.store.flat import ContextSpec, FlatContext
 
 if TYPE_CHECKING:
@@ -143,7 +152,7 @@ class StoreFiles:
 
     @contextlib.contextmanager
     def batch(self, partition: Partition, keys: Sequence[str]) -> Iterator[None]:
-        """Stores the contexts of a batch together; only for the writer.
+        """Puts the contexts of a batch among the others together; only for the writer.
 
         What a writer that fails or is killed has written of them is removed by the next one (`discard_unfinished`), so
         that the batch is computed again as it was: the rounding of a result depends on its batch.
@@ -312,16 +321,23 @@ class Partition:
             raise ArtifactError(f"{path}: damaged ({error})") from error
 
     def write_context(self, key: str, context: FlatContext) -> None:
-        """Writes a context, whole or not at all.
+        """Writes a context, whole or not at all; only for the writer.
 
         Raises:
             OSError: writing failed, for example because the disk is full.
         """
-        path = self.path(key)
-        metadata = {"key": key, "shelf": self.name, "layout": context.description()}
-        refuse_links(path.parent, self.folder.parent)
-        with replacing(path, inside=True) as temporary:
-            write_artifact(temporary, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
+        with self.staging() as staging:
+            staging.write(key, context)
+            staging.publish(key)
+
+    @contextlib.contextmanager
+    def staging(self) -> Iterator[Staging]:
+        """Contexts that are written beside the others, by any number of processes at once, and put among them later."""
+        refuse_links(self.folder, self.folder.parent)
+        with contextlib.ExitStack() as stack:
+            with file_errors(self.folder):
+                folder = stack.enter_context(locked_temporary(self.folder, "batch"))
+            yield Staging(self, folder)
 
     def info(self) -> dict[str, Any]:
         """Number and size of the contexts, JSON values."""
@@ -333,6 +349,48 @@ class Partition:
             "contexts": len(sizes),
             "bytes": sum(sizes),
         }
+
+
+@dataclass(frozen=True)
+class Staging:
+    """Contexts that are not yet among the others of a partition.
+
+    Attributes:
+        partition: which they will be part of.
+        folder: a temporary one in it.
+    """
+
+    partition: Partition
+    folder: Path
+
+    def write(self, key: str, context: FlatContext) -> None:
+        """Writes a context.
+
+        Raises:
+            OSError: writing failed, for example because the disk is full.
+        """
+        path = self._path(key)
+        metadata = {"key": key, "shelf": self.partition.name, "layout": context.description()}
+        with file_errors(self.partition.path(key)):
+            path.touch()
+            mode = path.stat().st_mode
+            write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
+            path.chmod(mode)
+
+    def publish(self, key: str) -> None:
+        """Puts a context that was written among the others; only for the writer.
+
+        Raises:
+            OSError: it failed.
+        """
+        path = self.partition.path(key)
+        refuse_links(path.parent, self.partition.folder.parent)
+        with file_errors(path):
+            path.parent.mkdir(exist_ok=True)
+            os.replace(self._path(key), path)
+
+    def _path(self, key: str) -> Path:
+        return self.folder / f"{key}{_SUFFIX}"
 
 
 def stored_info(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
@@ -377,7 +435,7 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
 def _files(partition: Path) -> Iterator[os.DirEntry[str]]:
     with os.scandir(partition) as folders:
         for folder in folders:
-            if folder.is_dir():
+            if folder.is_dir() and not folder.name.startswith("."):
                 with os.scandir(folder) as entries:
                     yield from (e for e in entries if e.name.endswith(_SUFFIX) and not e.name.startswith("."))
 
