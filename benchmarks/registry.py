@@ -32,7 +32,17 @@ from benchmarks.cuda import validation as cuda_validation
 from benchmarks.harness.measure import Case, Target
 from benchmarks.harness.models import Architecture, EsmcArchitecture
 from benchmarks.harness.names import PAPER_KERNEL
-from benchmarks.speed import calibration, context_store, embedding, extension, imports, prefill, scoring, short_contexts
+from benchmarks.speed import (
+    calibration,
+    context_store,
+    embedding,
+    embedding_files,
+    extension,
+    imports,
+    prefill,
+    scoring,
+    short_contexts,
+)
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.tasks.embedding.windows import Windows
 
@@ -148,6 +158,10 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "embedding_output": Benchmark(
         "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
+    ),
+    "means_output": Benchmark(
+        "means of 650M's width into each format, without computing them",
+        partial(embedding_files.means_cases, proteins=1000, hidden_size=1280),
     ),
     "short_contexts": Benchmark(
         "12-mers after contexts of 20 to 500 residues: recomputed, and from a cache with its prefill",

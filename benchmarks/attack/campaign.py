@@ -1,10 +1,10 @@
 """Kills workers, shards, actors and drivers of runs over several processes, and records what was found.
 
-    python -m benchmarks.attack.campaign [--kills N] [--seed N] [--engines ENGINE ...] [--tasks TASK ...] [--trial ...]
+    python -m benchmarks.attack.campaign [--kills N] [--seconds N] [--seed N] [--engines ENGINE ...] [--tasks TASK ...]
 
-Engines and tasks take turns until N processes were killed. A row with trials, kills and findings of each engine and
-task is appended to benchmarks/results/kills.jsonl. A finding is one line with the command that repeats its trial; which
-process meets which piece is up to the system, so that a trial may end otherwise.
+Engines and tasks take turns until so many processes were killed, or the time is over. A row with trials, kills and
+findings of each engine and task is appended to benchmarks/results/kills.jsonl. A finding is one line with the command
+that repeats its trial; which process meets which piece is up to the system, so that a trial may end otherwise.
 
 Exit code: 0 nothing found, 1 something found. Needs Linux, and the extras `test` and `ray`.
 """
@@ -35,6 +35,7 @@ def campaign(
     tasks: Sequence[str],
     seed: int,
     kills: int,
+    seconds: float,
     root: Path,
     numbers: Sequence[int] | None = None,
 ) -> dict[str, Any]:
@@ -45,6 +46,7 @@ def campaign(
         tasks: see `engines.TASKS`.
         seed: of the moments.
         kills: after which no further trial begins.
+        seconds: after which none begins either.
         root: folder for files.
         numbers: trials to run, whatever is killed; None counts from 0.
 
@@ -56,7 +58,8 @@ def campaign(
     killed = number = 0
     cluster = None
     try:
-        while killed < kills if numbers is None else number < len(numbers):
+        end = time.monotonic() + seconds
+        while killed < kills and time.monotonic() < end if numbers is None else number < len(numbers):
             turn = number if numbers is None else numbers[number]
             # Every engine in turn, each with every task in turn.
             engine = engines[turn % len(engines)]
@@ -95,6 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=7200.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="ENGINE")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), metavar="TASK")
@@ -105,7 +109,9 @@ def main(arguments: list[str] | None = None) -> int:
     turbo()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        figures = campaign(options.engines, options.tasks, options.seed, options.kills, Path(folder), options.trial)
+        figures = campaign(
+            options.engines, options.tasks, options.seed, options.kills, options.seconds, Path(folder), options.trial
+        )
     print(f"{figures['kills']} killed in {figures['trials']} trials, {figures['findings']} findings")
     if options.trial is None:
         command = shlex.join(

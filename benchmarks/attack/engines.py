@@ -40,6 +40,8 @@ _SHARDS = 3
 _FROM_START, _FROM_FIRST_RESULT = 6.0, 1.0
 # That an orphan may take to end: it may just be loading its model.
 _ORPHAN_SECONDS = 60.0
+# After which a run hangs: on a busy machine, an actor takes a minute to load its libraries, and is killed twice.
+_SECONDS = 600.0
 # Counts of look-ups, which depend on who looks.
 _UNCOMPARED = "usage.jsonl"
 
@@ -145,7 +147,8 @@ class Cluster:
                 [program, "start", *options, "--temp-dir", str(folder), "--object-store-memory", "100000000"],
                 stdout=log,
                 stderr=log,
-                env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0"},
+                # Ray's processes would only have the time that others leave.
+                env=os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
             )
         if not _wait(lambda: any("raylet" in _line(pid) for pid in _descendants(self._process.pid)), 60):
             raise RuntimeError(f"no Ray: {(folder / 'log.txt').read_text()[-500:]}")
@@ -174,7 +177,7 @@ def undisturbed(root: Path, task: str) -> Files:
     """The outputs of a task by one process."""
     folder = root / task.replace(" ", "-")
     write_inputs(folder)
-    ended = command(folder, TASKS[task])
+    ended = command(folder, TASKS[task], seconds=_SECONDS)
     if ended.code:
         raise RuntimeError(f"esm-turbo {' '.join(TASKS[task])} failed undisturbed: {ended.err.strip()}")
     return _outputs(folder)
@@ -218,10 +221,10 @@ def shards(rng: random.Random, folder: Path, task: str, cluster: Cluster | None)
             time.sleep(rng.uniform(0, 1.5))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(running.pid, signal.SIGKILL)
-            trial.kills += running.wait().code < 0
-        trial.check(command(folder, arguments), f"shard {number} after the kills")
+            trial.kills += running.wait(_SECONDS).code < 0
+        trial.check(command(folder, arguments, seconds=_SECONDS), f"shard {number} after the kills")
     [out] = [name for name in TASKS[task] if name.startswith("out")]
-    trial.check(command(folder, ("merge", out)), "merge")
+    trial.check(command(folder, ("merge", out), seconds=_SECONDS), "merge")
     shutil.rmtree(folder / f"{out}.shards", ignore_errors=True)
     return trial
 
@@ -274,7 +277,7 @@ def _victims_of_a_run(
     # Three deaths of one piece would make its records fail, as is promised.
     killer = Killer([Moment.draw(rng) for _ in range(rng.choice((1, 2, 2)))], victims, log, str(rng.random()))
     trial = Trial()
-    trial.check(command(folder, arguments, killer.install), "the run whose workers were killed")
+    trial.check(command(folder, arguments, killer.install, _SECONDS), "the run whose workers were killed")
     trial.kills = len(_killed(log))
     return trial
 
@@ -285,10 +288,10 @@ def _killed_and_run_again(rng: random.Random, folder: Path, arguments: Sequence[
     trial = Trial()
     for _ in range(rng.choice((1, 1, 2))):
         killer = Killer([Moment.draw(rng)], None, log, str(rng.random()))
-        if command(folder, arguments, killer.install).code >= 0:
+        if command(folder, arguments, killer.install, _SECONDS).code >= 0:
             break
     trial.kills = len(_killed(log))
-    trial.check(command(folder, arguments), "the run after the driver's death")
+    trial.check(command(folder, arguments, seconds=_SECONDS), "the run after the driver's death")
     orphans = [pid for line in _killed(log) for pid in line[1:]]
     if not _wait(lambda: not any("spawn_main" in _line(pid) for pid in orphans), _ORPHAN_SECONDS):
         trial.findings.append(Finding("left running", "a worker whose driver was killed"))

@@ -80,8 +80,9 @@ class Running:
     streams: tuple[int, int]
     resident: mmap.mmap
 
-    def wait(self) -> Outcome:
-        """Wait for its end; at most `SECONDS` from its start."""
+    def wait(self, seconds: float | None = None) -> Outcome:
+        """Wait for its end; at most so long from its start, or `SECONDS`."""
+        seconds = SECONDS if seconds is None else seconds
         texts = dict.fromkeys(self.streams, b"")
         hung, open_streams = False, set(self.streams)
         while open_streams:
@@ -91,7 +92,7 @@ class Running:
                 if not data:
                     os.close(stream)
                     open_streams.remove(stream)
-            if not hung and time.monotonic() - self.begin > SECONDS:
+            if not hung and time.monotonic() - self.begin > seconds:
                 hung = True
                 os.kill(self.pid, signal.SIGKILL)
         _, status, usage = os.wait4(self.pid, 0)
@@ -149,15 +150,21 @@ def call(folder: Path, function: Callable[[], int]) -> Outcome:
     return start(folder, function).wait()
 
 
-def command(folder: Path, arguments: Sequence[str], before: Callable[[], object] | None = None) -> Outcome:
+def command(
+    folder: Path,
+    arguments: Sequence[str],
+    before: Callable[[], object] | None = None,
+    seconds: float | None = None,
+) -> Outcome:
     """Run a command of `esm-turbo` in a fork, in a folder.
 
     Args:
         folder: where it runs.
         arguments: paths relative to the folder.
         before: called in the fork first, to disturb it.
+        seconds: after which it hangs; None is `SECONDS`.
     """
-    return call(folder, lambda: _main(arguments, before))
+    return start(folder, lambda: _main(arguments, before)).wait(seconds)
 
 
 def start_command(folder: Path, arguments: Sequence[str]) -> Running:
