@@ -142,7 +142,8 @@ class ContextStore:
 
     def __reduce__(self) -> Any:
         """In another process, the same folder is opened, and nothing is in memory."""
-        return _reopened, (self.folder, *self._budgets, self.lock_timeout, self.read_only)
+        # Another process may be in another folder.
+        return _reopened, (self.folder.absolute(), *self._budgets, self.lock_timeout, self.read_only)
 
     def __enter__(self) -> Self:
         return self

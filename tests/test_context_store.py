@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 import os
+import pickle
 import random
 import shutil
 import signal
@@ -1072,3 +1073,11 @@ def test_links_planted_in_a_store_are_not_followed(compressed, tmp_path):
     with pytest.raises(ValueError, match="is a symbolic link, which is not followed here; remove it"):
         ContextStore(folder).add(compressed, SEQUENCES)
     assert paths[1].name not in os.listdir(moved)
+
+
+def test_a_process_in_another_folder_opens_the_same_store(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    pickled = pickle.dumps(ContextStore("contexts", host_bytes=0))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert pickle.loads(pickled).folder == tmp_path / "contexts"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -95,7 +96,7 @@ class Spread(Generic[_Options]):
             return
         count = f"{len(self.names)} {'actor' if self.engine == 'ray' else 'worker'}{'s' if len(self.names) > 1 else ''}"
         say(f"{count} on {self.devices}")
-        load = LoadOn(self.options, self.more)
+        load = LoadOn(_anywhere(self.options), self.more)
         if self.engine == "ray":
             from esm_turbo.parallel.ray_actors import RayActors
 
@@ -128,6 +129,12 @@ class LoadOn:
         given = {"calibration": False} | asdict(self.options) | self.more | {"device": device}
         given = {name: value for name, value in given.items() if value is not None and name != "threads"}
         return TurboEsm.from_pretrained(given.pop("model", None), **given)
+
+
+def _anywhere(options: _Options) -> _Options:
+    """Options that name the same files in a process that is in another folder, as Ray's are."""
+    named = {name: value for name, value in asdict(options).items() if name in ("model", "calibration") and value}
+    return replace(options, **{name: os.path.abspath(value) for name, value in named.items() if os.path.exists(value)})
 
 
 def _cuda_devices() -> tuple[str, ...]:

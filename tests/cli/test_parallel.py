@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
-from esm_turbo.cli.options import ModelOptions, ParallelOptions
-from esm_turbo.cli.parallel import Spread
+from esm_turbo.cli.options import CalibratedModelOptions, ModelOptions, ParallelOptions
+from esm_turbo.cli.parallel import Spread, _anywhere
 from tests.helpers.embedding_files import files
 
 
@@ -46,6 +48,20 @@ def test_what_cannot_be_spread(esm, fasta, tmp_path, monkeypatch, options, messa
         result = esm(*command, *options)
         assert result.code == 2 and message in result.error
     assert files(tmp_path) == before
+
+
+def test_other_processes_find_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    options = CalibratedModelOptions(model="model", calibration="auto", dtype="float32")
+    assert _anywhere(options) == CalibratedModelOptions(
+        model=str(tmp_path / "model"), calibration="auto", dtype="float32"
+    )
+    Path("c.safetensors").touch()
+    elsewhere = CalibratedModelOptions(model="facebook/esm2_t6_8M_UR50D", calibration="c.safetensors")
+    assert _anywhere(elsewhere).model == "facebook/esm2_t6_8M_UR50D"
+    assert _anywhere(elsewhere).calibration == str(tmp_path / "c.safetensors")
+    assert _anywhere(ModelOptions()) == ModelOptions()
 
 
 @pytest.mark.slow
