@@ -18,6 +18,8 @@ from benchmarks.report import (
     tables_accuracy,
     tables_attack,
     tables_calibration,
+    tables_costs,
+    tables_devices,
     tables_gpu,
     tables_paper,
     tables_scoring,
@@ -42,11 +44,15 @@ FILES = (
     "docs/when_not_to_use.md",
     "docs/performance.md",
     "docs/guarantees.md",
+    "docs/clusters.md",
+    "docs/costs.md",
 )
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
     | tables_calibration.TABLES
+    | tables_costs.TABLES
+    | tables_devices.TABLES
     | tables_gpu.TABLES
     | tables_paper.TABLES
     | tables_scoring.TABLES
