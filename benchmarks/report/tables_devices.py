@@ -27,11 +27,16 @@ def devices() -> str:
         [(kind, count)] = Counter(name.partition(":")[0] for name in figures["devices"]).items()
         what = f"{count} workers on {where['cores']} cores" if kind == "cpu" else f"{count} x {where['device_name']}"
         seconds = figures["seconds"]
-        cells = [f"{figures['speedup'][task]:.2f}x ({seconds[task][0]:.1f} s)" for task in _TASKS]
-        rows.append([what, _model(figures), figures["dtype"], f"{figures['proteins']:,}", *cells])
+        counts = figures["proteins"]
+        # Older runs gave every task the same proteins.
+        counts = counts if isinstance(counts, dict) else dict.fromkeys(_TASKS, counts)
+        cells = [
+            f"{figures['speedup'][task]:.2f}x ({counts[task]:,} proteins, {seconds[task][0]:.1f} s)" for task in _TASKS
+        ]
+        rows.append([what, _model(figures), figures["dtype"], *cells])
         said = f"{what}: torch {where['versions']['torch']}, commit {record['revision']['commit'][:10]}"
         sources.append(said + (" with local changes" if record["revision"]["dirty"] else ""))
-    head = ["devices", "model", "dtype", "proteins", *(f"`{task}` (one device)" for task in _TASKS)]
+    head = ["devices", "model", "dtype", *(f"`{task}` (one device)" for task in _TASKS)]
     return table(head, rows) + f"{'; '.join(sources)}; `benchmarks/results/devices.jsonl`.\n"
 
 
@@ -69,4 +74,4 @@ def _model(figures: dict[str, Any]) -> str:
     return f"random weights, {layers} layers of {hidden_size:,} in {heads} heads"
 
 
-TABLES = {"devices": devices, "kills": kills}
+TABLES = {"devices": devices}

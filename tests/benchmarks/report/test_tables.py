@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.report import tables, tables_gpu
+from benchmarks.report import tables, tables_costs, tables_devices, tables_gpu
 
 
 def test_tables_equal_the_results():
@@ -26,6 +26,8 @@ def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
 RANDOM_WEIGHTS = {"extension_speed"}
 # They follow from a geometry, or from a Gaussian: no weights, no run.
 ARITHMETIC = {"distortions", "memory_by_geometry", "paper_table_4"}
+# Of rows of several models and devices, see test_tables_costs.py and test_tables_devices.py.
+SEVERAL = tables_costs.TABLES.keys() | tables_devices.TABLES.keys() - {"kills"}
 
 
 @pytest.mark.parametrize("name", ["memory_by_geometry", "paper_table_4"])
@@ -36,7 +38,7 @@ def test_bytes_of_geometries_name_their_file(name):
 
 
 # Those of a CUDA device are not of the embedded model, see test_gpu_benchmarks.py.
-@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC))
+@pytest.mark.parametrize("name", sorted(tables.TABLES.keys() - tables_gpu.TABLES.keys() - ARITHMETIC - SEVERAL))
 def test_every_table_names_commit_model_and_versions(name):
     text = tables.TABLES[name]()
     model = "random weights" if name in RANDOM_WEIGHTS else "esm2-mini"

@@ -13,23 +13,25 @@ from benchmarks.report import tables_devices
 
 def test_every_number_of_devices_is_shown_with_its_newest_run(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "device_name", lambda device: "NVIDIA H200")
-    for names, geometry, speedup in (
-        (["cuda:0", "cuda:1"], [33, 1280, 20], 1.0),
-        (["cpu", "cpu"], None, 1.5),
-        (["cuda:0", "cuda:1"], [33, 1280, 20], 1.95),
-        (["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [33, 1280, 20], 3.75),
+    each = {"embed": 2000, "score": 16, "store": 500}
+    for names, geometry, proteins, speedup in (
+        (["cuda:0", "cuda:1"], [33, 1280, 20], 1200, 1.0),
+        (["cpu", "cpu"], None, 60, 1.5),
+        (["cuda:0", "cuda:1"], [33, 1280, 20], each, 1.95),
+        (["cuda:0", "cuda:1", "cuda:2", "cuda:3"], [33, 1280, 20], each, 3.75),
     ):
         figures = {
-            "devices": names, "dtype": "bfloat16", "geometry": geometry, "proteins": 1200, "residues": 5,
+            "devices": names, "dtype": "bfloat16", "geometry": geometry, "proteins": proteins,
             "seconds": {task: [10.0, 10 / speedup] for task in ("embed", "score", "store")},
             "speedup": dict.fromkeys(("embed", "score", "store"), speedup),
         }  # fmt: skip
         records.append(results / "devices.jsonl", "devices", figures)
     stored.forget()
     lines = tables_devices.devices().splitlines()
-    random = "random weights, 33 layers of 1,280 in 20 heads | bfloat16 | 1,200"
-    assert lines[2] == f"| 2 x NVIDIA H200 | {random} | 1.95x (10.0 s) | 1.95x (10.0 s) | 1.95x (10.0 s) |"
-    assert lines[3].startswith("| 2 workers on ") and "| esm2-mini | bfloat16 |" in lines[3]
+    random = "random weights, 33 layers of 1,280 in 20 heads | bfloat16"
+    counts = "1.95x (2,000 proteins, 10.0 s) | 1.95x (16 proteins, 10.0 s) | 1.95x (500 proteins, 10.0 s)"
+    assert lines[2] == f"| 2 x NVIDIA H200 | {random} | {counts} |"
+    assert lines[3].startswith("| 2 workers on ") and "| esm2-mini | bfloat16 | 1.50x (60 proteins, " in lines[3]
     assert lines[4].startswith(f"| 4 x NVIDIA H200 | {random} | 3.75x") and len(lines) == 7
     assert lines[6].endswith("`benchmarks/results/devices.jsonl`.")
 
