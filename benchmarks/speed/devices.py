@@ -180,6 +180,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", nargs="+", required=True)
     parser.add_argument("--proteins", type=int, default=2000)
+    parser.add_argument("--embedded", type=int, help="proteins of `embed`, which is fast; by default as many")
     parser.add_argument("--stored", type=int, default=500, help="proteins at most of `store`, whose files are large")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
@@ -187,8 +188,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
     parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
-    proteins = shipped_proteins(options.proteins)
-    of_task = {name: proteins[: options.stored] if name == "store" else proteins for name in TASKS}
+    counts = {
+        "embed": options.embedded or options.proteins,
+        "store": min(options.stored, options.proteins),
+        "score": options.proteins,
+    }
+    of_task = {name: shipped_proteins(counts[name]) for name in TASKS}
     seconds: dict[str, list[float]] = {name: [] for name in TASKS}
     differences: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as temporary:
@@ -204,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for name, (task, read) in TASKS.items():
                     work = Path(temporary) / f"{name}-{count}"
                     work.mkdir()
-                    first = WarmUp(name, proteins[:8], work, count)
+                    first = WarmUp(name, of_task[name][:8], work, count)
                     list(workers.run(first, range(count), stage="first", units=[1] * count))
                     start = time.perf_counter()
                     outcome = task(turbo, of_task[name], work / "out", workers)

@@ -15,9 +15,9 @@ TINY = ["--devices", "cpu", "cpu", "--proteins", "5", "--layers", "1", "--hidden
 
 
 def test_two_workers_are_timed_against_one(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    devices.main([*TINY, "--stored", "3", "--dtype", "bfloat16", "--save"])
+    devices.main([*TINY, "--embedded", "7", "--stored", "3", "--dtype", "bfloat16", "--save"])
     figures = json.loads(capsys.readouterr().out)
-    assert figures["proteins"] == {"embed": 5, "store": 3, "score": 5}
+    assert figures["proteins"] == {"embed": 7, "store": 3, "score": 5}
     assert figures["largest_difference"] == {"embed": 0, "store": 0, "score": 0}
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in figures["seconds"].values())
     assert figures["speedup"]["embed"] == figures["seconds"]["embed"][0] / figures["seconds"]["embed"][1]
