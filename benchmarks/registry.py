@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 
@@ -22,7 +22,7 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, peers
+from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, large_model, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import pairs as cuda_pairs
 from benchmarks.cuda import prefill as cuda_prefill
@@ -53,6 +53,8 @@ ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, interm
 ESM2_15B_CUT = Architecture(
     "15B cut to 8 of 48 layers, random weights", num_layers=8, num_heads=40, head_dim=128, intermediate_size=20480
 )
+
+ESM2_15B = replace(ESM2_15B_CUT, name="15B, random weights", num_layers=48)
 
 ESMC_600M = EsmcArchitecture("ESM-C 600M, random weights", num_layers=36, num_heads=18, intermediate_size=3072)
 ESMC_6B = EsmcArchitecture("ESM-C 6B, random weights", num_layers=80, num_heads=40, intermediate_size=6912)
@@ -340,6 +342,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "a whole extension in the 15B geometry cut to 8 layers",
         partial(cuda_steps.step_cases, ESM2_15B_CUT, 1024, (16, 1), ("exact", "turbo3", "paper")),
         most_repeats=7,
+    ),
+    "large_model_cuda": Benchmark(
+        "prefill, extension and scores of 15B, all layers, on one device, and over all where there are several",
+        partial(large_model.large_cases, ESM2_15B, contexts=(500, 1022), rows=(1, 64), new_residues=12, candidates=64),
+        most_repeats=5,
     ),
     "peers_cuda": Benchmark(
         "quantised caches of other packages on the same shapes",

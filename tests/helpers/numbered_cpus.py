@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
@@ -34,6 +34,22 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 class NumberedCpus(TorchFunctionMode):
     """See the module."""
+
+    def __enter__(self) -> Any:
+        # The only one of PyTorch's functions here that no mode sees.
+        self._new = nn.Parameter.__new__
+
+        def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> nn.Parameter:
+            made = self._new(cls, data, requires_grad)
+            made._cpu = 0 if data is None else number_of(data)  # type: ignore[attr-defined]
+            return made
+
+        nn.Parameter.__new__ = staticmethod(new)  # type: ignore[method-assign]
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        nn.Parameter.__new__ = self._new  # type: ignore[method-assign]
+        super().__exit__(*error)
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
