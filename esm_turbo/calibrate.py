@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -47,6 +48,25 @@ if TYPE_CHECKING:
 _Dataclass = TypeVar("_Dataclass", TokenMoments, Sensitivity, Moments)
 
 
+@dataclass(frozen=True)
+class PartialStatistics:
+    """What a calibrator has gathered from some proteins; can be pickled, see `KVCalibrator.merge`.
+
+    Attributes:
+        residues: moments over residues.
+        specials: moments over special tokens.
+        sensitivity: see `Sensitivity`.
+        sample: the tokens of lowest priority number.
+        sequences: number of proteins.
+    """
+
+    residues: TokenMoments
+    specials: TokenMoments
+    sensitivity: Sensitivity
+    sample: SampleBuffer
+    sequences: int
+
+
 class KVCalibrator:
     """Estimator of the statistics from which the codecs of one model are fitted.
 
@@ -64,6 +84,13 @@ class KVCalibrator:
         ValueError: the model's weights are not finite, or it is of no supported family.
     """
 
+    n_sequences_seen_: int
+    n_residues_seen_: int
+    _residues: TokenMoments
+    _specials: TokenMoments
+    _sensitivity: Sensitivity
+    _sample: SampleBuffer
+
     def __init__(self, model: PreTrainedModel, *, sample_size: int = 1024, max_positions: int = 1024) -> None:
         if sample_size < 1 or max_positions < 1:
             raise ValueError(f"`sample_size` and `max_positions` must be positive, got {sample_size}, {max_positions}")
@@ -79,19 +106,13 @@ class KVCalibrator:
         config = self._encoder.config
         self.geometry = Geometry.of(config)
         self._special_ids = torch.tensor(self._encoder.special_ids)
-        shape = (self.geometry.num_layers, self.geometry.num_heads, self.geometry.head_dim)
-        self._residues = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
-        self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
-        self._sensitivity = Sensitivity.empty(*shape)
         self._output_gram = _output_gram(self._encoder, self.geometry)
         # R with R R^T the Gram matrix of every head.
         eigenvalues, vectors = np.linalg.eigh(self._output_gram)
         root = vectors * np.sqrt(np.maximum(eigenvalues, 0))[..., None, :]
         self._output_root = torch.from_numpy(root.astype(np.float32))
         self._inv_freq = self._encoder.rotary_frequencies.detach().float().cpu()
-        self._sample = SampleBuffer(sample_size)
-        self.n_sequences_seen_ = 0
-        self.n_residues_seen_ = 0
+        self._forget()
 
     def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
         """Add a batch of proteins.
@@ -132,6 +153,37 @@ class KVCalibrator:
         self.n_sequences_seen_ += len(ids)
         self.n_residues_seen_ += int((~special).sum())
         return self
+
+    def take(self) -> PartialStatistics:
+        """What was gathered so far; the calibrator begins anew."""
+        taken = PartialStatistics(
+            self._residues, self._specials, self._sensitivity, self._sample, self.n_sequences_seen_
+        )
+        self._forget()
+        return taken
+
+    def merge(self, other: PartialStatistics) -> KVCalibrator:
+        """Add what another calibrator of the same model gathered from other proteins.
+
+        Sums in floating point depend on their order by rounding: merged in the same order, the same parts give the same
+        bits wherever they were gathered.
+        """
+        self._residues = self._residues.merge(other.residues)
+        self._specials = self._specials.merge(other.specials)
+        self._sensitivity = self._sensitivity.merge(other.sensitivity)
+        self._sample.add(other.sample.priorities, **other.sample.tokens)
+        self.n_sequences_seen_ += other.sequences
+        self.n_residues_seen_ += int(other.residues.keys.count)
+        return self
+
+    def _forget(self) -> None:
+        shape = (self.geometry.num_layers, self.geometry.num_heads, self.geometry.head_dim)
+        self._residues = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
+        self._specials = TokenMoments(*(Moments.empty(*shape) for _ in range(2)))
+        self._sensitivity = Sensitivity.empty(*shape)
+        self._sample = SampleBuffer(self.sample_size)
+        self.n_sequences_seen_ = 0
+        self.n_residues_seen_ = 0
 
     def finalize(
         self,

@@ -414,6 +414,18 @@ class ContextStore:
                 report("prefill", residues, total)
             return computed
 
+    def sweep(self) -> None:
+        """Remove what killed processes left half-written; what running ones write stays.
+
+        Raises:
+            ValueError: another process holds the store's lock for too long.
+            OSError: a file cannot be removed.
+        """
+        with self._mutex:
+            if self.folder.exists():
+                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                    self._files.remove_temporaries()
+
     def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
         """Number of sequences whose contexts have no file; what is in the files is not read."""
         with self._mutex:

@@ -88,6 +88,11 @@ class Spread(Generic[_Options]):
         dtype = {"dtype": "auto"} if self.options.dtype is None and self.names[0].startswith("cuda") else {}
         return load_model(replace(self.options, device="cpu", threads=self.threads), **dtype, **self.more)
 
+    def move(self, turbo: TurboEsm) -> None:
+        """Move the model of this process to the first device, which the processes of `runner` have left."""
+        if self.names is not None and self.engine == "local":
+            turbo.model.to(self.names[0])
+
     @contextlib.contextmanager
     def runner(self) -> Iterator[Runner | None]:
         """Processes that share the work; None for this process alone."""

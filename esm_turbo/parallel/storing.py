@@ -86,6 +86,8 @@ def store_sequences(
         failed |= reasons
     for sequence, reason in failed.items():
         on_failure(sequence, reason)
+    # Of workers that were killed.
+    store.sweep()
     lacking = store.count_missing(turbo, [one for piece in pieces for one in piece if one not in failed])
     if lacking:
         raise OSError(

@@ -22,7 +22,7 @@ FILES = {"--unknown": None, "--remove-gaps": False, "--accessions": False, "--js
 PLOT = {"--plot": None}
 OPTIONS: dict[str, dict[str, Any]] = {
     "demo": {"--device": None, "--json": None},
-    "calibrate": FILES | MODEL | PLOT | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
+    "calibrate": FILES | MODEL | PLOT | PARALLEL | {"--out": ..., "--max-residues": None, "--toks-per-batch": 4096},
     "embed": FILES
     | STORED
     | PLOT

@@ -57,3 +57,22 @@ def test_a_folder_that_is_not_shared_is_noticed(frozen: TurboEsm, tmp_path: Path
     store = ContextStore(tmp_path / "store")
     with pytest.raises(OSError, match="3 contexts are missing that other machines have computed"):
         store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=Elsewhere(frozen, lost=True))
+
+
+class Killed(Here):
+    """Its process is killed after the last piece, and leaves a claim."""
+
+    def run(self, work: Any, pieces: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        yield from super().run(work, pieces, **options)
+        claim = work.store.folder / ".claim.abcdefgh.tmp"
+        claim.mkdir()
+        (claim / "keys.json").write_text("[]")
+
+
+def test_what_killed_processes_leave_is_removed(frozen: TurboEsm, tmp_path: Path) -> None:
+    store = ContextStore(tmp_path / "store")
+    assert store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=Killed(frozen)) == 3
+    assert not [path for path in store.folder.iterdir() if path.name.startswith(".claim")]
+    # Where there is no folder, there is nothing to remove.
+    ContextStore(tmp_path / "none").sweep()
+    assert not (tmp_path / "none").exists()

@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.parallel.storing import store_sequences
 from esm_turbo.parallel.workers import NoWorkersError, Workers
+from esm_turbo.tasks.calibration.records import calibrate_records
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.records import embed_records
 from esm_turbo.tasks.scoring import records as scoring
@@ -146,6 +148,17 @@ def test_every_task_gives_the_bits_of_one_process(
     )
     assert one == two and len(one) > 2 * len(PROTEINS)
     assert h5_content(tmp_path / "one" / "x.h5") == h5_content(tmp_path / "two" / "x.h5")
+
+
+def test_a_calibration_has_the_bits_of_one_process(tiny: TurboEsm, workers: Workers) -> None:
+    found = []
+    for runner in (None, workers):
+        calibration = calibrate_records(tiny, PROTEINS, toks_per_batch=20, presets=["turbo3"], runner=runner)
+        statistics = calibration.statistics
+        moments = [statistics.residues.keys, statistics.specials.values, statistics.sensitivity.keys]
+        found.append([*(one.covariance for one in moments), statistics.sensitivity.queries, statistics.sample.keys])
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 def test_a_worker_killed_anywhere_loses_nothing(

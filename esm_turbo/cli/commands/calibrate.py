@@ -9,8 +9,18 @@ from typing import Annotated
 
 from esm_turbo.assets import calibration_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, working
-from esm_turbo.cli.inputs import announce, load_model
-from esm_turbo.cli.options import BatchTokens, InputFile, JsonFile, ModelOptions, PictureFile, SequenceOptions, Writes
+from esm_turbo.cli.inputs import announce
+from esm_turbo.cli.options import (
+    BatchTokens,
+    InputFile,
+    JsonFile,
+    ModelOptions,
+    ParallelOptions,
+    PictureFile,
+    SequenceOptions,
+    Writes,
+)
+from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.paths import is_device
@@ -29,6 +39,7 @@ def calibrate(
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: ModelOptions = ModelOptions(),
+    parallel: ParallelOptions = ParallelOptions(),
 ) -> None:
     """Calibrate a model on proteins, so that it can write compressed caches.
 
@@ -46,17 +57,22 @@ def calibrate(
         raise ValueError("a calibration records the checksum of its proteins; give a file, not standard input")
     records = read_fasta_strict(proteins, **asdict(letters))
     check_plot(plot)
-    turbo = load_model(model)
-    announce(turbo)
+    if parallel.shard is not None:
+        raise ValueError("a calibration is one file, which shards cannot share: leave --shard out, or give --workers")
+    spread = Spread.of(parallel, model)
+    turbo = spread.load()
+    announce(turbo, devices=spread.devices)
     from esm_turbo.cli.report import calibration_report
     from esm_turbo.evaluate.calibrated import measure_calibration
     from esm_turbo.tasks.calibration.records import calibrate_records, first_records
 
     records = first_records(records, max_residues)
     with progress_bar("residues") as progress:
-        calibration = calibrate_records(
-            turbo, records, source=proteins, toks_per_batch=toks_per_batch, progress=progress
-        )
+        with spread.runner() as runner:
+            calibration = calibrate_records(
+                turbo, records, source=proteins, toks_per_batch=toks_per_batch, progress=progress, runner=runner
+            )
+        spread.move(turbo)
         calibration.quality = quality = measure_calibration(turbo, calibration, records, progress=progress)
     with working("writing"):
         calibration.save(out)

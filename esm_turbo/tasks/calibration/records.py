@@ -1,17 +1,23 @@
-"""Calibrating a model on protein records, as `esm-turbo calibrate`, the demo and `calibration="auto"` do."""
+"""Calibrating a model on protein records, as `esm-turbo calibrate`, the demo and `calibration="auto"` do.
+
+The proteins are divided into pieces of a few batches, whose statistics are merged in the order of the pieces, whoever
+computes them: the result has the same bits for any number of processes with the same number of threads.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.calibrate import KVCalibrator
+from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
 from esm_turbo.proteins.limits import length_bin, warn_if_long
-from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.pieces import Here, Runner
+from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
@@ -21,6 +27,47 @@ NO_CLASS = "unknown"
 
 Counts = dict[str, dict[str, int]]
 """Numbers of sequences and residues, by class or by length."""
+
+# Batches of a piece: its statistics are hundreds of megabytes for large models, of which each batch has a part.
+_BATCHES_PER_PIECE = 4
+_STAGE = "calibrate"
+_Piece = Sequence[Sequence[ProteinRecord]]
+"""Proteins by batch."""
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A piece that no process survives."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class _CalibrationWork:
+    """Gathers the statistics of pieces."""
+
+    def run(
+        self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress
+    ) -> Iterator[PartialStatistics | _Failed]:
+        calibrator, codes = KVCalibrator(turbo.model), turbo.codes
+        for piece in pieces:
+            done, total = 0, _residues(piece)
+            for batch in piece:
+                rows = [[codes.cls, *codes.encode(record.sequence, record.id), codes.eos] for record in batch]
+                calibrator.partial_fit(*codes.batch(rows))
+                done += _residues([batch])
+                progress(_STAGE, done, total)
+            yield calibrator.take()
+
+    def failed(self, piece: _Piece, reason: str) -> PartialStatistics | _Failed:
+        return _Failed(reason)
+
+    def has_failed(self, result: PartialStatistics | _Failed) -> bool:
+        return isinstance(result, _Failed)
+
+
+def _residues(piece: _Piece) -> int:
+    return sum(len(record.sequence) for batch in piece for record in batch)
 
 
 def calibrate_records(
@@ -32,10 +79,11 @@ def calibrate_records(
     toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
     max_residues: int | None = None,
     progress: Progress | None = None,
+    runner: Runner | None = None,
 ) -> Calibration:
     """Calibrate a model on proteins. The model is not changed.
 
-    The result depends neither on the order of the proteins nor on `toks_per_batch`.
+    The result depends on the order of the proteins and on `toks_per_batch` by rounding only, and not on the runner.
 
     Args:
         records: the proteins.
@@ -44,6 +92,7 @@ def calibrate_records(
         toks_per_batch: padded tokens per batch.
         max_residues: see `first_records`.
         progress: called with stage `calibrate` and residues, see `Progress`.
+        runner: where pieces are computed; None is this process.
 
     Returns:
         The calibration. Its provenance has counts by class and by length.
@@ -51,18 +100,28 @@ def calibrate_records(
     Raises:
         ValueError: there are fewer residues than components per head, an option is not positive, or the model's
             weights are not finite.
+        RuntimeError: no process survives some of the proteins.
     """
     records = first_records(records, max_residues)
     lengths = [len(record.sequence) for record in records]
     batches = token_batches([length + 2 for length in lengths], toks_per_batch)
     warn_if_long(lengths, turbo.model.family)
     calibrator = KVCalibrator(turbo.model)
-    codes, counter = turbo.codes, StageProgress(progress, "calibrate", sum(lengths))
     # The longest first, so that a lack of memory shows at once.
-    for batch in reversed(batches):
-        rows = [[codes.cls, *codes.encode(records[i].sequence, records[i].id), codes.eos] for i in batch]
-        calibrator.partial_fit(*codes.batch(rows))
-        counter.advance(sum(lengths[i] for i in batch))
+    batched = [[records[i] for i in batch] for batch in reversed(batches)]
+    pieces = [batched[first : first + _BATCHES_PER_PIECE] for first in range(0, len(batched), _BATCHES_PER_PIECE)]
+    arrived: dict[int, PartialStatistics] = {}
+    runner = Here(turbo) if runner is None else runner
+    units = [_residues(piece) for piece in pieces]
+    following = 0
+    for number, result in runner.run(_CalibrationWork(), pieces, stage=_STAGE, units=units, progress=progress):
+        if isinstance(result, _Failed):
+            names = ", ".join(record.id for batch in pieces[number] for record in batch)
+            raise RuntimeError(f"the calibration cannot be finished: {result.reason}, with these proteins: {names}")
+        arrived[number] = result
+        while following in arrived:
+            calibrator.merge(arrived.pop(following))
+            following += 1
     return calibrator.finalize(presets, provenance(turbo, records, source))
 
 

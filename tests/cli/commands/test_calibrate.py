@@ -9,6 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+from safetensors.torch import load_file
+
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.proteins.fasta import sha256_file
@@ -32,6 +36,25 @@ def test_calibrate(esm, fasta, tmp_path, tiny_folder):
     assert json.loads(summary.read_text())["provenance"] == record
     turbo = TurboEsm.from_pretrained(tiny_folder, calibration=out)
     assert turbo.prefill("MKTAY").bits_per_element < 16
+
+
+@pytest.mark.slow
+def test_workers_make_the_calibration_of_one_process(esm, fasta, tmp_path, tiny_folder):
+    options = ["calibrate", fasta, "--model", tiny_folder, "--toks_per_batch", "50", "--threads", "1"]
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    assert esm(*options, "--out", one).code == 0
+    result = esm(*options, "--out", two, "--workers", "2")
+    # On a slow machine, lines of progress follow.
+    assert result.code == 0 and result.err.splitlines()[0] == "esm-turbo: 2 workers on cpu"
+    first, second = load_file(one), load_file(two)
+    assert first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert Calibration.load(one).provenance == Calibration.load(two).provenance
+
+
+def test_shards_of_a_calibration_are_refused(esm, fasta, tmp_path, tiny_folder):
+    result = esm("calibrate", fasta, "--model", tiny_folder, "--out", tmp_path / "c.safetensors", "--shard", "1/2")
+    assert result.code == 2 and "which shards cannot share: leave --shard out, or give --workers" in result.error
+    assert not list(tmp_path.glob("c.safetensors*"))
 
 
 def test_a_new_calibration_is_measured(esm, fasta, tmp_path, tiny_folder):

@@ -1,14 +1,17 @@
 """Calibration from records: counts, provenance, and independence of order and batches."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
 from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.tasks.calibration import records as calibration_records
 from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records
 
 RECORDS = [
@@ -66,7 +69,46 @@ def test_the_result_does_not_depend_on_order_or_batches(tiny):
 def test_progress_ends_at_the_total(tiny):
     seen = []
     calibrate_records(tiny, RECORDS, toks_per_batch=100, progress=lambda *call: seen.append(call))
-    assert seen == [("calibrate", done, 280) for done in (160, 240, 280)]
+    assert seen == [("calibrate", done, 280) for done in (0, 160, 240, 280)]
+
+
+class Backwards:
+    """Runs pieces from the last to the first, each on a model of its own, as sent to another process."""
+
+    shares_files = False
+    devices = None
+
+    def __init__(self, turbo, fails=False):
+        self.turbo, self.fails = pickle.dumps(turbo), fails
+
+    def run(self, work, pieces, *, stage, units, progress=None):
+        work = pickle.loads(pickle.dumps(work))
+        for number in reversed(range(len(pieces))):
+            [result] = work.run(pickle.loads(self.turbo), [pieces[number]], lambda *_: None)
+            if self.fails:
+                result = work.failed(pieces[number], "its process died 3 times")
+                assert work.has_failed(result)
+            yield number, pickle.loads(pickle.dumps(result))
+
+
+def test_whoever_computes_a_piece_the_bits_are_the_same(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(calibration_records, "_BATCHES_PER_PIECE", 2)
+    records = [ProteinRecord(f"p{n}", RECORDS[n % 3].sequence[n:]) for n in range(9)]
+    for name, runner in (("one", None), ("other", Backwards(tiny))):
+        calibration = calibrate_records(tiny, records, toks_per_batch=150, runner=runner)
+        assert calibration.provenance["sequences"] == 9
+        assert calibration.provenance["residues"] == sum(len(record.sequence) for record in records)
+        calibration.save(tmp_path / f"{name}.safetensors")
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in ("one", "other"))
+    assert one.keys() == other.keys() and len(one) > 10
+    assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
+def test_proteins_that_no_process_survives_are_named(tiny):
+    with pytest.raises(
+        RuntimeError, match=r"cannot be finished: its process died 3 times, with these proteins: b, a, c"
+    ):
+        calibrate_records(tiny, RECORDS, toks_per_batch=1, runner=Backwards(tiny, fails=True))
 
 
 def test_first_records():
