@@ -378,7 +378,7 @@ class TurboEsm(ContextModel):
 
     def score_many_variants(
         self,
-        wild_types: Sequence[str],
+        wild_types: Sequence[str | ProteinRecord],
         variants: Sequence[Sequence[str]] | None = None,
         *,
         method: MarginalMethod = "masked",

@@ -1,8 +1,9 @@
 """Runs jobs, each killed (SIGKILL) at one of its writes: `python killed_runs.py MODEL JOBS`.
 
 The libraries are loaded once, and every run is a fork. JOBS is a JSON list of `{"job", "out", "kill_at", "when", ...}`.
-`kill_at` counts renames of finished files and appends to an index. `when` is the moment of that write at which the
-process dies: `before`, `after`, or `half`, with part of it in the file. Each run's exit code is printed on a line.
+`kill_at` counts renames of finished files, appends to an index and results that are kept. `when` is the moment of that
+write at which the process dies: `before`, `after`, or `half`, with part of it in the file. Each run's exit code is
+printed on a line.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ import torch
 
 from esm_turbo import TurboEsm
 from esm_turbo.files import artifacts
+from esm_turbo.files.journal import Journal, journal_beside
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import files as embedding_files
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.scoring import records as scoring
+from esm_turbo.tasks.variants import records as variants
 
 
 class DyingWrites:
@@ -51,8 +55,21 @@ class DyingWrites:
                 os.kill(os.getpid(), signal.SIGKILL)
             return append(path, size, content)
 
+        add = Journal.add
+
+        def dying_add(journal: Journal, key: str, value: Any) -> None:
+            if self._is_it():
+                before = journal._path.stat().st_size if journal._path.exists() else 0
+                if self.when != "before":
+                    add(journal, key, value)
+                if self.when == "half":
+                    os.truncate(journal._path, (before + journal._path.stat().st_size) // 2)
+                os.kill(os.getpid(), signal.SIGKILL)
+            add(journal, key, value)
+
         artifacts.os.replace = dying_rename  # type: ignore[attr-defined]
         embedding_files._append = dying_append
+        Journal.add = dying_add  # type: ignore[method-assign]
 
     def _is_it(self) -> bool:
         self.count += 1
@@ -72,7 +89,34 @@ def run_store(turbo: TurboEsm, job: dict[str, Any]) -> None:
         store.add(turbo, [sequence for _, sequence in job["records"]], toks_per_batch=job["toks_per_batch"])
 
 
-JOBS = {"embed": run_embed, "store": run_store}
+def run_score(turbo: TurboEsm, job: dict[str, Any]) -> None:
+    """A candidate on every record, in pieces of one target."""
+    targets = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
+    candidates = [scoring.Candidate("a", "ACDEF")]
+    with journal_beside(Path(job["out"])) as journal:
+        scoring._TOKENS_PER_PIECE = 1
+        run = scoring.score_records(turbo, targets, candidates, ["frozen"], journal=journal)
+        _write(run, job, journal)
+
+
+def run_variants(turbo: TurboEsm, job: dict[str, Any]) -> None:
+    """All single substitutions of every record, in pieces of one protein."""
+    proteins = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
+    with journal_beside(Path(job["out"])) as journal:
+        variants._TOKENS_PER_PIECE = 1
+        run = variants.score_records(turbo, proteins, None, ["frozen"], journal=journal)
+        _write(run, job, journal)
+
+
+def _write(run: scoring.ScoringRun | variants.VariantsRun, job: dict[str, Any], journal: Journal | None) -> None:
+    """Writes a table as commands do, and how many results an earlier run had kept."""
+    assert journal is not None
+    run.write(job["out"])
+    journal.remove()
+    Path(job["out"] + ".found").write_text(str(journal.found), encoding="utf-8")
+
+
+JOBS = {"embed": run_embed, "store": run_store, "score": run_score, "variants": run_variants}
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ from esm_turbo.cli.inputs import (
     outcome,
     read_proteins,
     readable,
+    resumable,
 )
 from esm_turbo.cli.options import (
     Arms,
@@ -66,7 +67,8 @@ def variants(
 ) -> int:
     """Score substitutions of residues by the model's predictions, and compare the scores with measurements.
 
-    Bad records and variants are reported at the end; all others are scored.
+    Bad records and variants are reported at the end; all others are scored. A run that was stopped continues where it
+    was, if it has an --out: run the same command again.
 
     Args:
         wild_types: FASTA file of one protein or several, plain or gzip.
@@ -123,23 +125,25 @@ def variants(
     if sharding.is_done(lambda: model_settings(turbo, arms) | settings | more):
         return 0
     used = announce(turbo, arms, spread.devices)
-    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("positions") as progress:
-        run = score_records(
-            turbo,
-            records,
-            good,
-            arms,
-            method=method,
-            refresh=refresh,
-            first_position=first_position,
-            toks_per_batch=toks_per_batch,
-            store=contexts,
-            progress=progress,
-            runner=runner,
-            plan=sharding.plan,
-        )
-    if sharding.out is not None and run.results:
-        save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
+    with resumable(sharding.out) as journal:
+        with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("positions") as progress:
+            run = score_records(
+                turbo,
+                records,
+                good,
+                arms,
+                method=method,
+                refresh=refresh,
+                first_position=first_position,
+                toks_per_batch=toks_per_batch,
+                store=contexts,
+                progress=progress,
+                runner=runner,
+                plan=sharding.plan,
+                journal=journal,
+            )
+        if sharding.out is not None and run.results:
+            save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
     sharding.finish(used, [*bad_records, *run.failed, *bad], run.places(records))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of

@@ -7,11 +7,11 @@ names its context; where one context has enough rows for a batch of its own, it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate, groupby, repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 _SHARE, _BATCHES = 0.125, 4
 
 TokenIds = tuple[int, ...]
+ResultT = TypeVar("ResultT")
 
 
 class Extensions(NamedTuple):
@@ -115,6 +116,24 @@ def predict_rows(
             values = [value for _, value in own]
             failure = next((value for value in values if isinstance(value, Exception)), None)
             yield owner, failure or [value for value in values if isinstance(value, Tensor)]
+
+
+def with_invalid(
+    results: Iterator[tuple[int, ResultT]], invalid: Mapping[int, ValueError], count: int
+) -> Iterator[tuple[int, ResultT | ValueError]]:
+    """Results of proteins in order, and in their places the errors of those that have no rows.
+
+    Args:
+        results: by number of the protein.
+        invalid: errors by number, there before any result of a later protein is.
+        count: number of all proteins.
+    """
+    following = 0
+    for index, result in results:
+        yield from ((number, invalid[number]) for number in range(following, index) if number in invalid)
+        yield index, result
+        following = index + 1
+    yield from ((number, invalid[number]) for number in range(following, count) if number in invalid)
 
 
 def _predicted(

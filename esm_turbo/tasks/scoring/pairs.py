@@ -17,10 +17,10 @@ from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.memory import too_large
+from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows
+from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows, with_invalid
 from esm_turbo.tasks.scoring.score import (
     CandidateScore,
     Scores,
@@ -124,14 +124,9 @@ def score_pairs(
         )
     )
     device = turbo.model.device
-    failed = {i: failure(targets[i], one, device) for i, one in found.items() if isinstance(one, Exception)}
+    failed = {i: failure_reason(targets[i], one, device) for i, one in found.items() if isinstance(one, Exception)}
     scores = (found[i] for i in range(len(targets)))
     return PairScores(tuple(one if isinstance(one, Scores) else None for one in scores), failed)
-
-
-def failure(target: str, error: Exception, device: torch.device) -> str:
-    """The reason why a target failed, from its error."""
-    return too_large(len(target), device, error) if is_out_of_memory(error) else str(error)
 
 
 def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]) -> list[TargetPairs]:
@@ -223,17 +218,11 @@ class _CachedTargets:
         self, tokens: int, store: ReadableSource | None, counter: StageProgress
     ) -> Iterator[tuple[int, Scores | Exception]]:
         predicted = predict_rows(self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance)
-        following = 0
-        for index, values in predicted:
-            yield from self._invalid_before(following, index)
-            yield index, values if isinstance(values, Exception) else self._scores(index, values)
-            following = index + 1
-        yield from self._invalid_before(following, len(self.pairs))
-
-    def _invalid_before(self, first: int, end: int) -> Iterator[tuple[int, ValueError]]:
-        for index in range(first, end):
-            if index in self.invalid:
-                yield index, self.invalid[index]
+        scored = (
+            (index, values if isinstance(values, Exception) else self._scores(index, values))
+            for index, values in predicted
+        )
+        return with_invalid(scored, self.invalid, len(self.pairs))
 
     def _jobs(self) -> Iterator[Rows]:
         codes = self.turbo.codes

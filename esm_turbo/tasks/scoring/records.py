@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvError, CsvRow, is_table, read_csv
-from esm_turbo.files.journal import Journal, key_of
+from esm_turbo.files.journal import Journal
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ReadableSource
+from esm_turbo.tasks.common.kept import run_kept
+from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
-from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
-from esm_turbo.tasks.scoring.pairs import TargetPairs, failure, iter_scores
+from esm_turbo.tasks.scoring.pairs import TargetPairs, iter_scores
 from esm_turbo.tasks.scoring.score import Scores
 
 if TYPE_CHECKING:
@@ -37,9 +39,8 @@ TYPES: Mapping[str, type[int] | type[float]] = {
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
-# Tokens that the candidates of one target run before they are cut into several pieces: seconds on a fast GPU, and some
-# ten seconds for a small model on a CPU core.
-_TOKENS_PER_PIECE = 2**17
+# Tokens that the candidates of one target run before they are cut into several pieces.
+_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 # Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
 _RECEPTORS = ("Receptor Sequence", "Input Sequence")
 
@@ -306,7 +307,8 @@ def score_records(
         for target in targets
         for own in _cut(candidates, numbers[target.id], _context(target, arms, refresh))
     ]
-    all_pieces = _packed(all_parts, arms, refresh)
+    sizes = [part.tokens(_context(part.target, arms, refresh)) for part in all_parts]
+    all_pieces = packed(all_parts, sizes, _TOKENS_PER_PIECE)
     plan = Plan() if plan is None else plan
     names = [" ".join(f"{part.target.id} {part.numbers}" for part in piece) for piece in all_pieces]
     costs = [
@@ -317,19 +319,19 @@ def score_records(
         for piece in all_pieces
     ]
     pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    work = _ScoreWork(tuple(arms), refresh, place, toks_per_batch, store)
-    kept = _Kept(turbo, work, pieces, journal)
-    left = [number for number in range(len(pieces)) if number not in kept.done]
-    units = [len(arms) * sum(part.residues for part in pieces[number]) for number in left]
-    runner = Here(turbo) if runner is None else runner
-    scored = dict(kept.done)
-    rest = [pieces[number] for number in left]
-    for index, own_scores in runner.run(work, rest, stage="score", units=units, progress=progress):
-        scored[left[index]] = own_scores
-        kept.add(left[index], own_scores)
+    scored = run_kept(
+        turbo,
+        _ScoreWork(tuple(arms), refresh, place, toks_per_batch, store),
+        pieces,
+        stage="score",
+        units=[len(arms) * sum(part.residues for part in piece) for piece in pieces],
+        progress=progress,
+        runner=runner,
+        journal=journal,
+    )
     found: dict[str, list[tuple[_Part, _Scored]]] = {}
-    for number, piece in enumerate(pieces):
-        for part, one in zip(piece, scored[number], strict=True):
+    for piece, results in zip(pieces, scored, strict=True):
+        for part, one in zip(piece, results, strict=True):
             found.setdefault(part.target.id, []).append((part, one))
     for target in targets:
         parts = found.get(target.id, [])
@@ -418,7 +420,7 @@ class _ScoreWork:
                 )
                 for index, one in found:
                     if isinstance(one, Exception):
-                        failed.setdefault(index, failure(pairs[index].target, one, turbo.model.device))
+                        failed.setdefault(index, failure_reason(pairs[index].target, one, turbo.model.device))
                     else:
                         scores[index][arm] = one
             yield [_Scored(own, failed.get(index)) for index, own in enumerate(scores)]
@@ -429,33 +431,17 @@ class _ScoreWork:
     def has_failed(self, result: list[_Scored]) -> bool:
         return any(one.failed is not None for one in result)
 
+    def settings(self, turbo: ContextModel) -> Any:
+        return [run_settings(turbo, self.arms), self.refresh, self.place, self.toks_per_batch]
 
-class _Kept:
-    """The results of pieces that a journal has, and those that it is given.
+    def content(self, piece: _Piece) -> Any:
+        return [[part.target.sequence, *part.sequences] for part in piece]
 
-    Attributes:
-        done: results by number of the piece.
-    """
+    def to_json(self, result: list[_Scored]) -> Any:
+        return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
 
-    def __init__(
-        self, turbo: ContextModel, work: _ScoreWork, pieces: Sequence[_Piece], journal: Journal | None
-    ) -> None:
-        self.done: dict[int, list[_Scored]] = {}
-        self._journal, self._keys = journal, list[str]()
-        if journal is None:
-            return
-        settings = [run_settings(turbo, work.arms), work.refresh, work.place, work.toks_per_batch]
-        for number, piece in enumerate(pieces):
-            self._keys.append(key_of(settings, [[part.target.sequence, *part.sequences] for part in piece]))
-            value = journal.get(self._keys[number])
-            if value is not None:
-                self.done[number] = [_Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
-
-    def add(self, number: int, result: Sequence[_Scored]) -> None:
-        """Keep the result of a piece, unless a target failed: another time, there may be more memory."""
-        if self._journal is not None and all(one.failed is None for one in result):
-            values = [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
-            self._journal.add(self._keys[number], values)
+    def from_json(self, piece: _Piece, value: Any) -> list[_Scored]:
+        return [_Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
 
 
 def _context(target: ProteinRecord, arms: Sequence[Arm], refresh: int) -> int:
@@ -480,19 +466,6 @@ def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int) 
         size += tokens
     if piece:
         yield sorted(piece)
-
-
-def _packed(parts: Iterable[_Part], arms: Sequence[Arm], refresh: int) -> list[_Piece]:
-    """Pieces of parts in their order, as many in each as fit."""
-    pieces, piece, size = list[_Piece](), list[_Part](), 0
-    for part in parts:
-        tokens = part.tokens(_context(part.target, arms, refresh))
-        if piece and size + tokens > _TOKENS_PER_PIECE:
-            pieces.append(tuple(piece))
-            piece, size = [], 0
-        piece.append(part)
-        size += tokens
-    return [*pieces, tuple(piece)] if piece else pieces
 
 
 def _joined(parts: Sequence[tuple[_Part, _Scored]], numbers: Sequence[int], arms: Sequence[Arm]) -> dict[Arm, Scores]:

@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
+from esm_turbo.files.journal import Journal
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
-from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.arms import ARMS, ContextSource
-from esm_turbo.tasks.common.memory import check_memory, too_large
+from esm_turbo.tasks.common.arms import ARMS, ReadableSource
+from esm_turbo.tasks.common.kept import run_kept
+from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
-from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
-from esm_turbo.tasks.common.progress import Progress, part_of
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
 from esm_turbo.tasks.variants.formats import SCORE, formatted
-from esm_turbo.tasks.variants.score import VariantScores, first_position_of, score_variants
-from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, parse_variant, parts_of
+from esm_turbo.tasks.variants.many import WildType, iter_variants
+from esm_turbo.tasks.variants.score import VariantScores, first_position_of
+from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, parse_variant, parts_of
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -37,6 +39,8 @@ PROTEIN_COLUMN = "protein"
 _MEASURED_COLUMNS = ("fitness", "DMS_score")
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
+# Of pieces; another number for tests.
+_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
 @dataclass(frozen=True)
@@ -264,23 +268,26 @@ def score_records(
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
     toks_per_batch: int | None = None,
-    store: ContextSource | None = None,
+    store: ReadableSource | None = None,
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
+    journal: Journal | None = None,
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
 
-    A piece is a protein with its variants.
+    A piece is some proteins with their variants: up to `_TOKENS_PER_PIECE` tokens to run, in batches filled across
+    proteins.
 
     Args:
-        wild_types: the proteins, scored one after the other.
+        wild_types: the proteins.
         variants: their variants, those without `protein` of all of them; None for all single substitutions.
         arms: one arm or several.
         first_position: position of each protein's first residue; None reads it from its header, or is 1.
         progress: called with stage `score` and positions of all proteins in all arms, see `Progress`.
-        runner: where proteins are scored; None is this process.
-        plan: which proteins are scored; None is all.
+        runner: where pieces are scored; None is this process.
+        plan: which pieces are scored; None is all.
+        journal: keeps the scores of each piece, and has those of an earlier run with the same settings.
 
     `method`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
     """
@@ -293,109 +300,143 @@ def score_records(
     positions = [
         len(w.sequence) if variants is None else _positions(v.variant for v in own_variants[w.id]) for w in wanted
     ]
-    plan = Plan() if plan is None else plan
-    names = [f"{record.id} {[one.variant for one in own_variants[record.id]]}" for record in wanted]
-    costs = [_cost(turbo, record, n, arms, refresh) for record, n in zip(wanted, positions, strict=True)]
-    chosen = plan.choose(names, costs)
-    pieces = [
-        _Piece(wanted[i], first_position_of(wanted[i], first_position), _variants(own_variants[wanted[i].id], variants))
-        for i in chosen
+    proteins = [
+        _Protein(one, first_position_of(one, first_position), _variants(own_variants[one.id], variants), n)
+        for one, n in zip(wanted, positions, strict=True)
     ]
-    units = [len(arms) * positions[index] for index in chosen]
-    work = _VariantsWork(tuple(arms), method, refresh, toks_per_batch, store)
-    runner = Here(turbo) if runner is None else runner
-    found: dict[int, _Scored] = dict(runner.run(work, pieces, stage="score", units=units, progress=progress))
-    for number, piece in enumerate(pieces):
-        scores, reason = found[number]
-        if reason is not None:
-            run.failed.append(BadRecord(piece.record.id, reason))
-            continue
-        own = own_variants[piece.record.id]
-        if variants is None:
-            own = [MeasuredVariant(one.variant) for one in next(iter(scores.values())).scores]
-        run.results.append(ProteinVariants(piece.record, piece.first_position, tuple(own), scores))
+    all_pieces = packed(proteins, [one.tokens(arms, refresh) for one in proteins], _TOKENS_PER_PIECE)
+    plan = Plan() if plan is None else plan
+    names = [" ".join(f"{p.record.id} {list(p.variants or ())}" for p in piece) for piece in all_pieces]
+    costs = [
+        sum(forward_cost(turbo, p.tokens(arms, refresh), len(p.record.sequence)) for p in piece) for piece in all_pieces
+    ]
+    pieces = [all_pieces[index] for index in plan.choose(names, costs)]
+    scored = run_kept(
+        turbo,
+        _VariantsWork(tuple(arms), method, refresh, toks_per_batch, store),
+        pieces,
+        stage="score",
+        units=[len(arms) * sum(protein.positions for protein in piece) for piece in pieces],
+        progress=progress,
+        runner=runner,
+        journal=journal,
+    )
+    for piece, results in zip(pieces, scored, strict=True):
+        for protein, one in zip(piece, results, strict=True):
+            if one.failed is not None:
+                run.failed.append(BadRecord(protein.record.id, one.failed))
+                continue
+            own = own_variants[protein.record.id]
+            if variants is None:
+                own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
+            run.results.append(ProteinVariants(protein.record, protein.first_position, tuple(own), one.scores))
     return run
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Protein:
     """A protein with its variants.
 
     Attributes:
         record: the wild type.
         first_position: position of its first residue.
         variants: their notations; None for all single substitutions.
+        positions: number of distinct positions of the variants.
     """
 
     record: ProteinRecord
     first_position: int
     variants: tuple[str, ...] | None
+    positions: int
+
+    def tokens(self, arms: Sequence[Arm], refresh: int) -> int:
+        """Tokens that run to score the variants: a context, and a row for every position."""
+        length = len(self.record.sequence)
+        return length + self.positions * (length if "full" in arms else refresh + 1)
 
 
-_Scored = tuple[dict[Arm, VariantScores], str | None]
-"""Scores by arm, or why there are none."""
+_Piece = tuple[_Protein, ...]
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """Result of a protein.
+
+    Attributes:
+        scores: by arm.
+        failed: why there are none.
+    """
+
+    scores: dict[Arm, VariantScores]
+    failed: str | None = None
 
 
 @dataclass(frozen=True)
 class _VariantsWork:
-    """Scores the variants of proteins; its attributes are options of `score.score_variants`."""
+    """Scores pieces; its attributes are options of `many.iter_variants`."""
 
     arms: tuple[Arm, ...]
     method: MarginalMethod
     refresh: int
     toks_per_batch: int | None
-    store: ContextSource | None
+    store: ReadableSource | None
 
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Scored]:
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[_Scored]]:
         for piece in pieces:
-            residues = piece.record.sequence
-            scores: dict[Arm, VariantScores] = {}
-            try:
-                # Before there is an object for each of its variants.
-                check_memory(turbo.model.base_model, len(residues) + 2)
-                names = piece.variants
-                if names is None:
-                    names = tuple(all_substitutions(residues, piece.first_position))
-                done = 0
-                for arm in self.arms:
-                    scores[arm] = score_variants(
-                        turbo,
-                        residues,
-                        names,
-                        method=self.method,
-                        arm=arm,
-                        refresh=self.refresh,
-                        first_position=piece.first_position,
-                        toks_per_batch=self.toks_per_batch,
-                        store=self.store,
-                        progress=part_of(progress, start=done),
-                    )
-                    done += len(residues) if piece.variants is None else _positions(names)
-            except Exception as error:
-                if not is_out_of_memory(error):
-                    raise
-                yield self.failed(piece, too_large(len(residues), turbo.model.device, error))
-                continue
-            if all(math.isfinite(value) for one in scores.values() for value in one.values):
-                yield scores, None
-            else:
-                yield self.failed(piece, "its scores are not finite; try --dtype float32")
+            wild_types = [WildType(one.record.sequence, one.variants, one.first_position) for one in piece]
+            counter = StageProgress(progress, "score", len(self.arms) * sum(one.positions for one in piece))
+            scores: list[dict[Arm, VariantScores]] = [{} for _ in piece]
+            failed: dict[int, str] = {}
+            for arm in self.arms:
+                found = iter_variants(
+                    turbo,
+                    wild_types,
+                    method=self.method,
+                    arm=arm,
+                    refresh=self.refresh,
+                    toks_per_batch=self.toks_per_batch,
+                    store=self.store,
+                    counter=counter,
+                )
+                for index, one in found:
+                    if isinstance(one, Exception):
+                        reason = failure_reason(wild_types[index].residues, one, turbo.model.device)
+                        failed.setdefault(index, reason)
+                    else:
+                        scores[index][arm] = one
+                        if not all(map(math.isfinite, one.values)):
+                            failed.setdefault(index, "its scores are not finite; try --dtype float32")
+            yield [_Scored(own, failed.get(index)) for index, own in enumerate(scores)]
 
-    def failed(self, piece: _Piece, reason: str) -> _Scored:
-        return {}, reason
+    def failed(self, piece: _Piece, reason: str) -> list[_Scored]:
+        return [_Scored({}, reason) for _ in piece]
 
-    def has_failed(self, result: _Scored) -> bool:
-        return result[1] is not None
+    def has_failed(self, result: list[_Scored]) -> bool:
+        return any(one.failed is not None for one in result)
+
+    def settings(self, turbo: ContextModel) -> Any:
+        return [run_settings(turbo, self.arms), self.method, self.refresh, self.toks_per_batch]
+
+    def content(self, piece: _Piece) -> Any:
+        return [[one.record.sequence, one.first_position, one.variants] for one in piece]
+
+    def to_json(self, result: list[_Scored]) -> Any:
+        return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
+
+    def from_json(self, piece: _Piece, value: Any) -> list[_Scored]:
+        return [
+            _Scored(
+                {
+                    arm: VariantScores.from_dict(own, protein.record.sequence, protein.first_position)
+                    for arm, own in one.items()
+                }
+            )
+            for protein, one in zip(piece, value, strict=True)
+        ]
 
 
 def _variants(own: Sequence[MeasuredVariant], given: Sequence[MeasuredVariant] | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(one.variant for one in own)
-
-
-def _cost(turbo: ContextModel, record: ProteinRecord, positions: int, arms: Sequence[Arm], refresh: int) -> int:
-    """Cost of the variants of a protein: a run for every position."""
-    length = len(record.sequence)
-    return forward_cost(turbo, positions * (length if "full" in arms else refresh + 1), length)
 
 
 def _positions(variants: Iterable[str]) -> int:

@@ -11,9 +11,9 @@ carry most, so `_extended` refreshes them: it hides their columns too, and runs 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +113,17 @@ class VariantScores(Tabular):
     def values(self) -> list[float]:
         """The scores as numbers."""
         return [one.score for one in self.scores]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], wild_type: str, first_position: int = 1) -> Self:
+        """Inverse of `to_dict`, for the protein that the scores are of.
+
+        Raises:
+            KeyError, TypeError: an entry is missing, or of another type.
+        """
+        scores = tuple(VariantScore(one["variant"], one["score"]) for one in values["variants"])
+        fields = {name: values[name] for name in ("method", "arm", "preset", "refresh", "model")}
+        return cls(scores, wild_type, first_position=first_position, **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""

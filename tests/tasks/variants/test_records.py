@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +13,16 @@ from scipy.stats import spearmanr
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
+from esm_turbo.files.journal import Journal
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common import memory
-from esm_turbo.tasks.variants import records
+from esm_turbo.tasks.common import arms, memory, waves
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.variants import many, records, score
+from esm_turbo.tasks.variants.many import WildType
 from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_records
 from esm_turbo.tasks.variants.score import VariantScore, VariantScores
+from tests.helpers.scores import assert_variants_close
 
 WILD_TYPE = ProteinRecord("wt", "MKTAYIAK")
 VARIANTS = [
@@ -149,9 +154,9 @@ def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> Non
     )
     first, second = run.results
     names = [one.variant for one in VARIANTS]
-    assert first.scores["turbo"] == turbo.score_variants(WILD_TYPE.sequence, names)
+    assert_variants_close(first.scores["turbo"], turbo.score_variants(WILD_TYPE.sequence, names))
     assert first.scores["full"] == turbo.score_variants(WILD_TYPE.sequence, names, arm="full")
-    assert second.scores["turbo"] == turbo.score_variants(OTHER.sequence, ["G101A"], first_position=101)
+    assert_variants_close(second.scores["turbo"], turbo.score_variants(OTHER.sequence, ["G101A"], first_position=101))
     # Five positions of the first protein and one of the second, in two arms.
     assert calls[-1] == ("score", 12, 12)
     assert [done for _, done, _ in calls] == sorted({done for _, done, _ in calls})
@@ -182,10 +187,17 @@ def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
 
 
 def test_scores_that_are_not_finite(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = VariantScores((VariantScore("M1A", math.nan),), "M", "masked", "turbo", "turbo3", 0, "m")
-    monkeypatch.setattr(records, "score_variants", lambda *arguments, **options: broken)
-    run = score_records(turbo, [WILD_TYPE], VARIANTS[:1], ["turbo"])
-    assert (run.results, run.failed) == ([], [BadRecord("wt", "its scores are not finite; try --dtype float32")])
+    def broken(turbo: TurboEsm, wild_types: list[WildType], **_: object) -> Iterator[tuple[int, VariantScores]]:
+        """NaN for the first protein."""
+        for index, one in enumerate(wild_types):
+            scores = tuple(VariantScore(name, -1.0 if index else math.nan) for name in one.variants or ())
+            yield index, VariantScores(scores, one.residues, "masked", "turbo", "turbo3", 0, "m")
+
+    monkeypatch.setattr(records, "iter_variants", broken)
+    variants = [*VARIANTS[:1], MeasuredVariant("G101A", protein=OTHER.id)]
+    run = score_records(turbo, [WILD_TYPE, OTHER], [replace(variants[0], protein="wt"), variants[1]], ["turbo"])
+    assert [one.wild_type for one in run.results] == [OTHER]
+    assert run.failed == [BadRecord("wt", "its scores are not finite; try --dtype float32")]
 
 
 def test_the_table_has_a_column_per_arm_and_those_of_the_input(turbo: TurboEsm, tmp_path: Path) -> None:
@@ -210,23 +222,113 @@ def test_the_table_has_a_column_per_arm_and_those_of_the_input(turbo: TurboEsm, 
         run = score_records(turbo, [WILD_TYPE], again, ["turbo", "frozen"])
 
 
-def test_a_protein_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("arm", ["turbo", "full"])
+def test_a_protein_that_does_not_fit_does_not_stop_the_others(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: Arm
+) -> None:
     def small(model: object, tokens: int, **options: object) -> None:
         if tokens > 10:
             raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9 GiB")
 
     long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQ")
-    monkeypatch.setattr(records, "check_memory", small)
-    run = score_records(turbo, [long, WILD_TYPE], None, ["turbo"])
+    for module in (arms, many, score):
+        monkeypatch.setattr(module, "check_memory", small)
+    run = score_records(turbo, [long, WILD_TYPE], None, [arm])
     assert run.failed == [BadRecord("long", "24 tokens at once need about 9 GiB")]
     assert [one.wild_type.id for one in run.results] == ["wt"]
 
 
-def test_a_protein_that_does_not_fit_is_refused_before_it_begins(
-    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("arm", ["turbo", "full"])
+def test_a_protein_that_does_not_fit_is_refused_before_its_variants_are_named(
+    turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: Arm
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
-    monkeypatch.setattr(records, "all_substitutions", lambda *arguments: pytest.fail("began"))
-    run = score_records(turbo, [ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ")], None, ["turbo"])
+    for module in (many, score):
+        monkeypatch.setattr(module, "all_substitutions", lambda *arguments: pytest.fail("began"))
+    run = score_records(turbo, [ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ")], None, [arm])
     [failed] = run.failed
     assert run.results == [] and "24 tokens at once need about" in failed.reason
+
+
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The residues of all proteins that are scored from here on."""
+    found: list[str] = []
+    original = records.iter_variants
+
+    def watched(turbo: TurboEsm, wild_types: list[WildType], **options: object) -> Iterator[tuple[int, object]]:
+        found.extend(one.residues for one in wild_types)
+        return original(turbo, wild_types, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(records, "iter_variants", watched)
+    return found
+
+
+def test_proteins_share_pieces_and_batches(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[int]] = []
+    original = waves.log_probabilities
+
+    def watched(*arguments: object, **options: object) -> object:
+        calls.append(list(options.get("context_index", ())))  # type: ignore[call-overload]
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(waves, "log_probabilities", watched)
+    run = score_records(turbo, [WILD_TYPE, OTHER], None, ["turbo"])
+    assert [one.wild_type.id for one in run.results] == ["wt", OTHER.id]
+    [index] = calls
+    assert len(index) == len(WILD_TYPE.sequence) + len(OTHER.sequence)
+    assert len(set(index)) == 2
+
+
+def test_a_run_that_was_stopped_continues(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A piece per protein.
+    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 1)
+    variants = [*(replace(one, protein="wt") for one in VARIANTS), MeasuredVariant("G101A", protein=OTHER.id)]
+    proteins, both = [WILD_TYPE, OTHER], ["turbo", "frozen"]
+    whole = score_records(turbo, proteins, variants, both)
+    found = computed(monkeypatch)
+
+    def stop(stage: str, done: int, total: int) -> None:
+        # Five positions of the first protein, in two arms.
+        if done > 10:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score_records(turbo, proteins, variants, both, journal=Journal(tmp_path), progress=stop)
+    found.clear()
+    journal = Journal(tmp_path)
+    rest = score_records(turbo, proteins, variants, both, journal=journal)
+    assert (set(found), journal.found) == ({OTHER.sequence}, 1)
+    assert rest.results == whole.results
+    # All of it is there, and nothing is computed again.
+    found.clear()
+    assert score_records(turbo, proteins, variants, both, journal=Journal(tmp_path)).results == whole.results
+    assert found == []
+    # Other options, arms, positions or variants are other runs.
+    for changed in (
+        lambda journal: score_records(turbo, proteins, variants, both, refresh=3, journal=journal),
+        lambda journal: score_records(turbo, proteins, variants, both, method="wild_type", journal=journal),
+        lambda journal: score_records(turbo, proteins, variants, ["frozen"], journal=journal),
+        lambda journal: score_records(turbo, proteins, variants[:1], both, journal=journal),
+        lambda journal: score_records(turbo, proteins, None, both, journal=journal),
+    ):
+        changed(journal := Journal(tmp_path))
+        assert journal.found == 0
+
+
+def test_all_single_substitutions_are_kept_with_their_positions(turbo: TurboEsm, tmp_path: Path) -> None:
+    first = score_records(turbo, [OTHER], None, ["turbo"], journal=Journal(tmp_path))
+    again = score_records(turbo, [OTHER], None, ["turbo"], journal=(journal := Journal(tmp_path)))
+    assert journal.found == 1
+    assert again.results == first.results
+    assert list(again.rows()) == list(first.rows())
+    score_records(turbo, [OTHER], None, ["turbo"], first_position=7, journal=(journal := Journal(tmp_path)))
+    assert journal.found == 0
+
+
+def test_a_protein_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "available_bytes", lambda device: 10)
+        run = score_records(turbo, [WILD_TYPE], None, ["turbo"], journal=Journal(tmp_path))
+        assert [one.record for one in run.failed] == ["wt"]
+    run = score_records(turbo, [WILD_TYPE], None, ["turbo"], journal=Journal(tmp_path))
+    assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
