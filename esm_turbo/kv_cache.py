@@ -444,6 +444,8 @@ class TurboKVCache(CacheStorage):
     def cut(self, lengths: Sequence[int]) -> list[Self]:
         """Every row as a cache of its own, as by `select`; one launch, one allocation per row, and no device sync.
 
+        The tensors of their layers are views that are made when they are first used.
+
         Args:
             lengths: tokens per row: those of the cache, which the caller knows.
 
@@ -454,10 +456,14 @@ class TurboKVCache(CacheStorage):
             raise ValueError(_UNCLAIMED)
         # One for each device, where the layers of a model lie on several.
         cut = [(names, cutter(lengths)) for names, cutter in self._cutters()]
+        own_at = [(rows, name, index) for names, rows in cut for index, name in enumerate(names) if name in OWN_TENSORS]
         caches = []
         for row, length in enumerate(lengths):
-            tensors = {name: x for names, rows in cut for name, x in zip(names, rows[row], strict=True)}
-            cache = self.from_tensors(self.config, self.geometry, self.fingerprint, self.codec, tensors)
+            own = {name: rows[row].tensor(index) for rows, name, index in own_at}
+            parts = [(names, rows[row].tensors) for names, rows in cut]
+            cache = self._with_layers_later(own, parts)
+            cache._maybe_empty = False
+            cache._changed()
             cache._seq_length = length
             caches.append(cache)
         return caches

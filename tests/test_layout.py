@@ -60,6 +60,7 @@ ACROSS_MODULES = {
     "serve/test_page.py",
     "test_calibration_data.py",
     "test_families.py",
+    "test_kv_cache_cutting.py",
     "test_kv_cache_dropping.py",
     "test_kv_cache_refinements.py",
     "test_layout.py",

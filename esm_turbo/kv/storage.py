@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +25,27 @@ from esm_turbo.kv.tensors import (
 )
 
 _Made = TypeVar("_Made")
+_Parts = Sequence[tuple[Sequence[str], Callable[[], Sequence[Tensor]]]]
 # Columns are allocated in multiples of this.
 _CAPACITY_STEP = 16
+
+
+class _Unmade(NamedTuple):
+    """Layers of a cache that was cut out of a batch, of which nobody has asked for a tensor yet.
+
+    Attributes:
+        parts: of the cache's tensors, one for each device: their names, and what makes them.
+        num_layers: of the model.
+    """
+
+    parts: _Parts
+    num_layers: int
+
+    def layers(self) -> list[TurboCacheLayer]:
+        layers = [TurboCacheLayer() for _ in range(self.num_layers)]
+        for names, make in self.parts:
+            _put(layers, zip(names, make(), strict=True))
+        return layers
 
 
 class CacheStorage(Cache):
@@ -41,7 +61,6 @@ class CacheStorage(Cache):
 
     Attributes:
         lengths, token_ids, positions, chains, protected_columns: see `TurboKVCache`.
-        layers: the others, see `TurboCacheLayer`.
         descriptions: what is known about where the tensors lie; forgotten as soon as one is replaced.
     """
 
@@ -54,9 +73,22 @@ class CacheStorage(Cache):
 
     def __init__(self, num_layers: int, device: torch.device | str) -> None:
         super().__init__(layers=[TurboCacheLayer() for _ in range(num_layers)])
+        self._unmade: _Unmade | None = None
         # Columns that this cache may write, 0 if it shares its tensors, and columns that have been written.
         self._capacity = self._written = 0
         self._set_tensors(no_tokens(0, device))
+
+    # The attribute of the instance, once there is one, takes its place.
+    @functools.cached_property
+    def layers(self) -> list[TurboCacheLayer]:
+        """The tensors of each layer of the model. A cache that was cut out of a batch makes them when first used."""
+        if (unmade := self._unmade) is not None:
+            # All of several threads get what the first one made.
+            self.__dict__.setdefault("layers", unmade.layers())
+            # It would keep a buffer whose tensors may be replaced.
+            self._unmade = None
+        layers: list[TurboCacheLayer] = self.__dict__["layers"]
+        return layers
 
     def __copy__(self) -> Self:
         """Copies the cache, but not its tensors. The next append to either copies those."""
@@ -73,11 +105,30 @@ class CacheStorage(Cache):
 
     def _with(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A cache of a function of each tensor, which it must not write into in place."""
+        tensors = {name: function(tensor) for name, tensor in self.named_tensors()}
+        made = self._without_tensors()
+        made.layers = [TurboCacheLayer() for _ in self.layers]
+        made._set_tensors(tensors)
+        return made
+
+    def _with_layers_later(self, own: Mapping[str, Tensor], parts: _Parts) -> Self:
+        """A cache of other tensors, of which those of the layers are made when first used.
+
+        Args:
+            own: those that no layer has.
+            parts: of all tensors: their names, and what makes them from memory that nobody changes meanwhile.
+        """
+        made = self._without_tensors()
+        made._set_own(own)
+        made._unmade = _Unmade(parts, len(self.layers))
+        return made
+
+    def _without_tensors(self) -> Self:
+        """A cache that has all of this one but tensors, to which the caller gives some."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
-        made.layers = [TurboCacheLayer() for _ in self.layers]
-        made._capacity = made._written = 0
-        made._set_tensors({name: function(tensor) for name, tensor in self.named_tensors()})
+        made.__dict__.pop("layers", None)
+        made._unmade, made._capacity, made._written = None, 0, 0
         return made
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -92,17 +143,18 @@ class CacheStorage(Cache):
 
     def _set_tensors(self, tensors: Mapping[str, Tensor]) -> None:
         """Replaces all tensors by those named."""
+        self._set_own(tensors)
+        for layer in self.layers:
+            layer.packed, layer.protected, layer.rows = {}, {}, {}
+        _put(self.layers, tensors.items())
+
+    def _set_own(self, tensors: Mapping[str, Tensor]) -> None:
+        """Replaces those that no layer has."""
         # A description refers to tensors, and would keep those that are replaced.
         self.descriptions = {}
         self.lengths, self.token_ids = tensors["lengths"], tensors["token_ids"]
         self.protected_columns = tensors["protected_columns"]
         self.positions, self.chains = tensors.get("positions"), tensors.get("chains")
-        for layer in self.layers:
-            layer.packed, layer.protected, layer.rows = {}, {}, {}
-        for name, tensor in tensors.items():
-            if name not in OWN_TENSORS:
-                index, group, own_name = layer_tensor(name)
-                getattr(self.layers[index], group)[own_name] = tensor
 
     def described(self, name: str, tensors: list[Tensor], make: Callable[[], tuple[_Made, bool]]) -> _Made:
         """What describes where tensors of this cache lie, made once while they stay the same.
@@ -219,3 +271,11 @@ class CacheStorage(Cache):
             if any(axis_of(name) is Axis.COLUMN for name in held):
                 self._capacity = 0
             self._set_tensors(dict(self.named_tensors()) | held)
+
+
+def _put(layers: Sequence[TurboCacheLayer], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Puts named tensors into the layers that have them."""
+    for name, tensor in tensors:
+        if name not in OWN_TENSORS:
+            index, group, own_name = layer_tensor(name)
+            getattr(layers[index], group)[own_name] = tensor

@@ -16,7 +16,7 @@ from torch import Tensor
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.ops.triton_launch import Options, interpreted, launch
 
-__all__ = ["Cutter", "Gatherer", "Rows", "copy_rows"]
+__all__ = ["CutRow", "Cutter", "Gatherer", "Rows", "copy_rows"]
 
 _BLOCK = 1024
 _WORD = 4
@@ -115,17 +115,66 @@ class _Group(NamedTuple):
         size = self.bytes * (length if -1 in self.shape else 1)
         return -(-size // _ALIGNMENT) * _ALIGNMENT
 
-    def views(self, buffer: Tensor, start: int, length: int) -> tuple[Tensor, ...]:
-        """The members' parts of a buffer of bytes, from `start` on."""
+    def views(self, buffer: Tensor, start: int, length: int, count: int) -> tuple[Tensor, ...]:
+        """The parts of `count` members one after the other in a buffer of bytes, from `start` on."""
         shape = [length if size == -1 else size for size in self.shape]
         size = self.dtype.itemsize
         strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
-        # One view of all, and one call that splits it: a view each takes the host longer than the device copies.
+        # One view of all, and one call that splits it: a view each takes four times as long.
         return (
             buffer.view(self.dtype)
-            .as_strided((len(self.members), *shape), (self.step(length) // size, *strides), start // size)
+            .as_strided((count, *shape), (self.step(length) // size, *strides), start // size)
             .unbind()
         )
+
+
+class _Layout:
+    """How the buffer of a cut row is laid out, group by group; rows of one length share it. It refers to no tensor.
+
+    Args:
+        groups: of the tensors.
+        length: of the row.
+
+    Attributes:
+        groups: as given.
+        length: as given.
+        starts: where each group begins, and the size of the buffer.
+        offsets: where each tensor begins, int64 [tensors].
+    """
+
+    def __init__(self, groups: Sequence[_Group], length: int) -> None:
+        self.groups, self.length = groups, length
+        self.starts = list(accumulate((group.step(length) * len(group.members) for group in groups), initial=0))
+        self.offsets = np.empty(sum(len(group.members) for group in groups), dtype=np.int64)
+        for group, start in zip(groups, self.starts, strict=False):
+            self.offsets[group.members] = start + group.step(length) * np.arange(len(group.members))
+
+
+class CutRow:
+    """A row that a `Cutter` cut out of a batch: its tensors in one buffer, as views that are made when asked for.
+
+    Hundreds of views take the host longer than the device takes to cut the row.
+    """
+
+    __slots__ = ("_buffer", "_layout")
+
+    def __init__(self, buffer: Tensor, layout: _Layout) -> None:
+        self._buffer, self._layout = buffer, layout
+
+    def tensor(self, index: int) -> Tensor:
+        """One of the tensors."""
+        layout = self._layout
+        [group] = [group for group in layout.groups if index in group.members]
+        [view] = group.views(self._buffer, int(layout.offsets[index]), layout.length, 1)
+        return view
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, in the order in which the cutter got them."""
+        layout, views = self._layout, dict[int, Tensor]()
+        for group, start in zip(layout.groups, layout.starts, strict=False):
+            split = group.views(self._buffer, start, layout.length, len(group.members))
+            views.update(zip(group.members, split, strict=True))
+        return [views[index] for index in range(len(views))]
 
 
 class Gatherer:
@@ -166,51 +215,62 @@ class Cutter:
 
     def __init__(self, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> None:
         self.dims = list(dims)
-        self.tensors = [
-            x if _has_rows(x, dim or 1) else x.contiguous() for x, dim in zip(tensors, self.dims, strict=True)
-        ]
+        self.tensors, addresses, entries = list[Tensor](), list[int](), list[tuple[int, ...]]()
+        groups = dict[Any, _Group]()
+        # Layers are alike: what depends on shape and strides is worked out once for all.
+        known = dict[Any, tuple[bool, tuple[int, ...], list[int]]]()
+        for index, (given, dim) in enumerate(zip(tensors, self.dims, strict=True)):
+            kind = given.shape, given.stride(), given.dtype, dim
+            if kind not in known:
+                known[kind] = self._described(given, dim, groups)
+            has_rows, entry, members = known[kind]
+            x = given if has_rows else given.contiguous()
+            self.tensors.append(x)
+            addresses.append(x.data_ptr())
+            entries.append(entry)
+            members.append(index)
         self.copied = any(a is not b for a, b in zip(tensors, self.tensors, strict=True))
         self.device = self.tensors[0].device
-        entries, groups = [], dict[Any, _Group]()
-        for index, (x, dim) in enumerate(zip(self.tensors, self.dims, strict=True)):
-            size, first = x.element_size(), dim or 1
-            entry = x.shape[first:].numel() if dim is None else x.shape[first + 1 :].numel()
-            # Bytes to the batch's next row; heads, and bytes from one to the next; bytes of a column, or of all.
-            strides = x.stride(0) * size, x.stride(1) * size if first > 1 else 0
-            heads = x.shape[1:first].numel()
-            entries.append([x.data_ptr(), strides[0], heads, strides[1], entry * size])
-            shape = (1, *x.shape[1:]) if dim is None else (1, *x.shape[1:dim], -1, *x.shape[dim + 1 :])
-            group = groups.setdefault((shape, x.dtype), _Group([], shape, x.dtype, heads * entry * size))
-            group.members.append(index)
         self._groups = list(groups.values())
+        self._addresses = np.array(addresses, dtype=np.int64)
         self._table = np.array(entries, dtype=np.int64).T
         self._has_columns = np.array([dim is not None for dim in self.dims])
 
-    def __call__(self, lengths: Sequence[int]) -> list[list[Tensor]]:
-        """The first `lengths[i]` columns of row i, [1, ...] each: views of one buffer per row. One launch on CUDA."""
-        cuts, addresses = [], []
-        for length in lengths:
-            starts = list(accumulate((g.step(length) * len(g.members) for g in self._groups), initial=0))
-            buffer = torch.empty(starts[-1], dtype=torch.uint8, device=self.device)
-            cut, places = list(self.tensors), [0] * len(self.tensors)
-            for group, start in zip(self._groups, starts, strict=False):
-                place, step = buffer.data_ptr() + start, group.step(length)
-                for index, view in zip(group.members, group.views(buffer, start, length), strict=True):
-                    cut[index], places[index] = view, place
-                    place += step
-            cuts.append(cut)
-            addresses.append(places)
+    @staticmethod
+    def _described(x: Tensor, dim: int | None, groups: dict[Any, _Group]) -> tuple[bool, tuple[int, ...], list[int]]:
+        """Whether a tensor can be read as it is; strides, heads and bytes for the table; the members of its group."""
+        first = dim or 1
+        if not (has_rows := _has_rows(x, first)):
+            x = x.contiguous()
+        size = x.element_size()
+        entry = x.shape[first:].numel() if dim is None else x.shape[first + 1 :].numel()
+        # Bytes to the batch's next row; heads, and bytes from one to the next; bytes of a column, or of all.
+        strides = x.stride(0) * size, x.stride(1) * size if first > 1 else 0
+        heads = x.shape[1:first].numel()
+        shape = (1, *x.shape[1:]) if dim is None else (1, *x.shape[1:dim], -1, *x.shape[dim + 1 :])
+        group = groups.setdefault((shape, x.dtype), _Group([], shape, x.dtype, heads * entry * size))
+        return has_rows, (strides[0], heads, strides[1], entry * size), group.members
+
+    def __call__(self, lengths: Sequence[int]) -> list[CutRow]:
+        """The first `lengths[i]` columns of row i, tensors [1, ...] in a buffer for each row. One launch on CUDA."""
+        layouts = {length: _Layout(self._groups, length) for length in set(lengths)}
+        own = [layouts[length] for length in lengths]
+        buffers = [torch.empty(layout.starts[-1], dtype=torch.uint8, device=self.device) for layout in own]
+        cuts = [CutRow(buffer, layout) for buffer, layout in zip(buffers, own, strict=True)]
+        if not cuts:
+            return cuts
         if self.device.type == "cpu" and not interpreted():
             for row, (cut, length) in enumerate(zip(cuts, lengths, strict=True)):
-                for x, dim, view in zip(self.tensors, self.dims, cut, strict=True):
+                for x, dim, view in zip(self.tensors, self.dims, cut.tensors(), strict=True):
                     one = x[row : row + 1]
                     view.copy_(one if dim is None else one.narrow(dim, 0, length))
             return cuts
-        address, batch_stride, heads, head_stride, entry = self._table
+        batch_stride, heads, head_stride, entry = self._table
         rows = np.arange(len(lengths))[:, None]
         sizes = np.where(self._has_columns, entry * np.array(lengths)[:, None], entry)
-        sources = np.broadcast_arrays(address + rows * batch_stride, heads, sizes, head_stride)
-        targets = np.broadcast_arrays(np.array(addresses), heads, sizes, sizes)
+        begins = np.array([buffer.data_ptr() for buffer in buffers])[:, None]
+        sources = np.broadcast_arrays(self._addresses + rows * batch_stride, heads, sizes, head_stride)
+        targets = np.broadcast_arrays(begins + np.stack([layout.offsets for layout in own]), heads, sizes, sizes)
         both = np.stack([np.stack(sources, axis=-1), np.stack(targets, axis=-1)]).reshape(2, -1, 4)
         words = ~(both[..., [0, 2, 3]] % _WORD).any(axis=(0, 2))
         for chosen, are_words in ((words, True), (~words, False)):

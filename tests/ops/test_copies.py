@@ -104,11 +104,14 @@ def check_cuts(device: str) -> None:
     cut = Cutter(tensors, dims)
     for lengths in ((21, 9, 1), (0, 20), (0, 0, 0)):
         for row, (length, found_row) in enumerate(zip(lengths, cut(lengths), strict=True)):
-            for found, tensor, dim in zip(found_row, tensors, dims, strict=True):
+            found_tensors = found_row.tensors()
+            for index, (found, tensor, dim) in enumerate(zip(found_tensors, tensors, dims, strict=True)):
                 expected = tensor[row : row + 1]
                 assert torch.equal(found, expected if dim is None else expected.narrow(dim, 0, length))
                 assert found.is_contiguous()
-            assert len({found.untyped_storage().data_ptr() for found in found_row}) == 1
+                alone = found_row.tensor(index)
+                assert (alone.shape, alone.data_ptr()) == (found.shape, found.data_ptr())
+            assert len({found.untyped_storage().data_ptr() for found in found_tensors}) == 1
 
 
 def test_cuts_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
