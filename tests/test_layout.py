@@ -34,6 +34,7 @@ TESTED_IN = {
     "ops/kernels/operands.py": "ops/test_triton_layout.py",
     "ops/kernels/products.py": "ops/test_triton_attention.py",
     "ops/kernels/queries.py": "ops/test_triton_attention.py",
+    "ops/kernels/shared.py": "ops/test_decoded_attention.py",
     "ops/reference.py": "ops/test_torch_ops.py",
     "ops/torch_encoder.py": "model/test_packed_encoder.py",
     "ops/compile_worker.py": "ops/test_compilation.py",

@@ -52,7 +52,7 @@ class RowIndex:
         self.contexts = contexts
         self._on_device: dict[torch.device, Tensor] = {}
         self.made: dict[tuple[int, int, torch.device], Tiles] = {}
-        self._bounds: dict[tuple[int, torch.device], tuple[Tensor, Tensor]] = {}
+        self._of_read: dict[torch.device, tuple[RowIndex, Tensor]] = {}
 
     def grouped(
         self, device: torch.device, ranks: npt.NDArray[np.int64] | None = None
@@ -114,16 +114,12 @@ class RowIndex:
         table = np.stack([groups[of_group, 0], starts, np.minimum(starts + queries, end[of_group])], axis=1)
         return table.astype(np.int32), shifts.astype(np.int32)
 
-    def bounds(self, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Where the queries of each group begin, and the last ones end, int32 [groups + 1]; its context, [groups]."""
-        key = (num_tokens, device)
-        if key not in self._bounds:
-            groups = self.groups
-            starts = [group.start * num_tokens for group in groups] + [len(self) * num_tokens]
-            host = torch.tensor([*starts, *(group.context for group in groups)], dtype=torch.int32)
-            both = to_device(host, device)
-            self._bounds[key] = both[: len(starts)], both[len(starts) :]
-        return self._bounds[key]
+    def of_read(self, device: torch.device) -> tuple[RowIndex, Tensor]:
+        """The index into the contexts that rows read alone, in their order, and these, int64 [read]; made once."""
+        if device not in self._of_read:
+            read, numbers = np.unique(self.contexts, return_inverse=True)
+            self._of_read[device] = RowIndex(numbers), to_device(torch.from_numpy(read), device)
+        return self._of_read[device]
 
     def on(self, device: torch.device) -> Tensor:
         """The contexts on a device, int64 [B]."""

@@ -1,7 +1,9 @@
-"""Attention to a context that is decoded first, on CUDA: by PyTorch's attention, and a kernel for the new tokens.
+"""Attention to contexts that are decoded first, on CUDA.
 
 The kernels of packed contexts decode a tile for every 16 queries. Where many rows share a context it is cheaper to
-decode it once, in the model's dtype. A context at full precision needs no decoding at all.
+decode it once, in the model's dtype, and to read a tile of it for 64 queries (`attend_shared`). A context at full
+precision needs no decoding at all. In float32 PyTorch's attention reads the past, and a kernel adds the new tokens
+(`attend_new`).
 """
 
 from __future__ import annotations
@@ -10,17 +12,25 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
-from esm_turbo.ops.triton_encoder import flash_attention
 from esm_turbo.ops.triton_launch import Options, empty_by_token, interpreted, launch, operator, placeholder, strides
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["attend_new", "decode", "extend_attention", "pays"]
+__all__ = ["attend_new", "attend_shared", "decode", "extend_attention", "pays", "queries_per_tile"]
 
-# Queries from which decoding a shared context is faster, measured on an H200.
-_MIN_QUERIES = 2048
+# Queries from which decoding pays, of all contexts together and for each, measured on an H200.
+_MIN_QUERIES = 5000
+_MIN_QUERIES_EACH = 2048
 _HALF = (torch.float16, torch.bfloat16)
 # Tokens per tile of `attend_new`.
 _TILE = 32
+# Queries of a tile of `attend_shared`, and tokens that it reads at a time: of small heads, and of large ones.
+_QUERIES = 64
+_TOKENS = 64, 32
+# Its registers per thread and stages of loads, for both: so few that several programs fit a multiprocessor.
+_LIMITS = (128, 2), (168, 3)
+# Queries of whole rows fill a tile if they are at least this part of it.
+_FULL = 0.75
+_SMALL_HEAD = 64
 # Alignment of a row of the bias, in elements.
 _ALIGNMENT = 8
 
@@ -33,7 +43,8 @@ def pays(query: Tensor, context: PackedContext, codec: KVCodec) -> bool:
     whole = _is_shared(context) if context.index is None else _reads_whole_contexts(query, context)
     if isinstance(codec, ExactCodec):
         return whole or context.index is None
-    return whole and query.dtype in _HALF and query.shape[0] * query.shape[2] >= _MIN_QUERIES * contexts
+    enough = query.shape[0] * query.shape[2] >= max(_MIN_QUERIES, _MIN_QUERIES_EACH * contexts)
+    return whole and query.dtype in _HALF and enough
 
 
 def extend_attention(
@@ -46,16 +57,22 @@ def extend_attention(
     layer_idx: int,
 ) -> Tensor:
     """See `torch_ops.extend_attention`."""
-    if context.index is not None:
-        past, lse = _attend_named(query, context, codec, layer_idx)
-        return attend_new(query, keys, values, mask, past, lse)
+    index, n = context.index, query.shape[2]
+    if index is not None and not isinstance(codec, ExactCodec):
+        # Only what is read is decoded.
+        index, read = index.of_read(query.device)
+        context = context.of(read)
     past_keys, past_values = decode(codec, layer_idx, context, query.dtype)
-    if _is_shared(context) and query.dtype in _HALF:
-        assert context.lengths is not None
-        past, lse = _attend_shared(query, past_keys, past_values, context.lengths)
-    else:
+    if query.dtype not in _HALF:
         past, lse = _attend_masked(query, past_keys, past_values, _visible_columns(context, past_keys.shape[2]))
-    return attend_new(query, keys, values, mask, past, lse)
+        return attend_new(query, keys, values, mask, past, lse)
+    lengths, visible = context.lengths, context.visible
+    if lengths is None:
+        contexts, _, columns, _ = past_keys.shape
+        lengths = torch.full((contexts,), columns, dtype=torch.int64, device=query.device)
+        visible = context.mask
+    tiles = None if index is None else index.tiles(n, queries_per_tile(n), query.device).table
+    return attend_shared(query, keys, values, mask, past_keys, past_values, lengths, visible, tiles)
 
 
 def _is_shared(context: PackedContext) -> bool:
@@ -65,7 +82,7 @@ def _is_shared(context: PackedContext) -> bool:
 
 
 def _reads_whole_contexts(query: Tensor, context: PackedContext) -> bool:
-    """Whether flash attention can read the contexts that rows name: in half precision, with nothing hidden."""
+    """Whether `attend_shared` can read the contexts that rows name: in half precision, with nothing hidden."""
     return query.dtype in _HALF and context.lengths is not None and context.visible is None
 
 
@@ -97,75 +114,13 @@ def _visible_columns(context: PackedContext, columns: int) -> Tensor:
     return valid if context.visible is None else valid & context.visible
 
 
-def _attend_shared(query: Tensor, keys: Tensor, values: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of all rows to one context; the rows' tokens are one sequence for flash attention.
+def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention of every row to its context, or to a shared one, with hidden columns.
+
+    Memory-efficient attention (Rabe and Staats 2021) reads a shared context and masks without copying them.
 
     Returns:
         [B, H, n, D], and log-sum-exp, float32 [B, H, n].
-    """
-    batch_size, _, n, _ = query.shape
-    tokens = query.transpose(1, 2).flatten(0, 1)
-    bounds = torch.arange(2, dtype=torch.int32, device=query.device) * len(tokens)
-    ends = torch.nn.functional.pad(length.to(torch.int32), (1, 0))
-    output, lse = flash_attention(
-        tokens, keys[0].transpose(0, 1), values[0].transpose(0, 1), bounds, ends, len(tokens), keys.shape[2]
-    )
-    return output.unflatten(0, (batch_size, n)).transpose(1, 2), lse.unflatten(1, (batch_size, n)).transpose(0, 1)
-
-
-def _attend_named(query: Tensor, context: PackedContext, codec: KVCodec, layer_idx: int) -> tuple[Tensor, Tensor]:
-    """Attention of rows to the contexts that they name, where these lie; returned as by `_attend_shared`."""
-    batch_size, _, n, _ = query.shape
-    assert context.index is not None
-    assert context.lengths is not None
-    most_queries = context.index.most_rows * n
-    bounds, named = context.index.bounds(n, query.device)
-    lengths = context.lengths[named].to(torch.int32)
-    if not isinstance(codec, ExactCodec):
-        # Only what is read is decoded.
-        context = context.of(named)
-        named = torch.arange(len(named), dtype=torch.int32, device=query.device)
-    keys, values = decode(codec, layer_idx, context, query.dtype)
-    (all_keys, starts), (all_values, _) = as_one(keys, named), as_one(values, named)
-    output, lse = flash_attention(
-        query.transpose(1, 2).flatten(0, 1),
-        all_keys,
-        all_values,
-        bounds,
-        starts,
-        most_queries,
-        keys.shape[2],
-        lengths,
-    )
-    return output.unflatten(0, (batch_size, n)).transpose(1, 2), lse.unflatten(1, (batch_size, n)).transpose(0, 1)
-
-
-def as_one(x: Tensor, contexts: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys or values of contexts, [C, H, L, D], as those of one sequence of which each context is a part; not copied.
-
-    Between the parts are tokens that belong to none, if heads lie one after the other.
-
-    Args:
-        x: the keys or values.
-        contexts: those that are read, int32 [n].
-
-    Returns:
-        [S, H, D], and where the tokens of each of these contexts begin, with one more entry, int32 [n + 1].
-    """
-    context_stride, head_stride, token_stride, _ = x.stride()
-    if x.stride(3) != 1 or context_stride % token_stride:
-        x = x.contiguous()
-        context_stride, head_stride, token_stride, _ = x.stride()
-    count, heads, columns, head_dim = x.shape
-    step = context_stride // token_stride
-    tokens = x.as_strided(((count - 1) * step + columns, heads, head_dim), (token_stride, head_stride, 1))
-    return tokens, torch.nn.functional.pad(contexts * step, (0, 1))
-
-
-def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention of every row to its context, or to a shared one, with hidden columns; returned as by `_attend_shared`.
-
-    Memory-efficient attention (Rabe and Staats 2021) reads a shared context and masks without copying them.
     """
     batch_size, heads, n, _ = query.shape
     columns = keys.shape[2]
@@ -183,6 +138,118 @@ def _attend_masked(query: Tensor, keys: Tensor, values: Tensor, visible: Tensor)
     # A row that sees nothing must not count, however large the other rows' scores are.
     hidden = ~visible.any(dim=1)
     return output, lse[..., :n].masked_fill(hidden[:, None, None], float("-inf"))
+
+
+def queries_per_tile(num_tokens: int) -> int:
+    """Queries that a tile of `attend_shared` takes, for rows of `num_tokens`: of whole rows, if these fill it well.
+
+    A tile reads the new tokens of all its rows, also of those that another tile shares.
+    """
+    whole = _QUERIES // num_tokens * num_tokens
+    return whole if whole >= _FULL * _QUERIES else _QUERIES
+
+
+@operator("attend_shared")
+def attend_shared(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    past_keys: Tensor,
+    past_values: Tensor,
+    lengths: Tensor,
+    visible: Tensor | None,
+    tiles: Tensor | None,
+) -> Tensor:
+    """Attention of new tokens to contexts, best shared by many rows, and to the new tokens of their row; one launch.
+
+    Args:
+        query: of the new tokens, after RoPE and scaling, [B, H, n, D], in half precision.
+        keys: of the new tokens, after RoPE, [B, H, n, D].
+        values: of the new tokens, [B, H, n, D].
+        mask: which new tokens are seen, bool [B, n]; None for all.
+        past_keys: of the contexts, in the query's dtype, [C, H, L, D].
+        past_values: likewise.
+        lengths: tokens of every context, integers [C].
+        visible: which columns of its context a row sees, bool [B or 1, L]; None for all.
+        tiles: where rows name their contexts, the `row_index.Tiles.table` of `queries_per_tile` queries, int32
+            [tiles, 3]. None where each row has its own context, or all share the only one.
+
+    Returns:
+        [B, H, n, D], in the query's dtype; zeros for a row that sees nothing.
+
+    Raises:
+        ValueError: there are no tiles, and neither one context nor one for each row.
+    """
+    from esm_turbo.ops.kernels import shared as kernels
+
+    batch_size, heads, n, head_dim = query.shape
+    contexts = len(past_keys)
+    if tiles is None and contexts not in (1, batch_size):
+        raise ValueError(f"{batch_size} rows must name the contexts that they read, or share one; got {contexts}")
+    output = empty_by_token(query)
+    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
+    past_keys, past_values = (_in_whole_heads(x) for x in (past_keys, past_values))
+    shown = None if mask is None else mask.expand(batch_size, -1).contiguous().view(torch.uint8)
+    seen = None if visible is None else visible.contiguous().view(torch.uint8)
+    no_bytes = placeholder(torch.uint8, query.device)
+    queries, step = batch_size * n // (contexts if tiles is None else 1), queries_per_tile(n)
+    num_tiles = contexts * -(-queries // step) if tiles is None else len(tiles)
+    large = head_dim > _SMALL_HEAD
+    registers, stages = _LIMITS[large]
+    launch(
+        kernels.attend_shared,
+        (num_tiles * heads, 1, 1),
+        query.device,
+        Options(num_warps=4, num_stages=stages, maxnreg=registers),
+        query_ptr=query,
+        key_ptr=keys,
+        value_ptr=values,
+        mask_ptr=no_bytes if shown is None else shown,
+        past_key_ptr=past_keys,
+        past_value_ptr=past_values,
+        length_ptr=lengths,
+        visible_ptr=no_bytes if seen is None else seen,
+        tile_ptr=placeholder(torch.int32, query.device) if tiles is None else tiles,
+        output_ptr=output,
+        **strides(q=query, k=keys, v=values),
+        **_head_strides(past_key=past_keys, past_value=past_values),
+        visible_row=0 if seen is None or len(seen) == 1 else seen.stride(0),
+        num_tokens=n,
+        num_heads=heads,
+        queries_per_context=queries,
+        queries_per_tile=step,
+        has_mask=int(shown is not None),
+        has_visible=int(seen is not None),
+        has_tiles=int(tiles is not None),
+        HEAD_DIM=head_dim,
+        SIZE=max(16, next_power_of_two(head_dim)),
+        QUERIES=_QUERIES,
+        T=_TOKENS[large],
+    )
+    return output
+
+
+def _attend_shared_fake(query: Tensor, *_: object) -> Tensor:
+    return empty_by_token(query)
+
+
+torch.library.register_fake("esm_turbo::attend_shared", _attend_shared_fake)
+
+
+def _in_whole_heads(x: Tensor) -> Tensor:
+    """x [C, H, L, D] in memory where neighbours along every other dimension are a multiple of D numbers apart."""
+    return x if x.stride(3) == 1 and not any(step % x.shape[3] for step in x.stride()[:3]) else x.contiguous()
+
+
+def _head_strides(**tensors: Tensor) -> dict[str, int]:
+    """Arguments of a kernel for tensors x [C, H, L, D]: `x_b`, `x_h` and `x_n`, in units of D.
+
+    Other strides would be multiples of 16 or not with the length of a context, which would make more variants.
+    """
+    return {
+        f"{name}_{axis}": x.stride(dim) // x.shape[3] for name, x in tensors.items() for dim, axis in enumerate("bhn")
+    }
 
 
 @operator("attend_new")

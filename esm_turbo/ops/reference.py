@@ -13,7 +13,7 @@ from torch import Tensor
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.packing import GROUP_SIZE, check_boundaries, check_codes, check_packed
 
-__all__ = ["encode", "extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
+__all__ = ["attend_shared", "encode", "extend_attention", "gelu", "pack_codes", "quantize", "rotate", "unpack_codes"]
 
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
@@ -134,6 +134,39 @@ def extend_attention(
             if len(k):
                 scores = query[row, head].float() @ k.T
                 output[row, head] = torch.softmax(scores, dim=-1) @ v
+    return output.to(query.dtype)
+
+
+def attend_shared(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    past_keys: Tensor,
+    past_values: Tensor,
+    lengths: Tensor,
+    visible: Tensor | None,
+    tiles: Tensor | None,
+) -> Tensor:
+    """Reference of `decoded_attention.attend_shared`: one softmax for each query."""
+    batch_size, heads, n, _ = query.shape
+    queries = batch_size * n // len(past_keys)
+    table = [[context, context * queries, (context + 1) * queries] for context in range(len(past_keys))]
+    if tiles is not None:
+        table = tiles.tolist()
+    output = torch.zeros(query.shape)
+    for context, first, end in table:
+        for number in range(first, end):
+            row, token = divmod(number, n)
+            seen = torch.ones(n, dtype=torch.bool) if mask is None else mask[row]
+            columns = torch.arange(past_keys.shape[2]) < lengths[context]
+            if visible is not None:
+                columns = columns & visible[row % len(visible)]
+            for head in range(heads):
+                k = torch.cat([past_keys[context, head][columns], keys[row, head][seen]]).float()
+                v = torch.cat([past_values[context, head][columns], values[row, head][seen]]).float()
+                if len(k):
+                    output[row, head, token] = torch.softmax(k @ query[row, head, token].float(), dim=0) @ v
     return output.to(query.dtype)
 
 

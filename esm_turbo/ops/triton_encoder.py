@@ -11,7 +11,7 @@ from torch import Tensor
 from esm_turbo.ops.triton_launch import Options, launch
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["add_layer_norm", "attend", "flash_attention", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
+__all__ = ["add_layer_norm", "attend", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
 
 # Elements per program of the activations.
 _BLOCK = 2048
@@ -127,48 +127,12 @@ def gelu_(x: Tensor) -> None:
 
 
 def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """See `torch_encoder.attend`; one launch."""
-    query, keys, values = qkv.unbind(1)
-    return flash_attention(query, keys, values, offsets, offsets, longest, longest)[0]
+    """See `torch_encoder.attend`; one launch.
 
-
-def flash_attention(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_offsets: Tensor,
-    offsets: Tensor,
-    most_queries: int,
-    longest: int,
-    lengths: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Flash attention (Dao 2023) of packed rows, as `torch.nn.attention.varlen` calls it, at less cost for the host.
-
-    Args:
-        query: scaled, [T, heads, head_dim].
-        keys: [S, heads, head_dim].
-        values: likewise.
-        query_offsets: of every row's first query, and T, int32 [rows + 1].
-        offsets: of every row's first key, and the end of the last, int32 [rows + 1].
-        most_queries: of a row.
-        longest: keys of a row.
-        lengths: keys of every row, if the next row's do not follow them, int32 [rows].
-
-    Returns:
-        [T, heads, head_dim], and log-sum-exp, float32 [heads, T].
+    Flash attention (Dao 2023), as `torch.nn.attention.varlen` calls it, at less cost for the host.
     """
-    output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        query,
-        keys,
-        values,
-        query_offsets,
-        offsets,
-        most_queries,
-        longest,
-        0.0,
-        False,
-        False,
-        scale=1.0,
-        seqused_k=lengths,
-    )
-    return output, lse
+    query, keys, values = qkv.unbind(1)
+    output: Tensor = torch.ops.aten._flash_attention_forward(
+        query, keys, values, offsets, offsets, longest, longest, 0.0, False, False, scale=1.0
+    )[0]
+    return output

@@ -121,8 +121,12 @@ def cache_variants(
         cos, sin = torch.empty(2, 1, 16, sizes.head_dim, dtype=dtype, device=device)
         triton_layer.rotate(query, keys, cos, sin, 1.0)
         triton_layer.gelu(torch.empty(16, 16, dtype=dtype, device=device))
-        lse = torch.empty(query.shape[:3], device=device)
-        decoded_attention.attend_new(query, keys, values, None, query, lse)
+        if dtype in _HALF:
+            lengths = torch.empty(1, dtype=torch.int64, device=device)
+            decoded_attention.attend_shared(query, keys, values, None, query, query, lengths, None, None)
+        else:
+            lse = torch.empty(query.shape[:3], device=device)
+            decoded_attention.attend_new(query, keys, values, None, query, lse)
         table = torch.empty(1, 4, dtype=torch.int64, device=device)
         for words in (True, False):
             copies.launch_copies(table, table, words)

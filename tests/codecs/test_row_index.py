@@ -51,9 +51,10 @@ def test_tiles_cover_every_query_once(contexts: list[int], num_tokens: int, quer
             seen.append(query)
     assert seen == list(range(len(contexts) * num_tokens))
     assert index.tiles(num_tokens, queries, CPU).table is table
-    bounds, named = index.bounds(num_tokens, CPU)
-    assert bounds.tolist() == [group.start * num_tokens for group in index.groups] + [len(seen)]
-    assert named.tolist() == [group.context for group in index.groups]
+    of_read, read = index.of_read(CPU)
+    assert read.tolist() == sorted(set(contexts))
+    assert read[torch.from_numpy(of_read.contexts)].tolist() == index.contexts.tolist()
+    assert index.of_read(CPU)[0] is of_read
     assert index.most_rows == max(group.stop - group.start for group in index.groups)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.ops import decoded_attention, torch_ops
+from esm_turbo.ops import decoded_attention, reference, torch_ops
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 
 # Each operand is rounded once; in float32, sums differ in order.
@@ -58,16 +58,171 @@ def test_new_tokens_continue_the_softmax_over_the_past(device: str, dtype: str, 
     assert error <= TOLERANCES[found.dtype] * expected.abs().max()
 
 
-@on_devices("infinity", cpu=(float("-inf"), float("inf")), gpu=(float("-inf"), float("inf")))
+@on_devices(cpu=((),), gpu=((),))
 @torch.no_grad()
-def test_rows_that_see_nothing_are_zero(device: str, infinity: float) -> None:
+def test_rows_that_see_nothing_are_zero(device: str) -> None:
     x = normal(2, 1, 3, 16, seed=0).to(device)
     mask = torch.tensor([[False, False, False], [True, True, True]], device=device)
-    past, lse = torch.full_like(x, float("nan")), torch.full((2, 1, 3), infinity, device=device)
+    past, lse = torch.full_like(x, float("nan")), torch.full((2, 1, 3), float("-inf"), device=device)
     found = decoded_attention.attend_new(x, x, x, mask, past, lse)
     assert torch.equal(found[0], torch.zeros_like(found[0]))
     assert torch.isfinite(found[1]).all()
     assert found[1].abs().max() > 0
+
+
+def case_of_shared(
+    n: int,
+    head_dim: int,
+    lengths: list[int],
+    dtype: torch.dtype,
+    device: str,
+    *,
+    rows: int = 7,
+    index: list[int] | None = None,
+    visible: int = 0,
+) -> list[Tensor | None]:
+    """Arguments of `attend_shared`: numbers beyond the contexts' lengths are NaN, and new tokens not seen are large.
+
+    `visible` is the number of rows of a mask of columns, 0 for none.
+    """
+    rows = rows if index is None else len(index)
+    heads, columns = 2, max(lengths) + 3
+    query, keys, values = (normal(rows, n, heads, head_dim, seed=seed).transpose(1, 2) for seed in range(3))
+    query = query * head_dim**-0.5
+    past = [normal(len(lengths), heads, columns, head_dim, seed=seed) for seed in (3, 4)]
+    for context, length in enumerate(lengths):
+        for x in past:
+            x[context, :, length:] = float("nan")
+    generator = torch.Generator().manual_seed(5)
+    mask = torch.rand(rows, n, generator=generator) < 0.7
+    for x in (keys, values):
+        x[~mask[:, None].expand(-1, heads, -1)] = 100.0
+    hidden = (torch.rand(visible, columns, generator=generator) < 0.6).to(device) if visible else None
+    tiles = None
+    if index is not None:
+        tiles = RowIndex(np.array(index)).tiles(n, decoded_attention.queries_per_tile(n), torch.device(device)).table
+    new = [x.to(device, dtype) for x in (query, keys, values)]
+    past = [x.to(device, dtype) for x in past]
+    return [*new, mask.to(device), *past, torch.tensor(lengths, device=device), hidden, tiles]
+
+
+def assert_as_reference(arguments: list[Tensor | None]) -> None:
+    found = decoded_attention.attend_shared(*arguments)
+    expected = reference.attend_shared(*(x if x is None else x.cpu() for x in in_float(arguments)))
+    assert found.dtype == arguments[0].dtype
+    assert found.transpose(1, 2).is_contiguous()
+    error = (found.cpu().float() - expected).abs().max()
+    assert error <= TOLERANCES[found.dtype] * expected.abs().max()
+
+
+def in_float(arguments: list[Tensor | None]) -> list[Tensor | None]:
+    return [x.float() if x is not None and x.is_floating_point() else x for x in arguments]
+
+
+@on_devices(
+    "dtype, n, head_dim, length",
+    cpu=[
+        ("float16", 1, 16, 70), ("float16", 21, 24, 64), ("float16", 21, 16, 1), ("float16", 70, 32, 129),
+        ("float16", 40, 16, 0), ("float16", 130, 16, 63), ("float16", 5, 128, 33),
+    ],
+    gpu=itertools.product(("float16", "bfloat16"), (1, 21, 70, 300), (16, 24, 64, 128), (0, 63, 501)),
+)  # fmt: skip
+@torch.no_grad()
+def test_rows_that_share_a_context(device: str, dtype: str, n: int, head_dim: int, length: int) -> None:
+    rows = 7 if n < 100 else 2
+    assert_as_reference(case_of_shared(n, head_dim, [length], DTYPES[dtype], device, rows=rows))
+
+
+@on_devices(
+    "dtype, n, head_dim",
+    cpu=[("float16", 1, 16), ("float16", 21, 24), ("float16", 70, 16)],
+    gpu=itertools.product(("float16", "bfloat16"), (1, 21, 70, 200), (16, 24, 64, 128)),
+)
+@torch.no_grad()
+def test_rows_that_share_several_contexts(device: str, dtype: str, n: int, head_dim: int) -> None:
+    """Of random lengths, in any order, some of them read by many rows, and others by none."""
+    generator = np.random.default_rng(n)
+    lengths = generator.integers(0, 140, 5).tolist()
+    index = np.repeat([3, 0, 4, 1], generator.integers(1, 9 if n < 70 else 3, 4)).tolist()
+    assert_as_reference(case_of_shared(n, head_dim, lengths, DTYPES[dtype], device, index=index))
+
+
+@on_devices(
+    "dtype, n, head_dim, visible",
+    cpu=[("float16", 1, 16, 4), ("float16", 21, 24, 1), ("float16", 70, 16, 0)],
+    gpu=itertools.product(("float16", "bfloat16"), (1, 21, 70), (16, 24, 64, 128), (0, 1, 4)),
+)
+@torch.no_grad()
+def test_rows_with_contexts_of_their_own(device: str, dtype: str, n: int, head_dim: int, visible: int) -> None:
+    assert_as_reference(case_of_shared(n, head_dim, [70, 0, 129, 64], DTYPES[dtype], device, rows=4, visible=visible))
+
+
+@on_devices(
+    "dtype, n, head_dim, visible, named",
+    cpu=[("float16", 1, 16, 7, False), ("float16", 21, 24, 1, False), ("float16", 21, 16, 7, True)],
+    gpu=itertools.product(("float16", "bfloat16"), (1, 21, 70), (16, 24, 64, 128), (1, 7), (False, True)),
+)
+@torch.no_grad()
+def test_columns_of_shared_contexts_are_hidden(
+    device: str, dtype: str, n: int, head_dim: int, visible: int, named: bool
+) -> None:
+    index = [1, 1, 0, 0, 0, 2, 2] if named else None
+    lengths = [70, 130, 64] if named else [130]
+    assert_as_reference(case_of_shared(n, head_dim, lengths, DTYPES[dtype], device, index=index, visible=visible))
+
+
+@on_devices(cpu=((),), gpu=((),))
+@torch.no_grad()
+def test_contexts_lie_in_memory_in_any_order(device: str) -> None:
+    arguments = case_of_shared(5, 24, [9, 70], torch.float16, device, index=[1, 0, 0])
+    expected = decoded_attention.attend_shared(*arguments)
+    for change in (
+        lambda x: into_buffer(x, x.shape[2] + 5),
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+        lambda x: torch.nn.functional.pad(x, (0, 3))[..., :24],
+    ):
+        past = [change(arguments[4]), change(arguments[5])]
+        assert torch.equal(decoded_attention.attend_shared(*arguments[:4], *past, *arguments[6:]), expected)
+
+
+@on_devices(cpu=((),), gpu=((),))
+@torch.no_grad()
+def test_a_row_depends_on_no_other(device: str) -> None:
+    """Bit for bit, whatever the other rows of its tile hold; a row that sees nothing is zero."""
+    arguments = case_of_shared(21, 16, [70], torch.float16, device)
+    found = decoded_attention.attend_shared(*arguments)
+    for row in (0, 5, 6):
+        others = [x.clone() for x in arguments[:4]]
+        for x in others[:3]:
+            x[torch.arange(len(x)) != row] *= -2
+        assert torch.equal(decoded_attention.attend_shared(*others, *arguments[4:])[row], found[row])
+    arguments[3][2] = False
+    nothing = torch.zeros_like(arguments[6])
+    hidden = decoded_attention.attend_shared(*arguments[:6], nothing, None, None)
+    assert torch.equal(hidden[2], torch.zeros_like(hidden[2]))
+    assert torch.isfinite(hidden).all()
+    assert hidden.abs().amax(dim=(1, 2, 3)).count_nonzero() == len(hidden) - 1
+
+
+@on_devices(cpu=((),), gpu=((),))
+@torch.no_grad()
+def test_several_contexts_must_be_named(device: str) -> None:
+    arguments = case_of_shared(3, 16, [9, 8], torch.float16, device)
+    with pytest.raises(ValueError, match="7 rows must name the contexts that they read, or share one; got 2"):
+        decoded_attention.attend_shared(*arguments)
+
+
+def test_tiles_hold_whole_rows_that_fill_them() -> None:
+    numbers = {n: decoded_attention.queries_per_tile(n) for n in (1, 12, 21, 25, 40, 48, 63, 64, 65, 1000)}
+    assert numbers == {1: 64, 12: 60, 21: 63, 25: 50, 40: 64, 48: 48, 63: 63, 64: 64, 65: 64, 1000: 64}
+
+
+@on_devices(cpu=((),), gpu=((),))
+@torch.no_grad()
+def test_the_operator_is_registered(device: str) -> None:
+    arguments = case_of_shared(5, 16, [9, 20], torch.float16, device, index=[1, 0, 0], visible=3)
+    torch.library.opcheck(torch.ops.esm_turbo.attend_shared.default, tuple(arguments))
 
 
 def packed_context(
@@ -173,22 +328,6 @@ def test_rows_name_decoded_contexts(tiny_model, preset: str, dtype: str, spare: 
 def into_buffer(x: Tensor, columns: int) -> Tensor:
     """The same numbers at the beginning of a buffer with more columns."""
     return torch.nn.functional.pad(x, (0, 0, 0, columns - x.shape[2]))[:, :, : x.shape[2]]
-
-
-@pytest.mark.parametrize("spare", [0, 16])
-def test_contexts_are_parts_of_one_sequence(spare: int) -> None:
-    keys = into_buffer(normal(4, 3, 9, 8, seed=0), 9 + spare)
-    named = torch.tensor([2, 0, 3], dtype=torch.int32)
-    tokens, starts = decoded_attention.as_one(keys, named)
-    assert tokens.data_ptr() == keys.data_ptr()
-    assert starts.dtype == torch.int32
-    assert len(starts) == 4
-    for context, start in zip(named.tolist(), starts.tolist(), strict=False):
-        assert torch.equal(tokens[start : start + 9].transpose(0, 1), keys[context])
-    # Memory of any other order is copied.
-    swapped = keys.transpose(2, 3).contiguous().transpose(2, 3)
-    tokens, starts = decoded_attention.as_one(swapped, named)
-    assert torch.equal(tokens[int(starts[0]) :][:9].transpose(0, 1), keys[2])
 
 
 def packed_context_on(codec, lengths: list[int], protects: bool) -> tuple[PackedContext, list[Tensor]]:

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from esm_turbo.ops import triton_attention, triton_encode, triton_encoder, triton_launch, triton_layer
+from esm_turbo.ops import (
+    decoded_attention,
+    triton_attention,
+    triton_encode,
+    triton_encoder,
+    triton_launch,
+    triton_layer,
+)
 from esm_turbo.ops.triton_launch import recorded
 from tests.helpers.attention_cases import LAYER, codec_of, make_case
 from tests.ops.test_torch_ops import rotary_case
@@ -119,6 +126,17 @@ def test_operands_shared_by_all_tiles_stay_in_registers(monkeypatch: pytest.Monk
         assert "tt.dot" in tile
         # The second operands are queries and weights, because products of eight rows are transposed.
         assert not [line for line in tile.splitlines() if "local_load" in line and "opIdx = 1" in line]
+
+
+@pytest.mark.parametrize("head_dim", [16, 24, 64, 128])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_rows_that_share_a_context(compile_for: Compile, head_dim: int, dtype: torch.dtype) -> None:
+    """Tiles are multiplied by warpgroups on devices that have them."""
+    new = torch.randn(3, 2, 21, head_dim).to(dtype)
+    past = torch.randn(1, 2, 70, head_dim).to(dtype)
+    attend = partial(decoded_attention.attend_shared, new, new, new, None, past, past, torch.tensor([70]), None, None)
+    [kernel] = compile_for(attend).values()
+    assert ("wgmma.mma_async" in kernel.asm["ptx"]) == (kernel.metadata.target.arch == 90)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,7 @@ def attend_new(
         past_ptr + row * stride_pb + head * stride_ph + i[:, None] * stride_pn + d[None, :], mask=block, other=0.0
     )
     lse = tl.load(lse_ptr + row * lse_stride_b + head * lse_stride_h + i, mask=in_rows, other=0.0)
-    # Of a past without tokens, flash attention returns plus infinity.
-    seen = (lse > _LOWEST) & (lse < float("inf"))
+    seen = lse > _LOWEST
     highest = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [T], in units of log 2
     total = tl.where(seen, 1.0, 0.0)
     acc = tl.where(seen[:, None], past.to(tl.float32), 0.0)  # [T, SIZE]
