@@ -123,7 +123,6 @@ class ContextModel:
             ValueError: a sequence is empty or has a letter that is not a residue, or a total is smaller than the
                 context's own count.
         """
-        self.model.notice_changes()
         sequences = as_list(sequences)
         rows = [[self.codes.cls, *self.codes.encode(s, f"sequence {i + 1}")] for i, s in enumerate(sequences)]
         input_ids, attention_mask = self.codes.batch(rows)
@@ -135,15 +134,21 @@ class ContextModel:
             if bool((counts[1] >= counts[0]).any()):
                 raise ValueError("`total_masks` must be smaller than `total_tokens`")
         device = self.model.device
-        output = self.model.base_model(
-            to_device(input_ids, device),
-            to_device(attention_mask, device),
-            use_cache=True,
-            token_counts=counts,
-            row_lengths=[len(row) for row in rows],
-        )
-        cache: TurboKVCache = output.past_key_values
-        return cache
+
+        def call() -> TurboKVCache:
+            output = self.model.base_model(
+                to_device(input_ids, device),
+                to_device(attention_mask, device),
+                use_cache=True,
+                token_counts=counts,
+                row_lengths=[len(row) for row in rows],
+            )
+            cache: TurboKVCache = output.past_key_values
+            return cache
+
+        cache = call()
+        # Looked for while the device computes: a cache is not returned as one of the weights that were there before.
+        return call() if self.model.notice_changes() else cache
 
     @torch.no_grad()
     def extend(

@@ -250,3 +250,29 @@ def test_weights_that_change_unseen_are_found_after_the_forward(monkeypatch: pyt
     with pytest.raises(ValueError, match="the cache belongs to another model: the weights differ"):
         turbo.extend(cache, "WKD", append=True)
     assert cache.get_seq_length() == 1 + len(SEQUENCES[1])
+
+
+def test_a_prefill_after_an_unseen_change_is_of_the_new_weights(
+    tiny_model: MakeModel, exact: TurboEsm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a device; an error that the new weights cause is raised."""
+    turbo = ContextModel(tiny_model(preset="exact"), exact.tokenizer)
+    encoder = turbo.model.esm
+    turbo.prefill(SEQUENCES)
+    forwards = []
+    encoder.register_forward_pre_hook(lambda module, args: forwards.append(args))
+    for factor, expected in ((1, 1), (2, 2)):
+        monkeypatch.setattr(encoder.__dict__["_seen_weights"], "on_cpu", False)
+        encoder.encoder.layer[0].output.dense.weight.data.mul_(factor)
+        forwards.clear()
+        cache = turbo.prefill(SEQUENCES)
+        assert len(forwards) == expected
+    assert turbo.extend(cache, ["WK", "D"]).logits.shape == (2, 3, 33)
+    again = dict(turbo.prefill(SEQUENCES).named_tensors())
+    assert all(torch.equal(tensor, again[name]) for name, tensor in cache.named_tensors())
+    calibrated = ContextModel(tiny_model(preset="turbo3"), exact.tokenizer)
+    calibrated.prefill(SEQUENCES)
+    monkeypatch.setattr(calibrated.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    calibrated.model.esm.encoder.layer[0].attention.self.key.weight.data.mul_(2)
+    with pytest.raises(ValueError, match="the weights are not this model's"):
+        calibrated.prefill(SEQUENCES)

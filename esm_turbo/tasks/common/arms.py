@@ -22,6 +22,7 @@ from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import available_bytes
+from esm_turbo.proteins.tokens import TokenIds
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import Arm
@@ -184,8 +185,8 @@ def context_config(turbo: ContextModel, arm: str) -> TurboConfig:
 
 
 @torch.no_grad()
-def prefill_rows(turbo: ContextModel, rows: Sequence[Sequence[int]], config: TurboConfig) -> TurboKVCache:
-    """Compute rows of tokens exactly, in one batch, and cache them under these options.
+def prefill_rows(turbo: ContextModel, rows: Sequence[TokenIds], config: TurboConfig) -> TurboKVCache:
+    """Compute rows of tokens exactly, in one batch, and cache them under these options; nothing waits for the device.
 
     Raises:
         NotEnoughMemoryError: they do not fit into the device's memory.
@@ -195,7 +196,7 @@ def prefill_rows(turbo: ContextModel, rows: Sequence[Sequence[int]], config: Tur
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
     more = cache_bytes(esm, max(lengths) * len(rows), config)
     check_memory(esm, max(lengths), rows=len(rows), more=more)
-    input_ids, mask = (x.to(esm.device) for x in turbo.codes.batch([list(row) for row in rows]))
+    input_ids, mask = (to_device(x, esm.device) for x in turbo.codes.batch(rows))
     esm(input_ids, mask if len(rows) > 1 else None, past_key_values=cache, use_cache=True, row_lengths=lengths)
     return cache
 

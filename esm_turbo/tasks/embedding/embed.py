@@ -20,7 +20,7 @@ from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource
+from esm_turbo.tasks.common.arms import ContextSource, prefill_rows
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -305,6 +305,10 @@ def _embed_batch(
         return lambda: [(index, ProteinEmbedding(**parts, contacts=None, cache=None))]
     device = turbo.model.device
     input_ids, attention_mask = (to_device(x, device) for x in turbo.codes.batch([rows[index] for index in batch]))
+    contacts = caches = copied = None
+    # First, while the memory that was found free is still free.
+    if "cache" in request.include:
+        caches = _caches(turbo, [rows[index] for index in batch], request.store)
     found: dict[str, dict[int, Tensor]] = {}
     if request.include & {"mean", "per_tok", "bos"}:
         for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
@@ -317,16 +321,8 @@ def _embed_batch(
                 found.setdefault(_MEAN, {})[layer] = to_host(means)
             if "bos" in request.include:
                 found.setdefault(_BOS, {})[layer] = to_host(states[:, 0].float())
-    contacts = caches = copied = None
     if "contacts" in request.include:
         contacts = to_host(turbo.model.base_model.predict_contacts(input_ids, attention_mask))
-    if "cache" in request.include:
-        if request.store is None:
-            contexts = _contexts(turbo, [rows[index][:-1] for index in batch])
-        else:
-            sequences = [turbo.codes.decode(rows[index][1:-1]) for index in batch]
-            contexts = request.store.get_or_prefill(turbo, sequences)
-        caches = contexts.cut([1 + n for n in lengths])
     if device.type == "cuda":
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(device))
@@ -373,15 +369,14 @@ def _check_memory(turbo: ContextModel, lengths: Sequence[int], request: Embeddin
     check_memory(turbo.model.base_model, tokens, rows=len(lengths), more=more)
 
 
-def _contexts(turbo: ContextModel, rows: Sequence[TokenRow]) -> TurboKVCache:
-    """Contexts of rows: `<cls>` and the residues, without `<eos>`.
-
-    `ContextModel.prefill` would wait for the device in every batch, to look for changed weights.
-    """
-    input_ids, attention_mask = (to_device(x, turbo.model.device) for x in turbo.codes.batch(rows))
-    output = turbo.model.base_model(input_ids, attention_mask, use_cache=True, row_lengths=list(map(len, rows)))
-    cache: TurboKVCache = output.past_key_values
-    return cache
+def _caches(turbo: ContextModel, rows: Sequence[TokenRow], store: ContextSource | None) -> list[TurboKVCache]:
+    """A cache for each row: `<cls>` and the residues, without `<eos>`."""
+    if store is None:
+        # `ContextModel.prefill` would wait for the device in every batch, to look for changed weights.
+        contexts = prefill_rows(turbo, [row[:-1] for row in rows], turbo.model.base_model.turbo_config)
+    else:
+        contexts = store.get_or_prefill(turbo, [turbo.codes.decode(row[1:-1]) for row in rows])
+    return contexts.cut([len(row) - 1 for row in rows])
 
 
 def _hidden_states(
