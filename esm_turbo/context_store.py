@@ -44,6 +44,7 @@ from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.pool import ContextPool, PoolHold
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
+from esm_turbo.tasks.common.arms import FoundContexts
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.progress import Progress, silent
 
@@ -318,6 +319,43 @@ class ContextStore:
             spec = context_spec(turbo, config)
             context = self._look_up(self._files.partition(spec), key, turbo.model.device)
             return None if context is None else context.clone().cache(spec)
+
+    def hold_found(self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig) -> FoundContexts:
+        """Holds those contexts of exactly these tokens that are in the store, as `hold` does, and computes none.
+
+        Those for which the memory of `device_bytes` has no room beside what is held are copied, as by `find`.
+
+        Args:
+            turbo: the model.
+            token_ids: of each row, all different.
+            config: options under which they are stored.
+
+        Raises:
+            ValueError: the store belongs to another model.
+        """
+        with self._mutex:
+            spec, device, hold = context_spec(turbo, config), turbo.model.device, self._pool.hold()
+            partition = self._files.partition(spec)
+            entries: dict[int, tuple[str, str]] = {}
+            copied: dict[int, TurboKVCache] = {}
+            try:
+                for number, ids in enumerate(token_ids if partition is not None else ()):
+                    assert partition is not None
+                    row = np.array(ids, dtype=np.uint8)
+                    entry = partition.name, _key(row, len(row), int((row == turbo.codes.mask).sum()))
+                    if hold.add(entry, device):
+                        self._usage.count("device")
+                    elif (context := self._look_up(partition, entry[1], device)) is None:
+                        continue
+                    elif not (self._pool.put(entry, context, device) and hold.add(entry, device)):
+                        copied[number] = context.clone().cache(spec)
+                        continue
+                    entries[number] = entry
+                held = hold.contexts(entries.values(), spec) if entries else None
+            except BaseException:
+                hold.release()
+                raise
+            return FoundContexts(held, tuple(entries), copied)
 
     def get_or_compute(
         self,

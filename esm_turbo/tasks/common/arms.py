@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import available_bytes
+from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.tokens import TokenIds
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
@@ -92,6 +93,12 @@ def default_storage(turbo: ContextModel) -> Iterator[None]:
         encoder.turbo_config = before
 
 
+def decoding_pays(turbo: ContextModel, config: TurboConfig, tokens: float) -> bool:
+    """Whether a context that is stored under these options, and that so many tokens read, is read faster decoded."""
+    threshold = _DECODED_FROM.get(turbo.model.device.type)
+    return threshold is not None and tokens >= threshold and config != FROZEN
+
+
 def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> TurboKVCache:
     """A context for many tokens that read it: decoded to full precision if that pays and memory permits.
 
@@ -99,8 +106,9 @@ def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> Tu
         cache: of any rows.
         tokens: number of tokens that will read it, in all batches together.
     """
-    encoder, threshold = turbo.model.base_model, _DECODED_FROM.get(turbo.model.device.type)
-    if threshold is None or tokens < threshold * cache.batch_size or cache.config == FROZEN:
+    encoder = turbo.model.base_model
+    # Contexts of a pool are there to be read as they are stored.
+    if isinstance(cache, PooledContexts) or not decoding_pays(turbo, cache.config, tokens / cache.batch_size):
         return cache
     free = available_bytes(encoder.device)
     stored = cache.batch_size * cache.columns
@@ -157,6 +165,30 @@ class ReadableSource(ContextSource, Protocol):
 
     def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
         """The context of exactly these tokens if it is there; called from other threads, too."""
+
+
+class FoundContexts(NamedTuple):
+    """Contexts that a store has, of some that it was asked for by token ids.
+
+    Attributes:
+        held: those that stay in device memory, where they are read; None if there are none.
+        rows: which of the requested ones each row of `held` is.
+        copied: the others, each a cache of one row, by their numbers among the requested ones.
+    """
+
+    held: PooledContexts | None
+    rows: tuple[int, ...]
+    copied: dict[int, TurboKVCache]
+
+
+@runtime_checkable
+class HoldingSource(Protocol):
+    """A source whose contexts can be read in place, in device memory; a `ContextStore` is one."""
+
+    def hold_found(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig, /
+    ) -> FoundContexts:
+        """The contexts of exactly these tokens that are there; called from other threads, too."""
 
 
 def prefill_ids(

@@ -1,12 +1,15 @@
 """Rows that extend the contexts of many proteins, in batches that do not end where a protein does.
 
 Contexts come in waves: as many as a part of the memory holds are computed in batches, or read from a store, which reads
-those of the next wave meanwhile. Rows of a wave that would not fill a batch by themselves share batches, in which each
-names its context; where one context has enough rows for a batch of its own, it is read as by a single protein.
+those of the next wave meanwhile. A store's contexts that few rows read stay where they are in its device memory, held
+until their wave is done; those that many rows read are copied, to be decoded. Rows of a wave that would not fill a
+batch by themselves share batches, in which each names its context; where one context has enough rows for a batch of its
+own, it is read as by a single protein.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,11 +22,14 @@ from torch import Tensor
 from esm_turbo.config import TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import available_bytes, is_out_of_memory
+from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.fasta import token_batches
 from esm_turbo.tasks.common.arms import (
+    HoldingSource,
     ReadableSource,
     as_read_fastest,
     context_config,
+    decoding_pays,
     log_probabilities,
     prefill_rows,
 )
@@ -150,11 +156,15 @@ def _predicted(
         following = next(waves, None)
         found = None if following is None else contexts.look_up(following, readers)
         held, failed = contexts.complete(wave, ready)
+        in_place = {id(one.cache): one.cache for one in ready.values() if isinstance(one.cache, PooledContexts)}
         results: dict[int, Tensor | Exception] = {}
         for number, result in _run_wave(contexts, wave, held, failed):
             results[number] = result
             advance(wave[number].count)
-        del held, ready
+        # What is read in place makes room for the contexts of later waves.
+        for cache in in_place.values():
+            cache.release()
+        del held, ready, in_place
         for number, job in enumerate(wave):
             yield job.owner, results[number]
 
@@ -197,26 +207,52 @@ class _Contexts:
             fits = min(fits, int(_SHARE * free / max(1, cache_bytes(esm, 1024, config)) * 1024))
         self.tokens_per_wave = fits
 
-    def look_up(self, wave: Sequence[Rows], readers: ThreadPoolExecutor) -> Future[dict[TokenIds, TurboKVCache]]:
+    def look_up(self, wave: Sequence[Rows], readers: ThreadPoolExecutor) -> Future[dict[TokenIds, Held]]:
         """Begin to read the contexts of a wave that are in the store."""
-        return readers.submit(self._stored, list(dict.fromkeys(job.context for job in wave)))
+        device = self.turbo.model.device
+        wanted: dict[TokenIds, int] = {}
+        for job in wave:
+            # On a device, decoded contexts are read fast only as a whole.
+            decodes = device.type == "cpu" or not job.hides
+            wanted[job.context] = wanted.get(job.context, 0) + decodes * job.count * job.width
+        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        return readers.submit(self._stored, wanted, stream)
 
-    def _stored(self, wanted: Sequence[TokenIds]) -> dict[TokenIds, TurboKVCache]:
+    def _stored(self, wanted: Mapping[TokenIds, int], stream: torch.cuda.Stream | None) -> dict[TokenIds, Held]:
+        """Contexts that are in the store, for so many tokens that may read them decoded.
+
+        Args:
+            wanted: the contexts.
+            stream: on which they are read; None on the CPU.
+        """
         if self.store is None:
             return {}
-        found = {ids: self.store.find(self.turbo, ids, self.config) for ids in wanted}
-        return {ids: cache for ids, cache in found.items() if cache is not None}
+        # Another thread has a current stream of its own.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            few, found = list[TokenIds](), dict[TokenIds, Held]()
+            if isinstance(self.store, HoldingSource):
+                few = [ids for ids, tokens in wanted.items() if not decoding_pays(self.turbo, self.config, tokens)]
+                held, rows, copied = self.store.hold_found(self.turbo, few, self.config)
+                if held is not None:
+                    found |= {few[number]: Held(held, row) for row, number in enumerate(rows)}
+                found |= {few[number]: Held(cache, 0) for number, cache in copied.items()}
+            in_place = set(few)
+            for ids in (ids for ids in wanted if ids not in in_place):
+                cache = self.store.find(self.turbo, ids, self.config)
+                if cache is not None:
+                    found[ids] = Held(cache, 0)
+            return found
 
     def complete(
-        self, wave: Sequence[Rows], ready: dict[TokenIds, TurboKVCache]
+        self, wave: Sequence[Rows], ready: dict[TokenIds, Held]
     ) -> tuple[dict[TokenIds, Held], dict[TokenIds, Exception]]:
         """Where all contexts of a wave are, with what is kept of them; and the errors of those that failed."""
         kept = {job.context: job.kept for job in wave}
         missing = [ids for ids in kept if ids not in ready]
-        held, failed = dict[TokenIds, Held](), dict[TokenIds, Exception]()
-        for ids, one in ready.items():
-            one.crop(kept[ids])
-            held[ids] = Held(one, 0)
+        held, failed = dict(ready), dict[TokenIds, Exception]()
+        for cache in {id(one.cache): one.cache for one in ready.values()}.values():
+            rows = sorted((one.row, kept[ids]) for ids, one in ready.items() if one.cache is cache)
+            cache.crop(torch.tensor([tokens for _, tokens in rows]))
 
         def run(part: Sequence[int]) -> None:
             own = [missing[index] for index in part]
@@ -246,25 +282,29 @@ def _run_wave(
 ) -> Iterator[tuple[int, Tensor | Exception]]:
     """The predictions of each job, by its number in the wave, or the error if memory does not suffice."""
     turbo, budget = contexts.turbo, contexts.toks_per_batch
-    ready = [number for number, job in enumerate(jobs) if job.context in held]
-    joined = [number for number in ready if jobs[number].count * jobs[number].width < budget]
-    joined = joined if len({jobs[number].context for number in joined}) > 1 else []
+    few = [n for n, job in enumerate(jobs) if job.context in held and job.count * job.width < budget]
+    # What is read in place cannot be in one cache with anything else.
+    groups: dict[bool, list[int]] = {True: [], False: []}
+    for number in few:
+        groups[isinstance(held[jobs[number].context].cache, PooledContexts)].append(number)
+    shared = [group for group in groups.values() if len({jobs[number].context for number in group}) > 1]
+    joined = {number for group in shared for number in group}
     for number, job in enumerate(jobs):
         if job.context in failed:
             yield number, failed[job.context]
         elif number not in joined:
             yield number, _run_alone(turbo, job, held[job.context], budget)
-    if not joined:
-        return
-    own = [jobs[number] for number in joined]
-    try:
-        yield from zip(joined, _run_joined(turbo, own, held, budget), strict=True)
-        return
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    for number in joined:
-        yield number, _run_alone(turbo, jobs[number], held[jobs[number].context], budget)
+    for group in shared:
+        try:
+            found = _run_joined(turbo, [jobs[number] for number in group], held, budget)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        else:
+            yield from zip(group, found, strict=True)
+            continue
+        for number in group:
+            yield number, _run_alone(turbo, jobs[number], held[jobs[number].context], budget)
 
 
 def _run_alone(turbo: ContextModel, job: Rows, held: Held, budget: int) -> Tensor | Exception:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo import TurboConfig, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
 from esm_turbo.tasks.common import waves
 from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows
 
@@ -88,6 +90,33 @@ def test_contexts_of_the_next_wave_are_read_while_others_run(turbo: TurboEsm) ->
     for (_, one), (_, other) in zip(first, again, strict=True):
         assert isinstance(one, list) and isinstance(other, list)
         assert torch.equal(one[0], other[0])
+
+
+def test_the_next_wave_is_in_device_memory_before_the_first_is_done(
+    turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [values for _, values in predict_rows(turbo, jobs(turbo), "turbo", 4096)]
+    with ContextStore(tmp_path / "store") as store:
+        list(predict_rows(turbo, jobs(turbo), "turbo", 11, store=store))
+    store, original = ContextStore(tmp_path / "store"), waves.log_probabilities
+    seen: list[int] = []
+
+    def waiting(*arguments: Any, **options: Any) -> Tensor:
+        until = time.monotonic() + 60
+        while store.info()["memory"]["device"]["contexts"] < 4 and time.monotonic() < until:
+            time.sleep(0.01)
+        seen.append(store.info()["memory"]["device"]["contexts"])
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(waves, "log_probabilities", waiting)
+    # 21 tokens each, 4 batches of 11: two in a wave.
+    found = predict_rows(turbo, jobs(turbo), "turbo", 11, store=store)
+    first = next(found)
+    assert seen[0] == 4
+    for one, (_, other) in zip(expected, [first, *found], strict=True):
+        assert isinstance(one, list) and isinstance(other, list)
+        torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-4)
+    assert store.info()["memory"]["device"]["held"] == 0
 
 
 def test_a_batch_that_does_not_fit_runs_protein_by_protein(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
