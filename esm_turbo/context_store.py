@@ -103,7 +103,7 @@ class ContextStore:
     Args:
         folder: of a store; a new or empty one becomes a store with the first context.
         host_bytes: host memory for contexts in bytes, pinned if the model is on a CUDA device; 0 keeps none.
-        device_bytes: device memory for contexts in bytes; 0 keeps none. On the CPU only `hold` uses it.
+        device_bytes: device memory for contexts in bytes; 0 keeps none. On the CPU only `hold` and `hold_found` use it.
         lock_timeout: seconds to wait for another process that is writing; and for one that computes what is wanted,
             before it is computed here too.
         read_only: compute missing contexts, but do not write them.
