@@ -8,6 +8,7 @@
 #   PYTEST_ARGS  more arguments of pytest                                     make test PYTEST_ARGS="-k cache -x"
 #   JOBS         processes of `make results` and `make attack`                make results JOBS=16
 #   SECONDS, SEED  of `make attack`                                           make attack SECONDS=600 SEED=7
+#   KILLS, SEED    of `make kills`                                            make kills KILLS=50
 # pip reads its own variables. On Linux the package index serves torch with CUDA; for the CPU build set
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 
@@ -17,6 +18,7 @@ PYTEST_ARGS ?=
 JOBS ?= 2
 SECONDS ?= 3600
 SEED ?= 0
+KILLS ?= 200
 
 VENV := .venv
 VENV_OLDEST := .venv-oldest
@@ -45,7 +47,7 @@ NOTEBOOKS = $(wildcard notebooks/*.ipynb)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps test-browser attack lint format types docs notebooks results clean
+.PHONY: help demo test test-portable test-oldest test-interpreter test-docs test-gpu test-mps test-browser attack kills lint format types docs notebooks results clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -80,6 +82,9 @@ test-browser: $(VENV)/.installed-browser  ## drive the page of `esm-turbo serve`
 
 attack: $(VENV)/.installed-dev  ## attack the command line and the library for SECONDS, with SEED
 	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.attack --seconds $(SECONDS) --seed $(SEED) --workers $(JOBS)
+
+kills: $(VENV)/.installed-dev  ## kill workers, shards, actors and drivers of runs until KILLS have died
+	$(SINGLE_THREADED) $(VENV)/bin/python -m benchmarks.attack.campaign --kills $(KILLS) --seed $(SEED)
 
 lint: $(VENV)/.installed-dev  ## ruff (rules and format), and the direction of imports
 	$(VENV)/bin/ruff check .

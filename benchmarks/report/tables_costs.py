@@ -65,7 +65,11 @@ def cost_tiers() -> str:
 def cost_rates() -> str:
     """The measured rates, by name of their rows."""
     rows = [
-        [name, _figure(rate), f"{rate.what}; `benchmarks/results/{rate.file}.jsonl`, commit {_commit(rate)}"]
+        [
+            name,
+            _figure(rate),
+            f"{rate.what}; `benchmarks/results/{rate.file}.jsonl`, commit {_commit(rate)}{_load(rate)}",
+        ]
         for name, rate in rates().items()
     ]
     return table(["used for", "measured", "row"], rows)
@@ -106,6 +110,12 @@ def _bytes(size: float) -> str:
             break
         size /= 1000
     return f"{size:,.0f} {unit}" if size >= 100 else f"{size:.1f} {unit}"
+
+
+def _load(rate: Rate) -> str:
+    """That the machine of a measurement did other work; empty if it did not."""
+    load, cores = rate.record["figures"]["load_average_before"], rate.record["environment"]["cores"]
+    return f"; the machine had a load of {load:.0f} on {cores} cores" if load > cores else ""
 
 
 def _commit(rate: Rate) -> str:

@@ -74,4 +74,4 @@ def _model(figures: dict[str, Any]) -> str:
     return f"random weights, {layers} layers of {hidden_size:,} in {heads} heads"
 
 
-TABLES = {"devices": devices}
+TABLES = {"devices": devices, "kills": kills}
