@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from esm_turbo.evaluate import Evaluation
     from esm_turbo.evaluate.presets import Presets
     from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
     from esm_turbo.tasks.common.options import Arm, MarginalMethod, Place, UnmaskingOrder
     from esm_turbo.tasks.common.progress import Progress
@@ -177,17 +178,25 @@ class TurboEsm(ContextModel):
         overlap: int | None = None,
         memory: int | None = None,
         store: ContextStore | None = None,
+        devices: Devices | None = None,
     ) -> list[ProteinEmbedding]:
         """Embed proteins as `esm-extract` does.
 
-        The arguments are those of `tasks.embedding.embed.embed`. If any of `window`, `overlap` and `memory` is given,
-        proteins longer than `window` run window by window, in memory that does not grow with their length; see
-        `tasks.embedding.windows.Windows.of`.
+        The arguments are those of `tasks.embedding.embed.embed`, and `devices` as for `score_pairs`. If any of
+        `window`, `overlap` and `memory` is given, proteins longer than `window` run window by window, in memory that
+        does not grow with their length; see `tasks.embedding.windows.Windows.of`.
         """
         from esm_turbo.tasks.embedding.embed import embed
         from esm_turbo.tasks.embedding.windows import Windows
 
         windows = Windows.of(window, overlap, memory)
+        if devices is not None:
+            from esm_turbo.parallel.calls import embed_on
+            from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+
+            include = [*([include] if isinstance(include, str) else include), *(["cache"] if return_cache else [])]
+            request = EmbeddingRequest.of(self, repr_layers, include, windows, store)
+            return embed_on(self, devices, as_list(sequences), request, toks_per_batch)
         return embed(self, as_list(sequences), repr_layers, include, toks_per_batch, return_cache, windows, store)
 
     def generate(
@@ -325,14 +334,22 @@ class TurboEsm(ContextModel):
         toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,
+        devices: Devices | None = None,
     ) -> PairScores:
         """Score candidates on many targets, in batches filled across targets.
 
-        The arguments are those of `tasks.scoring.pairs.score_pairs`.
+        The arguments are those of `tasks.scoring.pairs.score_pairs`; with `devices`, copies of this model share the
+        work in processes of their own: "all" CUDA devices, a list of names such as `["cuda:0", "cuda:1"]` or
+        `["cpu", "cpu"]`, or `Workers` that run already. Scripts then need `if __name__ == "__main__":`.
         """
         from esm_turbo.tasks.scoring.pairs import score_pairs
 
-        return score_pairs(
+        call: Callable[..., PairScores] = score_pairs
+        if devices is not None:
+            from esm_turbo.parallel.calls import score_pairs_on
+
+            call = functools.partial(score_pairs_on, devices=devices)
+        return call(
             self,
             targets,
             candidates,
@@ -387,14 +404,20 @@ class TurboEsm(ContextModel):
         toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,
+        devices: Devices | None = None,
     ) -> ManyVariantScores:
         """Score substitutions in many proteins, in batches filled across proteins.
 
-        The arguments are those of `tasks.variants.many.score_many_variants`.
+        The arguments are those of `tasks.variants.many.score_many_variants`, and `devices` as for `score_pairs`.
         """
         from esm_turbo.tasks.variants.many import score_many_variants
 
-        return score_many_variants(
+        call: Callable[..., ManyVariantScores] = score_many_variants
+        if devices is not None:
+            from esm_turbo.parallel.calls import score_many_variants_on
+
+            call = functools.partial(score_many_variants_on, devices=devices)
+        return call(
             self,
             wild_types,
             variants,

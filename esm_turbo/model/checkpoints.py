@@ -64,6 +64,10 @@ class CheckpointMixin(WithoutRecorders):
     key_mapping: ClassVar[Mapping[str, str]] = {}
     config: PreTrainedConfig
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[misc]
+        _let_record(type(self), self.config)
+
     @classmethod
     def check_fields(cls, fields: Mapping[str, Any], source: object) -> None:
         """Check what a config.json says, beyond `deciding_fields`, before anything is loaded.
@@ -234,6 +238,20 @@ class CheckpointMixin(WithoutRecorders):
         state = dict(kwargs.pop("state_dict", None) or self.state_dict())  # type: ignore[attr-defined]
         kwargs.setdefault("save_original_format", False)
         super().save_pretrained(save_directory, state_dict=self.state_to_save(state), **kwargs)  # type: ignore[misc]
+
+
+_RECORDED = set[type[CheckpointMixin]]()
+
+
+def _let_record(kind: type[CheckpointMixin], config: PreTrainedConfig) -> None:
+    """Let transformers record the hidden states of models of a class, also in a process that has unpickled them only.
+
+    It does so for classes of which it has made a model, and else returns none without an error.
+    """
+    if kind not in _RECORDED:
+        with torch.device("meta"):
+            kind(copy.deepcopy(config))  # type: ignore[call-arg]
+        _RECORDED.add(kind)
 
 
 def _check_num_layers(folder: str | os.PathLike[str], fields: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import multiprocessing
 import pickle
@@ -62,13 +63,20 @@ class Workers:
 
     @classmethod
     def of(cls, turbo: ContextModel, devices: Sequence[str], *, threads: int = 1) -> Self:
-        """Workers with copies of a model, which is sent to them.
+        """Workers with copies of a model, which is sent to them through host memory.
 
         Args:
-            turbo: the model, on the CPU.
+            turbo: the model, on one device.
             devices: see above, as are `threads`.
+
+        Raises:
+            ValueError: there are no devices, or the model lies on several.
         """
-        return cls(_Copies(pickle.dumps(turbo)), devices, threads=threads)
+        if turbo.model.base_model.is_spread:
+            raise ValueError("the model lies on several devices: its copies would, too; load it on one, device='cpu'")
+        buffer = io.BytesIO()
+        _HostPickler(buffer).dump(turbo)
+        return cls(_Copies(buffer.getvalue()), devices, threads=threads)
 
     def __enter__(self) -> Self:
         return self
@@ -188,6 +196,19 @@ class Workers:
                 _log.warning("%s", text)
             else:
                 warnings.warn(text, category, stacklevel=4)
+
+
+class _HostPickler(pickle.Pickler):
+    """Pickles tensors as those of the CPU, and views without what else lies in their storage."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        import torch
+
+        if type(obj) is not torch.Tensor:
+            return NotImplemented
+        if obj.device.type == "cpu" and obj.untyped_storage().nbytes() == obj.nbytes:
+            return NotImplemented
+        return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
 class _Copies:

@@ -18,6 +18,7 @@ from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.model import spread
 from esm_turbo.model.packed_encoder import Packing, attention_of_rows
 from esm_turbo.ops import torch_encoder
+from esm_turbo.parallel.workers import Workers
 from tests.helpers.models import make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
 
@@ -147,6 +148,11 @@ def test_a_store_serves_both(one: TurboEsm, spread_out: TurboEsm, tmp_path: Path
             store.hold(spread_out, SEQUENCES) as held,
         ):
             spread_out.model.base_model(torch.tensor([[5]]), past_key_values=held, context_index=[0])
+
+
+def test_copies_in_other_processes_are_refused(spread_out: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="the model lies on several devices: its copies would, too; load it on one"):
+        Workers.of(spread_out, ["cpu"])
 
 
 def test_packed_rows_follow_the_layers(one: TurboEsm, spread_out: TurboEsm) -> None:

@@ -392,6 +392,7 @@ def _hidden_states(
         row_lengths=[length + 2 for length in lengths],
     )
     if output.hidden_states is None:
+        assert set(layers) == {last}
         return {last: output.last_hidden_state}
     return {layer: output.hidden_states[layer] for layer in layers}
 

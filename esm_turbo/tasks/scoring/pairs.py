@@ -107,10 +107,7 @@ def score_pairs(
         ValueError: a candidate is empty or has a letter that is not a residue, there are no targets, no candidates or
             not as many lists as targets, or an option is invalid.
     """
-    targets = as_list(targets, "target")
-    pairs = _pairs(targets, candidates)
-    for number, one in enumerate(pairs):
-        encode_candidates(turbo.codes, one.candidates, f" of target {number}")
+    pairs = checked_pairs(turbo, targets, candidates)
     found = dict(
         iter_scores(
             turbo,
@@ -124,9 +121,19 @@ def score_pairs(
         )
     )
     device = turbo.model.device
-    failed = {i: failure_reason(targets[i], one, device) for i, one in found.items() if isinstance(one, Exception)}
-    scores = (found[i] for i in range(len(targets)))
+    failed = {i: failure_reason(pairs[i].target, one, device) for i, one in found.items() if isinstance(one, Exception)}
+    scores = (found[i] for i in range(len(pairs)))
     return PairScores(tuple(one if isinstance(one, Scores) else None for one in scores), failed)
+
+
+def checked_pairs(
+    turbo: ContextModel, targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]
+) -> list[TargetPairs]:
+    """Targets with their candidates; the arguments, and the errors, are those of `score_pairs`."""
+    pairs = _pairs(as_list(targets, "target"), candidates)
+    for number, one in enumerate(pairs):
+        encode_candidates(turbo.codes, one.candidates, f" of target {number}")
+    return pairs
 
 
 def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]) -> list[TargetPairs]:

@@ -113,10 +113,8 @@ def score_many_variants(
     Raises:
         ValueError: there are no proteins, not as many lists as proteins, or an option is invalid.
     """
-    given = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
+    given = checked_proteins(wild_types, variants)
     residues = as_list(given, "wild_type")
-    if variants is not None and len(variants) != len(given):
-        raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {len(variants)}")
     own = repeat(None, len(given)) if variants is None else variants
     proteins = [
         WildType(sequence, names, first_position_of(one))
@@ -196,6 +194,17 @@ def _recomputed(
             yield index, error.with_traceback(None)
         else:
             yield index, scores
+
+
+def checked_proteins(
+    wild_types: Sequence[str | ProteinRecord], variants: Sequence[Sequence[str]] | None
+) -> list[str | ProteinRecord]:
+    """The proteins as a list; the arguments, and the errors, are those of `score_many_variants`."""
+    given: list[str | ProteinRecord] = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
+    as_list(given, "wild_type")
+    if variants is not None and len(variants) != len(given):
+        raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {len(variants)}")
+    return given
 
 
 class _Parsed(NamedTuple):
