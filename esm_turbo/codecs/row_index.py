@@ -22,21 +22,6 @@ class Group(NamedTuple):
     stop: int
 
 
-class Tiles(NamedTuple):
-    """Queries that a kernel processes at once: those of rows that follow each other and read the same context.
-
-    A query is a token of a row; those of all rows are numbered in order.
-
-    Attributes:
-        table: of each tile its context, its first query, and the query after its last one, int32 [tiles, 3].
-        shifts: what is added to the number of a row's query before it is divided by the queries of a tile, int32 [B];
-            the quotient is its tile.
-    """
-
-    table: Tensor
-    shifts: Tensor
-
-
 class RowIndex:
     """The context of each row of an extension, known to the host.
 
@@ -51,7 +36,7 @@ class RowIndex:
     def __init__(self, contexts: npt.NDArray[np.int64]) -> None:
         self.contexts = contexts
         self._on_device: dict[torch.device, Tensor] = {}
-        self.made: dict[tuple[int, int, torch.device], Tiles] = {}
+        self.made: dict[tuple[int, int, torch.device], Tensor] = {}
         self._of_read: dict[torch.device, tuple[RowIndex, Tensor]] = {}
 
     def grouped(
@@ -92,27 +77,34 @@ class RowIndex:
         """The largest number of rows that follow each other and read the same context."""
         return max(group.stop - group.start for group in self.groups)
 
-    def tiles(self, num_tokens: int, queries: int, device: torch.device) -> Tiles:
-        """The tiles of rows with `num_tokens` queries each, of up to `queries` in a tile; made once."""
+    def tiles(self, num_tokens: int, queries: int, device: torch.device) -> Tensor:
+        """Tiles of queries, which a kernel processes at once: those of neighbouring rows that read one context.
+
+        A query is a token of a row; those of all rows are numbered in order. Made once.
+
+        Args:
+            num_tokens: queries of each row.
+            queries: most of a tile.
+            device: of the tiles.
+
+        Returns:
+            Of each tile its context, its first query, and the query after its last one, int32 [tiles, 3].
+        """
         key = (num_tokens, queries, device)
         if key not in self.made:
-            table, shifts = self._host_tiles(num_tokens, queries)
-            both = to_device(torch.from_numpy(np.concatenate([table.ravel(), shifts])), device)
-            self.made[key] = Tiles(both[: table.size].view(-1, 3), both[table.size :])
+            self.made[key] = to_device(torch.from_numpy(self._host_tiles(num_tokens, queries)), device)
         return self.made[key]
 
-    def _host_tiles(self, num_tokens: int, queries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-        """See `Tiles`."""
+    def _host_tiles(self, num_tokens: int, queries: int) -> npt.NDArray[np.int32]:
+        """See `tiles`."""
         groups = np.array(self.groups, dtype=np.int64)
         first, end = groups[:, 1] * num_tokens, groups[:, 2] * num_tokens
         counts = -(-(end - first) // queries)
-        # Queries of a group's tiles if every tile were full: where they begin, against where they do begin.
-        shifts = np.repeat((np.cumsum(counts) - counts) * queries - first, groups[:, 2] - groups[:, 1])
         of_group = np.repeat(np.arange(len(groups)), counts)
         within = np.arange(len(of_group)) - np.repeat(np.cumsum(counts) - counts, counts)
         starts = first[of_group] + within * queries
         table = np.stack([groups[of_group, 0], starts, np.minimum(starts + queries, end[of_group])], axis=1)
-        return table.astype(np.int32), shifts.astype(np.int32)
+        return table.astype(np.int32)
 
     def of_read(self, device: torch.device) -> tuple[RowIndex, Tensor]:
         """The index into the contexts that rows read alone, in their order, and these, int64 [read]; made once."""
@@ -148,8 +140,7 @@ class StaticRowIndex(RowIndex):
         for device, tensor in self._on_device.items():
             tensor.copy_(to_device(torch.from_numpy(self.contexts), device))
         for (num_tokens, queries, device), tiles in self.made.items():
-            for tensor, values in zip(tiles, self._host_tiles(num_tokens, queries), strict=True):
-                tensor.copy_(to_device(torch.from_numpy(values), device))
+            tiles.copy_(to_device(torch.from_numpy(self._host_tiles(num_tokens, queries)), device))
 
     def grouped(
         self, device: torch.device, ranks: npt.NDArray[np.int64] | None = None
@@ -162,12 +153,12 @@ class StaticRowIndex(RowIndex):
         """The number of rows, which may all read one context."""
         return len(self)
 
-    def _host_tiles(self, num_tokens: int, queries: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    def _host_tiles(self, num_tokens: int, queries: int) -> npt.NDArray[np.int32]:
         """As many tiles as there can be; those beyond have no queries."""
-        table, shifts = super()._host_tiles(num_tokens, queries)
+        table = super()._host_tiles(num_tokens, queries)
         groups = min(len(self), self._most_contexts)
         most = (len(self) * num_tokens + groups * (queries - 1)) // queries
-        return np.pad(table, ((0, most - len(table)), (0, 0))), shifts
+        return np.pad(table, ((0, most - len(table)), (0, 0)))
 
 
 def of_rows(x: Tensor, index: RowIndex | None) -> Tensor:

@@ -71,7 +71,7 @@ def extend_attention(
         contexts, _, columns, _ = past_keys.shape
         lengths = torch.full((contexts,), columns, dtype=torch.int64, device=query.device)
         visible = context.mask
-    tiles = None if index is None else index.tiles(n, queries_per_tile(n), query.device).table
+    tiles = None if index is None else index.tiles(n, queries_per_tile(n), query.device)
     return attend_shared(query, keys, values, mask, past_keys, past_values, lengths, visible, tiles)
 
 

@@ -17,6 +17,7 @@ from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import decoded_attention, torch_ops
+from esm_turbo.ops.shares import best_shares
 from esm_turbo.ops.slabs import SlabSpec
 from esm_turbo.ops.triton_launch import (
     Options,
@@ -46,9 +47,6 @@ _PARTITION_REGISTERS = 16384
 _MAX_REGISTERS = 256
 # Assumed in the interpreter, where there are none.
 _MULTIPROCESSORS = 132
-_MAX_PARTS = 64
-# Parts that `merge` reads at a time, where there are several.
-_PARTS_AT_A_TIME = 4
 # Rows of a tensor core's operand.
 _MMA_ROWS = 16
 _SMALL_HEAD = 64
@@ -66,13 +64,11 @@ class AttentionTuning(Tuning):
 
     Attributes:
         prefetch_tiles: tiles per prefetch to the L2 cache, where groups and programs have several; 0 disables it.
-        merge_warps: warps of a program of `merge`.
-        merge_programs: rows of the extension share a program of `merge` only where this number of programs remains.
+        merge_warps: warps of a program of `merge`, for several queries.
     """
 
     prefetch_tiles: int = 2
     merge_warps: int = 4
-    merge_programs: int = 132
 
 
 DEFAULT_TUNING = AttentionTuning(warps=1, stages=3, registers=168)
@@ -150,7 +146,7 @@ def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
     tiles = index.tiles(n, _queries_at_once(most)[0], device)
     if len(index.made) > made:
         fence(device)
-    return [*tiles, contexts], most
+    return [tiles, contexts], most
 
 
 def _queries_at_once(most: int) -> tuple[int, int]:
@@ -205,8 +201,8 @@ def attend_packed(
         visible: which columns a row sees, see `pack_mask`, int32 [B, words]; None for all.
         key_specs: the `SlabSpec` of every key slab, one after the other.
         value_specs: likewise.
-        named: where rows name their contexts, the `row_index.Tiles` of the queries, and each row's context, int64 [B];
-            or empty.
+        named: where rows name their contexts, the tiles of the queries (`RowIndex.tiles`), and each row's context,
+            int64 [B]; or empty.
         most_queries: that follow each other and read the same context, if rows name theirs.
 
     Returns:
@@ -231,16 +227,17 @@ def attend_packed(
     # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
     precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
     queries, operand_rows = _queries_at_once(most_queries if named else rows)
-    tile_table, shifts, index = named or (placeholder(torch.int32, query.device),) * 3
+    tile_table, index = named or (placeholder(torch.int32, query.device),) * 2
     row_tiles = len(tile_table) if named else -(-rows // queries)
-    blocks, items = max(1, -(-columns // KEY_BLOCK)), numbered * heads * row_tiles
+    items = numbered * heads * row_tiles
     warps = tuning.warps or 1
     registers = None
     if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
         registers = tuning.registers
-    programs = tuning.programs or _concurrent_programs(query.device, warps, registers or _MAX_REGISTERS)
-    blocks_per_program = _blocks_per_program(items, blocks, programs)
-    max_parts = _max_parts(blocks, blocks_per_program)
+    programs = _concurrent_programs(query.device, warps, registers or _MAX_REGISTERS)
+    blocks, blocks_per_program, max_parts = best_shares(
+        items, -(-columns // KEY_BLOCK), tuning.programs or programs, _multiprocessors(query.device), queries == 1
+    )
     keys_spec, values_spec = _specs(tuple(key_specs)), _specs(tuple(value_specs))
     key_size, value_size = query_map.shape[2], sum(spec.size for spec in values_spec)
     count = numbered * heads * max_parts * rows
@@ -253,14 +250,12 @@ def attend_packed(
     new_mask, slot_mask = (_bytes_of(x, batch_size, query.device) for x in (mask, protected_mask))
     protected_keys = protected_values = placeholder(torch.float32, query.device)
     slots = 0
+    # Of many contexts few are read: the protected tokens of each row's are then mapped anew.
+    by_row = bool(named) and contexts > batch_size
     if protected:
-        # Of many contexts few are read: those are then mapped anew.
-        few = bool(named) and contexts > batch_size
-        exact = _inverse_transformed([x[index] for x in protected] if few else protected, inverses, means)
-        protected_keys, protected_values = (x[index] for x in exact) if named and not few else exact
+        stored = [x[index] for x in protected] if by_row else protected
+        protected_keys, protected_values = _inverse_transformed(stored, inverses, means)
         slots = protected_keys.shape[2]
-    if named and value_residual is not None:
-        value_residual = value_residual[index]
     overlap = overlaps(query.device)
     launch(
         attend_context,
@@ -294,6 +289,7 @@ def attend_packed(
         num_heads=heads,
         num_items=items,
         num_slots=protected_columns.shape[1],
+        num_blocks=blocks,
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
         has_tiles=int(bool(named)),
@@ -317,15 +313,11 @@ def attend_packed(
         OVERLAP=overlap,
     )
     output = empty_by_token(query)
-    # Rows with few new tokens share a tile, and with it the output's map, as long as enough programs remain.
-    flat = max(1, min(_MMA_ROWS // (n + slots), batch_size * heads // tuning.merge_programs)) if n < _MMA_ROWS else 0
-    many, batch_tile = not flat, max(1, flat)
-    merge_rows = 1 if batch_tile * n == 1 else _MMA_ROWS
     launch(
         merge,
-        (-(-batch_size // batch_tile), heads, -(-n // _MMA_ROWS)),
+        (items, 1, 1),
         query.device,
-        Options(tuning.merge_warps, launch_pdl=overlap),
+        Options(_merge_warps(tuning, queries, items, query.device), launch_pdl=overlap),
         query_ptr=query,
         key_ptr=keys,
         value_ptr=values,
@@ -333,7 +325,7 @@ def attend_packed(
         protected_key_ptr=protected_keys,
         protected_value_ptr=protected_values,
         protected_mask_ptr=slot_mask,
-        shift_ptr=shifts,
+        tile_ptr=tile_table,
         part_acc_ptr=part_acc,
         part_max_ptr=part_max,
         part_total_ptr=part_total,
@@ -343,26 +335,22 @@ def attend_packed(
         output_ptr=output,
         **strides(q=query, k=keys, v=values),
         stride_part=value_size,
-        batch_size=batch_size,
         num_tokens=n,
         num_rows=rows,
         num_row_tiles=row_tiles,
+        num_heads=heads,
         num_slots=slots,
         num_blocks=blocks,
         blocks_per_program=blocks_per_program,
         max_parts=max_parts,
-        queries=queries,
-        batch_tile=batch_tile,
-        own_context=int(bool(named) or not shared),
-        has_shifts=int(bool(named)),
+        has_tiles=int(bool(named)),
         has_new_mask=int(mask is not None),
         has_protected_mask=int(protected_mask is not None),
+        protected_by_row=int(by_row),
         HEAD_DIM=head_dim,
         SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=value_map.shape[1],
-        ROWS=merge_rows,
-        ROUNDS=1 if max_parts == 1 and merge_rows > 1 else _PARTS_AT_A_TIME,
-        MANY=many,
+        QUERIES=queries,
         PRECISION=precision,
         OVERLAP=overlap,
     )
@@ -442,33 +430,18 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: T
 
 
 @functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
+
+
 def _concurrent_programs(device: torch.device, warps: int, registers: int) -> int:
     """Number of programs that a device runs at the same time, given their warps and the registers of a thread."""
-    multiprocessors = _MULTIPROCESSORS
-    if device.type == "cuda":
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-    return multiprocessors * 4 * (_PARTITION_REGISTERS // (32 * registers)) // warps
+    return _multiprocessors(device) * 4 * (_PARTITION_REGISTERS // (32 * registers)) // warps
 
 
-def _blocks_per_program(items: int, blocks: int, programs: int) -> int:
-    """Number of blocks per program, equal for all programs; depends on shapes alone.
-
-    Args:
-        items: tiles of rows, of all heads and contexts.
-        blocks: per item.
-        programs: over which the blocks are distributed.
-    """
-    share = max(1, -(-items * blocks // programs))
-    while _max_parts(blocks, share) > _MAX_PARTS:
-        share += 1
-    return share
-
-
-def _max_parts(blocks: int, blocks_per_program: int) -> int:
-    """The largest number of programs that can read one item, wherever it begins."""
-    if blocks % blocks_per_program == 0 or blocks_per_program % blocks == 0:
-        return -(-blocks // blocks_per_program)
-    return -(-(blocks - 1) // blocks_per_program) + 1
+def _merge_warps(tuning: AttentionTuning, queries: int, items: int, device: torch.device) -> int:
+    """Warps of a program of `merge`: for single queries few, so that it starts while contexts are still being read."""
+    return tuning.merge_warps if queries > 1 else 2 if items <= _multiprocessors(device) else 1
 
 
 # For each tensor of stored keys: its version, and keys and values in the model's coordinates.

@@ -20,8 +20,9 @@ from esm_turbo.ops.triton_launch import capability_of, per_codec, recorded
 from esm_turbo.ops.triton_layout import key_view, value_view
 from esm_turbo.ops.variants import Variant
 
-# New tokens and columns: a single query, few and many of them; one part of a context, and several.
-_EXTENSIONS = ((1, 128), (8, 64), (8, 128), (16, 64), (16, 128))
+# Rows and new tokens: a single query of one context and of many, few queries and many of them.
+_EXTENSIONS = ((1, 1), (256, 1), (1, 8), (1, 16))
+_COLUMNS = 64
 _HALF = (torch.float16, torch.bfloat16)
 _compiling = threading.Lock()
 
@@ -100,7 +101,7 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
     angles = torch.empty(16, sizes.head_dim // 2, device=device)
     with recorded(capability) as variants:
         triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
-        qkv = _qkv(16, sizes, dtype, device)[0]
+        qkv = _qkv(1, 16, sizes, dtype, device)[0]
         if sizes.gated:
             triton_encoder.norm_rotate_(qkv, x[0], x[0], 1e-5, angles, angles, 1.0)
             triton_encoder.swiglu(x)
@@ -117,7 +118,7 @@ def cache_variants(
 ) -> list[Variant]:
     """What writing and reading caches of a codec launches."""
     with recorded(capability) as variants:
-        query, keys, values = _heads(16, sizes, dtype, device)
+        query, keys, values = _heads(1, 16, sizes, dtype, device)
         cos, sin = torch.empty(2, 1, 16, sizes.head_dim, dtype=dtype, device=device)
         triton_layer.rotate(query, keys, cos, sin, 1.0)
         triton_layer.gelu(torch.empty(16, 16, dtype=dtype, device=device))
@@ -138,13 +139,14 @@ def cache_variants(
 
 def _record_layer(codec: KVCodec, layer_idx: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> None:
     if triton_encode.can_run(codec, layer_idx):
-        _, keys, values = _heads(16, sizes, dtype, device)
+        _, keys, values = _heads(1, 16, sizes, dtype, device)
         for summarize in (True, False):
             triton_encode.encode(codec, layer_idx, keys, values, summarize=summarize)
     if triton_attention.can_run(codec):
-        for n, columns in _EXTENSIONS:
-            context = _empty_context(codec, layer_idx, columns, device)
-            triton_attention.extend_attention(*_heads(n, sizes, dtype, device), None, context, codec, layer_idx)
+        for rows, n in _EXTENSIONS:
+            context = _empty_context(codec, layer_idx, rows, device)
+            new = _heads(rows, n, sizes, dtype, device)
+            triton_attention.extend_attention(*new, None, context, codec, layer_idx)
 
 
 def _distinct_layers(codec: KVCodec) -> list[int]:
@@ -156,24 +158,24 @@ def _distinct_layers(codec: KVCodec) -> list[int]:
     return list(first.values())
 
 
-def _qkv(n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Queries, keys and values as a fused projection leaves them, [1, n, 3, heads, head_dim]."""
-    return torch.empty(1, n, 3, sizes.heads, sizes.head_dim, dtype=dtype, device=device)
+def _qkv(rows: int, n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Queries, keys and values as a fused projection leaves them, [rows, n, 3, heads, head_dim]."""
+    return torch.empty(rows, n, 3, sizes.heads, sizes.head_dim, dtype=dtype, device=device)
 
 
-def _heads(n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, [1, heads, n, head_dim] each."""
-    query, keys, values = _qkv(n, sizes, dtype, device).permute(2, 0, 3, 1, 4)
+def _heads(rows: int, n: int, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The same, [rows, heads, n, head_dim] each."""
+    query, keys, values = _qkv(rows, n, sizes, dtype, device).permute(2, 0, 3, 1, 4)
     return query, keys, values
 
 
-def _empty_context(codec: KVCodec, layer_idx: int, columns: int, device: torch.device) -> PackedContext:
+def _empty_context(codec: KVCodec, layer_idx: int, rows: int, device: torch.device) -> PackedContext:
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
     packed = {}
     for kind in ("key", "value"):
         for slab in codec.field_slabs(layer_idx, kind):
             num_bytes = len(slab.components) * slab.bits // 8
-            packed[slab.name] = torch.empty(1, heads, columns, num_bytes, dtype=torch.uint8, device=device)
-    residual = torch.empty(1, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
-    rows = dict.fromkeys(("key_residual", "value_residual"), residual) if isinstance(codec, TurboCodec) else {}
-    return PackedContext(packed, None, {}, None, rows)
+            packed[slab.name] = torch.empty(rows, heads, _COLUMNS, num_bytes, dtype=torch.uint8, device=device)
+    residual = torch.empty(rows, heads, 1, head_dim, dtype=torch.bfloat16, device=device)
+    residuals = dict.fromkeys(("key_residual", "value_residual"), residual) if isinstance(codec, TurboCodec) else {}
+    return PackedContext(packed, None, {}, None, residuals)

@@ -37,20 +37,19 @@ def test_grouped_rows_keep_their_contexts(contexts: list[int]) -> None:
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=9), st.integers(1, 40), st.sampled_from([1, 8, 16]))
 def test_tiles_cover_every_query_once(contexts: list[int], num_tokens: int, queries: int) -> None:
-    """No tile crosses from one context to the next, and rows find theirs by their shifts."""
+    """No tile crosses from one context to the next."""
     index, _ = RowIndex(np.array(contexts)).grouped(CPU)
-    table, shifts = index.tiles(num_tokens, queries, CPU)
-    assert (table.dtype, shifts.dtype) == (torch.int32, torch.int32)
+    table = index.tiles(num_tokens, queries, CPU)
+    assert table.dtype == torch.int32
     seen = []
-    for number, (context, first, end) in enumerate(table.tolist()):
+    for context, first, end in table.tolist():
         assert 0 < end - first <= queries
         for query in range(first, end):
             row = query // num_tokens
             assert index.contexts[row] == context
-            assert (query + int(shifts[row])) // queries == number
             seen.append(query)
     assert seen == list(range(len(contexts) * num_tokens))
-    assert index.tiles(num_tokens, queries, CPU).table is table
+    assert index.tiles(num_tokens, queries, CPU) is table
     of_read, read = index.of_read(CPU)
     assert read.tolist() == sorted(set(contexts))
     assert read[torch.from_numpy(of_read.contexts)].tolist() == index.contexts.tolist()
@@ -68,12 +67,11 @@ def test_a_static_index_keeps_its_tensors(loads: list[list[int]], num_tokens: in
         static.load(index)
         padded = RowIndex(np.array([*index.contexts, *[index.contexts[-1]] * (6 - len(contexts))]))
         expected = padded.tiles(num_tokens, 8, CPU)
-        count = len(expected.table)
-        assert torch.equal(tiles.table[:count], expected.table)
-        assert not tiles.table[count:].any()
-        assert torch.equal(tiles.shifts, expected.shifts)
+        count = len(expected)
+        assert torch.equal(tiles[:count], expected)
+        assert not tiles[count:].any()
         assert on.tolist() == padded.contexts.tolist()
-        assert static.tiles(num_tokens, 8, CPU).table is tiles.table
+        assert static.tiles(num_tokens, 8, CPU) is tiles
         assert static.on(CPU) is on
         assert (static.most_rows, static.groups) == (6, padded.groups)
 

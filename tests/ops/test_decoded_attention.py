@@ -100,7 +100,7 @@ def case_of_shared(
     hidden = (torch.rand(visible, columns, generator=generator) < 0.6).to(device) if visible else None
     tiles = None
     if index is not None:
-        tiles = RowIndex(np.array(index)).tiles(n, decoded_attention.queries_per_tile(n), torch.device(device)).table
+        tiles = RowIndex(np.array(index)).tiles(n, decoded_attention.queries_per_tile(n), torch.device(device))
     new = [x.to(device, dtype) for x in (query, keys, values)]
     past = [x.to(device, dtype) for x in past]
     return [*new, mask.to(device), *past, torch.tensor(lengths, device=device), hidden, tiles]

@@ -12,8 +12,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from esm_turbo import TurboConfig
@@ -23,6 +21,7 @@ from esm_turbo.codecs.row_index import StaticRowIndex
 from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import torch_ops, triton_attention
+from esm_turbo.ops.shares import Shares
 from esm_turbo.ops.triton_attention import pack_mask
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, make_case
@@ -349,15 +348,16 @@ def test_many_blocks_by_any_number_of_programs(
     assert_close(attend(case, codec), case.expected())
 
 
-@given(items=st.integers(1, 300), blocks=st.integers(1, 600), programs=st.integers(1, 3000))
-def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int) -> None:
-    share = triton_attention._blocks_per_program(items, blocks, programs)
-    max_parts = triton_attention._max_parts(blocks, share)
-    assert 1 <= max_parts <= 64
-    assert share >= 1
-    for item in range(items):
-        first, last = item * blocks // share, ((item + 1) * blocks - 1) // share
-        assert last - first + 1 <= max_parts
+@on_devices("n", cpu=[1, 3], gpu=[1, 3, 16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_programs_count_blocks_beyond_the_contexts(
+    monkeypatch: pytest.MonkeyPatch, device: str, n: int, masked: bool
+) -> None:
+    """Three blocks as four, of which each program reads two: none reads two contexts."""
+    monkeypatch.setattr(triton_attention, "best_shares", lambda *_: Shares.of(4, 2))
+    codec = codec_of("turbo3", 16)
+    case = make_case(codec, n=n, columns=190, lengths=(190, 65), slots=1, masked=masked, device=device)
+    assert_close(attend(case, codec), case.expected())
 
 
 @on_devices(

@@ -29,6 +29,8 @@ from esm_turbo.ops.kernels.queries import (
     load_query_maps,
     load_scaled_queries,
     map_queries,
+    read_tile,
+    row_and_token,
     split_in_two,
 )
 
@@ -161,6 +163,7 @@ def attend_context(
     num_heads,
     num_items,
     num_slots,
+    num_blocks,
     blocks_per_program,
     max_parts,
     has_tiles,
@@ -193,8 +196,9 @@ def attend_context(
         acc   = sum_c 2^(s_c - max) v_c
 
     Grid: (programs,). A row is a query of a context: one token of one row of the extension. An item is a tile of rows
-    of one head of one context. The blocks of all items, in order, are distributed in runs of `blocks_per_program`: a
-    program reads the end of one item and the beginning of the next, a part of one item, or several items.
+    of one head of one context, of which `num_blocks` are counted, some perhaps beyond its end. The blocks of all items,
+    in order, are distributed in runs of `blocks_per_program`: a program reads the end of one item and the beginning of
+    the next, a part of one item, or several items.
 
     QUERIES (a power of two up to ROWS, which is 8 or 16) are processed at once. Operands hold each query in
     `ROWS / QUERIES` rows, one for each tile of a group. The tiles of a group are multiplied one after the other, and
@@ -209,16 +213,15 @@ def attend_context(
     The words of PREFETCH_TILES tiles at a time are prefetched to the L2 cache (0: none). With OVERLAP, the first tiles
     are prefetched while the preceding kernel may still run.
     """
-    blocks = tl.maximum(tl.cdiv(num_columns, TILES_PER_BLOCK * T), 1)
     first_block = tl.program_id(0) * blocks_per_program
-    last_block = tl.minimum(first_block + blocks_per_program, num_items * blocks)
+    last_block = tl.minimum(first_block + blocks_per_program, num_items * num_blocks)
     opaque_one = tl.minimum(num_columns, 1)
     copies: tl.constexpr = ROWS // QUERIES
     # The other dimension of an operand with few columns, of which two are used.
     parts: tl.constexpr = 24 - ROWS
     i = tl.arange(0, ROWS)
-    item = first_block // blocks
-    item_start = item * blocks
+    item = first_block // num_blocks
+    item_start = item * num_blocks
     part = tl.program_id(0) - item_start // blocks_per_program
     row_tile = item % num_row_tiles
     head = item // num_row_tiles % num_heads
@@ -233,16 +236,14 @@ def attend_context(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
-    for first_of_item in tl.range(item_start, last_block, blocks, num_stages=1):
-        # Without a table nothing is loaded, and nothing waited for.
-        read = tl.load(tile_ptr + row_tile * 3, mask=has_tiles != 0, other=context)
-        first_query = tl.load(tile_ptr + row_tile * 3 + 1, mask=has_tiles != 0, other=row_tile * QUERIES)
-        end_query = tl.load(tile_ptr + row_tile * 3 + 2, mask=has_tiles != 0, other=num_rows)
+    for first_of_item in tl.range(item_start, last_block, num_blocks, num_stages=1):
+        read, first_query, end_query = read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, QUERIES)
         context_head = (read * num_heads + head).to(tl.int64)
         # A tile without queries reads nothing.
         length = tl.load(length_ptr + read, mask=first_query < end_query, other=0).to(tl.int32)
+        length = tl.minimum(length, num_columns)
         first_tile = tl.maximum(first_block - first_of_item, 0) * TILES_PER_BLOCK
-        end_tile = tl.minimum(tl.minimum(last_block - first_of_item, blocks) * TILES_PER_BLOCK, tl.cdiv(length, T))
+        end_tile = tl.minimum(tl.minimum(last_block - first_of_item, num_blocks) * TILES_PER_BLOCK, tl.cdiv(length, T))
         # The slabs first, because their loads take longest.
         slab_row = context_head * slab_columns
         first_start = tile_start(first_tile, num_columns, T)
@@ -255,8 +256,8 @@ def attend_context(
 
         row = first_query + i % QUERIES
         in_rows = row < end_query
-        batch = context + row // num_tokens
-        token = row % num_tokens
+        batch, token = row_and_token(row, num_tokens, QUERIES)
+        batch += context
         map_scale = tl.load(map_scale_ptr + head)
         maps = load_query_maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
         field_biases = load_field_biases(field_bias_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
@@ -327,7 +328,8 @@ def attend_context(
                 scores = scored[0]
                 key_words = scored[1:]
             else:
-                scores = tl.zeros((ROWS, T), tl.float32)
+                # Rows of tiles that do not exist stay invisible.
+                scores = tl.full((ROWS, T), float("-inf"), tl.float32)
                 tile = begin
                 while tile < end:
                     if PREFETCH_TILES > 0 and (tile - begin) % PREFETCH_TILES == 0:
@@ -342,9 +344,9 @@ def attend_context(
                     key_words = scored[1:]
                     tile += 1
             # Most groups are entirely visible and skip the mask.
-            partial = (begin + copies > end_tile) | ((begin + copies) * T > length)
+            partial = end * T > length
             for slot in tl.static_range(SLOTS):
-                partial = partial | ((protected[slot] >= begin * T) & (protected[slot] < (begin + copies) * T))
+                partial = partial | ((protected[slot] >= begin * T) & (protected[slot] < end * T))
             if (has_mask != 0) | partial:
                 # Not visible are rows beyond the last query and tiles from `end` on, columns that belong to an earlier
                 # tile (the last one is loaded from the context's last columns) or lie beyond the length, protected ones
@@ -356,7 +358,8 @@ def attend_context(
                     visible = visible & (column != protected[slot])
                 # A row's bits are one or two words, which take fewer registers than a byte of each column would.
                 first_word = own_tile * T // 32
-                word_ptrs = mask_ptr + batch.to(tl.int64) * (blocks * (TILES_PER_BLOCK * T // 32)) + first_word
+                row_words = tl.cdiv(num_columns, TILES_PER_BLOCK * T) * (TILES_PER_BLOCK * T // 32)
+                word_ptrs = mask_ptr + batch.to(tl.int64) * row_words + first_word
                 is_masked = in_rows & (own_tile < end) & (has_mask != 0)
                 bit = column - first_word[:, None] * 32
                 word = tl.load(word_ptrs, mask=is_masked, other=-1)[:, None]

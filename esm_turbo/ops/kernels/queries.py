@@ -14,6 +14,28 @@ from esm_turbo.ops.kernels.products import as_lhs, dot, pairs_to_quads, slab_zer
 
 
 @triton.jit
+def read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, QUERIES: tl.constexpr):
+    """The context that a tile of queries reads, its first query, and the query after its last one.
+
+    Without a table nothing is loaded, and nothing waited for.
+    """
+    tile_ptr += row_tile * 3
+    read = tl.load(tile_ptr, mask=has_tiles != 0, other=context)
+    first = tl.load(tile_ptr + 1, mask=has_tiles != 0, other=row_tile * QUERIES)
+    end = tl.load(tile_ptr + 2, mask=has_tiles != 0, other=num_rows)
+    return read, first, end
+
+
+@triton.jit
+def row_and_token(query, num_tokens, QUERIES: tl.constexpr):
+    """The row of the extension that a query belongs to, and its number there; a single query is its row's only one."""
+    if QUERIES == 1:
+        return query, query * 0
+    else:
+        return query // num_tokens, query % num_tokens
+
+
+@triton.jit
 def floor_power_of_two(x):
     """The largest power of two that is at most x: x with its mantissa cleared. 0 for subnormal x."""
     return (x.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)

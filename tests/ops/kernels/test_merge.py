@@ -1,6 +1,6 @@
-"""The kernel that combines a context with the new tokens: rows that share a tile, and rows that do not see a side.
+"""Parts of a context and new tokens are combined: rows that share a tile, and rows that do not see a side.
 
-`tests/ops/test_triton_attention.py` tests it together with the kernel that reads contexts.
+`tests/ops/test_triton_attention.py` tests the whole kernel.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tests.ops.test_triton_attention import PRESETS, assert_close, attend, tune
     cpu=[(20, 1), (3, 7)],
     gpu=[(1, 1), (2, 1), (5, 1), (20, 1), (3, 7), (300, 2)],
 )
-@pytest.mark.parametrize("merge_programs", [1, 264])
+@pytest.mark.parametrize("programs", [1, 5, 264])
 def test_masks_of_every_row_over_a_shared_context(
-    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, programs: int
 ) -> None:
-    tune(monkeypatch, merge_programs=merge_programs)
+    tune(monkeypatch, programs=programs)
     codec = codec_of("turbo2", 24)
     case = make_case(codec, batch=batch, shared=True, n=n, slots=2, masked=True, device=device)
     assert_close(attend(case, codec), case.expected())
 
 
 @on_devices("batch, n", cpu=[(20, 1), (7, 5)], gpu=[(20, 1), (7, 5), (64, 3), (5, 17)])
-@pytest.mark.parametrize("merge_programs", [1, 30])
+@pytest.mark.parametrize("programs", [1, 30])
 def test_many_rows_with_separate_contexts(
-    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, merge_programs: int
+    monkeypatch: pytest.MonkeyPatch, device: str, batch: int, n: int, programs: int
 ) -> None:
     """Rows that share a tile of `merge`, whether it is full or not, do not see each other's tokens."""
-    tune(monkeypatch, merge_programs=merge_programs)
+    tune(monkeypatch, programs=programs)
     codec = codec_of("turbo2", 24)
     lengths = tuple(70 - 3 * row % 69 for row in range(batch))
     case = make_case(codec, batch=batch, n=n, slots=2, masked=True, lengths=lengths, device=device)

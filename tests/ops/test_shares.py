@@ -1,0 +1,54 @@
+"""How blocks of contexts are distributed over programs."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esm_turbo.ops.shares import best_shares
+
+
+@given(items=st.integers(1, 300), blocks=st.integers(0, 600), programs=st.integers(1, 3000), single=st.booleans())
+def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int, single: bool) -> None:
+    shares = best_shares(items, blocks, programs, 132, single)
+    assert shares.blocks >= max(1, blocks)
+    assert 1 <= shares.max_parts <= 64
+    count = shares.programs(items)
+    assert count <= programs
+    starts = [0] * count
+    for item in range(items):
+        first, last = item * shares.blocks // shares.per_program, ((item + 1) * shares.blocks - 1) // shares.per_program
+        assert last - first + 1 <= shares.max_parts
+        for program in range(first, last + 1):
+            starts[program] += 1
+    assert min(starts) >= 1
+    assert max(starts) <= shares.starts
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "blocks", "per_program"),
+    [
+        (64, 1024, 16, 16),
+        (64, 4096, 64, 52),
+        (8, 4096, 64, 8),
+        (1, 1024, 16, 1),
+        (64, 800, 13, 13),
+        (8, 1000, 16, 4),
+        (200, 512, 8, 21),
+        (1, 0, 1, 1),
+    ],
+)
+def test_shares_of_twenty_heads(rows: int, columns: int, blocks: int, per_program: int) -> None:
+    """Whole contexts or equal parts of them, or ends and beginnings of two, where that keeps more programs busy."""
+    shares = best_shares(20 * rows, -(-columns // 64), 1584, 132, True)
+    assert shares[:2] == (blocks, per_program)
+
+
+def test_more_blocks_are_counted_than_there_are_if_no_program_then_reads_two_items() -> None:
+    shares = best_shares(100, 13, 300, 132, True)
+    assert shares == (15, 5, 3)
+    assert shares.starts == 1
+    assert shares.programs(100) == 300
+    # Several queries are distributed evenly.
+    assert best_shares(100, 13, 300, 132, False) == (13, 5, 4)
