@@ -188,15 +188,19 @@ def settle(model: Any) -> None:
         ValueError: weights lie on no device.
     """
     refuse_offloaded(model.named_parameters())
+    if hasattr(model, "hf_device_map"):
+        from accelerate.hooks import remove_hook_from_submodules
+
+        remove_hook_from_submodules(model)
+        for module in model.modules():
+            # What is left is the forward of its class, but looks like another one.
+            if getattr(module.__dict__.get("forward"), "__func__", None) is type(module).forward:
+                del module.forward
     layers = list(_layer_names(model))
     devices = {next(model.get_submodule(name).parameters()).device for name in layers}
     home = next(model.parameters()).device
     if devices == {home}:
         return
-    if importlib.util.find_spec("accelerate") is not None:
-        from accelerate.hooks import remove_hook_from_submodules
-
-        remove_hook_from_submodules(model)
     for name in _beside_layers(model, layers):
         _bring(model.get_submodule(name), home)
     for name in (*layers, *_beside_layers(model, layers)):

@@ -232,7 +232,12 @@ def test_the_hooks_of_accelerate_compute_the_same() -> None:
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
         found = model(ids, mask, use_cache=True)
         assert model.esm._plain_addresses() is None
+        # Where a model was loaded, they are not left behind.
+        spread.settle(model)
+        assert model.esm._plain_addresses() is not None and not {"to", "forward"} & model.__dict__.keys()
+        again = model(ids, mask, use_cache=True)
     torch.testing.assert_close(found.logits, expected.logits, **EXACTLY)
+    torch.testing.assert_close(again.logits, expected.logits, **EXACTLY)
 
 
 def _plan(device_map: Any, max_memory: Any = None) -> dict[str, str]:
