@@ -26,10 +26,8 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 TOKENS_PER_PIECE = 2**17
-"""Tokens that a piece of a screen runs at most, but for a record that runs more: what a run that is stopped loses.
-
-Seconds on a fast GPU, where it is four batches, and some ten seconds for a small model on a CPU core.
-"""
+"""Tokens of the pieces of small screens: seconds on a fast GPU, some ten seconds for a small model on a CPU core."""
+_PIECES, _LARGER = 64, 4
 
 
 class Work(Protocol[_Piece, _Result]):
@@ -222,6 +220,19 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
         shares[part].append(index)
         heapq.heappush(loads, (load + costs[index], part))
     return [sorted(share) for share in shares]
+
+
+def piece_limit(total: int, least: int = TOKENS_PER_PIECE) -> int:
+    """Tokens that a piece of a screen runs at most: a 64th of all, which a stopped run may lose, within limits.
+
+    On a GPU the smallest are four batches, and where rows differ in length a fifth that is nearly empty; in the largest
+    there are four times as many.
+
+    Args:
+        total: tokens of all pieces.
+        least: the limit of small screens.
+    """
+    return min(max(least, total // _PIECES), _LARGER * least)
 
 
 def packed(items: Sequence[PieceT], sizes: Sequence[int], limit: int) -> list[tuple[PieceT, ...]]:

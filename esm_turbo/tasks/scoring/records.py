@@ -18,7 +18,7 @@ from esm_turbo.tasks.common.arms import ReadableSource
 from esm_turbo.tasks.common.kept import run_kept
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
@@ -39,7 +39,7 @@ TYPES: Mapping[str, type[int] | type[float]] = {
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
-# Tokens that the candidates of one target run before they are cut into several pieces.
+# Of pieces of small screens; another number for tests.
 _TOKENS_PER_PIECE = TOKENS_PER_PIECE
 # Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
 _RECEPTORS = ("Receptor Sequence", "Input Sequence")
@@ -283,7 +283,7 @@ def score_records(
     """Score candidates on targets. Those that cannot be scored are set apart and reported.
 
     A piece is some targets with their candidates, or one target with some of many, the shortest first: up to
-    `_TOKENS_PER_PIECE` tokens to run, in batches filled across targets.
+    `piece_limit` tokens to run, in batches filled across targets.
 
     Args:
         targets: the targets.
@@ -302,20 +302,20 @@ def score_records(
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)
     numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
+    contexts = {target.id: _context(target, arms, refresh) for target in targets}
+    total = sum(_tokens(len(candidates[i].sequence), contexts[t.id]) for t in targets for i in numbers[t.id])
+    limit = piece_limit(total, _TOKENS_PER_PIECE)
     all_parts = [
         _Part(target, tuple(own), tuple(candidates[index].sequence for index in own))
         for target in targets
-        for own in _cut(candidates, numbers[target.id], _context(target, arms, refresh))
+        for own in _cut(candidates, numbers[target.id], contexts[target.id], limit)
     ]
-    sizes = [part.tokens(_context(part.target, arms, refresh)) for part in all_parts]
-    all_pieces = packed(all_parts, sizes, _TOKENS_PER_PIECE)
+    sizes = [part.tokens(contexts[part.target.id]) for part in all_parts]
+    all_pieces = packed(all_parts, sizes, limit)
     plan = Plan() if plan is None else plan
     names = [" ".join(f"{part.target.id} {part.numbers}" for part in piece) for piece in all_pieces]
     costs = [
-        sum(
-            forward_cost(turbo, part.tokens(_context(part.target, arms, refresh)), len(part.target.sequence))
-            for part in piece
-        )
+        sum(forward_cost(turbo, part.tokens(contexts[part.target.id]), len(part.target.sequence)) for part in piece)
         for piece in all_pieces
     ]
     pieces = [all_pieces[index] for index in plan.choose(names, costs)]
@@ -454,12 +454,12 @@ def _tokens(length: int, context: int) -> int:
     return length * (context + length + 1)
 
 
-def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int) -> Iterator[list[int]]:
+def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int, limit: int) -> Iterator[list[int]]:
     """The numbers of a target's candidates, piece by piece."""
     piece, size = list[int](), 0
     for number in sorted(numbers, key=lambda number: len(candidates[number].sequence)):
         tokens = _tokens(len(candidates[number].sequence), context)
-        if piece and size + tokens > _TOKENS_PER_PIECE:
+        if piece and size + tokens > limit:
             yield sorted(piece)
             piece, size = [], 0
         piece.append(number)

@@ -19,7 +19,7 @@ from esm_turbo.tasks.common.arms import ARMS, ReadableSource
 from esm_turbo.tasks.common.kept import run_kept
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
@@ -39,7 +39,7 @@ PROTEIN_COLUMN = "protein"
 _MEASURED_COLUMNS = ("fitness", "DMS_score")
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
-# Of pieces; another number for tests.
+# Of pieces of small screens; another number for tests.
 _TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
@@ -276,8 +276,7 @@ def score_records(
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
 
-    A piece is some proteins with their variants: up to `_TOKENS_PER_PIECE` tokens to run, in batches filled across
-    proteins.
+    A piece is some proteins with their variants, up to `piece_limit` tokens to run, in batches filled across proteins.
 
     Args:
         wild_types: the proteins.
@@ -304,7 +303,8 @@ def score_records(
         _Protein(one, first_position_of(one, first_position), _variants(own_variants[one.id], variants), n)
         for one, n in zip(wanted, positions, strict=True)
     ]
-    all_pieces = packed(proteins, [one.tokens(arms, refresh) for one in proteins], _TOKENS_PER_PIECE)
+    sizes = [one.tokens(arms, refresh) for one in proteins]
+    all_pieces = packed(proteins, sizes, piece_limit(sum(sizes), _TOKENS_PER_PIECE))
     plan = Plan() if plan is None else plan
     names = [" ".join(f"{p.record.id} {list(p.variants or ())}" for p in piece) for piece in all_pieces]
     costs = [

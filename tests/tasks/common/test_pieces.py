@@ -6,7 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.tasks.common.pieces import Here, PieceProgress, Plan, Shard, balanced, forward_cost
+from esm_turbo.tasks.common.pieces import (
+    TOKENS_PER_PIECE,
+    Here,
+    PieceProgress,
+    Plan,
+    Shard,
+    balanced,
+    forward_cost,
+    packed,
+    piece_limit,
+)
 
 
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
@@ -70,3 +80,15 @@ def test_pieces_in_this_process(turbo) -> None:
 
 def test_cost_grows_with_tokens_and_what_they_see(turbo) -> None:
     assert forward_cost(turbo, 20, 100) == 2 * forward_cost(turbo, 10, 100) < 2 * forward_cost(turbo, 10, 1000)
+
+
+def test_pieces_of_large_screens_are_larger() -> None:
+    assert piece_limit(0) == piece_limit(64 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE
+    assert piece_limit(128 * TOKENS_PER_PIECE) == 2 * TOKENS_PER_PIECE
+    assert piece_limit(10**12) == 4 * TOKENS_PER_PIECE
+    assert piece_limit(6400, 10) == 40
+
+
+def test_items_are_packed_in_their_order() -> None:
+    assert packed("abcde", [3, 3, 9, 1, 2], 6) == [("a", "b"), ("c",), ("d", "e")]
+    assert packed("", [], 6) == []
