@@ -22,7 +22,7 @@ from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.packed_encoder import is_recorder
-from esm_turbo.model.spread import STRATEGIES, plan, settle
+from esm_turbo.model.spread import STRATEGIES, needs_accelerate, plan, settle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,6 +188,7 @@ class CheckpointMixin(WithoutRecorders):
         given = options.get("device_map")
         if not isinstance(given, Mapping) and given not in STRATEGIES:
             return
+        needs_accelerate()
         config = cls.config_class.from_dict(read_config(name_or_path, options))  # type: ignore[attr-defined]
         with torch.device("meta"):
             model = cls(config)  # type: ignore[call-arg]

@@ -73,12 +73,12 @@ def plan(
         The device of every layer, and of each module beside them: that of the embeddings.
 
     Raises:
-        ImportError: accelerate is missing.
+        ImportError: accelerate is missing, which shares layers out.
         ValueError: the map names what the model does not have, or leaves out a part of it; a device cannot be used; or
             weights would have to stay on the CPU or on a disk.
     """
-    needs_accelerate()
     if isinstance(device_map, str):
+        needs_accelerate()
         given, more = _by_strategy(model, device_map, max_memory, dtype), " use more devices or raise `max_memory`, or"
     else:
         if max_memory is not None:

@@ -298,6 +298,8 @@ def test_accelerate_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"device_map needs accelerate: pip install 'esm-turbo\[large\]'"):
         _plan("auto")
+    with pytest.raises(ImportError, match=r"pip install 'esm-turbo\[large\]'"):
+        TurboEsm.from_pretrained(device_map={"esm": "cpu", "lm_head": "cpu"})
 
 
 @pytest.mark.gpu
