@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -78,8 +78,22 @@ def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) 
     )
 
 
+Resident = Callable[[TurboEsmModel, int, int, int, float], Figures]
+"""Fills a device: a model, tokens per context, contexts per batch, bytes to leave free, and seconds at most."""
+
+
 def resident_cases(
-    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
+    architecture: Architecture,
+    preset: str,
+    tokens: int,
+    at_once: int,
+    spare: int,
+    seconds: float,
+    at_least: int,
+    *,
+    place: str = "",
+    check: Callable[[TurboEsmModel], Check] | None = None,
+    resident: Resident | None = None,
 ) -> Iterator[Case]:
     """Contexts of different random proteins, encoded batch by batch until the device is full.
 
@@ -91,13 +105,17 @@ def resident_cases(
         spare: bytes of the device to leave free.
         seconds: after which encoding stops.
         at_least: target for the number of contexts.
+        place: of the contexts, as the case's name shows it.
+        check: of the results; None compares rows of a batch with the same contexts one by one.
+        resident: takes the measurement; None keeps the batches as they are.
     """
     if not cuda_timing.available():
         return
     compile_ahead.close()
     [model] = gpu_models.presets_of(architecture, [preset]).values()
+    fill = _resident if resident is None else resident
     yield Case(
-        name=f"contexts of {tokens} tokens, {preset}",
+        name=f"contexts of {tokens} tokens{place}, {preset}",
         model=architecture.name,
         shape=architecture.on_device(
             tokens=tokens,
@@ -107,8 +125,8 @@ def resident_cases(
             device_bytes=torch.cuda.get_device_properties(0).total_memory,
             preset=preset,
         ),
-        check=partial(_check, model),
-        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
+        check=partial(_check if check is None else check, model),
+        measure=lambda repeats: fill(model, tokens, at_once, spare, seconds),
         targets=[Target(("contexts",), at_least=at_least)],
     )
 
@@ -191,7 +209,7 @@ def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, secon
             stopped_by = "time"
             break
         try:
-            caches.append(prefilled(model, _proteins(tokens, at_once, len(caches))))
+            caches.append(prefilled(model, proteins(tokens, at_once, len(caches))))
         except torch.OutOfMemoryError as error:
             print(f"  {cuda_timing.reason(error)}")
             torch.cuda.empty_cache()
@@ -220,7 +238,8 @@ def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, secon
     return found
 
 
-def _proteins(tokens: int, at_once: int, batch: int) -> Tensor:
+def proteins(tokens: int, at_once: int, batch: int) -> Tensor:
+    """The tokens of a batch of random proteins, others for each number of a batch."""
     return gpu_models.tokens(at_once, tokens - 1, seed=1000 + batch)
 
 
@@ -246,7 +265,7 @@ def _read_again(model: TurboEsmModel, caches: Sequence[TurboKVCache], tokens: in
     torch.cuda.empty_cache()
     places = sorted({0, len(caches) // 2, len(caches) - 1}) if caches else []
     for place in places:
-        again = prefilled(model, _proteins(tokens, at_once, place))
+        again = prefilled(model, proteins(tokens, at_once, place))
         difference = extend(model, caches[place], new) - extend(model, again, new)
         differences.append(float(difference.float().abs().max()))
     return {"batches": len(places), "largest_difference": worst(differences) if differences else 0.0}

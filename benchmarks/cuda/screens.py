@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda import compile_ahead
-from benchmarks.cuda.memory import prefilled
+from benchmarks.cuda import compile_ahead, memory
+from benchmarks.cuda.memory import prefilled, proteins
 from benchmarks.cuda.steps import extend
 from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, spread, worst
@@ -77,38 +77,10 @@ def pool_cases(
     )
 
 
-def resident_cases(
-    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
-) -> Iterator[Case]:
-    """Contexts of different random proteins in the slots of a pool that takes all of the device, read at random.
-
-    Args:
-        architecture: of a model of random weights.
-        preset: of the contexts.
-        tokens: per context.
-        at_once: contexts per batch, encoded and read.
-        spare: bytes of the device beside the pool.
-        seconds: after which encoding stops.
-        at_least: target for the number of contexts.
-    """
-    if not cuda_timing.available():
-        return
-    compile_ahead.close()
-    [model] = gpu_models.presets_of(architecture, [preset]).values()
-    yield Case(
-        name=f"contexts of {tokens} tokens in a pool, {preset}",
-        model=architecture.name,
-        shape=architecture.on_device(
-            tokens=tokens,
-            batch_size=at_once,
-            spare_bytes=spare,
-            seconds_at_most=seconds,
-            device_bytes=torch.cuda.get_device_properties(0).total_memory,
-            preset=preset,
-        ),
-        check=partial(_check, model, 4),
-        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
-        targets=[Target(("contexts",), at_least=at_least)],
+def resident_cases(*args: Any, **kwargs: Any) -> Iterator[Case]:
+    """Contexts in the slots of a pool that takes all of the device, read at random; see `memory.resident_cases`."""
+    return memory.resident_cases(
+        *args, **kwargs, place=" in a pool", check=partial(_check, new_tokens=4), resident=_resident
     )
 
 
@@ -241,7 +213,7 @@ def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, secon
         if time.perf_counter() - begin > seconds:
             stopped_by = "time"
             break
-        batch = prefilled(model, _proteins(tokens, at_once, len(keys) // at_once))
+        batch = prefilled(model, proteins(tokens, at_once, len(keys) // at_once))
         spec = _spec(model, batch)
         for cache in batch.cut([tokens] * at_once):
             key = "resident", str(len(keys))
@@ -267,10 +239,6 @@ def _weights(model: TurboEsmModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def _proteins(tokens: int, at_once: int, batch: int) -> Tensor:
-    return gpu_models.tokens(at_once, tokens - 1, seed=1000 + batch)
-
-
 def _read_at_random(model: TurboEsmModel, contexts: PooledContexts, tokens: int, at_once: int) -> Figures:
     """Time batches of contexts at random, and compare one of them with the same contexts encoded again."""
     generator = np.random.default_rng(1)
@@ -287,7 +255,7 @@ def _read_at_random(model: TurboEsmModel, contexts: PooledContexts, tokens: int,
     took = time.perf_counter() - begin
     errors = []
     for row, number in list(enumerate(batches[-1]))[:4]:
-        again = prefilled(model, _proteins(tokens, at_once, number // at_once)).select(number % at_once)
+        again = prefilled(model, proteins(tokens, at_once, number // at_once)).select(number % at_once)
         errors.append(largest_difference(states[row], extend(model, again, new[row : row + 1])[0]))
     return {
         "rows_per_second": len(batches) * at_once / took,
