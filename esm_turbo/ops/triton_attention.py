@@ -266,7 +266,8 @@ def attend_packed(
         map_ptr=query_map,
         map_scale_ptr=map_scale,
         field_bias_ptr=field_bias,
-        key_mean_ptr=means[0],
+        # Of keys and of values: the kernel reads the first, and a slice takes the host longer.
+        key_mean_ptr=means,
         key_residual_ptr=key_residual,
         angle_ptr=map_scale if angles is None else angles,
         key_slab_ptrs=tuple(key_slabs),
