@@ -314,7 +314,8 @@ def test_devices_share_a_model(one: TurboEsm, dtype: torch.dtype, tmp_path: Path
     )
     made = TurboEsm.from_pretrained(EMBEDDED_MODEL, device_map=parts, dtype=dtype)
     plain = TurboEsm.from_pretrained(EMBEDDED_MODEL, device=devices[0], dtype=dtype)
-    plain.model.base_model.captures = False
+    # With one device, neither is spread.
+    plain.model.base_model.captures = made.model.base_model.captures = False
     assert made.model.base_model.is_spread == (devices[0] != devices[1]) and made.model.device == devices[1]
     caches = [turbo.prefill(SEQUENCES) for turbo in (plain, made)]
     for index, layer in enumerate(caches[1].layers):
