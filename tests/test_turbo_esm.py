@@ -241,7 +241,7 @@ def test_methods_name_the_arguments_of_their_tasks(method: Callable[..., object]
         theirs |= {field.name: field.default for field in fields(GenerationOptions)}
         del theirs["options"]
     if task is embed:
-        theirs |= dict.fromkeys(("window", "overlap", "memory"))
+        theirs |= dict.fromkeys(("window", "overlap", "memory", "devices"))
         del theirs["windows"]
     del ours["self"], theirs["turbo"]
     assert ours == theirs
