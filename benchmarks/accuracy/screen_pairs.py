@@ -75,7 +75,7 @@ def _measure(arm: Arm, targets: list[str], peptides: list[str]) -> Figures:
         "quantile_99_difference": float(np.quantile(of_residues, 0.99)),
         "largest_difference_per_residue": float(of_means.max()),
         "same_rankings": sum(a.ranking() == b.ranking() for a, b in zip(own, alone, strict=True)),
-        "seconds": {"pairs": middle - begin, "one target at a time": end - middle},
+        "took": {"pairs": middle - begin, "one target at a time": end - middle},
     }
 
 

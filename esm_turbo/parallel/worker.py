@@ -81,12 +81,11 @@ class Warned:
     category: type[Warning] | None
 
 
-def main(connection: Connection, load: bytes, device: str, threads: int) -> None:
+def main(connection: Connection, device: str, threads: int) -> None:
     """Run a worker.
 
     Args:
-        connection: to the process that hands out the pieces.
-        load: a pickled `LoadModel`.
+        connection: to the process that hands out the pieces; a `LoadModel` is the first that it sends.
         device: the device to use.
         threads: of PyTorch on a CPU.
     """
@@ -95,6 +94,11 @@ def main(connection: Connection, load: bytes, device: str, threads: int) -> None
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
     _relay_warnings(connection)
+    try:
+        load = connection.recv_bytes()
+    except EOFError:
+        # Nobody is left to load it for.
+        return
     try:
         turbo: ContextModel = pickle.loads(load)(device)
     except Exception as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import multiprocessing
@@ -16,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from esm_turbo.parallel import worker
-from esm_turbo.parallel.worker import Done, LoadModel, NewWork, Piece, Raised, Ready, Unusable, Warned, receive, send
+from esm_turbo.parallel.worker import Done, LoadModel, NewWork, Piece, Raised, Ready, Unusable, Warned, receive
 from esm_turbo.tasks.common.pieces import PieceProgress, Work
 from esm_turbo.tasks.common.progress import Progress
 
@@ -263,11 +264,13 @@ class _Slot:
         if self.connection is None:
             context = multiprocessing.get_context("spawn")
             self.connection, other = context.Pipe()
-            arguments = (other, load, self.device, threads)
-            self._process = context.Process(target=worker.main, args=arguments, daemon=True)
+            # What loads the model may be large. As an argument it would never arrive in a process that dies first, and
+            # this one would wait for it to be read.
+            self._process = context.Process(target=worker.main, args=(other, self.device, threads), daemon=True)
             self._process.start()
             other.close()
             self.ready = False
+            self._send_bytes(load)
         self.send(NewWork(work))
 
     def restart(self, load: bytes, threads: int, work: Work[Any, Any]) -> bool:
@@ -282,11 +285,12 @@ class _Slot:
 
     def send(self, message: object) -> None:
         """Send a message; that its process has died is noticed when the next one is received."""
-        try:
-            assert self.connection is not None
-            send(self.connection, message)
-        except (BrokenPipeError, ConnectionResetError):
-            pass
+        self._send_bytes(pickle.dumps(message))
+
+    def _send_bytes(self, message: bytes) -> None:
+        assert self.connection is not None
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            self.connection.send_bytes(message)
 
     def exit_code(self) -> int | None:
         """Exit code of the process, which has closed its connection."""

@@ -26,6 +26,11 @@ class Load:
         return device
 
 
+def die_at_once(*_: object) -> None:
+    """A worker that is killed as it starts."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 @dataclass(frozen=True)
 class Squares:
     """Squares numbers. Dies at `deadly` ones: the first `times` times, which files in a folder count."""

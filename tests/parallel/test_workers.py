@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.parallel import worker
 from esm_turbo.parallel.storing import store_sequences
 from esm_turbo.parallel.workers import NoWorkersError, Workers
 from esm_turbo.tasks.calibration.records import calibrate_records
@@ -23,7 +24,7 @@ from esm_turbo.tasks.embedding.records import embed_records
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants.records import score_records as score_variants
 from tests.helpers.embedding_files import files, h5_content, proteins
-from tests.helpers.numbers_to_square import Load, Squares
+from tests.helpers.numbers_to_square import Load, Squares, die_at_once
 
 EXPECTED = {
     "cpu:0 cannot be used: the model does not fit into its memory; the others go on without it",
@@ -92,6 +93,16 @@ def test_a_device_that_cannot_be_used_is_left_out(run: Run, caplog: pytest.LogCa
             assert {device for _, device in run(workers, 3).values()} == {"cpu:1"}
             messages = {record.getMessage() for record in caplog.records}
     assert messages == EXPECTED | {"a worker on cpu:2 died (signal SIGKILL); it is replaced"}
+
+
+def test_processes_that_die_before_they_read_what_loads_the_model_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However large that is: nobody waits for it to be read."""
+    monkeypatch.setattr(worker, "main", die_at_once)
+    with (
+        Workers(Load(full=("x" * 10_000_000,)), ["cpu"]) as workers,
+        pytest.raises(NoWorkersError, match="no device is left"),
+    ):
+        list(workers.run(Squares(Path()), [1], stage="", units=[1]))
 
 
 def test_without_any_device_the_run_ends() -> None:
