@@ -56,6 +56,28 @@ def test_rows_of_one_width_share_a_forward(turbo, parts, monkeypatch):
     run_rows(turbo, parts)
     # Scores of five residues on two contexts, of two residues, and variants of two proteins.
     assert sorted(calls) == [(2, 1), (6, 2), (20, 2)]
+    calls.clear()
+    monkeypatch.setitem(rows_module._IN_TURN, "cpu", 1)
+    run_rows(turbo, parts)
+    assert sorted(calls) == [(2, 1), (6, 2), (20, 2)]
+
+
+def test_few_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, monkeypatch):
+    together = run_rows(turbo, parts)
+    original, calls = rows_module.log_probabilities, []
+
+    def counted(turbo, input_ids, at, **options):
+        calls.append(len(input_ids))
+        assert "context_index" not in options
+        return original(turbo, input_ids, at, **options)
+
+    monkeypatch.setattr(rows_module, "log_probabilities", counted)
+    monkeypatch.setitem(rows_module._IN_TURN, "cpu", 2)
+    in_turn = run_rows(turbo, parts)
+    # Rows of requests on the same context share a forward still.
+    assert sorted(calls) == [2, 3, 3, 5, 15]
+    for one, other in zip(together, in_turn, strict=True):
+        assert torch.allclose(one, other, rtol=0, atol=TOLERANCE)
 
 
 def test_what_does_not_fit_is_halved(turbo, parts, monkeypatch):
