@@ -10,6 +10,7 @@ import logging
 import os
 import pickle
 import signal
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -93,6 +94,9 @@ def main(connection: Connection, device: str, threads: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(threads)
+    if (torch := sys.modules.get("torch")) is not None:
+        # The program that started this process imports it, and did so again here.
+        torch.set_num_threads(threads)
     _relay_warnings(connection)
     try:
         load = connection.recv_bytes()

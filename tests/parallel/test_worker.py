@@ -6,13 +6,25 @@ import contextlib
 import multiprocessing
 import threading
 from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
 from esm_turbo.parallel import worker
-from esm_turbo.parallel.worker import Done, NewWork, Piece, Raised, Unusable, filled_by_others, receive, send, serve
+from esm_turbo.parallel.worker import (
+    Done,
+    NewWork,
+    Piece,
+    Raised,
+    Unusable,
+    filled_by_others,
+    main,
+    receive,
+    send,
+    serve,
+)
 
 
 class Halves:
@@ -76,3 +88,31 @@ def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     for free, expected in ((80, None), (20, "other processes hold 70.0 GiB of its 100.0 GiB of memory")):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free * 2**30, 100 * 2**30))
         assert filled_by_others("cuda:1") == expected
+
+
+class Threads:
+    """In place of a model: the number of PyTorch's threads in the worker, as the reason why it cannot be loaded."""
+
+    def __call__(self, device: str) -> Any:
+        import torch
+
+        raise RuntimeError(str(torch.get_num_threads()))
+
+
+def start_with_torch(connection: Connection, threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(3)
+    main(connection, "cpu", threads)
+
+
+def test_threads_are_those_asked_for_though_torch_was_imported_before() -> None:
+    """As in a process whose starting program imports it at its head."""
+    ours, its = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=start_with_torch, args=(its, 2))
+    process.start()
+    its.close()
+    send(ours, Threads())
+    assert receive(ours) == Unusable("2")
+    process.join(60)
+    assert process.exitcode == 0
