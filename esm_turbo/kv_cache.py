@@ -450,10 +450,13 @@ class TurboKVCache(CacheStorage):
             lengths: tokens per row: those of the cache, which the caller knows.
 
         Raises:
-            ValueError: no model has claimed the cache.
+            ValueError: no model has claimed the cache, or it has fewer rows or columns.
         """
         if self.codec is None:
             raise ValueError(_UNCLAIMED)
+        # The device would copy what lies beyond.
+        if len(lengths) > self.batch_size or max(lengths, default=0) > self.columns:
+            raise ValueError(f"{lengths} are not tokens of {self.batch_size} rows of at most {self.columns}")
         # One for each device, where the layers of a model lie on several.
         cut = [(names, cutter(lengths)) for names, cutter in self._cutters()]
         own_at = [(rows, name, index) for names, rows in cut for index, name in enumerate(names) if name in OWN_TENSORS]
