@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from esm_turbo.files.journal import Journal, key_of
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import Here, Runner, Work
 from esm_turbo.tasks.common.progress import Progress
 
@@ -32,6 +34,39 @@ class KeptWork(Work[_Piece, _Result], Protocol[_Piece, _Result]):
 
     def from_json(self, piece: _Piece, value: Any) -> _Result:
         """Inverse of `to_json`."""
+
+
+class _Scores(Protocol):
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+ScoresT = TypeVar("ScoresT", bound=_Scores)
+
+
+@dataclass(frozen=True)
+class Scored(Generic[ScoresT]):
+    """Result of a protein, or of a part of one.
+
+    Attributes:
+        scores: by arm.
+        failed: why it could not be scored.
+    """
+
+    scores: dict[Arm, ScoresT]
+    failed: str | None = None
+
+
+class ScoringWork(Generic[ScoresT]):
+    """What all works share whose pieces are several proteins and whose results are a `Scored` of each."""
+
+    def failed(self, piece: Sequence[Any], reason: str) -> list[Scored[ScoresT]]:
+        return [Scored({}, reason) for _ in piece]
+
+    def has_failed(self, result: list[Scored[ScoresT]]) -> bool:
+        return any(one.failed is not None for one in result)
+
+    def to_json(self, result: list[Scored[ScoresT]]) -> Any:
+        return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
 
 
 def run_kept(

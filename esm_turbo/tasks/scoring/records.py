@@ -15,7 +15,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ReadableSource
-from esm_turbo.tasks.common.kept import run_kept
+from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
@@ -329,7 +329,7 @@ def score_records(
         runner=runner,
         journal=journal,
     )
-    found: dict[str, list[tuple[_Part, _Scored]]] = {}
+    found: dict[str, list[tuple[_Part, Scored[Scores]]]] = {}
     for piece, results in zip(pieces, scored, strict=True):
         for part, one in zip(piece, results, strict=True):
             found.setdefault(part.target.id, []).append((part, one))
@@ -379,20 +379,7 @@ _Piece = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Result of a part of a piece.
-
-    Attributes:
-        scores: of its candidates by arm.
-        failed: why its target could not be scored.
-    """
-
-    scores: dict[Arm, Scores]
-    failed: str | None = None
-
-
-@dataclass(frozen=True)
-class _ScoreWork:
+class _ScoreWork(ScoringWork[Scores]):
     """Scores pieces; its attributes are options of `score.score`."""
 
     arms: tuple[Arm, ...]
@@ -401,7 +388,7 @@ class _ScoreWork:
     toks_per_batch: int | None
     store: ReadableSource | None
 
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[_Scored]]:
+    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[Scored[Scores]]]:
         for piece in pieces:
             pairs = [TargetPairs(part.target.sequence, part.sequences) for part in piece]
             residues = sum(part.residues for part in piece)
@@ -423,13 +410,7 @@ class _ScoreWork:
                         failed.setdefault(index, failure_reason(pairs[index].target, one, turbo.model.device))
                     else:
                         scores[index][arm] = one
-            yield [_Scored(own, failed.get(index)) for index, own in enumerate(scores)]
-
-    def failed(self, piece: _Piece, reason: str) -> list[_Scored]:
-        return [_Scored({}, reason) for _ in piece]
-
-    def has_failed(self, result: list[_Scored]) -> bool:
-        return any(one.failed is not None for one in result)
+            yield [Scored(own, failed.get(index)) for index, own in enumerate(scores)]
 
     def settings(self, turbo: ContextModel) -> Any:
         return [run_settings(turbo, self.arms), self.refresh, self.place, self.toks_per_batch]
@@ -437,11 +418,8 @@ class _ScoreWork:
     def content(self, piece: _Piece) -> Any:
         return [[part.target.sequence, *part.sequences] for part in piece]
 
-    def to_json(self, result: list[_Scored]) -> Any:
-        return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
-
-    def from_json(self, piece: _Piece, value: Any) -> list[_Scored]:
-        return [_Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
+    def from_json(self, piece: _Piece, value: Any) -> list[Scored[Scores]]:
+        return [Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
 
 
 def _context(target: ProteinRecord, arms: Sequence[Arm], refresh: int) -> int:
@@ -468,7 +446,9 @@ def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int, 
         yield sorted(piece)
 
 
-def _joined(parts: Sequence[tuple[_Part, _Scored]], numbers: Sequence[int], arms: Sequence[Arm]) -> dict[Arm, Scores]:
+def _joined(
+    parts: Sequence[tuple[_Part, Scored[Scores]]], numbers: Sequence[int], arms: Sequence[Arm]
+) -> dict[Arm, Scores]:
     """The scores of all pieces of a target, in the order of the candidates' numbers."""
     joined = {}
     for arm in arms:

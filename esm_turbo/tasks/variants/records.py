@@ -16,7 +16,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ARMS, ReadableSource
-from esm_turbo.tasks.common.kept import run_kept
+from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
@@ -359,20 +359,7 @@ _Piece = tuple[_Protein, ...]
 
 
 @dataclass(frozen=True)
-class _Scored:
-    """Result of a protein.
-
-    Attributes:
-        scores: by arm.
-        failed: why there are none.
-    """
-
-    scores: dict[Arm, VariantScores]
-    failed: str | None = None
-
-
-@dataclass(frozen=True)
-class _VariantsWork:
+class _VariantsWork(ScoringWork[VariantScores]):
     """Scores pieces; its attributes are options of `many.iter_variants`."""
 
     arms: tuple[Arm, ...]
@@ -381,7 +368,9 @@ class _VariantsWork:
     toks_per_batch: int | None
     store: ReadableSource | None
 
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[_Scored]]:
+    def run(
+        self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress
+    ) -> Iterator[list[Scored[VariantScores]]]:
         for piece in pieces:
             wild_types = [WildType(one.record.sequence, one.variants, one.first_position) for one in piece]
             counter = StageProgress(progress, "score", len(self.arms) * sum(one.positions for one in piece))
@@ -406,13 +395,7 @@ class _VariantsWork:
                         scores[index][arm] = one
                         if not all(map(math.isfinite, one.values)):
                             failed.setdefault(index, "its scores are not finite; try --dtype float32")
-            yield [_Scored(own, failed.get(index)) for index, own in enumerate(scores)]
-
-    def failed(self, piece: _Piece, reason: str) -> list[_Scored]:
-        return [_Scored({}, reason) for _ in piece]
-
-    def has_failed(self, result: list[_Scored]) -> bool:
-        return any(one.failed is not None for one in result)
+            yield [Scored(own, failed.get(index)) for index, own in enumerate(scores)]
 
     def settings(self, turbo: ContextModel) -> Any:
         return [run_settings(turbo, self.arms), self.method, self.refresh, self.toks_per_batch]
@@ -420,12 +403,9 @@ class _VariantsWork:
     def content(self, piece: _Piece) -> Any:
         return [[one.record.sequence, one.first_position, one.variants] for one in piece]
 
-    def to_json(self, result: list[_Scored]) -> Any:
-        return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
-
-    def from_json(self, piece: _Piece, value: Any) -> list[_Scored]:
+    def from_json(self, piece: _Piece, value: Any) -> list[Scored[VariantScores]]:
         return [
-            _Scored(
+            Scored(
                 {
                     arm: VariantScores.from_dict(own, protein.record.sequence, protein.first_position)
                     for arm, own in one.items()
