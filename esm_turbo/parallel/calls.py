@@ -15,7 +15,7 @@ from esm_turbo.context_model import as_list
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.pieces import Runner, Work
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Work, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
 from esm_turbo.tasks.scoring.pairs import PairScores, checked_pairs, score_pairs
@@ -31,7 +31,7 @@ PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
 
 # Tokens that a piece runs, as in a command: seconds on a fast GPU.
-_TOKENS_PER_PIECE = 2**17
+_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
 @contextlib.contextmanager
@@ -143,13 +143,14 @@ def _run(
 
 
 def _groups(costs: Sequence[int]) -> list[list[int]]:
-    """Indices of inputs that form a piece: those that follow each other, up to `_TOKENS_PER_PIECE`."""
+    """Indices of inputs that form a piece: those that follow each other, up to `piece_limit`."""
+    limit = piece_limit(sum(costs), _TOKENS_PER_PIECE)
     groups: list[list[int]] = []
     left = 0
     for index, cost in enumerate(costs):
         if not groups or cost > left:
             groups.append([])
-            left = _TOKENS_PER_PIECE
+            left = limit
         groups[-1].append(index)
         left -= cost
     return groups

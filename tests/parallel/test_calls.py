@@ -112,6 +112,8 @@ def test_sequences_that_fail_are_named(turbo: TurboEsm, monkeypatch: pytest.Monk
     assert set(turbo.score_many_variants(SEQUENCES, devices=Dying()).failed) == set(range(5))
 
 
-def test_groups_follow_from_the_costs() -> None:
+def test_groups_follow_from_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of few tokens a piece has a quarter of this.
+    monkeypatch.setattr(calls, "_TOKENS_PER_PIECE", 800)
     assert calls._groups([100, 100, 1, 300, 199, 1, 50]) == [[0, 1], [2], [3], [4, 5], [6]]
     assert calls._groups([]) == []

@@ -26,8 +26,8 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 TOKENS_PER_PIECE = 2**17
-"""Tokens of the pieces of small screens: seconds on a fast GPU, some ten seconds for a small model on a CPU core."""
-_PIECES, _LARGER = 64, 4
+"""Tokens of a usual piece: seconds on a fast GPU, some ten seconds for a small model on a CPU core."""
+_PIECES, _FEWEST, _LARGER = 64, 8, 4
 
 
 class Work(Protocol[_Piece, _Result]):
@@ -222,17 +222,19 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def piece_limit(total: int, least: int = TOKENS_PER_PIECE) -> int:
+def piece_limit(total: int, usual: int = TOKENS_PER_PIECE) -> int:
     """Tokens that a piece of a screen runs at most: a 64th of all, which a stopped run may lose, within limits.
 
-    On a GPU the smallest are four batches, and where rows differ in length a fifth that is nearly empty; in the largest
-    there are four times as many.
+    On a GPU a usual piece is four batches, and where rows differ in length a fifth that is nearly empty; the largest
+    have four times as many. Of a screen with less than eight usual ones a piece is an eighth, so that a few processes
+    can share it, but not less than a quarter of a usual one.
 
     Args:
         total: tokens of all pieces.
-        least: the limit of small screens.
+        usual: tokens of a usual piece.
     """
-    return min(max(least, total // _PIECES), _LARGER * least)
+    least = -(-usual // _LARGER)
+    return min(max(least, min(usual, total // _FEWEST), total // _PIECES), _LARGER * usual)
 
 
 def packed(items: Sequence[PieceT], sizes: Sequence[int], limit: int) -> list[tuple[PieceT, ...]]:
