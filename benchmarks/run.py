@@ -1,6 +1,6 @@
 """Run benchmarks and experiments and print their figures; with --out or --save, also append them to JSON lines files.
 
-    python -m benchmarks.run [NAME ...] [--repeats N] [--threads N] [--out benchmarks/results/cpu.jsonl]
+    python -m benchmarks.run [NAME ...] [--repeats N] [--threads N] [--cases TEXT] [--out benchmarks/results/cpu.jsonl]
     python -m benchmarks.run results --jobs 16 --save
     python -m benchmarks.run gpu --threads 16 --save
 
@@ -51,6 +51,7 @@ class Settings:
         out: file to append rows to, or None.
         save: append rows to their files in benchmarks/results/.
         seconds: after which no further case is started; None for no limit.
+        only: text in the names of the cases that are run; empty runs all.
     """
 
     repeats: int = REPEATS
@@ -59,10 +60,12 @@ class Settings:
     out: Path | None = None
     save: bool = False
     seconds: float | None = None
+    only: str = ""
 
     def cases(self, name: str) -> Iterable[Case]:
         """The cases of a benchmark or an experiment."""
-        return TIMED[name].cases() if name in TIMED else EXPERIMENTS[name].cases(self.max_proteins)
+        cases = TIMED[name].cases() if name in TIMED else EXPERIMENTS[name].cases(self.max_proteins)
+        return (case for case in cases if self.only in case.name)
 
     def repeats_of(self, name: str) -> int:
         """Repeats of each measurement of a benchmark."""
@@ -76,6 +79,7 @@ class Settings:
             words += ["--repeats", str(self.repeats)]
         elif self.max_proteins is not None:
             words += ["--max-proteins", str(self.max_proteins)]
+        words += ["--cases", self.only] if self.only else []
         return shlex.join(words)
 
     def file(self, name: str) -> Path | None:
@@ -248,6 +252,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel processes, for experiments only")
     parser.add_argument("--seconds", type=float, metavar="N", help="start no further case after N seconds")
     parser.add_argument("--max-proteins", type=int, metavar="N", help="use only the first N proteins per set")
+    parser.add_argument("--cases", default="", metavar="TEXT", help="only the cases whose names contain this")
     where = parser.add_mutually_exclusive_group()
     where.add_argument("--out", type=Path, metavar="FILE", help="JSON lines file to append to")
     where.add_argument("--save", action="store_true", help="append to the files in benchmarks/results/")
@@ -260,7 +265,9 @@ def main(arguments: list[str] | None = None) -> int:
     numbers = (options.repeats, threads, options.jobs, 1 if options.max_proteins is None else options.max_proteins)
     if min(numbers) < 1:
         parser.error("--repeats, --threads, --jobs and --max-proteins must be at least 1")
-    settings = Settings(options.repeats, threads, options.max_proteins, options.out, options.save, options.seconds)
+    settings = Settings(
+        options.repeats, threads, options.max_proteins, options.out, options.save, options.seconds, options.cases
+    )
     _prepare(threads)
     if options.jobs > 1:
         timed = [name for name in names if name in TIMED]

@@ -60,6 +60,16 @@ def test_rows_are_saved_in_the_file_of_their_kind(tmp_path: Path, monkeypatch: p
     assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "class_shift.jsonl", "cpu.jsonl"}
 
 
+def test_cases_are_chosen_by_text_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [dataclasses.replace(empty_case(), name=name) for name in ("prefill of 500", "embedding")]
+    experiment = dataclasses.replace(EXPERIMENTS["memory"], cases=lambda _: cases)
+    monkeypatch.setitem(EXPERIMENTS, "memory", experiment)
+    settings = run.Settings(only="embed")
+    assert [case.name for case in settings.cases("memory")] == ["embedding"]
+    assert settings.command("memory").endswith("--cases embed")
+    assert list(run.Settings().cases("memory")) == cases
+
+
 def test_a_group_stands_for_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
