@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH
+from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.arms import ContextSource
+from esm_turbo.tasks.common.arms import ContextSource, protein_tokens
 from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -120,7 +120,7 @@ def generate_binders(
             each given those before it.
         allowed: residues that may be generated; None for the 20 standard ones.
         arm: of the scores, as are `refresh` and `store`; see `tasks.scoring.score.score`.
-        toks_per_batch: padded tokens per batch; None is 4,096 to generate, and chosen by arm and device to score.
+        toks_per_batch: padded tokens per batch; None chooses by device, and to score by arm too.
         progress: called with stages `generate` and `score`, see `Progress`.
 
     The other arguments are those of `tasks.generation.options.GenerationOptions`.
@@ -148,7 +148,7 @@ def generate_binders(
     )
     masked, seeds = residues + "<mask>" * length, row_seeds(seed, num_return_sequences)
     counter = StageProgress(progress, "generate", num_return_sequences)
-    size = max(1, (toks_per_batch or DEFAULT_TOKS_PER_BATCH) // (len(residues) + length + 2))
+    size = max(1, protein_tokens(toks_per_batch, turbo) // (len(residues) + length + 2))
     drawn: dict[str, tuple[float, int]] = {}
     for begin in range(0, num_return_sequences, size):
         own = seeds[begin : begin + size]

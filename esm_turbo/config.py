@@ -212,4 +212,4 @@ DEFAULT_REFRESH = 8
 """Cached residues that run again beside new or masked ones; chosen by measurement, see docs/concepts.md."""
 
 DEFAULT_TOKS_PER_BATCH = 4096
-"""Padded tokens per batch."""
+"""Padded tokens per batch of whole proteins; see `tasks.common.arms.protein_tokens` for CUDA."""

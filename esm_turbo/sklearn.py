@@ -17,7 +17,6 @@ from filelock import FileLock
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import weights_digest
 from esm_turbo.proteins.fasta import ProteinRecord, normalize_sequence
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
@@ -39,7 +38,7 @@ class TurboEsmEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         model: hub id or folder of a checkpoint; None for the embedded model.
         layer: layer whose hidden states are averaged over the residues; negative numbers count from the last.
         device: of the model; None for the best one available.
-        toks_per_batch: padded tokens per batch.
+        toks_per_batch: padded tokens per batch; None chooses by device, see `TurboEsm.embed`.
         cache: folder that keeps embeddings, in the format of `esm-turbo embed --format safetensors`; None keeps none.
             Folds of a cross-validation then compute each sequence once, also in parallel and in later runs.
 
@@ -53,7 +52,7 @@ class TurboEsmEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         *,
         layer: int = -1,
         device: str | None = None,
-        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+        toks_per_batch: int | None = None,
         cache: str | os.PathLike[str] | None = None,
     ) -> None:
         self.model = model

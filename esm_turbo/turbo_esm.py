@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_REFRESH, DEFAULT_TOKS_PER_BATCH, Backend, TurboConfig
+from esm_turbo.config import DEFAULT_REFRESH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_list
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
@@ -171,7 +171,7 @@ class TurboEsm(ContextModel):
         sequences: Sequences,
         repr_layers: Sequence[int] = (-1,),
         include: Sequence[str] = ("mean", "per_tok"),
-        toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+        toks_per_batch: int | None = None,
         return_cache: bool = False,
         *,
         window: int | None = None,

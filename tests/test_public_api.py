@@ -63,7 +63,7 @@ SIGNATURES: dict[Any, str] = {
     ),
     TurboEsm.save_pretrained: "folder",
     TurboEsm.embed: (
-        "sequences, repr_layers=(-1,), include=('mean', 'per_tok'), toks_per_batch=4096, return_cache=False"
+        "sequences, repr_layers=(-1,), include=('mean', 'per_tok'), toks_per_batch=None, return_cache=False"
     ),
     TurboEsm.prefill: "sequences, total_tokens=None, total_masks=None",
     TurboEsm.extend: "cache, sequences, eos=True, refresh=8, append=False",

@@ -51,6 +51,12 @@ BatchTokens = Annotated[int, Parameter(help="Maximum number of tokens per batch,
 AutoBatchTokens = Annotated[
     int | None, Parameter(help="Maximum number of tokens per batch. By default, chosen by arm and device.")
 ]
+ProteinBatchTokens = Annotated[
+    int | None,
+    Parameter(
+        help="Maximum number of tokens per batch, padding included. By default, 16384 on CUDA devices, and else 4096."
+    ),
+]
 StoreFolder = Annotated[
     Path | None,
     Parameter(

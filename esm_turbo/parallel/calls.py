@@ -15,6 +15,7 @@ from esm_turbo.context_model import as_list
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common.arms import protein_tokens
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Work, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
@@ -62,8 +63,19 @@ def workers_on(turbo: ContextModel, devices: Devices) -> Iterator[Runner]:
         yield workers
 
 
+def _names(devices: Devices) -> str:
+    """What runs on these devices run on, see `Runner.devices`; of a string, `workers_on` allows CUDA devices only."""
+    if isinstance(devices, Workers):
+        return devices.devices
+    return "cuda" if isinstance(devices, str) else " ".join(devices)
+
+
 def embed_on(
-    turbo: ContextModel, devices: Devices, sequences: Sequence[str], request: EmbeddingRequest, toks_per_batch: int
+    turbo: ContextModel,
+    devices: Devices,
+    sequences: Sequence[str],
+    request: EmbeddingRequest,
+    toks_per_batch: int | None = None,
 ) -> list[ProteinEmbedding]:
     """`tasks.embedding.embed.embed` on several devices.
 
@@ -74,7 +86,7 @@ def embed_on(
     if "cache" in request.include:
         raise ValueError("`devices` computes embeddings, but no caches: fill a store, see `store_sequences`")
     rows = encode_rows(turbo.codes, sequences)
-    batches = embedding_batches(turbo, rows, request, toks_per_batch)
+    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo, _names(devices)))
     pieces = [[sequences[index] for index in batch] for batch in batches]
     found: dict[int, ProteinEmbedding] = {}
     failed: dict[int, str] = {}

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.context_store import ContextStore
 from esm_turbo.proteins.batches import encode_rows, remaining_batches
+from esm_turbo.tasks.common.arms import protein_tokens
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress
 
@@ -44,7 +44,7 @@ def store_sequences(
     store: ContextStore,
     sequences: Sequence[str],
     *,
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     progress: Progress | None = None,
     on_failure: Callable[[str, str], None],
     runner: Runner | None = None,
@@ -54,6 +54,7 @@ def store_sequences(
 
     Args:
         sequences: residues of the proteins.
+        toks_per_batch: padded tokens per batch; None is 16,384 where CUDA devices compute them, and else 4,096.
         runner: where batches are computed; None is this process.
         plan: which batches are computed; None is all.
 
@@ -63,6 +64,7 @@ def store_sequences(
     Raises:
         OSError: contexts that others have computed are not in this store: its folder is not theirs.
     """
+    toks_per_batch = protein_tokens(toks_per_batch, turbo, None if runner is None else runner.devices)
     rows = encode_rows(turbo.codes, sequences, eos=False)
     first = {row.tobytes(): index for index, row in reversed([*enumerate(rows)])}
     unique = sorted(first.values())

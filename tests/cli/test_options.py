@@ -30,7 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | {
         "--repr-layers": (-1,),
         "--include": ("mean", "per_tok"),
-        "--toks-per-batch": 4096,
+        "--toks-per-batch": None,
         "--truncation-seq-length": None,
         "--window": None,
         "--overlap": None,
@@ -59,7 +59,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--seed": 0,
         "--refresh": None,
         "--refresh-every": None,
-        "--toks-per-batch": 4096,
+        "--toks-per-batch": None,
         "--out": None,
     },
     "binders": FILES
@@ -81,7 +81,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "--toks-per-batch": None,
         "--out": None,
     },
-    "store": FILES | CACHES | PARALLEL | {"--toks-per-batch": 4096},
+    "store": FILES | CACHES | PARALLEL | {"--toks-per-batch": None},
     "evaluate": FILES
     | CALIBRATED
     | PLOT

@@ -11,6 +11,8 @@ import torch
 from esm_turbo import TurboEsm
 from esm_turbo.parallel import calls
 from esm_turbo.parallel.workers import NoWorkersError, Workers
+from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common.pieces import Here
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFS", "MSILVTRPSPAG", "GHIKLMNPQRSTVWYACD", "MKV", "ACDEFGHIKLMNP"]
 PEPTIDES = ["ACDK", "GHI"]
@@ -101,7 +103,7 @@ def test_sequences_that_fail_are_named(turbo: TurboEsm, monkeypatch: pytest.Monk
         """Processes that die of every piece."""
 
         def __init__(self) -> None:
-            pass
+            self.devices = "cpu"
 
         def run(self, work, pieces, **_):  # type: ignore[no-untyped-def,override]
             return ((number, work.failed(piece, "its process died 3 times")) for number, piece in enumerate(pieces))
@@ -110,6 +112,27 @@ def test_sequences_that_fail_are_named(turbo: TurboEsm, monkeypatch: pytest.Monk
         turbo.embed(SEQUENCES, devices=Dying())
     assert set(turbo.score_pairs(SEQUENCES, PEPTIDES, devices=Dying()).failed) == set(range(5))
     assert set(turbo.score_many_variants(SEQUENCES, devices=Dying()).failed) == set(range(5))
+
+
+def test_batches_follow_from_the_kind_of_device(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Noting(Workers):
+        def __init__(self, devices: str) -> None:
+            self.devices, self._slots = devices, []
+
+        def run(self, work, pieces, **_):  # type: ignore[no-untyped-def,override]
+            sizes.append(sorted(map(len, pieces)))
+            return Here(turbo).run(work, pieces, stage="embed", units=[1] * len(pieces))
+
+    sizes: list[list[int]] = []
+    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 45)
+    for devices in ("cpu", "cuda:0 cuda:1"):
+        turbo.embed(SEQUENCES, include=["mean"], devices=Noting(devices))
+    monkeypatch.setattr(Workers, "of", lambda turbo, devices: Noting(" ".join(devices)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    given: list[str | list[str]] = ["all", ["cuda:1"], ["cpu", "cpu"]]
+    for names in given:
+        turbo.embed(SEQUENCES, include=["mean"], devices=names)
+    assert sizes == [[2, 3], [5], [5], [5], [2, 3]]
 
 
 def test_groups_follow_from_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:

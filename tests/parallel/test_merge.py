@@ -16,6 +16,7 @@ from esm_turbo.cli import app
 from esm_turbo.files.csv_files import read_csv
 from esm_turbo.parallel.merge import merge
 from esm_turbo.parallel.shards import Manifest, ShardError, shards_folder, shards_state
+from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.scoring import records as scoring
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
@@ -147,6 +148,21 @@ def test_models_overlaps_and_damage_are_named(run: Run) -> None:
         [problem] = shards_state("folder").problems
         assert "_shard-00002-of-00002.json: damaged" in problem
         path.write_bytes(kept)
+
+
+@pytest.mark.parametrize("command", ["embed", "store"])
+def test_shards_of_devices_with_other_batches_are_refused_by_name(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    assert run(command, "p.fasta", "out", "--shard", "1/2") == 0
+    assert Manifest.read(shards_folder("out") / "_shard-00001-of-00002.json").settings["toks_per_batch"] == 4096
+    # As on CUDA, which has another default.
+    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 64)
+    assert run(command, "p.fasta", "out", "--shard", "2/2") == 0
+    assert shards_state("out").problems == ["shard 2/2 is of toks_per_batch 64, not 4096 as shard 1/2"]
+    (shards_folder("out") / "_shard-00002-of-00002.json").unlink()
+    assert run(command, "p.fasta", "out", "--shard", "2/2", "--toks-per-batch", "4096") == 0
+    assert shards_state("out").is_complete
 
 
 def test_failed_records_are_reported_by_merge(run: Run, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.parallel.storing import store_sequences
+from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.common.pieces import Here, Plan, Shard
 
 SEQUENCES = ["MKTAYIAKQR", "QISFVKSHFSRQ", "MKTAYIAKQR", "LEERLGLIEVQAPILSRVGDG"]
@@ -57,6 +58,32 @@ def test_a_folder_that_is_not_shared_is_noticed(frozen: TurboEsm, tmp_path: Path
     store = ContextStore(tmp_path / "store")
     with pytest.raises(OSError, match="3 contexts are missing that other machines have computed"):
         store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=Elsewhere(frozen, lost=True))
+
+
+class Noting(Here):
+    """Notes the pieces, as if they were computed elsewhere."""
+
+    def __init__(self, turbo: TurboEsm, devices: str) -> None:
+        super().__init__(turbo)
+        self.devices = devices
+        self.pieces: list[list[str]] = []
+
+    def run(self, work: Any, pieces: Any, **options: Any) -> Iterator[tuple[int, Any]]:
+        self.pieces += pieces
+        return super().run(work, pieces, **options)
+
+
+def test_pieces_follow_from_the_kind_of_device(
+    frozen: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 16)
+    found = {}
+    for devices, tokens in (("cpu", None), ("cuda:0 cuda:1", None), ("cuda", 16)):
+        runner, store = Noting(frozen, devices), ContextStore(tmp_path / f"{devices} {tokens}")
+        assert store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=runner, toks_per_batch=tokens)
+        found[devices] = [sorted(map(len, piece)) for piece in runner.pieces]
+    # On CUDA all fit into one batch, unless the option says otherwise.
+    assert found == {"cpu": [[21], [12], [10]], "cuda:0 cuda:1": [[10, 12, 21]], "cuda": [[21], [12], [10]]}
 
 
 class Killed(Here):

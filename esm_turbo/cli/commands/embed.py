@@ -13,13 +13,13 @@ from esm_turbo.cli.console import progress_bar, say, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
-    BatchTokens,
     CacheOptions,
     InputFile,
     JsonFile,
     OptionalInput,
     ParallelOptions,
     PictureFile,
+    ProteinBatchTokens,
     SequenceOptions,
     StoreFolder,
     Writes,
@@ -28,7 +28,6 @@ from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
 from esm_turbo.cli.sharding import Sharding
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.parallel.shards import Kind
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames, Include
@@ -41,7 +40,7 @@ def embed(
     *,
     repr_layers: Annotated[tuple[int, ...], MANY] = (-1,),
     include: Annotated[tuple[Include, ...], MANY] = ("mean", "per_tok"),
-    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: ProteinBatchTokens = None,
     truncation_seq_length: int | None = None,
     window: int | None = None,
     overlap: int | None = None,
@@ -91,7 +90,7 @@ def embed(
     kind: Kind = ONE_FILE.get(format, "embeddings")
     sharding = Sharding("embed", kind, parallel.shard, out, [proteins])
     assert sharding.out is not None
-    check_minimum(1, truncation_seq_length=truncation_seq_length)
+    check_minimum(1, truncation_seq_length=truncation_seq_length, toks_per_batch=toks_per_batch)
     if store is not None and "cache" not in include:
         raise ValueError("--store keeps compressed caches; give --include cache as well")
     if format == "h5" and "cache" in include:
@@ -112,10 +111,12 @@ def embed(
         raise ValueError(f"--groups {groups} colours a picture; give --plot as well")
     turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
+    from esm_turbo.tasks.common.arms import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest, embedding_settings
     from esm_turbo.tasks.embedding.records import embed_records
 
+    toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
     with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
         request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)

@@ -9,21 +9,20 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, save_text, show
-from esm_turbo.cli.inputs import announce, list_bad, load_model, opened_store, read_proteins, readable
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, load_model, opened_store, read_proteins, readable
 from esm_turbo.cli.options import (
     MANY,
-    BatchTokens,
     CacheOptions,
     InputFile,
     JsonFile,
     PictureFile,
+    ProteinBatchTokens,
     SequenceFile,
     SequenceOptions,
     StoreFolder,
 )
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
 _NO_DEFAULT = Parameter(show_default=False)
@@ -47,7 +46,7 @@ def generate(
     seed: int = 0,
     refresh: int | None = None,
     refresh_every: int | None = None,
-    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: ProteinBatchTokens = None,
     out: SequenceFile = None,
     json: JsonFile = None,
     plot: PictureFile = None,
@@ -85,6 +84,7 @@ def generate(
         )
     if store is not None and positions is not None:
         raise ValueError("--store holds contexts to append to; --positions computes the protein with masks instead")
+    check_minimum(1, toks_per_batch=toks_per_batch)
     good, bad = read_proteins(proteins, letters)
     check_plot(plot, len(good))
     turbo = load_model(model)

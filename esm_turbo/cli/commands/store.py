@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
-from esm_turbo.cli.inputs import announce, list_bad, read_proteins, readable
+from esm_turbo.cli.inputs import announce, check_minimum, list_bad, read_proteins, readable
 from esm_turbo.cli.options import (
-    BatchTokens,
     CacheOptions,
     InputFile,
     JsonFile,
     ParallelOptions,
+    ProteinBatchTokens,
     SequenceOptions,
     Writes,
 )
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.cli.sharding import Sharding, model_settings
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.proteins.fasta import BadRecord
 
 
@@ -30,7 +29,7 @@ def store(
     folder: Annotated[Path, Writes("contexts")],
     /,
     *,
-    toks_per_batch: BatchTokens = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: ProteinBatchTokens = None,
     json: JsonFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: CacheOptions = CacheOptions(),
@@ -46,6 +45,7 @@ def store(
         folder: Folder of the store, created if needed.
     """
     spread = Spread.of(parallel, model)
+    check_minimum(1, toks_per_batch=toks_per_batch)
     sharding = Sharding("store", "contexts", parallel.shard, folder, [proteins])
     assert sharding.out is not None
     good, bad = read_proteins(proteins, letters)
@@ -53,8 +53,10 @@ def store(
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.context_store import ContextStore
     from esm_turbo.parallel.storing import store_sequences
+    from esm_turbo.tasks.common.arms import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
 
+    toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)
     settings = {"toks_per_batch": toks_per_batch, **asdict(letters)}
     if sharding.is_done(lambda: model_settings(turbo, [context_arm(turbo)]) | settings):
         return 0

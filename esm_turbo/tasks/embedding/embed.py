@@ -13,14 +13,13 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device, to_host
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.fingerprint import tensors_digest, weights_digest
 from esm_turbo.files.tabular import named
 from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, prefill_rows
+from esm_turbo.tasks.common.arms import ContextSource, prefill_rows, protein_tokens
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -131,7 +130,7 @@ def embed(
     sequences: Sequence[str],
     repr_layers: Sequence[int] = (-1,),
     include: Iterable[str] = ("mean", "per_tok"),
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     return_cache: bool = False,
     windows: Windows | None = None,
     store: ContextSource | None = None,
@@ -142,7 +141,8 @@ def embed(
         sequences: residues; `<mask>` may stand for one.
         repr_layers: from 0, the input of the first layer, to the number of layers; negative ones count from the end.
         include: some of `mean`, `per_tok`, `bos` (`<cls>`), `contacts` and `cache`.
-        toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
+        toks_per_batch: padded tokens per batch; None is 16,384 on CUDA, and else 4,096. A longer protein forms a batch
+            of its own.
         return_cache: same as `cache` in `include`.
         windows: the split of long proteins into windows; None computes every protein whole.
         store: with caches, a `ContextStore` whose contexts are used and to which missing ones are added.
@@ -184,7 +184,7 @@ def iter_embeddings(
     turbo: ContextModel,
     sequences: Sequence[str],
     request: EmbeddingRequest,
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     *,
     done: Container[int] = (),
     on_failure: Callable[[int, str], None] | None = None,
@@ -207,7 +207,7 @@ def iter_embeddings(
         NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
     """
     rows = encode_rows(turbo.codes, sequences)
-    batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
+    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo), done)
     launches = (_launch(turbo, rows, batch, request, on_failure) for batch in batches)
     return _one_ahead(turbo, launches, request)
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import only_writer, refuse_links
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.arms import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
@@ -142,7 +142,7 @@ def embed_records(
     *,
     file_format: EmbeddingFormat | None = None,
     names: FileNames | None = None,
-    toks_per_batch: int = DEFAULT_TOKS_PER_BATCH,
+    toks_per_batch: int | None = None,
     truncation_seq_length: int | None = None,
     progress: Progress | None = None,
     runner: Runner | None = None,
@@ -151,7 +151,7 @@ def embed_records(
     """Embed the proteins that a folder or file does not have yet.
 
     Proteins with the same sequence are computed once. A resumed run gives the same bits as an uninterrupted one if the
-    proteins and `toks_per_batch` are the same.
+    proteins and `toks_per_batch` are the same; if that is None, on the same kind of device.
 
     Args:
         records: the proteins.
@@ -162,7 +162,8 @@ def embed_records(
         names: names of files in a folder: labels, the identifiers, as `esm-extract` names them, where they are safe and
             unique, and else hashes; or hashes of the sequences. None is `label`, or as in the folder. The index has the
             names either way.
-        toks_per_batch: padded tokens per batch; a longer protein forms a batch of its own.
+        toks_per_batch: padded tokens per batch; None is 16,384 where CUDA devices compute them, and else 4,096. A
+            longer protein forms a batch of its own.
         truncation_seq_length: length to which proteins are truncated; None truncates none.
         progress: called with stage `check` and proteins, then with `embed` and residues, see `Progress`.
         runner: where batches are computed; None is this process.
@@ -186,6 +187,8 @@ def embed_records(
         by_sequence.setdefault(record.sequence, []).append(record)
     groups: list[SameSequence] = list(by_sequence.values())
     numbers: dict[str, int] = {}
+    runner = Here(turbo) if runner is None else runner
+    toks_per_batch = protein_tokens(toks_per_batch, turbo, runner.devices)
     # Of all proteins, so that those of a shard have the names that they have among all.
     labels = safe_labels(groups)
     if plan is not None:
@@ -195,7 +198,6 @@ def embed_records(
         records = [record for record in records if record.sequence in chosen]
     sequences = [group[0].sequence[:truncation_seq_length] for group in groups]
     rows = encode_rows(turbo.codes, sequences)
-    runner = Here(turbo) if runner is None else runner
     failed: dict[int, str] = {}
     with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from esm_turbo.tasks.common.arms import (
     default_arm,
     log_probabilities,
     prefill_ids,
+    protein_tokens,
     resolve_arm,
     single_row,
 )
@@ -123,6 +126,29 @@ def test_tokens_per_batch() -> None:
     assert batch_tokens(None, "turbo", cuda) == batch_tokens(None, "full", cuda)
     with pytest.raises(ValueError, match="`toks_per_batch` must be at least 1, got 0"):
         batch_tokens(0, "full", cpu)
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "expected"),
+    [
+        ("cpu", None, 4096),
+        ("mps", None, 4096),
+        ("cuda", None, 16384),
+        ("cuda:1", None, 16384),
+        # The model of the process that starts a run lies on the CPU.
+        ("cpu", "cuda:0 cuda:1", 16384),
+        ("cpu", "cuda", 16384),
+        ("cuda:0", "cpu", 4096),
+        # Pieces that anyone may compute fit everyone.
+        ("cpu", "cuda:0 cpu", 4096),
+    ],
+)
+def test_tokens_per_batch_of_whole_proteins(device: str, devices: str | None, expected: int) -> None:
+    turbo: Any = SimpleNamespace(model=SimpleNamespace(device=torch.device(device)))
+    assert protein_tokens(None, turbo, devices) == expected
+    assert protein_tokens(7, turbo, devices) == 7
+    with pytest.raises(ValueError, match="`toks_per_batch` must be at least 1, got 0"):
+        protein_tokens(0, turbo, devices)
 
 
 def test_a_context_holds_the_given_tokens_as_the_arm_stores_them(compressed: TurboEsm) -> None:

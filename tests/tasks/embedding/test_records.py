@@ -20,6 +20,8 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common.pieces import Here
 from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
 from esm_turbo.tasks.embedding.files import sequence_hash
@@ -344,6 +346,23 @@ def test_embeddings_that_are_not_finite_are_not_written(run, tmp_path, monkeypat
     result = run(out)
     assert (result.reused, result.failed) == (8, [])
     assert computed == [[proteins()[4].sequence]]
+
+
+def test_batches_follow_from_the_kind_of_device(run, tiny, tmp_path, monkeypatch, computed):
+    run(tmp_path / "explicit")
+    expected = list(computed)
+    assert len(expected) == 4
+    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", TOKS_PER_BATCH)
+    one = [sorted((sequence for batch in expected for sequence in batch), key=len)]
+    for devices, wanted in ((None, expected), ("cpu", expected), ("cuda:0 cuda:1", one)):
+        computed.clear()
+        runner = Here(tiny)
+        runner.devices = devices
+        run(tmp_path / f"out {devices}", toks_per_batch=None, runner=runner)
+        assert computed == wanted
+    computed.clear()
+    tiny.embed([record.sequence for record in proteins()], include=["mean"])
+    assert len(computed) == 4
 
 
 def test_progress(run, tmp_path):
