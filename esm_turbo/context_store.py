@@ -130,7 +130,7 @@ class ContextStore:
         self._files = StoreFiles(self.folder)
         self._claims = Claims(self.folder)
         self._budgets = host_bytes, device_bytes
-        self._host = Tier(host_bytes)
+        self._host = Tier[tuple[str, str], FlatContext](host_bytes)
         self._pool = ContextPool(device_bytes)
         self._usage = Usage(self.folder)
         self._reported: set[tuple[str, str]] = set()

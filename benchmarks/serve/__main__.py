@@ -37,7 +37,7 @@ from benchmarks.serve.load import Outcome, busy, steady
 from benchmarks.serve.malformed import malformed, status_of
 from benchmarks.serve.process import Process
 from benchmarks.serve.workload import Ask, Library, asks, proteins
-from esm_turbo import ContextStore, TurboEsm
+from esm_turbo import TurboEsm
 
 # Largest difference of a value from the library's; half precision rounds at about 0.01, and sums many of them.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.2}
@@ -69,7 +69,7 @@ def run(turbo: TurboEsm, options: argparse.Namespace, folder: Path) -> dict[str,
     """All steps; the figures, targets among them."""
     targets = proteins(options.contexts, options.seed, 60, options.longest)
     work = asks(targets, options.requests, options.seed + 1, turbo.name)
-    library = Library(turbo, ContextStore(folder / "library"), targets)
+    library = Library(turbo, targets)
     expected = [library.values(ask) for ask in work]
     # Clients that wait for each other for longer than the default would be told to come again, rightly.
     command = ["--store", folder / "store", "--device", options.device, "--threads", options.threads, "--timeout", 900]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from esm_turbo import ContextStore, TurboEsm
+from esm_turbo import TurboEsm
+from esm_turbo.config import TurboConfig
+from esm_turbo.context_model import ContextModel
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.serve.contexts import Contexts
+from esm_turbo.store.files import context_spec
+from esm_turbo.store.flat import FlatContext
 
 # Share of each kind in the load.
 _KINDS = {"score": 12, "variants": 5, "embeddings": 2, "generate": 1}
@@ -70,9 +74,9 @@ def asks(targets: Sequence[str], count: int, seed: int, model: str) -> list[Ask]
 class Library:
     """The same requests, each one call of the library, with its contexts resident."""
 
-    def __init__(self, turbo: TurboEsm, store: ContextStore, targets: Sequence[str]) -> None:
+    def __init__(self, turbo: TurboEsm, targets: Sequence[str]) -> None:
         self.turbo, self.targets = turbo, targets
-        self.contexts = Contexts(turbo, store)
+        self.contexts = _Resident()
 
     def values(self, ask: Ask) -> list[float]:
         """The numbers of the answer."""
@@ -90,6 +94,29 @@ class Library:
             body["sequence"], max_new_tokens=body["max_new_tokens"], seed=body["seed"], temperature=body["temperature"]
         )
         return [*made.log_probs[0], *map(float, map(ord, made.new_residues[0]))]
+
+
+class _Resident:
+    """A `ContextSource` in memory."""
+
+    def __init__(self) -> None:
+        self._contexts: dict[tuple[str, bytes], FlatContext] = {}
+
+    def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
+        raise NotImplementedError("no request reads a context of residues alone")
+
+    def get_or_compute(
+        self,
+        turbo: ContextModel,
+        token_ids: Sequence[int],
+        config: TurboConfig,
+        compute: Callable[[], TurboKVCache],
+        /,
+    ) -> TurboKVCache:
+        key = (config.name, bytes(token_ids))
+        if key not in self._contexts:
+            self._contexts[key] = FlatContext.of(compute())
+        return self._contexts[key].clone().cache(context_spec(turbo, config))
 
 
 def answered(kind: str, answer: Any) -> list[float]:

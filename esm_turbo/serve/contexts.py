@@ -1,8 +1,8 @@
 """The contexts of the service: those that clients named, on disk, and what requests derive from them, in memory.
 
 A context is named by its key in the store, a hash of its tokens. Scores need other contexts than the plain one: with
-masks in the place of a candidate, or with `<eos>`. These are kept in memory up to a budget and computed again when
-they are gone; only the plain ones are stored.
+masks in the place of a candidate, or with `<eos>`. These stay in memory, ready to be read, up to a budget, and are
+computed again when they are gone; only the plain ones are stored.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from esm_turbo.config import TurboConfig
 from esm_turbo.context_store import ContextStore, context_key
 from esm_turbo.files.tabular import counted
+from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.serve.errors import RequestError
-from esm_turbo.store.files import context_spec
-from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.tasks.common.arms import as_read_fastest
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
-    from esm_turbo.kv_cache import TurboKVCache
 
 # Sequences whose keys are known without reading a file.
 _KNOWN = 20_000
@@ -35,7 +33,7 @@ class Contexts:
     Args:
         turbo: the model.
         store: where the contexts that clients named are.
-        budget: bytes of memory for derived contexts.
+        budget: bytes of memory for contexts that requests read.
         decoded: number of contexts kept decoded to full precision, for the requests that read them next.
         limit: number of contexts in the store from which on further ones are refused.
     """
@@ -47,7 +45,7 @@ class Contexts:
         self.store = store
         self.limit = limit
         self.stored: int = store.info()["contexts"]
-        self.derived = Tier(budget)
+        self.resident = Tier[Hashable, TurboKVCache](budget)
         self._decoded: OrderedDict[Hashable, TurboKVCache] = OrderedDict()
         self._most_decoded = decoded
         self._sequences: OrderedDict[str, str] = OrderedDict()
@@ -104,18 +102,26 @@ class Contexts:
         compute: Callable[[], TurboKVCache],
         /,
     ) -> TurboKVCache:
-        """The context of exactly these tokens; those with masks or `<eos>` are kept in memory alone."""
+        """The context of exactly these tokens; those with masks or `<eos>` are computed, and kept by `ready` alone."""
         codes, row = turbo.codes, list(token_ids)
         if not {codes.eos, codes.mask} & set(row) and config == turbo.model.base_model.turbo_config:
             stored = self.store.load(turbo, context_key(turbo, codes.decode(row[1:])))
             if stored is not None:
                 return stored
-        spec, key = context_spec(turbo, config), (config.name, bytes(row).hex())
-        context = self.derived.get(key)
+        return compute()
+
+    def ready(self, key: Hashable, compute: Callable[[], TurboKVCache]) -> TurboKVCache:
+        """A context that requests read, which must not be changed.
+
+        Args:
+            key: equal for equal contexts.
+            compute: called if it is not in memory.
+        """
+        context = self.resident.get(key)
         if context is None:
-            context = FlatContext.of(compute())
-            self.derived.put(key, context)
-        return context.clone().cache(spec)
+            context = compute()
+            self.resident.put(key, context)
+        return context
 
     def as_read_fastest(self, key: Hashable, cache: TurboKVCache, tokens: int) -> TurboKVCache:
         """The context as `tokens` that read it do so fastest, see `arms.as_read_fastest`.

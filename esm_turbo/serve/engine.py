@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import busy, stopping
 from esm_turbo.serve.jobs import Job, RowJob, Taken, WholeJob
@@ -230,14 +232,13 @@ class Engine:
     def _run_rows(self, first: RowJob) -> int:
         """Run a batch of rows of a job and of others; the number of its tokens."""
         batch: list[Taken] = []
-        jobs, job, tokens = [first], first, 0
+        job, tokens = first, 0
         while tokens < self.toks_per_batch:
             if job.left == 0:
                 found = self._fill(first, lambda one: isinstance(one, RowJob))
                 if not isinstance(found, RowJob):
                     break
                 job = found
-                jobs.append(job)
             try:
                 taken = job.take(self.turbo, self.contexts, self.toks_per_batch - tokens)
             except Exception as error:
@@ -247,27 +248,29 @@ class Engine:
             batch.append(taken)
             tokens += taken.rows.input_ids.numel()
         self._run_batch([taken for taken in batch if not taken.job.over])
-        for one in jobs:
-            if not one.over and one.left == 0:
-                try:
-                    one.succeed(one.result(self.turbo))
-                except Exception as error:
-                    one.fail(error)
         return tokens
 
     def _run_batch(self, batch: Sequence[Taken]) -> None:
+        left = dict(enumerate(batch))
         try:
-            predicted = run_rows(self.turbo, [taken.rows for taken in batch])
+            for index, predicted in run_rows(self.turbo, [taken.rows for taken in batch]):
+                self._put(left.pop(index), predicted)
+            if left:
+                raise RuntimeError("rows were not run")
         except Exception as error:
-            jobs = list(dict.fromkeys(taken.job for taken in batch))
+            jobs = list(dict.fromkeys(taken.job for taken in left.values()))
             if len(jobs) == 1:
                 jobs[0].fail(error)
                 return
             for job in jobs:
-                self._run_batch([taken for taken in batch if taken.job is job])
-            return
-        for taken, own in zip(batch, predicted, strict=True):
-            try:
-                taken.put(own)
-            except Exception as error:
-                taken.job.fail(error)
+                self._run_batch([taken for taken in left.values() if taken.job is job])
+
+    def _put(self, taken: Taken, predicted: Tensor) -> None:
+        """Give a job its predictions; with its last ones it ends, whatever else is in the batch."""
+        job = taken.job
+        try:
+            taken.put(predicted)
+            if not (job.over or job.missing):
+                job.succeed(job.result(self.turbo))
+        except Exception as error:
+            job.fail(error)

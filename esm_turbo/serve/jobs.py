@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
 from esm_turbo.tasks.generation.sampling import row_seeds
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores, masked_rows
-from esm_turbo.tasks.scoring.targets import cached_target
+from esm_turbo.tasks.scoring.targets import Target, cached_target
 from esm_turbo.tasks.variants.score import VariantScores, added_up, window_rows
 from esm_turbo.tasks.variants.substitutions import Substitutions
 
@@ -119,6 +120,7 @@ class Taken:
         if not bool(torch.isfinite(predicted).all()):
             raise RequestError(500, NOT_FINITE)
         self.keep(self.numbers, predicted)
+        self.job.missing -= len(predicted)
         self.job.advance(self.rows.input_ids.numel())
 
 
@@ -127,11 +129,12 @@ class RowJob(Job):
 
     Attributes:
         left: number of rows that were not taken yet.
+        missing: number of rows whose predictions are not there yet.
     """
 
     def __init__(self, tokens: int, rows: int) -> None:
         super().__init__(tokens)
-        self.left = rows
+        self.left = self.missing = rows
         self._stretches: Iterator[Stretch] | None = None
         self._stretch: Stretch | None = None
         self._next = 0
@@ -185,16 +188,14 @@ class ScoreJob(RowJob):
     def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
         """A context per length of candidates."""
         target = cached_target(turbo, self.target, self.arm, self.place, self.refresh, contexts)
+        prefix = self.target[len(self.target) - self.refresh :]
         for length in sorted(set(map(len, self.candidates))):
-            run = target.run(length)
             group = [index for index, ids in enumerate(self.candidates) if len(ids) == length]
-            masks, tokens = (
-                length if self.place == "masked" else 0,
-                len(group) * length * (len(run.prefix) + length + 1),
-            )
-            key = ("score", bytes(self.target), masks, self.refresh)
-            cache = contexts.as_read_fastest(key, run.options["past_key_values"], tokens)
-            yield self._stretch_of(turbo, key, cache, run.prefix, group)
+            tokens = len(group) * length * (len(prefix) + length + 1)
+            key = ("score", bytes(self.target), length if self.place == "masked" else 0, self.refresh)
+            cache = contexts.ready(key, partial(_context_of, target, length))
+            cache = contexts.as_read_fastest(key, cache, tokens)
+            yield self._stretch_of(turbo, key, cache, prefix, group)
 
     def _stretch_of(
         self, turbo: ContextModel, key: Hashable, cache: TurboKVCache, prefix: list[int], group: list[int]
@@ -222,6 +223,12 @@ class ScoreJob(RowJob):
         )
         preset = turbo.model.base_model.turbo_config.name
         return Scores(scores, self.arm, preset, self.place, self.refresh, turbo.name)
+
+
+def _context_of(target: Target, length: int) -> TurboKVCache:
+    """What candidates of a number of residues read."""
+    cache: TurboKVCache = target.run(length).options["past_key_values"]
+    return cache
 
 
 class VariantsJob(RowJob):
@@ -260,8 +267,8 @@ class VariantsJob(RowJob):
     def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
         """One, on the protein with `<eos>`."""
         width, count = self.refresh + 1, len(self._positions)
-        cache = prefill_ids(turbo, self.ids, self.arm, contexts)
         key = ("variants", bytes(self.ids))
+        cache = contexts.ready(key, partial(prefill_ids, turbo, self.ids, self.arm, contexts))
         if turbo.model.device.type == "cpu":
             cache = contexts.as_read_fastest(key, cache, width * count)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,9 +16,9 @@ from esm_turbo.tasks.common.arms import log_probabilities
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-# Up to so many contexts are read one after the other, by device. On CUDA rows of one context are replayed as a graph in
-# about a fifth of the time in which those of several are put together and launched.
-_IN_TURN = {"cuda": 4}
+# Where contexts are read one after the other: rows of one context are replayed as a graph there, which takes the host
+# less time than putting those of several together and launching every kernel.
+_IN_TURN = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -58,39 +57,30 @@ class Rows:
         return first, second
 
 
-def run_rows(turbo: ContextModel, parts: Sequence[Rows]) -> list[Tensor]:
-    """Predictions of rows, in as few forwards as possible.
+def run_rows(turbo: ContextModel, parts: Sequence[Rows]) -> Iterator[tuple[int, Tensor]]:
+    """Yield the predictions of rows as soon as they are there, in as few forwards as possible.
 
-    Rows of the same width share a forward, whatever their contexts, if these are stored alike; but where graphs are
-    replayed, only if there are several contexts. What does not fit into memory is halved.
+    Rows of the same width share a forward, whatever their contexts, if these are stored alike; where graphs are
+    replayed, only those of one context do. What does not fit into memory is halved.
 
     Args:
         parts: rows of any requests and contexts.
 
-    Returns:
-        For each part natural log-probabilities over the vocabulary, float32 [n, vocab_size], on the CPU.
+    Yields:
+        For each part once its index, and natural log-probabilities over the vocabulary, float32 [n, vocab_size], on the
+        CPU.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: a single row does not fit into memory.
     """
     together: dict[Hashable, list[int]] = {}
+    in_turn = turbo.model.device.type in _IN_TURN
     for index, part in enumerate(parts):
         key = (part.input_ids.shape[1], frozenset(part.options), part.context.config)
-        together.setdefault(key, []).append(index)
-    results: dict[int, Tensor] = {}
-    in_turn = _IN_TURN.get(turbo.model.device.type, 0)
-    for own in chain.from_iterable(_in_turn(parts, group, in_turn) for group in together.values()):
+        together.setdefault((key, part.key if in_turn else None), []).append(index)
+    for own in together.values():
         predicted = _run(turbo, [parts[index] for index in own]).split([len(parts[index]) for index in own])
-        results |= dict(zip(own, predicted, strict=True))
-    return [results[index] for index in range(len(parts))]
-
-
-def _in_turn(parts: Sequence[Rows], group: Sequence[int], contexts: int) -> Iterable[Sequence[int]]:
-    """The parts of a group by context if there are no more than so many, else all of them together."""
-    by_context: dict[Hashable, list[int]] = {}
-    for index in group:
-        by_context.setdefault(parts[index].key, []).append(index)
-    return by_context.values() if len(by_context) <= contexts else [group]
+        yield from zip(own, predicted, strict=True)
 
 
 def _run(turbo: ContextModel, parts: Sequence[Rows]) -> Tensor:

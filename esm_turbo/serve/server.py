@@ -6,6 +6,7 @@ import contextlib
 import math
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -18,6 +19,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
 # Seconds for which an idle connection stays open.
 _KEEP_ALIVE = 15
+# Seconds for which the engine's thread, running Python, may keep others from answering: as long as an answer takes.
+_SWITCH_SECONDS = 0.001
 
 
 def open_socket(host: str, port: int) -> socket.socket:
@@ -95,10 +98,13 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`, SIGINT or SIGTERM; then take no more requests, finish those that run, and return."""
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_SECONDS)
         self.service.engine.start()
         try:
             self._server.run(sockets=[self.listener])
         finally:
+            sys.setswitchinterval(before)
             self.service.engine.stop(finish=not self._server.force_exit)
             self.listener.close()
 

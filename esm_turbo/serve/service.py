@@ -36,7 +36,7 @@ class Service:
         turbo: the model, which nothing else may use meanwhile.
         store: its contexts.
         limits: of requests.
-        resident_bytes: memory for contexts that are derived from the stored ones.
+        resident_bytes: memory for contexts that requests read, derived from the stored ones.
         toks_per_batch: tokens per batch; None chooses by device.
         wait: seconds that a batch with room left waits for further requests.
 
@@ -85,7 +85,7 @@ class Service:
         """The answer of `/metrics`."""
         self.metrics.queue.set(self.engine.jobs)
         self.metrics.stored.set(self.contexts.stored)
-        self.metrics.derived.set(self.contexts.derived.nbytes)
+        self.metrics.derived.set(self.contexts.resident.nbytes)
         return self.metrics.text()
 
     def context_job(self, sequence: str) -> ContextJob:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Hashable
+from typing import Any, Generic, Protocol, TypeVar
 
-from esm_turbo.store.flat import FlatContext
+
+class Sized(Protocol):
+    """What knows how much memory it takes, which never changes."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
-class Tier:
+KeyT = TypeVar("KeyT", bound=Hashable)
+ContextT = TypeVar("ContextT", bound=Sized)
+
+
+class Tier(Generic[KeyT, ContextT]):
     """Contexts in one kind of memory.
 
     Args:
@@ -28,19 +38,19 @@ class Tier:
         self.budget = budget
         self.nbytes = 0
         self.evicted = 0
-        self._contexts: OrderedDict[tuple[str, str], FlatContext] = OrderedDict()
+        self._contexts: OrderedDict[KeyT, ContextT] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._contexts)
 
-    def get(self, key: tuple[str, str]) -> FlatContext | None:
+    def get(self, key: KeyT) -> ContextT | None:
         """The context of a key, now the most recently used; None if it is not here."""
         context = self._contexts.get(key)
         if context is not None:
             self._contexts.move_to_end(key)
         return context
 
-    def put(self, key: tuple[str, str], context: FlatContext) -> None:
+    def put(self, key: KeyT, context: ContextT) -> None:
         """Keeps a context unless it exceeds the budget, and evicts others to make room."""
         self._drop(key)
         if context.nbytes > self.budget:
@@ -64,7 +74,7 @@ class Tier:
         """Budget and use, JSON values."""
         return {"budget": self.budget, "bytes": self.nbytes, "contexts": len(self), "evicted": self.evicted}
 
-    def _drop(self, key: tuple[str, str]) -> None:
+    def _drop(self, key: KeyT) -> None:
         context = self._contexts.pop(key, None)
         if context is not None:
             self.nbytes -= context.nbytes

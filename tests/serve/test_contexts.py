@@ -55,7 +55,7 @@ def test_contexts_of_other_commands_have_no_name(contexts, turbo):
         contexts.sequence(key)
 
 
-def test_derived_contexts_stay_in_memory(contexts, turbo):
+def test_contexts_that_are_not_stored_are_computed_as_given(contexts, turbo):
     codes, computed = turbo.codes, []
     ids = [codes.cls, *codes.encode(SEQUENCE, "it"), codes.mask, codes.eos]
     config = turbo.model.base_model.turbo_config
@@ -64,19 +64,25 @@ def test_derived_contexts_stay_in_memory(contexts, turbo):
         computed.append(1)
         return prefill_ids(turbo, ids, "turbo")
 
-    first = contexts.get_or_compute(turbo, ids, config, compute)
-    # Changes of a result do not reach what is kept.
-    first.crop(3)
-    second = contexts.get_or_compute(turbo, ids, config, compute)
-    assert computed == [1]
-    assert second.get_seq_length() == len(ids)
-    assert files(contexts) == []
+    assert contexts.get_or_compute(turbo, ids, config, compute).get_seq_length() == len(ids)
+    assert computed == [1] and files(contexts) == []
     # One without masks and <eos> is read from the store, where it is.
     contexts.add([SEQUENCE], 1024)
     plain = contexts.get_or_compute(turbo, ids[:-2], config, compute)
     assert computed == [1]
     for name, tensor in turbo.prefill(SEQUENCE).named_tensors():
         assert torch.equal(tensor, dict(plain.named_tensors())[name])
+
+
+def test_contexts_that_requests_read_stay_in_memory_within_a_budget(turbo, tmp_path):
+    cache = turbo.prefill(SEQUENCE)
+    contexts = Contexts(turbo, ContextStore(tmp_path), budget=2 * cache.nbytes)
+    first = contexts.ready("a", lambda: turbo.prefill(SEQUENCE))
+    assert contexts.ready("a", lambda: pytest.fail("it is in memory")) is first
+    for key in ("b", "c"):
+        contexts.ready(key, lambda: turbo.prefill(SEQUENCE))
+    assert contexts.ready("a", lambda: turbo.prefill(SEQUENCE)) is not first
+    assert contexts.resident.nbytes == 2 * cache.nbytes
 
 
 def test_the_store_is_limited(contexts):

@@ -73,7 +73,7 @@ def batches(monkeypatch):
         if seen.poison in dict(names):
             raise RuntimeError("poison")
         seen.batches.append(names)
-        return [part.input_ids[:, :1].float() for part in parts]
+        yield from enumerate(part.input_ids[:, :1].float() for part in parts)
 
     monkeypatch.setattr(engine_module, "run_rows", run_rows)
     return seen
@@ -192,7 +192,9 @@ def test_a_long_wait_is_refused_with_the_time_to_come_again(engine, batches):
 
 
 def test_what_is_not_finite_is_an_error(engine, batches, monkeypatch):
-    monkeypatch.setattr(engine_module, "run_rows", lambda turbo, parts: [torch.full((1, 1), torch.nan) for _ in parts])
+    monkeypatch.setattr(
+        engine_module, "run_rows", lambda turbo, parts: enumerate([torch.full((1, 1), torch.nan)] * len(parts))
+    )
     job = Some("nan", 2)
     engine.submit(job)
     with pytest.raises(RequestError, match="not finite"):
@@ -204,7 +206,7 @@ def test_the_engine_survives_what_it_does_not_expect(engine, batches, monkeypatc
         patched.setattr(engine_module, "run_rows", lambda turbo, parts: [])
         job = Some("lost", 2)
         engine.submit(job)
-        with pytest.raises(ValueError, match="zip"):
+        with pytest.raises(RuntimeError, match="rows were not run"):
             job.future.result(30)
     again = Some("again", 2)
     engine.submit(again)

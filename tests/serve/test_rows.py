@@ -36,12 +36,18 @@ def parts(turbo):
     return made
 
 
+def predictions(turbo, parts):
+    """Of all parts, in their order."""
+    found = dict(run_rows(turbo, parts))
+    return [found[index] for index in range(len(parts))]
+
+
 def test_a_row_does_not_depend_on_its_batch(turbo, parts):
-    together = run_rows(turbo, parts)
+    together = predictions(turbo, parts)
     for part, predicted in zip(parts, together, strict=True):
         assert predicted.shape == (len(part), turbo.model.config.vocab_size)
         for number in range(len(part)):
-            [alone] = run_rows(turbo, [part.split(number)[1].split(1)[0]])
+            [alone] = predictions(turbo, [part.split(number)[1].split(1)[0]])
             assert torch.allclose(predicted[number], alone[0], rtol=0, atol=TOLERANCE)
 
 
@@ -53,17 +59,13 @@ def test_rows_of_one_width_share_a_forward(turbo, parts, monkeypatch):
         return original(turbo, input_ids, at, **options)
 
     monkeypatch.setattr(rows_module, "log_probabilities", counted)
-    run_rows(turbo, parts)
+    predictions(turbo, parts)
     # Scores of five residues on two contexts, of two residues, and variants of two proteins.
     assert sorted(calls) == [(2, 1), (6, 2), (20, 2)]
-    calls.clear()
-    monkeypatch.setitem(rows_module._IN_TURN, "cpu", 1)
-    run_rows(turbo, parts)
-    assert sorted(calls) == [(2, 1), (6, 2), (20, 2)]
 
 
-def test_few_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, monkeypatch):
-    together = run_rows(turbo, parts)
+def test_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, monkeypatch):
+    together = predictions(turbo, parts)
     original, calls = rows_module.log_probabilities, []
 
     def counted(turbo, input_ids, at, **options):
@@ -72,16 +74,20 @@ def test_few_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, m
         return original(turbo, input_ids, at, **options)
 
     monkeypatch.setattr(rows_module, "log_probabilities", counted)
-    monkeypatch.setitem(rows_module._IN_TURN, "cpu", 2)
-    in_turn = run_rows(turbo, parts)
+    monkeypatch.setattr(rows_module, "_IN_TURN", ("cpu",))
+    in_turn = predictions(turbo, parts)
     # Rows of requests on the same context share a forward still.
     assert sorted(calls) == [2, 3, 3, 5, 15]
+    # Each has its predictions before the next one runs.
+    calls.clear()
+    next(run_rows(turbo, parts))
+    assert len(calls) == 1
     for one, other in zip(together, in_turn, strict=True):
         assert torch.allclose(one, other, rtol=0, atol=TOLERANCE)
 
 
 def test_what_does_not_fit_is_halved(turbo, parts, monkeypatch):
-    expected = run_rows(turbo, parts)
+    expected = predictions(turbo, parts)
     original, sizes = rows_module.log_probabilities, []
 
     def small(turbo, input_ids, at, **options):
@@ -91,9 +97,9 @@ def test_what_does_not_fit_is_halved(turbo, parts, monkeypatch):
         return original(turbo, input_ids, at, **options)
 
     monkeypatch.setattr(rows_module, "log_probabilities", small)
-    for own, theirs in zip(run_rows(turbo, parts), expected, strict=True):
+    for own, theirs in zip(predictions(turbo, parts), expected, strict=True):
         assert torch.allclose(own, theirs, rtol=0, atol=TOLERANCE)
     assert sum(sizes) == sum(map(len, parts))
     monkeypatch.setattr(rows_module, "log_probabilities", lambda *_, **__: small(turbo, range(3), None))
     with pytest.raises(NotEnoughMemoryError):
-        run_rows(turbo, parts)
+        predictions(turbo, parts)

@@ -4,7 +4,6 @@ import pytest
 
 from benchmarks.serve.load import busy, steady
 from benchmarks.serve.workload import Library, answered, asks, difference, proteins
-from esm_turbo import ContextStore
 from tests.helpers.service import running
 
 KINDS = ("score", "variants", "embeddings", "generate")
@@ -17,7 +16,7 @@ def work(turbo, tmp_path_factory):
     # Two of each kind, where there are so many.
     work = [ask for kind in KINDS for ask in [one for one in made if one.kind == kind][:2]]
     assert {ask.kind for ask in work} == set(KINDS)
-    library = Library(turbo, ContextStore(tmp_path_factory.mktemp("library") / "store"), targets)
+    library = Library(turbo, targets)
     return targets, work, [library.values(ask) for ask in work]
 
 
