@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +21,16 @@ from esm_turbo.ops.shares import best_shares
 from esm_turbo.ops.slabs import SlabSpec
 from esm_turbo.ops.triton_launch import (
     Options,
+    PreparedLaunch,
     Tuning,
     empty_by_token,
     fence,
     interpreted,
-    launch,
     operator,
     overlaps,
     per_codec,
     placeholder,
-    strides,
+    strides_of,
 )
 from esm_turbo.ops.triton_layout import (
     KernelLayout,
@@ -208,60 +208,39 @@ def attend_packed(
     Returns:
         [B, H, n, D], in the query's dtype.
     """
-    import triton.language as tl
-
-    from esm_turbo.ops.kernels.attention import attend_context
-    from esm_turbo.ops.kernels.merge import merge
-
-    tuning = DEFAULT_TUNING
-    batch_size, heads, n, head_dim = query.shape
+    batch_size = query.shape[0]
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, 1 if named else contexts, mask, protected_mask)
-    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, tuning.tile)
-    # Queries are numbered as those of one context also where rows name theirs.
-    shared = bool(named) or contexts != batch_size
-    rows, numbered = (batch_size * n, 1) if shared else (n, contexts)
+    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, DEFAULT_TUNING.tile)
     query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
     query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
-    precision = "tf32" if query.dtype == torch.bfloat16 else "tf32x3"
-    queries, operand_rows = _queries_at_once(most_queries if named else rows)
     tile_table, index = named or (placeholder(torch.int32, query.device),) * 2
-    row_tiles = len(tile_table) if named else -(-rows // queries)
-    items = numbered * heads * row_tiles
-    warps = tuning.warps or 1
-    registers = None
-    if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not tables:
-        registers = tuning.registers
-    programs = _concurrent_programs(query.device, warps, registers or _MAX_REGISTERS)
-    blocks, blocks_per_program, max_parts = best_shares(
-        items, -(-columns // KEY_BLOCK), tuning.programs or programs, _multiprocessors(query.device), queries == 1
-    )
-    keys_spec, values_spec = _specs(tuple(key_specs)), _specs(tuple(value_specs))
-    key_size, value_size = query_map.shape[2], sum(spec.size for spec in values_spec)
-    count = numbered * heads * max_parts * rows
-    scratch = torch.empty(count * (value_size + 2), dtype=torch.float32, device=query.device)
-    part_acc = scratch
-    part_max, part_total = scratch[count * value_size :], scratch[count * (value_size + 1) :]
     # The kernels do not read the tables and angles that a codec does not have.
     key_table, value_table = tables or (map_scale, map_scale)
     key_residual, value_residual = residuals or (None, None)
     new_mask, slot_mask = (_bytes_of(x, batch_size, query.device) for x in (mask, protected_mask))
     protected_keys = protected_values = placeholder(torch.float32, query.device)
-    slots = 0
-    # Of many contexts few are read: the protected tokens of each row's are then mapped anew.
-    by_row = bool(named) and contexts > batch_size
     if protected:
-        stored = [x[index] for x in protected] if by_row else protected
+        # Of many contexts few are read: the protected tokens of each row's are then mapped anew.
+        stored = [x[index] for x in protected] if named and contexts > batch_size else protected
         protected_keys, protected_values = _inverse_transformed(stored, inverses, means)
-        slots = protected_keys.shape[2]
-    overlap = overlaps(query.device)
-    launch(
-        attend_context,
-        (-(-items * blocks // blocks_per_program), 1, 1),
+    plan = _plan(
+        DEFAULT_TUNING,
+        query.shape,
+        (query.stride(), keys.stride(), values.stride()),
+        query.dtype,
         query.device,
-        Options(warps, tuning.stages, registers, overlap),
+        (contexts, columns, slab_columns),
+        (tuple(key_specs), tuple(value_specs)),
+        (query_map.shape, value_map.shape),
+        (len(tile_table), most_queries) if named else None,
+        (protected_columns.shape[1], protected_keys.shape[2] if protected else 0),
+        (mask is not None, protected_mask is not None, visible is not None),
+        (bool(tables), bool(residuals), angles is not None, overlaps(query.device)),
+    )
+    # Accumulators, maxima and totals of all parts.
+    parts = query.new_empty(sum(plan.parts), dtype=torch.float32).split(plan.parts)
+    plan.attend_context(
         query_ptr=query,
         map_ptr=query_map,
         map_scale_ptr=map_scale,
@@ -278,47 +257,12 @@ def attend_packed(
         length_ptr=lengths,
         protected_ptr=protected_columns,
         mask_ptr=placeholder(torch.int32, query.device) if visible is None else _of_all_rows(visible, batch_size),
-        part_acc_ptr=part_acc,
-        part_max_ptr=part_max,
-        part_total_ptr=part_total,
-        **strides(q=query),
-        slab_columns=slab_columns,
-        num_columns=columns,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
-        num_items=items,
-        num_slots=protected_columns.shape[1],
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(bool(named)),
-        has_mask=int(visible is not None),
-        HEAD_DIM=head_dim,
-        HALF=query_map.shape[3],
-        KEYS=keys_spec,
-        VALUES=values_spec,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        QUERIES=queries,
-        ROWS=operand_rows,
-        SLOTS=num_slots(protected_columns.shape[1]),
-        ROTATED=angles is not None,
-        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows else 0,
-        T=tuning.tile,
-        TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
-        DTYPE=tl.float16 if half else tl.float32,
-        PRECISION=precision,
-        ASM=not interpreted(),
-        OVERLAP=overlap,
+        part_acc_ptr=parts[0],
+        part_max_ptr=parts[1],
+        part_total_ptr=parts[2],
     )
     output = empty_by_token(query)
-    launch(
-        merge,
-        (items, 1, 1),
-        query.device,
-        Options(_merge_warps(tuning, queries, items, query.device), launch_pdl=overlap),
+    plan.merge(
         query_ptr=query,
         key_ptr=keys,
         value_ptr=values,
@@ -327,33 +271,13 @@ def attend_packed(
         protected_value_ptr=protected_values,
         protected_mask_ptr=slot_mask,
         tile_ptr=tile_table,
-        part_acc_ptr=part_acc,
-        part_max_ptr=part_max,
-        part_total_ptr=part_total,
+        part_acc_ptr=parts[0],
+        part_max_ptr=parts[1],
+        part_total_ptr=parts[2],
         value_map_ptr=value_map,
         value_mean_ptr=value_mean,
         value_residual_ptr=value_residual,
         output_ptr=output,
-        **strides(q=query, k=keys, v=values),
-        stride_part=value_size,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
-        num_slots=slots,
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(bool(named)),
-        has_new_mask=int(mask is not None),
-        has_protected_mask=int(protected_mask is not None),
-        protected_by_row=int(by_row),
-        HEAD_DIM=head_dim,
-        SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
-        VALUE_SIZE=value_map.shape[1],
-        QUERIES=queries,
-        PRECISION=precision,
-        OVERLAP=overlap,
     )
     return output
 
@@ -363,6 +287,157 @@ def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
 
 
 torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
+
+
+class _Plan(NamedTuple):
+    """What the shapes of an extension decide.
+
+    Attributes:
+        attend_context: the first launch.
+        merge: the second one.
+        parts: number of elements of the accumulators, of the maxima and of the totals of all parts.
+    """
+
+    attend_context: PreparedLaunch
+    merge: PreparedLaunch
+    parts: tuple[int, int, int]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    tuning: AttentionTuning,
+    shape: tuple[int, int, int, int],
+    steps: tuple[tuple[int, ...], ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    sizes: tuple[int, int, int],
+    specs: tuple[tuple[int, ...], tuple[int, ...]],
+    maps: tuple[tuple[int, ...], tuple[int, ...]],
+    named: tuple[int, int] | None,
+    slots: tuple[int, int],
+    masked: tuple[bool, bool, bool],
+    has: tuple[bool, bool, bool, bool],
+) -> _Plan:
+    """The launches of `attend_packed` for tensors of these shapes; the layers of a model share them.
+
+    Args:
+        tuning: of the kernels.
+        shape: of the query.
+        steps: strides of query, keys and values.
+        dtype: of the query.
+        device: of all tensors.
+        sizes: number of contexts, of their columns, and of columns per head in memory.
+        specs: `key_specs` and `value_specs`.
+        maps: shapes of the query's map and of the values' one.
+        named: number of tiles and `most_queries`, where rows name their contexts.
+        slots: of protected columns, and of protected tokens.
+        masked: whether there are masks of new tokens, of protected tokens and of columns.
+        has: whether there are tables, residuals and angles, and whether launches overlap.
+    """
+    import triton.language as tl
+
+    from esm_turbo.ops.kernels.attention import attend_context
+    from esm_turbo.ops.kernels.merge import merge
+
+    batch_size, heads, n, head_dim = shape
+    contexts, columns, slab_columns = sizes
+    has_tables, has_residuals, rotated, overlap = has
+    # Queries are numbered as those of one context also where rows name theirs.
+    shared = named is not None or contexts != batch_size
+    rows, numbered = (batch_size * n, 1) if shared else (n, contexts)
+    half = dtype in (torch.float16, torch.bfloat16)
+    # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
+    precision = "tf32" if dtype == torch.bfloat16 else "tf32x3"
+    tiles, most_queries = named or (0, rows)
+    queries, operand_rows = _queries_at_once(most_queries)
+    row_tiles = -(-rows // queries) if named is None else tiles
+    items = numbered * heads * row_tiles
+    warps = tuning.warps or 1
+    registers = None
+    if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not has_tables:
+        registers = tuning.registers
+    programs = _concurrent_programs(device, warps, registers or _MAX_REGISTERS)
+    blocks, blocks_per_program, max_parts = best_shares(
+        items, -(-columns // KEY_BLOCK), tuning.programs or programs, _multiprocessors(device), queries == 1
+    )
+    keys_spec, values_spec = map(_specs, specs)
+    key_size, value_size = maps[0][2], sum(spec.size for spec in values_spec)
+    count = numbered * heads * max_parts * rows
+    query_strides, key_strides, value_strides = (
+        strides_of(name, shape, own) for name, own in zip("qkv", steps, strict=True)
+    )
+    absent = {} if has_residuals else {"key_residual_ptr": None}
+    context_launch = PreparedLaunch(
+        attend_context,
+        (-(-items * blocks // blocks_per_program), 1, 1),
+        device,
+        Options(warps, tuning.stages, registers, overlap),
+        **absent,
+        **query_strides,
+        slab_columns=slab_columns,
+        num_columns=columns,
+        num_tokens=n,
+        num_rows=rows,
+        num_row_tiles=row_tiles,
+        num_heads=heads,
+        num_items=items,
+        num_slots=slots[0],
+        num_blocks=blocks,
+        blocks_per_program=blocks_per_program,
+        max_parts=max_parts,
+        has_tiles=int(named is not None),
+        has_mask=int(masked[2]),
+        HEAD_DIM=head_dim,
+        HALF=maps[0][3],
+        KEYS=keys_spec,
+        VALUES=values_spec,
+        KEY_SIZE=key_size,
+        VALUE_SIZE=value_size,
+        QUERIES=queries,
+        ROWS=operand_rows,
+        SLOTS=num_slots(slots[0]),
+        ROTATED=rotated,
+        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows else 0,
+        T=tuning.tile,
+        TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
+        DTYPE=tl.float16 if half else tl.float32,
+        PRECISION=precision,
+        ASM=not interpreted(),
+        OVERLAP=overlap,
+    )
+    absent = {} if has_residuals else {"value_residual_ptr": None}
+    merge_launch = PreparedLaunch(
+        merge,
+        (items, 1, 1),
+        device,
+        Options(_merge_warps(tuning, queries, items, device), launch_pdl=overlap),
+        **absent,
+        **query_strides,
+        **key_strides,
+        **value_strides,
+        stride_part=value_size,
+        num_tokens=n,
+        num_rows=rows,
+        num_row_tiles=row_tiles,
+        num_heads=heads,
+        num_slots=slots[1],
+        num_blocks=blocks,
+        blocks_per_program=blocks_per_program,
+        max_parts=max_parts,
+        has_tiles=int(named is not None),
+        has_new_mask=int(masked[0]),
+        has_protected_mask=int(masked[1]),
+        protected_by_row=int(named is not None and contexts > batch_size),
+        HEAD_DIM=head_dim,
+        SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
+        VALUE_SIZE=maps[1][1],
+        QUERIES=queries,
+        PRECISION=precision,
+        OVERLAP=overlap,
+    )
+    # Each begins at a multiple of 16 bytes.
+    count = -(-count // 4) * 4
+    return _Plan(context_launch, merge_launch, (count * value_size, count, count))
 
 
 @functools.cache

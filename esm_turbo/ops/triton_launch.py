@@ -8,6 +8,7 @@ launches them directly. triton is imported when a kernel runs.
 from __future__ import annotations
 
 import functools
+import operator as operators
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -122,15 +123,89 @@ def launch(kernel: Any, grid: tuple[int, int, int], device: torch.device, option
         KernelError: the kernel does not compile.
         KernelCacheError: the cache of compiled kernels cannot be used.
     """
-    plan = _plans.get(id(kernel))
-    if plan is None:
-        plan = _plan_of(kernel)
+    plan = _plan_of(kernel)
     if plan.kernel is None:
         kernel[grid](**arguments, **{name: x for name, x in options._asdict().items() if x is not None})
-        return
+    elif _recorded.variants is not None:
+        _recorded.variants.append(plan.variant(options, arguments, _recorded.capability))
+    elif _is_current(device):
+        variant, values = _find(plan, device, options, arguments)
+        _run(variant, grid, device, values)
+    else:
+        with torch.cuda.device(device):
+            variant, values = _find(plan, device, options, arguments)
+            _run(variant, grid, device, values)
+
+
+class PreparedLaunch:
+    """A launch of which all but the tensors is known, for calls that have to look up nothing but their addresses.
+
+    Args:
+        kernel: with its tensors first, and its constants last.
+        grid: number of programs.
+        device: of all tensors.
+        options: of the compiler.
+        **known: arguments that are no tensors, and those tensors that are None.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, int, int], device: torch.device, options: Options, **known: Any
+    ) -> None:
+        self._kernel, self._grid, self._device, self._options, self._known = kernel, grid, device, options, known
+        pointers = [name for name in kernel.arg_names if name.endswith(("_ptr", "_ptrs"))]
+        self._absent = [pointers.index(name) for name in pointers if name in known]
+        self._tuples = [i for i, name in enumerate(x for x in pointers if x not in known) if name.endswith("s")]
+        self._numbers = [known[name] for name in kernel.arg_names[len(pointers) :]]
+        # Variants by dtypes, for tensors that all begin at multiples of 16 bytes.
+        self._variants: dict[tuple[torch.dtype, ...], _Loaded] = {}
+
+    def __call__(self, **tensors: Any) -> None:
+        """Launches the kernel; in the interpreter, runs it.
+
+        Args:
+            **tensors: of the kernel, in its order, and tuples of them where it takes tuples.
+
+        Raises:
+            KernelError: the kernel does not compile.
+            KernelCacheError: the cache of compiled kernels cannot be used.
+        """
+        given = [x for x in tensors.values() if x is not None]
+        flat = given.copy()
+        for position in reversed(self._tuples):
+            flat[position : position + 1] = given[position]
+        # Loops over tensors, of which there are up to thirty, run in C.
+        values: list[Any] = [*map(_ADDRESS, flat)]
+        variant = self._variants.get((*map(_DTYPE, flat),))
+        unaligned = functools.reduce(operators.or_, values) & _UNALIGNED
+        if variant is None or unaligned or _recorded.variants is not None or not _is_current(self._device):
+            self._launch(tensors, None if unaligned else (*map(_DTYPE, flat),))
+            return
+        for position in self._tuples:
+            end = position + len(given[position])
+            values[position:end] = [tuple(values[position:end])]
+        for position in self._absent:
+            values.insert(position, None)
+        _run(variant, self._grid, self._device, values + self._numbers)
+
+    def _launch(self, tensors: dict[str, Any], dtypes: tuple[torch.dtype, ...] | None) -> None:
+        """Launches as `launch` does, and remembers the variant for tensors of these dtypes."""
+        named = self._known | tensors
+        arguments = {name: named[name] for name in self._kernel.arg_names}
+        assert [name for name, x in tensors.items() if x is None] == [name for name in self._known if name in tensors]
+        launch(self._kernel, self._grid, self._device, self._options, **arguments)
+        plan = _plan_of(self._kernel)
+        if plan.kernel is not None and _recorded.variants is None and dtypes is not None and _is_current(self._device):
+            self._variants[dtypes], _ = _find(plan, self._device, self._options, arguments)
+
+
+def _is_current(device: torch.device) -> bool:
+    return device.index == torch.cuda.current_device()
+
+
+def _find(plan: _Plan, device: torch.device, options: Options, arguments: dict[str, Any]) -> tuple[_Loaded, list[Any]]:
+    """The variant for these arguments, on the current device, and the arguments with addresses in place of tensors."""
     values = list(arguments.values())
     key: list[Any] = [device.index, options, *values[plan.first_constant :]]
-    # This loop is most of what a launch costs the host.
     for position, aligned in plan.specialised:
         value = values[position]
         kind = value.__class__
@@ -149,37 +224,36 @@ def launch(kernel: Any, grid: tuple[int, int, int], device: torch.device, option
         else:
             assert value is None
             key.append(None)
-    if _recorded.variants is not None:
-        _recorded.variants.append(plan.variant(options, arguments, _recorded.capability))
-        return
-    current = torch.cuda.current_device()
-    if device.index != current:
-        with torch.cuda.device(device):
-            _run(plan, tuple(key), grid, options, arguments, values)
-    else:
-        _run(plan, tuple(key), grid, options, arguments, values)
+    found = tuple(key)
+    variant = plan.loaded.get(found)
+    if variant is None:
+        variant = plan.loaded[found] = _load(plan, options, arguments)
+    return variant, values
 
 
-def _run(
-    plan: _Plan, key: Any, grid: tuple[int, int, int], options: Options, arguments: dict[str, Any], values: list[Any]
-) -> None:
-    """Launches the variant of a key on the current device."""
-    loaded = plan.loaded.get(key)
-    if loaded is None:
-        loaded = plan.loaded[key] = _load(plan, options, arguments)
-    run, function, metadata, stream_of = loaded
+def _run(variant: _Loaded, grid: tuple[int, int, int], device: torch.device, values: list[Any]) -> None:
+    """Launches a variant on the current device."""
     # As Triton's own launch does; None stands for its hooks.
-    run(*grid, stream_of(key[0]), function, metadata, None, None, None, *values)
+    variant.run(*grid, variant.stream_of(device.index), variant.function, variant.metadata, None, None, None, *values)
 
 
-def _load(plan: _Plan, options: Options, arguments: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+class _Loaded(NamedTuple):
+    """A variant on a device, as Triton launches it."""
+
+    run: Callable[..., None]
+    function: Any
+    metadata: Any
+    stream_of: Callable[[int], Any]
+
+
+def _load(plan: _Plan, options: Options, arguments: dict[str, Any]) -> _Loaded:
     """Compiles a variant and loads it on the current device."""
     from triton.runtime import driver
 
     major, minor = capability_of(torch.device("cuda", torch.cuda.current_device()))
     compiled = plan.variant(options, arguments, 10 * major + minor).compile()
     try:
-        return compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream
+        return _Loaded(compiled.run, compiled.function, compiled.packed_metadata, driver.active.get_current_stream)
     except Exception as error:
         raise failure(plan.name, error) from error
 
@@ -212,7 +286,7 @@ class _Plan:
             for p in params[: self.first_constant]
             if p.name.endswith(("_ptr", "_ptrs")) or p.name.startswith(_ALIGNED_NUMBERS)
         ]
-        self.loaded: dict[Any, tuple[Any, Any, Any, Any]] = {}
+        self.loaded: dict[Any, _Loaded] = {}
 
     def variant(self, options: Options, arguments: dict[str, Any], capability: int) -> Variant:
         """The variant for these arguments."""
@@ -246,6 +320,7 @@ class _Plan:
 # Integers that are known to be multiples of 16 where they are: strides, and numbers of elements that bound a mask.
 _ALIGNED_NUMBERS = ("stride_", "count", "numel")
 _UNALIGNED = 15
+_ADDRESS, _DTYPE = Tensor.data_ptr, operators.attrgetter("dtype")
 _TYPES = {
     torch.float32: "fp32",
     torch.float16: "fp16",
@@ -260,7 +335,8 @@ _plans: dict[int, _Plan] = {}
 
 
 def _plan_of(kernel: Any) -> _Plan:
-    return _plans.setdefault(id(kernel), _Plan(kernel))
+    plan = _plans.get(id(kernel))
+    return _plans.setdefault(id(kernel), _Plan(kernel)) if plan is None else plan
 
 
 def _type_of(value: Any, parameter: Any) -> Any:
@@ -313,16 +389,19 @@ def empty_by_token(x: Tensor) -> Tensor:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """Arguments of a kernel for tensors x [B, H, n, D]: `stride_xb`, `stride_xh` and `stride_xn`, in elements.
+    """Arguments of a kernel for the strides of tensors [B, H, n, D], see `strides_of`."""
+    named: dict[str, int] = {}
+    for name, x in tensors.items():
+        named |= strides_of(name, x.shape, x.stride())
+    return named
+
+
+def strides_of(name: str, sizes: Sequence[int], steps: Sequence[int]) -> dict[str, int]:
+    """Arguments of a kernel for a tensor x [B, H, n, D]: `stride_xb`, `stride_xh` and `stride_xn`, in elements.
 
     0 for a dimension of size 1, whose stride may be anything.
     """
-    named = {}
-    for name, x in tensors.items():
-        sizes, steps = x.shape, x.stride()
-        for dim, key in enumerate(_stride_names(name)):
-            named[key] = 0 if sizes[dim] == 1 else steps[dim]
-    return named
+    return {key: 0 if size == 1 else step for key, size, step in zip(_stride_names(name), sizes, steps, strict=False)}
 
 
 @functools.cache

@@ -354,6 +354,7 @@ def test_programs_count_blocks_beyond_the_contexts(
     monkeypatch: pytest.MonkeyPatch, device: str, n: int, masked: bool
 ) -> None:
     """Three blocks as four, of which each program reads two: none reads two contexts."""
+    tune(monkeypatch)
     monkeypatch.setattr(triton_attention, "best_shares", lambda *_: Shares.of(4, 2))
     codec = codec_of("turbo3", 16)
     case = make_case(codec, n=n, columns=190, lengths=(190, 65), slots=1, masked=masked, device=device)

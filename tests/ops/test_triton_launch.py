@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.ops import triton_launch
-from esm_turbo.ops.triton_launch import Options, launch, placeholder, recorded, strides
+from esm_turbo.ops.triton_launch import Options, PreparedLaunch, launch, placeholder, recorded, strides
 from esm_turbo.ops.variants import Variant
 
 triton = pytest.importorskip("triton")
@@ -64,6 +65,68 @@ def test_only_the_thread_that_lists_launches_does_not_run_them() -> None:
         thread.join()
     assert listed == [True]
     assert triton_launch._recorded.variants is None
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Variant]]:
+    """What Triton is told to launch, and the variants that are compiled; without a device."""
+    runs: list[Any] = []
+    variants: list[Variant] = []
+
+    def load(plan: Any, options: Options, arguments: dict[str, Any]) -> Any:
+        variants.append(plan.variant(options, arguments, 90))
+        return triton_launch._Loaded(lambda *values: runs.append(values), plan.name, options, lambda index: "stream")
+
+    monkeypatch.setattr(triton_launch, "_load", load)
+    monkeypatch.setattr(triton_launch, "_plans", {})
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    return runs, variants
+
+
+def of_all_kinds(kernel: Any, absent: str, dtype: torch.dtype, first: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Tensors of a kernel, of which some are tuples and one is None, and its numbers and constants."""
+    tensors: dict[str, Any] = {}
+    known: dict[str, Any] = {absent: None}
+    for number, name in enumerate(kernel.arg_names):
+        if name.endswith("_ptrs"):
+            tensors[name] = tuple(torch.zeros(64, dtype=dtype) for _ in range(number % 3 + 1))
+        elif name.endswith("_ptr"):
+            tensors[name] = None if name == absent else torch.zeros(64, dtype=dtype)[first:]
+        else:
+            known[name] = number
+    return tensors, known
+
+
+@pytest.mark.parametrize(("name", "absent"), [("attention.attend_context", "key_residual_ptr"), ("merge.merge", "")])
+def test_prepared_launches_are_those_that_are_not(
+    launched: tuple[list[Any], list[Variant]], name: str, absent: str
+) -> None:
+    module, _, kernel_name = name.partition(".")
+    kernel = getattr(importlib.import_module(f"esm_turbo.ops.kernels.{module}"), kernel_name)
+    runs, variants = launched
+    _, known = of_all_kinds(kernel, absent, torch.float32)
+    known = {key: value for key, value in known.items() if key in kernel.arg_names}
+    prepared = PreparedLaunch(kernel, (3, 2, 1), CPU, Options(num_warps=4), **known)
+    # Twice each, as the variant is remembered; other dtypes and addresses need others.
+    for kinds, (dtype, first) in enumerate([(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)], start=1):
+        for _ in range(2):
+            tensors, _ = of_all_kinds(kernel, absent, dtype, first)
+            arguments = {key: (known | tensors)[key] for key in kernel.arg_names}
+            launch(kernel, (3, 2, 1), CPU, Options(num_warps=4), **arguments)
+            prepared(**tensors)
+            expected, found = runs[-2:]
+            assert found == expected
+            assert len(variants) == kinds
+
+
+def test_prepared_launches_are_listed_with_all_others() -> None:
+    from esm_turbo.ops.kernels import encoder
+
+    x = torch.zeros(1024)
+    prepared = PreparedLaunch(encoder.gelu_, (1, 1, 1), CPU, Options(num_warps=4), count=1024, BLOCK=256)
+    with recorded(90) as variants:
+        prepared(x_ptr=x)
+    assert variants == [variant(x, 1024)]
 
 
 @pytest.mark.gpu
