@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from esm_turbo.files.journal import Journal, key_of
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import Here, Runner, Work
 from esm_turbo.tasks.common.progress import Progress
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 PieceT = TypeVar("PieceT")
+ProteinT = TypeVar("ProteinT")
 ResultT = TypeVar("ResultT")
 _Piece = TypeVar("_Piece", contravariant=True)
 _Result = TypeVar("_Result")
@@ -56,10 +59,49 @@ class Scored(Generic[ScoresT]):
     failed: str | None = None
 
 
-class ScoringWork(Generic[ScoresT]):
-    """What all works share whose pieces are several proteins and whose results are a `Scored` of each."""
+class ScoringWork(Generic[ProteinT, ScoresT]):
+    """What all works share whose pieces are several proteins and whose results are a `Scored` of each.
 
-    def failed(self, piece: Sequence[Any], reason: str) -> list[Scored[ScoresT]]:
+    Attributes:
+        arms: in which every protein is scored, at least one.
+    """
+
+    arms: tuple[Arm, ...]
+
+    def begin(
+        self, turbo: ContextModel, piece: Sequence[ProteinT], number: int, progress: Progress, ahead: Ahead
+    ) -> Iterator[tuple[int, ScoresT | str]]:
+        """Begin to score a piece in the arm of this number.
+
+        Returns:
+            Scores, or why there are none, by index of the protein; `ahead` reads the first contexts that they need.
+        """
+        raise NotImplementedError
+
+    def run(
+        self, turbo: ContextModel, pieces: Iterable[Sequence[ProteinT]], progress: Progress
+    ) -> Iterator[list[Scored[ScoresT]]]:
+        def begin(
+            piece: Sequence[ProteinT], number: int
+        ) -> tuple[Sequence[ProteinT], int, Iterator[tuple[int, ScoresT | str]]]:
+            return piece, number, self.begin(turbo, piece, number, progress, ahead)
+
+        with Ahead(turbo.model.device) as ahead:
+            scores: list[dict[Arm, ScoresT]] = []
+            failed: dict[int, str] = {}
+            calls = (partial(begin, piece, number) for piece in pieces for number in range(len(self.arms)))
+            for piece, number, found in ahead.in_turn(calls):
+                if number == 0:
+                    scores, failed = [{} for _ in piece], {}
+                for index, one in found:
+                    if isinstance(one, str):
+                        failed.setdefault(index, one)
+                    else:
+                        scores[index][self.arms[number]] = one
+                if number == len(self.arms) - 1:
+                    yield [Scored(own, failed.get(index)) for index, own in enumerate(scores)]
+
+    def failed(self, piece: Sequence[ProteinT], reason: str) -> list[Scored[ScoresT]]:
         return [Scored({}, reason) for _ in piece]
 
     def has_failed(self, result: list[Scored[ScoresT]]) -> bool:

@@ -1,17 +1,18 @@
 """Rows that extend the contexts of many proteins, in batches that do not end where a protein does.
 
-Contexts come in waves: as many as a part of the memory holds are computed in batches, or read from a store, which reads
-those of the next wave meanwhile. A store's contexts that few rows read stay where they are in its device memory, held
-until their wave is done; those that many rows read are copied, to be decoded. Rows of a wave that would not fill a
-batch by themselves share batches, in which each names its context; where one context has enough rows for a batch of its
-own, it is read as by a single protein.
+Contexts come in waves: as many as a part of the memory holds are computed in batches, or read from a store. Those of
+the next wave are read while the rows of this one run, also where they belong to another piece (`Ahead`). A
+store's contexts that few rows read stay where they are in its device memory, held until their wave is done; those that
+many rows read are copied, to be decoded. Rows of a wave that would not fill a batch by themselves share batches, in
+which each names its context; where one context has enough rows for a batch of its own, it is read as by a single
+protein.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import accumulate, groupby, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from esm_turbo.config import TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.memory import available_bytes, is_out_of_memory
+from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import (
     HoldingSource,
     ReadableSource,
@@ -92,7 +94,6 @@ class Rows:
     hides: bool = False
 
 
-@torch.no_grad()
 def predict_rows(
     turbo: ContextModel,
     jobs: Iterable[Rows],
@@ -101,6 +102,7 @@ def predict_rows(
     *,
     store: ReadableSource | None = None,
     advance: Callable[[int], None] = lambda rows: None,
+    ahead: Ahead | None = None,
 ) -> Iterator[tuple[int, list[Tensor] | Exception]]:
     """Predict one token in each of many rows.
 
@@ -110,18 +112,40 @@ def predict_rows(
         toks_per_batch: tokens per batch, of contexts and of rows.
         store: holds contexts.
         advance: called with numbers of rows done.
+        ahead: begins to read the first contexts now; None reads them with the first result.
 
     Yields:
         For each protein, in order, its number and the log-probabilities of each of its jobs, float32
         [count, vocab_size] on the CPU; or the error, if it does not fit into memory.
     """
-    contexts = _Contexts(turbo, context_config(turbo, arm), toks_per_batch, store)
-    with ThreadPoolExecutor(1) as readers:
-        predicted = _predicted(contexts, _waves(jobs, contexts), readers, advance)
-        for owner, own in groupby(predicted, key=lambda one: one[0]):
-            values = [value for _, value in own]
-            failure = next((value for value in values if isinstance(value, Exception)), None)
-            yield owner, failure or [value for value in values if isinstance(value, Tensor)]
+    if ahead is None:
+        return _predict_alone(turbo, jobs, arm, toks_per_batch, store, advance)
+    contexts = _Contexts(turbo, context_config(turbo, arm), toks_per_batch, store, ahead)
+    waves = _waves(jobs, contexts)
+    return _by_owner(_predicted(contexts, contexts.look_up(next(waves, None)), waves, advance))
+
+
+def _predict_alone(
+    turbo: ContextModel,
+    jobs: Iterable[Rows],
+    arm: str,
+    toks_per_batch: int,
+    store: ReadableSource | None,
+    advance: Callable[[int], None],
+) -> Iterator[tuple[int, list[Tensor] | Exception]]:
+    """As `predict_rows`, which nothing follows."""
+    with Ahead(turbo.model.device) as ahead:
+        yield from predict_rows(turbo, jobs, arm, toks_per_batch, store=store, advance=advance, ahead=ahead)
+
+
+def _by_owner(
+    predicted: Iterator[tuple[int, Tensor | Exception]],
+) -> Iterator[tuple[int, list[Tensor] | Exception]]:
+    """The predictions of each protein, or the first error."""
+    for owner, own in groupby(predicted, key=lambda one: one[0]):
+        values = [value for _, value in own]
+        failure = next((value for value in values if isinstance(value, Exception)), None)
+        yield owner, failure or [value for value in values if isinstance(value, Tensor)]
 
 
 def with_invalid(
@@ -142,20 +166,21 @@ def with_invalid(
     yield from ((number, invalid[number]) for number in range(following, count) if number in invalid)
 
 
+@torch.no_grad()
 def _predicted(
     contexts: _Contexts,
+    following: _Wave | None,
     waves: Iterator[list[Rows]],
-    readers: ThreadPoolExecutor,
     advance: Callable[[int], None],
 ) -> Iterator[tuple[int, Tensor | Exception]]:
-    """The predictions of each job, in order."""
-    following = next(waves, None)
-    found = None if following is None else contexts.look_up(following, readers)
-    while following is not None and found is not None:
-        wave, ready = following, found.result()
-        following = next(waves, None)
-        found = None if following is None else contexts.look_up(following, readers)
+    """The predictions of each job, in order: those of the wave `following` and of all `waves` after it."""
+    while following is not None:
+        wave, ready = following.jobs, following.ready.result()
         held, failed = contexts.complete(wave, ready)
+        # Now that those of this wave are in the store: the next one may need the same.
+        following = contexts.look_up(next(waves, None))
+        if following is None:
+            contexts.ahead.begin_next()
         in_place = {id(one.cache): one.cache for one in ready.values() if isinstance(one.cache, PooledContexts)}
         results: dict[int, Tensor | Exception] = {}
         for number, result in _run_wave(contexts, wave, held, failed):
@@ -186,29 +211,49 @@ def _waves(jobs: Iterable[Rows], contexts: _Contexts) -> Iterator[list[Rows]]:
         yield wave
 
 
+class _Wave(NamedTuple):
+    """Jobs whose contexts are held together.
+
+    Attributes:
+        jobs: the jobs.
+        ready: which contexts were in the store.
+    """
+
+    jobs: list[Rows]
+    ready: Future[dict[TokenIds, Held]]
+
+
 class _Contexts:
     """Where the contexts of a wave come from.
 
     Attributes:
+        ahead: reads those of the next wave.
         tokens_per_wave: largest number of tokens of the contexts of a wave.
     """
 
     def __init__(
-        self, turbo: ContextModel, config: TurboConfig, toks_per_batch: int, store: ReadableSource | None
+        self,
+        turbo: ContextModel,
+        config: TurboConfig,
+        toks_per_batch: int,
+        store: ReadableSource | None,
+        ahead: Ahead,
     ) -> None:
         self.turbo = turbo
         self.config = config
         self.toks_per_batch = toks_per_batch
         self.store = store
+        self.ahead = ahead
         esm = turbo.model.base_model
-        free = available_bytes(esm.device)
         fits = _BATCHES * toks_per_batch
-        if free is not None:
-            fits = min(fits, int(_SHARE * free / max(1, cache_bytes(esm, 1024, config)) * 1024))
+        if ahead.free is not None:
+            fits = min(fits, int(_SHARE * ahead.free / max(1, cache_bytes(esm, 1024, config)) * 1024))
         self.tokens_per_wave = fits
 
-    def look_up(self, wave: Sequence[Rows], readers: ThreadPoolExecutor) -> Future[dict[TokenIds, Held]]:
-        """Begin to read the contexts of a wave that are in the store."""
+    def look_up(self, wave: list[Rows] | None) -> _Wave | None:
+        """Begin to read the contexts of a wave that are in the store; None if there is no wave."""
+        if wave is None:
+            return None
         device = self.turbo.model.device
         wanted: dict[TokenIds, int] = {}
         for job in wave:
@@ -216,7 +261,7 @@ class _Contexts:
             decodes = device.type == "cpu" or not job.hides
             wanted[job.context] = wanted.get(job.context, 0) + decodes * job.count * job.width
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return readers.submit(self._stored, wanted, stream)
+        return _Wave(wave, self.ahead.readers.submit(self._stored, wanted, stream))
 
     def _stored(self, wanted: Mapping[TokenIds, int], stream: torch.cuda.Stream | None) -> dict[TokenIds, Held]:
         """Contexts that are in the store, for so many tokens that may read them decoded.

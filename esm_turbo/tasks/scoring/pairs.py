@@ -15,6 +15,7 @@ from esm_turbo.context_model import as_list
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import failure_reason
@@ -158,11 +159,13 @@ def iter_scores(
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[tuple[int, Scores | Exception]]:
     """Score candidates on many targets, and yield the scores target by target.
 
     Args:
         pairs: targets with candidates, which must be valid.
+        ahead: see `waves.predict_rows`.
 
     `score_pairs` has the other arguments.
 
@@ -183,7 +186,7 @@ def iter_scores(
     warn_if_long((len(one.target) + max(map(len, one.candidates)) for one in pairs), turbo.model.family, stacklevel=3)
     warn_of_peptides(turbo)
     task = _CachedTargets(turbo, pairs, arm, preset, refresh, place)
-    return task.scores(tokens, store, counter)
+    return task.scores(tokens, store, counter, ahead)
 
 
 def _recomputed(
@@ -222,9 +225,11 @@ class _CachedTargets:
         self.invalid: dict[int, ValueError] = {}
 
     def scores(
-        self, tokens: int, store: ReadableSource | None, counter: StageProgress
+        self, tokens: int, store: ReadableSource | None, counter: StageProgress, ahead: Ahead | None
     ) -> Iterator[tuple[int, Scores | Exception]]:
-        predicted = predict_rows(self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance)
+        predicted = predict_rows(
+            self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance, ahead=ahead
+        )
         scored = (
             (index, values if isinstance(values, Exception) else self._scores(index, values))
             for index, values in predicted

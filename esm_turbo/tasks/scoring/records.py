@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,6 +14,7 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
 from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource
 from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
 from esm_turbo.tasks.common.memory import failure_reason
@@ -379,7 +380,7 @@ _Piece = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
-class _ScoreWork(ScoringWork[Scores]):
+class _ScoreWork(ScoringWork[_Part, Scores]):
     """Scores pieces; its attributes are options of `score.score`."""
 
     arms: tuple[Arm, ...]
@@ -388,29 +389,26 @@ class _ScoreWork(ScoringWork[Scores]):
     toks_per_batch: int | None
     store: ReadableSource | None
 
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[list[Scored[Scores]]]:
-        for piece in pieces:
-            pairs = [TargetPairs(part.target.sequence, part.sequences) for part in piece]
-            residues = sum(part.residues for part in piece)
-            scores: list[dict[Arm, Scores]] = [{} for _ in piece]
-            failed: dict[int, str] = {}
-            for number, arm in enumerate(self.arms):
-                found = iter_scores(
-                    turbo,
-                    pairs,
-                    arm=arm,
-                    refresh=self.refresh,
-                    place=self.place,
-                    toks_per_batch=self.toks_per_batch,
-                    store=self.store,
-                    progress=part_of(progress, start=number * residues),
-                )
-                for index, one in found:
-                    if isinstance(one, Exception):
-                        failed.setdefault(index, failure_reason(pairs[index].target, one, turbo.model.device))
-                    else:
-                        scores[index][arm] = one
-            yield [Scored(own, failed.get(index)) for index, own in enumerate(scores)]
+    def begin(
+        self, turbo: ContextModel, piece: Sequence[_Part], number: int, progress: Progress, ahead: Ahead
+    ) -> Iterator[tuple[int, Scores | str]]:
+        pairs = [TargetPairs(part.target.sequence, part.sequences) for part in piece]
+        found = iter_scores(
+            turbo,
+            pairs,
+            arm=self.arms[number],
+            refresh=self.refresh,
+            place=self.place,
+            toks_per_batch=self.toks_per_batch,
+            store=self.store,
+            progress=part_of(progress, start=number * sum(part.residues for part in piece)),
+            ahead=ahead,
+        )
+        device = turbo.model.device
+        return (
+            (index, one if isinstance(one, Scores) else failure_reason(pairs[index].target, one, device))
+            for index, one in found
+        )
 
     def settings(self, turbo: ContextModel) -> Any:
         return [run_settings(turbo, self.arms), self.refresh, self.place, self.toks_per_batch]

@@ -18,6 +18,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory, failure_reason
@@ -144,11 +145,13 @@ def iter_variants(
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     counter: StageProgress | None = None,
+    ahead: Ahead | None = None,
 ) -> Iterator[tuple[int, VariantScores | Exception]]:
     """Score variants of many proteins, and yield the scores protein by protein.
 
     Args:
         counter: counts the positions of all proteins.
+        ahead: see `waves.predict_rows`.
 
     `score_many_variants` has the other arguments.
 
@@ -167,7 +170,7 @@ def iter_variants(
         return _recomputed(turbo, wild_types, method, tokens, counter)
     warn_if_long((len(one.residues) for one in wild_types), turbo.model.family, stacklevel=3)
     proteins = _Proteins(turbo, wild_types, method, arm, preset, refresh if method == "masked" else 0)
-    return proteins.scores(tokens, store, counter)
+    return proteins.scores(tokens, store, counter, ahead)
 
 
 def _recomputed(
@@ -241,9 +244,11 @@ class _Proteins:
         self.invalid: dict[int, ValueError] = {}
 
     def scores(
-        self, tokens: int, store: ReadableSource | None, counter: StageProgress
+        self, tokens: int, store: ReadableSource | None, counter: StageProgress, ahead: Ahead | None
     ) -> Iterator[tuple[int, VariantScores | Exception]]:
-        predicted = predict_rows(self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance)
+        predicted = predict_rows(
+            self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance, ahead=ahead
+        )
         scored = (
             (index, values if isinstance(values, Exception) else self._scores(index, values[0]))
             for index, values in predicted

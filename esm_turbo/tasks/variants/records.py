@@ -15,12 +15,13 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
+from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ARMS, ReadableSource
 from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
-from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.progress import Progress, StageProgress, part_of
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
@@ -359,7 +360,7 @@ _Piece = tuple[_Protein, ...]
 
 
 @dataclass(frozen=True)
-class _VariantsWork(ScoringWork[VariantScores]):
+class _VariantsWork(ScoringWork[_Protein, VariantScores]):
     """Scores pieces; its attributes are options of `many.iter_variants`."""
 
     arms: tuple[Arm, ...]
@@ -368,34 +369,29 @@ class _VariantsWork(ScoringWork[VariantScores]):
     toks_per_batch: int | None
     store: ReadableSource | None
 
-    def run(
-        self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress
-    ) -> Iterator[list[Scored[VariantScores]]]:
-        for piece in pieces:
-            wild_types = [WildType(one.record.sequence, one.variants, one.first_position) for one in piece]
-            counter = StageProgress(progress, "score", len(self.arms) * sum(one.positions for one in piece))
-            scores: list[dict[Arm, VariantScores]] = [{} for _ in piece]
-            failed: dict[int, str] = {}
-            for arm in self.arms:
-                found = iter_variants(
-                    turbo,
-                    wild_types,
-                    method=self.method,
-                    arm=arm,
-                    refresh=self.refresh,
-                    toks_per_batch=self.toks_per_batch,
-                    store=self.store,
-                    counter=counter,
-                )
-                for index, one in found:
-                    if isinstance(one, Exception):
-                        reason = failure_reason(wild_types[index].residues, one, turbo.model.device)
-                        failed.setdefault(index, reason)
-                    else:
-                        scores[index][arm] = one
-                        if not all(map(math.isfinite, one.values)):
-                            failed.setdefault(index, "its scores are not finite; try --dtype float32")
-            yield [Scored(own, failed.get(index)) for index, own in enumerate(scores)]
+    def begin(
+        self, turbo: ContextModel, piece: Sequence[_Protein], number: int, progress: Progress, ahead: Ahead
+    ) -> Iterator[tuple[int, VariantScores | str]]:
+        wild_types = [WildType(one.record.sequence, one.variants, one.first_position) for one in piece]
+        positions = sum(one.positions for one in piece)
+        found = iter_variants(
+            turbo,
+            wild_types,
+            method=self.method,
+            arm=self.arms[number],
+            refresh=self.refresh,
+            toks_per_batch=self.toks_per_batch,
+            store=self.store,
+            counter=StageProgress(part_of(progress, start=number * positions), "score", positions),
+            ahead=ahead,
+        )
+
+        def checked(index: int, one: VariantScores | Exception) -> VariantScores | str:
+            if isinstance(one, Exception):
+                return failure_reason(wild_types[index].residues, one, turbo.model.device)
+            return one if all(map(math.isfinite, one.values)) else "its scores are not finite; try --dtype float32"
+
+        return ((index, checked(index, one)) for index, one in found)
 
     def settings(self, turbo: ContextModel) -> Any:
         return [run_settings(turbo, self.arms), self.method, self.refresh, self.toks_per_batch]

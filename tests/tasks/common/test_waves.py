@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
-from esm_turbo.tasks.common import waves
+from esm_turbo.tasks.common import ahead, waves
 from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows
 
 PROTEINS = ["MKTAYIAKQRQISFVKSHFS", "GSWKDLAEPLGSWKDLAEPL", "ACDEFGHIKLMNPQRSTVWY", "MKTAYIAKQRGSWKDLAEPL"]
@@ -49,7 +49,7 @@ def held_in_waves(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, proteins: Se
 def test_no_more_contexts_than_memory_for_them_are_held(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert held_in_waves(turbo, monkeypatch, PROTEINS) == [4]
     room_for_two = 45 * waves.cache_bytes(turbo.model.base_model, 1024) // 1024
-    monkeypatch.setattr(waves, "available_bytes", lambda device: int(room_for_two / waves._SHARE))
+    monkeypatch.setattr(ahead, "available_bytes", lambda device: int(room_for_two / waves._SHARE))
     assert held_in_waves(turbo, monkeypatch, PROTEINS) == [2, 2]
 
 
