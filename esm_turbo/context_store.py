@@ -40,7 +40,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
-from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.pool import ContextPool, PoolHold
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage, rates
@@ -52,6 +52,8 @@ __all__ = ["ContextStore", "context_key", "is_store", "store_info"]
 
 _GIB = 1 << 30
 _POLL_SECONDS = 0.1
+# Contexts that are hashed and written at a time while a GPU waits; on a CPU the forward takes many times as long.
+_CUDA_WRITERS = 8
 _KEY = re.compile("[0-9a-f]{64}")
 _log = logging.getLogger("esm_turbo")
 
@@ -573,7 +575,7 @@ class ContextStore:
             batch = pending.popleft()
             wanted = [jobs[index] for index in batch]
             if self.read_only:
-                filled: dict[str, FlatContext] | None = dict(self._prefill(turbo, wanted, on_failure))
+                filled: dict[str, FlatContext] | None = _by_key(self._prefill(turbo, wanted, on_failure))
                 computed = len(wanted)
             else:
                 waits = time.monotonic() - since < self.lock_timeout
@@ -622,10 +624,12 @@ class ContextStore:
                     return None, 0
                 claim.enter_context(self._claims.claim([job.key for job in missing]))
             staging = claim.enter_context(partition.staging())
-            computed: dict[str, FlatContext] = {}
-            for key, context in self._prefill(turbo, missing, on_failure):
-                staging.write(key, context)
-                computed[key] = context
+            batches = self._prefill(turbo, missing, on_failure)
+            staging.write_all(
+                (pair for keys, flat in batches for pair in zip(keys, flat.on_host(), strict=True)),
+                _CUDA_WRITERS if device.type == "cuda" else 1,
+            )
+            computed = _by_key(batches)
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 self._files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
@@ -652,11 +656,11 @@ class ContextStore:
 
     def _prefill(
         self, turbo: ContextModel, jobs: Sequence[_Job], on_failure: Callable[[str, str], None] | None
-    ) -> Iterator[tuple[str, FlatContext]]:
-        """Computes contexts at once, and returns them one by one, each with its key."""
+    ) -> list[tuple[list[str], FlatBatch]]:
+        """Computes contexts at once, in parts if memory requires it; returns those of each with their keys."""
         esm = turbo.model.base_model
 
-        def prefill(part: Sequence[int]) -> TurboKVCache:
+        def prefill(part: Sequence[int]) -> tuple[list[str], FlatBatch]:
             own = [jobs[index] for index in part]
             longest = max(job.tokens for job in own)
             check_memory(esm, longest, rows=len(own), more=cache_bytes(esm, longest * len(own)))
@@ -666,21 +670,20 @@ class ContextStore:
                     "total_tokens": [job.total_tokens for job in own],
                     "total_masks": [job.total_masks for job in own],
                 }
-            return turbo.prefill([job.sequence for job in own], **totals)
-
-        failed: set[int] = set()
+            cache = turbo.prefill([job.sequence for job in own], **totals)
+            return [job.key for job in own], FlatBatch.of(cache, [job.tokens for job in own])
 
         def fail(index: int, error: Exception) -> None:
             reason = too_large(jobs[index].tokens - 1, turbo.model.device)
             if on_failure is None:
                 raise NotEnoughMemoryError(f"a sequence: {reason}")
-            failed.add(index)
             on_failure(jobs[index].sequence, reason)
 
-        parts = halve_until_it_fits(prefill, range(len(jobs)), fail)
-        good = [job for index, job in enumerate(jobs) if index not in failed]
-        contexts = (context for cache in parts for context in cache.cut(cache.lengths.tolist()))
-        return ((job.key, FlatContext.of(context)) for job, context in zip(good, contexts, strict=True))
+        return halve_until_it_fits(prefill, range(len(jobs)), fail)
+
+
+def _by_key(batches: Sequence[tuple[list[str], FlatBatch]]) -> dict[str, FlatContext]:
+    return {key: context for keys, flat in batches for key, context in zip(keys, flat.contexts, strict=True)}
 
 
 def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:

@@ -99,7 +99,9 @@ def entries(folder):
 
 
 def contexts(folder):
-    return [path for path in sorted(Path(folder).rglob("*.safetensors")) if len(path.stem) == 64]
+    # Unlike `rglob`, this passes over folders that others remove meanwhile.
+    paths = (Path(at, name) for at, _, names in os.walk(folder) for name in names)
+    return sorted(path for path in paths if len(path.stem) == 64 and path.suffix == ".safetensors")
 
 
 def usage(store, *names):
@@ -590,6 +592,42 @@ def test_a_full_disk_harms_nothing(compressed, tmp_path, monkeypatch, after):
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert store.get_or_prefill(compressed, proteins(5)).batch_size == 5
     assert_same(store.get_or_prefill(compressed, "MKTAY"), compressed.prefill("MKTAY"))
+
+
+@pytest.mark.parametrize("writers", [1, 2, 8])
+def test_contexts_are_written_side_by_side(compressed, tmp_path, monkeypatch, writers):
+    ContextStore(tmp_path).add(compressed, proteins(20), toks_per_batch=1)
+    whole = entries(tmp_path)
+    [partition] = store_files.StoreFiles(tmp_path).partitions()
+    keys = [path.stem for path in contexts(tmp_path)]
+    stored = [(key, partition.read_context(key)) for key in keys]
+    others = replace(partition, folder=tmp_path / "other" / partition.name)
+    others.write()
+    with others.staging() as staging:
+        staging.write_all(iter(stored), writers)
+        assert {path.stem for path in staging.folder.iterdir()} == set(keys)
+        for key in keys:
+            staging.publish(key)
+    assert entries(tmp_path / "other") == {name: one for name, one in whole.items() if "/" in name}
+    # Where one fails, others may have been written, but nothing is any more.
+    original, written = artifacts.save_file, []
+
+    def little_room(saved, path, metadata):
+        written.append(path)
+        if len(written) > 5:
+            raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        original(saved, path, metadata=metadata)
+
+    monkeypatch.setattr(artifacts, "save_file", little_room)
+    taken = []
+    no_room = pytest.raises(OSError, match=r"[0-9a-f]{64}.safetensors: cannot be written \(.*No space left")
+    with no_room, others.staging() as staging:
+        try:
+            staging.write_all((taken.append(key) or (key, context) for key, context in stored), writers)
+        finally:
+            count = len(written)
+    assert len(written) == count <= len(taken) < 20
+    assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
 def test_contexts_are_written_while_others_hold_the_lock(compressed, tmp_path, monkeypatch):

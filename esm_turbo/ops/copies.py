@@ -265,19 +265,42 @@ class Cutter:
                     one = x[row : row + 1]
                     view.copy_(one if dim is None else one.narrow(dim, 0, length))
             return cuts
+        begins = np.array([buffer.data_ptr() for buffer in buffers])[:, None]
+        self._launch(lengths, begins + np.stack([layout.offsets for layout in own]))
+        return cuts
+
+    def into(self, buffer: Tensor, lengths: Sequence[int], offsets: npt.NDArray[np.int64]) -> None:
+        """As a call, but copies all rows into one buffer of the caller's.
+
+        Args:
+            buffer: bytes, contiguous; not an inference tensor unless inference is on.
+            lengths: columns of each row, as for a call.
+            offsets: where each tensor of each row begins, int64 [rows, tensors]; multiples of any dtype's size.
+        """
+        if self.device.type != "cpu" or interpreted():
+            if len(lengths):
+                self._launch(lengths, buffer.data_ptr() + offsets)
+                torch.autograd.graph.increment_version(buffer)
+            return
+        typed = {x.dtype: buffer.view(x.dtype) for x in self.tensors}
+        for row, length in enumerate(lengths):
+            for x, dim, offset in zip(self.tensors, self.dims, offsets[row].tolist(), strict=True):
+                one = x[row] if dim is None else x[row].narrow(dim - 1, 0, length)
+                typed[x.dtype].narrow(0, offset // x.element_size(), one.numel()).view(one.shape).copy_(one)
+
+    def _launch(self, lengths: Sequence[int], addresses: npt.NDArray[np.int64]) -> None:
+        """Copies the first columns of every row to these addresses, [rows, tensors]."""
         batch_stride, heads, head_stride, entry = self._table
         rows = np.arange(len(lengths))[:, None]
         sizes = np.where(self._has_columns, entry * np.array(lengths)[:, None], entry)
-        begins = np.array([buffer.data_ptr() for buffer in buffers])[:, None]
         sources = np.broadcast_arrays(self._addresses + rows * batch_stride, heads, sizes, head_stride)
-        targets = np.broadcast_arrays(begins + np.stack([layout.offsets for layout in own]), heads, sizes, sizes)
+        targets = np.broadcast_arrays(addresses, heads, sizes, sizes)
         both = np.stack([np.stack(sources, axis=-1), np.stack(targets, axis=-1)]).reshape(2, -1, 4)
         words = ~(both[..., [0, 2, 3]] % _WORD).any(axis=(0, 2))
         for chosen, are_words in ((words, True), (~words, False)):
             if chosen.any():
                 source, target = _on_device(np.ascontiguousarray(both[:, chosen]), self.device)
                 launch_copies(source, target, are_words)
-        return cuts
 
 
 def _on_device(table: npt.NDArray[np.int64], device: torch.device) -> Tensor:

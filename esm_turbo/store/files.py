@@ -21,7 +21,9 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -376,6 +378,33 @@ class Staging:
             mode = path.stat().st_mode
             write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
             path.chmod(mode)
+
+    def write_all(self, contexts: Iterable[tuple[str, FlatContext]], writers: int = 1) -> None:
+        """Writes contexts, each with its key.
+
+        Args:
+            contexts: on the host; taken as they are written, a few ahead.
+            writers: number of threads. Hashing and writing leave the interpreter to others.
+
+        Raises:
+            OSError: as of `write`. Nothing is being written any more then.
+        """
+        if writers == 1:
+            for key, context in contexts:
+                self.write(key, context)
+            return
+        with ThreadPoolExecutor(writers) as threads:
+            try:
+                pending: deque[Future[None]] = deque()
+                for key, context in contexts:
+                    pending.append(threads.submit(self.write, key, context))
+                    if len(pending) > writers:
+                        pending.popleft().result()
+                for one in pending:
+                    one.result()
+            except BaseException:
+                threads.shutdown(cancel_futures=True)
+                raise
 
     def publish(self, key: str) -> None:
         """Puts a context that was written among the others; only for the writer.

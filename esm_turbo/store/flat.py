@@ -7,6 +7,7 @@ disk, one checksum, one copy into pinned memory and one copy to the device.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,12 +18,17 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec
+from esm_turbo.codecs.transfers import to_host
 from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.ops.copies import Cutter
 
 # Tensors begin at multiples of this number of bytes: enough for every dtype, and for wide loads on devices.
 _ALIGNMENT = 64
 _REQUIRED = ("lengths", "token_ids", "protected_columns")
+# Bytes that are copied to the host at a time, twice which it holds in pinned memory.
+_COPIED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -147,6 +153,103 @@ class FlatContext:
         if buffer.dtype != torch.uint8 or buffer.shape != (total_bytes(parts),) or not names.issuperset(_REQUIRED):
             raise ValueError("tensors and description do not fit together")
         return cls(buffer, parts)
+
+
+@dataclass(frozen=True)
+class FlatBatch:
+    """The contexts of a batch, one after the other in one buffer: hundreds of tensors of each are copied at once.
+
+    Attributes:
+        buffer: all contexts, uint8 [nbytes].
+        contexts: the rows of the batch, views of the buffer.
+    """
+
+    buffer: Tensor
+    contexts: tuple[FlatContext, ...]
+
+    @classmethod
+    def of(cls, cache: TurboKVCache, lengths: Sequence[int]) -> FlatBatch:
+        """Copies the rows of a cache, on its device; as `FlatContext.of` each row that `TurboKVCache.cut` gives.
+
+        Args:
+            cache: of any rows.
+            lengths: tokens per row: those of the cache, which the caller knows.
+        """
+        named = dict(cache.named_tensors())
+        if any(x.device != cache.device for x in named.values()) or not _all_slots_stay(cache, lengths):
+            contexts = [FlatContext.of(row) for row in cache.cut(lengths)]
+            return cls(torch.cat([context.buffer for context in contexts]), tuple(contexts))
+        dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in named]
+        kinds = [(name, x.dtype, x.shape[1:], dim) for (name, x), dim in zip(named.items(), dims, strict=True)]
+        rows: list[tuple[tuple[Part, ...], int]] = []
+        known: dict[int, tuple[Part, ...]] = {}
+        size = 0
+        for length in lengths:
+            if length not in known:
+                known[length] = layout(
+                    [
+                        (name, dtype, (1, *shape) if dim is None else (1, *shape[: dim - 1], length, *shape[dim:]))
+                        for name, dtype, shape, dim in kinds
+                    ]
+                )
+            rows.append((known[length], size))
+            size += total_bytes(known[length])
+        buffer = _zeros(size, cache.device)
+        offsets = np.array([[start + part.start for part in parts] for parts, start in rows], dtype=np.int64)
+        Cutter(list(named.values()), dims).into(buffer, lengths, offsets)
+        return cls(buffer, tuple(FlatContext(buffer[start:][: total_bytes(parts)], parts) for parts, start in rows))
+
+    def on_host(self) -> Iterator[FlatContext]:
+        """The contexts in the host's memory; from a CUDA device in few large copies, of which one runs ahead."""
+        if self.buffer.device.type != "cuda":
+            yield from self.contexts
+            return
+        stream, start = torch.cuda.current_stream(self.buffer.device), 0
+        ahead: deque[tuple[list[FlatContext], Tensor, torch.cuda.Event]] = deque()
+        for group in self._groups():
+            end = start + sum(context.nbytes for context in group)
+            ahead.append((group, to_host(self.buffer[start:end]), stream.record_event()))
+            start = end
+            if len(ahead) > 1:
+                yield from _arrived(*ahead.popleft())
+        for one in ahead:
+            yield from _arrived(*one)
+
+    def _groups(self) -> Iterator[list[FlatContext]]:
+        """The contexts in groups that are copied at once."""
+        group: list[FlatContext] = []
+        left = _COPIED_BYTES
+        for context in self.contexts:
+            if group and context.nbytes > left:
+                yield group
+                group, left = [], _COPIED_BYTES
+            group.append(context)
+            left -= context.nbytes
+        if group:
+            yield group
+
+
+def _arrived(group: list[FlatContext], copied: Tensor, done: torch.cuda.Event) -> Iterator[FlatContext]:
+    """Contexts of a device in the host's memory, where they were copied one after the other."""
+    done.synchronize()
+    parts = copied.split([context.nbytes for context in group])
+    return (FlatContext(part, context.parts) for part, context in zip(parts, group, strict=True))
+
+
+def _zeros(size: int, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        # Fresh memory is zero already, which `torch.zeros` does not know.
+        return torch.from_numpy(np.zeros(size, dtype=np.uint8))
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def _all_slots_stay(cache: TurboKVCache, lengths: Sequence[int]) -> bool:
+    """Whether every row, alone, would keep all slots of the batch for protected tokens."""
+    slots = cache.protected_columns.shape[1]
+    if cache.device.type != "cpu":
+        # Known without waiting for the device: a batch has no more than a row of as many columns.
+        return slots <= min(lengths, default=0)
+    return bool(((cache.protected_columns >= 0).sum(1) == slots).all())
 
 
 def layout(tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]]) -> tuple[Part, ...]:
