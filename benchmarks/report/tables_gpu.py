@@ -325,8 +325,7 @@ def gpu_extension() -> str:
         # A whole forward is not always faster when captured.
         medians = {arm: row["p50"] for arm, row in figures["seconds"].items()}
         recompute = min(x for arm, x in medians.items() if arm.startswith("recompute"))
-        # At their commit, extensions that recurred were captured by themselves: none was eager.
-        for kind in ("captured",) if "esmc" in figures["benchmark"] else ("eager", "captured"):
+        for kind in ("eager", "captured"):
             arms = ["recompute", "extend exact", "extend turbo3", "extend paper"]
             extend = medians.get(f"extend turbo3, {kind}")
             rows.append(
