@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -182,6 +183,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--proteins", type=int, default=2000)
     parser.add_argument("--embedded", type=int, help="proteins of `embed`, which is fast; by default as many")
     parser.add_argument("--stored", type=int, default=500, help="proteins at most of `store`, whose files are large")
+    parser.add_argument("--folder", type=Path, help="for what is written; one for temporary files by default")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--hidden", type=int)
     parser.add_argument("--heads", type=int)
@@ -196,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     of_task = {name: shipped_proteins(counts[name]) for name in TASKS}
     seconds: dict[str, list[float]] = {name: [] for name in TASKS}
     differences: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
+        file_system = subprocess.run(["stat", "-f", "-c", "%T", temporary], check=True, capture_output=True, text=True)
         folder = str(EMBEDDED_MODEL)
         if options.layers is not None:
             folder = str(Path(temporary) / "model")
@@ -231,6 +234,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "geometry": None if options.layers is None else [options.layers, options.hidden, options.heads],
         "dtype": options.dtype,
         "preset": _PRESET,
+        "file_system": file_system.stdout.strip(),
     }
     print(json.dumps(figures, indent=2), flush=True)
     if options.save:
