@@ -66,7 +66,6 @@ def _measure(arm: Arm, targets: list[str], peptides: list[str]) -> Figures:
     of_residues = np.abs(np.concatenate([_residues(a) - _residues(b) for a, b in zip(own, alone, strict=True)]))
     of_means = np.abs(np.concatenate([_means(a) - _means(b) for a, b in zip(own, alone, strict=True)]))
     return {
-        "targets": len(targets),
         "target_residues": sum(map(len, targets)),
         "pairs": len(targets) * len(peptides),
         "peptides": [len(one) for one in peptides],
