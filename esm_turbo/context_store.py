@@ -39,7 +39,7 @@ from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
-from esm_turbo.store.files import FORMAT_VERSION, Partition, StoreFiles, context_spec
+from esm_turbo.store.files import FORMAT_VERSION, Partition, Staging, StoreFiles, context_spec
 from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.pool import ContextPool, PoolHold
 from esm_turbo.store.tiers import Tier
@@ -91,6 +91,28 @@ class _Filled(NamedTuple):
     batch: Sequence[int]
     contexts: dict[str, FlatContext]
     computed: int
+
+
+class _Begun(NamedTuple):
+    """A batch of contexts that is being written, or needs not be.
+
+    Attributes:
+        partition: of the contexts.
+        found: by key, those that were there.
+        missing: the others.
+        batches: what was computed, with the keys.
+        staging: where they are written; None if none is missing.
+        written: waits until they are, and raises what stopped that.
+        claim: on the missing ones, ends with it.
+    """
+
+    partition: Partition
+    found: dict[str, FlatContext]
+    missing: Sequence[_Job]
+    batches: Sequence[tuple[list[str], FlatBatch]]
+    staging: Staging | None
+    written: Callable[[], None]
+    claim: contextlib.ExitStack
 
 
 class ContextStore:
@@ -565,79 +587,105 @@ class ContextStore:
         """Computes and stores contexts batch by batch, without the jobs that are `done`; `counted` as misses.
 
         Each batch is claimed before it is computed. Batches that other processes have claimed come last; by then they
-        are usually there.
+        are usually there. A GPU computes a batch while the one before is written; a CPU has nothing to spare for that.
         """
         lengths = (job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
         warn_if_long(lengths, turbo.model.family, stacklevel=4)
         pending = deque(remaining_batches([job.tokens for job in jobs], protein_tokens(toks_per_batch, turbo), done))
+        if self.read_only:
+            for batch in pending:
+                filled = _by_key(self._prefill(turbo, [jobs[index] for index in batch], on_failure))
+                self._usage.count("missed", len(batch) if counted else 0)
+                yield _Filled(batch, filled, len(batch))
+            return
         put_off, since = 0, time.monotonic()
-        while pending:
-            batch = pending.popleft()
-            wanted = [jobs[index] for index in batch]
-            if self.read_only:
-                filled: dict[str, FlatContext] | None = _by_key(self._prefill(turbo, wanted, on_failure))
-                computed = len(wanted)
-            else:
-                waits = time.monotonic() - since < self.lock_timeout
-                filled, computed = self._fill_batch(turbo, spec, wanted, on_failure, waits)
-            if filled is None:
-                pending.append(batch)
-                put_off += 1
-                if put_off >= len(pending):
-                    time.sleep(_POLL_SECONDS)
-                continue
-            for _ in wanted if counted else ():
+        ahead = 1 if _writers(turbo) > 1 else 0
+        begun: deque[tuple[list[int], _Begun]] = deque()
+        try:
+            while pending or begun:
+                if pending and len(begun) <= ahead:
+                    batch = pending.popleft()
+                    waits = time.monotonic() - since < self.lock_timeout
+                    one = self._begin(turbo, spec, [jobs[index] for index in batch], on_failure, waits)
+                    if one is None:
+                        pending.append(batch)
+                        put_off += 1
+                    else:
+                        begun.append((batch, one))
+                        put_off, since = 0, time.monotonic()
+                    # Others first, unless all that are left are claimed.
+                    if len(begun) <= ahead and put_off < len(pending):
+                        continue
+                    if not begun:
+                        time.sleep(_POLL_SECONDS)
+                        continue
+                batch, one = begun[0]
+                filled, computed = self._finish(one, turbo.model.device)
+                begun.popleft()
                 # Also a miss if another process has written it in the meantime.
-                self._usage.count("missed")
-            yield _Filled(batch, filled, computed)
-            put_off, since = 0, time.monotonic()
+                self._usage.count("missed", len(batch) if counted else 0)
+                yield _Filled(batch, filled, computed)
+                put_off, since = 0, time.monotonic()
+        finally:
+            for _, one in begun:
+                one.claim.close()
 
-    def _fill_batch(
+    def _begin(
         self,
         turbo: ContextModel,
         spec: ContextSpec,
         wanted: Sequence[_Job],
         on_failure: Callable[[str, str], None] | None,
         waits: bool,
-    ) -> tuple[dict[str, FlatContext] | None, int]:
-        """Reads, or claims, computes and stores a batch.
+    ) -> _Begun | None:
+        """Reads a batch, or claims and computes it, and begins to write it.
 
         Args:
             wanted: the batch.
             waits: leave contexts to a process that has claimed them.
 
         Returns:
-            Contexts by key and the number of those computed; None if some are left to another process.
+            The batch, for `_finish`; None if some of it is left to another process.
         """
-        device = turbo.model.device
         with contextlib.ExitStack() as claim:
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 partition = self._files.make_partition(spec)
                 self._sweep()
                 self._files.discard_unfinished()
-                filled = self._read_all(partition, wanted, device)
-                missing = [job for job in wanted if job.key not in filled]
-                if not missing:
-                    return filled, 0
-                claimed = self._claims.of_others()
+                found = self._read_all(partition, wanted, turbo.model.device)
+                missing = [job for job in wanted if job.key not in found]
+                claimed = self._claims.of_others() if missing else set()
                 if waits and any(job.key in claimed for job in missing):
-                    return None, 0
-                claim.enter_context(self._claims.claim([job.key for job in missing]))
+                    return None
+                if missing:
+                    claim.enter_context(self._claims.claim([job.key for job in missing]))
+            if not missing:
+                return _Begun(partition, found, (), (), None, lambda: None, claim.pop_all())
             staging = claim.enter_context(partition.staging())
             batches = self._prefill(turbo, missing, on_failure)
-            staging.write_all(
-                (pair for keys, flat in batches for pair in zip(keys, flat.on_host(), strict=True)),
-                _CUDA_WRITERS if device.type == "cuda" else 1,
-            )
-            computed = _by_key(batches)
+            pairs = (pair for keys, flat in batches for pair in zip(keys, flat.on_host(), strict=True))
+            written = claim.enter_context(staging.writing(pairs, _writers(turbo)))
+            return _Begun(partition, found, missing, batches, staging, written, claim.pop_all())
+
+    def _finish(self, begun: _Begun, device: torch.device) -> tuple[dict[str, FlatContext], int]:
+        """Puts a batch among the other contexts once it is written.
+
+        Returns:
+            Its contexts by key, and the number of those that were computed.
+        """
+        with begun.claim:
+            begun.written()
+            filled, computed, partition = begun.found, _by_key(begun.batches), begun.partition
+            if begun.staging is None:
+                return filled, 0
             with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
                 self._files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
-                filled |= self._read_all(partition, missing, device)
+                filled |= self._read_all(partition, begun.missing, device)
                 own = [key for key in computed if key not in filled]
                 with self._files.batch(partition, own):
                     for key in own:
-                        staging.publish(key)
+                        begun.staging.publish(key)
                 for key in own:
                     self._reported.discard((partition.name, key))
                     filled[key] = self._keep((partition.name, key), computed[key], device)
@@ -680,6 +728,11 @@ class ContextStore:
             on_failure(jobs[index].sequence, reason)
 
         return halve_until_it_fits(prefill, range(len(jobs)), fail)
+
+
+def _writers(turbo: ContextModel) -> int:
+    """Number of contexts that are written at a time."""
+    return _CUDA_WRITERS if turbo.model.device.type == "cuda" else 1
 
 
 def _by_key(batches: Sequence[tuple[list[str], FlatBatch]]) -> dict[str, FlatContext]:

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache, context_store
 from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.context_store import _jobs, context_key, is_store, store_info
@@ -518,7 +518,8 @@ def test_add_computes_what_is_missing_in_the_same_batches(compressed, tmp_path, 
 
 
 @pytest.mark.slow
-def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
+@pytest.mark.parametrize("writers", [1, 2])
+def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled, writers):
     turbo = TurboEsm.from_pretrained(tiny_folder, preset="exact", device="cpu")
     sequences, whole = proteins(), tmp_path / "whole"
     ContextStore(whole).add(turbo, sequences, toks_per_batch=60)
@@ -529,7 +530,7 @@ def test_killed_at_every_write_and_resumed(tiny_folder, tmp_path, prefilled):
     jobs = [
         {
             "job": "store", "out": str(tmp_path / f"{number}-{when}"), "kill_at": number, "when": when,
-            "records": [["", sequence] for sequence in sequences], "toks_per_batch": 60,
+            "records": [["", sequence] for sequence in sequences], "toks_per_batch": 60, "writers": writers,
         }
         for number, when in ends
     ]  # fmt: skip
@@ -630,6 +631,73 @@ def test_contexts_are_written_side_by_side(compressed, tmp_path, monkeypatch, wr
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
 
 
+@pytest.fixture
+def ahead(monkeypatch):
+    """A batch is computed while the one before is written, as on a GPU."""
+    monkeypatch.setattr(context_store, "_writers", lambda _: 2)
+
+
+def test_a_batch_is_computed_while_the_one_before_is_written(compressed, tmp_path, prefilled, monkeypatch, ahead):
+    ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
+    batches = list(prefilled)
+    assert len(batches) == 4
+    prefilled.clear()
+    original, begun = artifacts.save_file, []
+
+    def while_the_next_is_computed(saved, path, metadata):
+        if metadata["kind"] == "context":
+            begun.append(len(prefilled))
+            wait_until(lambda: len(prefilled) > 1)
+        original(saved, path, metadata=metadata)
+
+    monkeypatch.setattr(artifacts, "save_file", while_the_next_is_computed)
+    done, store = [], ContextStore(tmp_path / "store")
+    assert store.add(compressed, proteins(), toks_per_batch=60, progress=lambda *call: done.append(call[1])) == 8
+    assert begun[0] <= 2 and prefilled == batches
+    assert done == sorted(done) and len(done) == 5
+    assert entries(tmp_path / "store") == entries(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"), [(TurboEsm, "prefill"), (store_files.Staging, "write"), (store_files.Staging, "publish")]
+)
+def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, monkeypatch, ahead, owner, name):
+    ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
+    whole, calls = list(prefilled), []
+    assert list(map(len, whole)) == [1, 2, 2, 3]
+    original, folder = getattr(owner, name), tmp_path / "store"
+
+    def third_fails(*arguments, **options):
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(*arguments, **options)
+
+    store = ContextStore(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, third_fails)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.add(compressed, proteins(), toks_per_batch=60)
+    # Nothing is claimed or half-written any more.
+    assert store._claims.of_others() == set()
+    assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+    prefilled.clear()
+    assert store.add(compressed, proteins(), toks_per_batch=60) == 7
+    assert prefilled == whole[1:]
+    assert entries(folder) == entries(tmp_path / "whole")
+
+
+def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
+    store = ContextStore(tmp_path)
+    jobs = _jobs(compressed, proteins(), None, None)
+    running = store._fill(compressed, store_files.context_spec(compressed), jobs, set(), 60)
+    assert next(running).computed == 1
+    assert len(store._claims.of_others()) == 2
+    running.close()
+    assert store._claims.of_others() == set()
+    assert store.add(compressed, proteins(), toks_per_batch=60) == 7
+
+
 def test_contexts_are_written_while_others_hold_the_lock(compressed, tmp_path, monkeypatch):
     """Only when they are put among the others is it taken."""
     store, seen = ContextStore(tmp_path), []
@@ -697,8 +765,6 @@ def test_readers_do_not_wait_for_a_writer_and_writers_do(compressed, tmp_path):
 def test_contexts_that_another_process_writes_are_not_computed(compressed, tmp_path, prefilled, monkeypatch):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
-    from esm_turbo import context_store
-
     original = context_store.only_writer
 
     def late(folder, **options):
@@ -1068,6 +1134,21 @@ def test_tiers_on_a_device(tiny, tmp_path):
             assert torch.equal(turbo.extend(other.get_or_prefill(turbo, SEQUENCES), ["GSGS"] * 5).logits, logits)
     assert all(context.buffer.is_pinned() for context in host._host._contexts.values())
     assert host.info()["memory"]["device"]["contexts"] == 0
+
+
+@pytest.mark.gpu
+def test_batches_that_a_device_computes_ahead_are_those_of_one_after_the_other(tiny, tmp_path, monkeypatch):
+    turbo = tiny(DEFAULT_PRESET)
+    turbo.model.to("cuda")
+    # A graph is made by the second batch of a shape, and a store's first run would have made it for the next.
+    turbo.model.esm.captures = False
+    sequences = proteins(40)
+    ContextStore(tmp_path / "ahead").add(turbo, sequences, toks_per_batch=200)
+    with torch.inference_mode():
+        ContextStore(tmp_path / "inference").add(turbo, sequences, toks_per_batch=200)
+    monkeypatch.setattr(context_store, "_writers", lambda _: 1)
+    ContextStore(tmp_path / "after").add(turbo, sequences, toks_per_batch=200)
+    assert entries(tmp_path / "ahead") == entries(tmp_path / "after") == entries(tmp_path / "inference")
 
 
 @pytest.mark.gpu

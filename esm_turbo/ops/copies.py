@@ -273,14 +273,13 @@ class Cutter:
         """As a call, but copies all rows into one buffer of the caller's.
 
         Args:
-            buffer: bytes, contiguous; not an inference tensor unless inference is on.
+            buffer: bytes, contiguous; newly made, so that no graph of autograd knows what was in it.
             lengths: columns of each row, as for a call.
             offsets: where each tensor of each row begins, int64 [rows, tensors]; multiples of any dtype's size.
         """
         if self.device.type != "cpu" or interpreted():
             if len(lengths):
                 self._launch(lengths, buffer.data_ptr() + offsets)
-                torch.autograd.graph.increment_version(buffer)
             return
         typed = {x.dtype: buffer.view(x.dtype) for x in self.tensors}
         for row, length in enumerate(lengths):

@@ -21,8 +21,9 @@ import json
 import logging
 import os
 import re
+import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -405,6 +406,26 @@ class Staging:
             except BaseException:
                 threads.shutdown(cancel_futures=True)
                 raise
+
+    @contextlib.contextmanager
+    def writing(self, contexts: Iterable[tuple[str, FlatContext]], writers: int) -> Iterator[Callable[[], None]]:
+        """Writes contexts as `write_all` does, with several writers while the block runs. Its end stops them.
+
+        Yields:
+            What waits until all are written, and raises as `write_all`.
+        """
+        if writers == 1:
+            self.write_all(contexts)
+            yield lambda: None
+            return
+        stopped = threading.Event()
+        until_stopped = itertools.takewhile(lambda _: not stopped.is_set(), contexts)
+        with ThreadPoolExecutor(1) as thread:
+            written = thread.submit(self.write_all, until_stopped, writers)
+            try:
+                yield written.result
+            finally:
+                stopped.set()
 
     def publish(self, key: str) -> None:
         """Puts a context that was written among the others; only for the writer.

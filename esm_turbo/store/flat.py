@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -162,10 +163,12 @@ class FlatBatch:
     Attributes:
         buffer: all contexts, uint8 [nbytes].
         contexts: the rows of the batch, views of the buffer.
+        ready: when they are there, for other streams of a CUDA device.
     """
 
     buffer: Tensor
     contexts: tuple[FlatContext, ...]
+    ready: torch.cuda.Event | None = None
 
     @classmethod
     def of(cls, cache: TurboKVCache, lengths: Sequence[int]) -> FlatBatch:
@@ -178,37 +181,51 @@ class FlatBatch:
         named = dict(cache.named_tensors())
         if any(x.device != cache.device for x in named.values()) or not _all_slots_stay(cache, lengths):
             contexts = [FlatContext.of(row) for row in cache.cut(lengths)]
-            return cls(torch.cat([context.buffer for context in contexts]), tuple(contexts))
+            return cls._of(torch.cat([context.buffer for context in contexts]), [one.parts for one in contexts])
         dims = [dim_of(name) if axis_of(name) is Axis.COLUMN else None for name in named]
         kinds = [(name, x.dtype, x.shape[1:], dim) for (name, x), dim in zip(named.items(), dims, strict=True)]
-        rows: list[tuple[tuple[Part, ...], int]] = []
-        known: dict[int, tuple[Part, ...]] = {}
-        size = 0
-        for length in lengths:
-            if length not in known:
-                known[length] = layout(
-                    [
-                        (name, dtype, (1, *shape) if dim is None else (1, *shape[: dim - 1], length, *shape[dim:]))
-                        for name, dtype, shape, dim in kinds
-                    ]
-                )
-            rows.append((known[length], size))
-            size += total_bytes(known[length])
-        buffer = _zeros(size, cache.device)
-        offsets = np.array([[start + part.start for part in parts] for parts, start in rows], dtype=np.int64)
+        # Rows of one length share their layout.
+        layouts = {
+            length: layout(
+                [
+                    (name, dtype, (1, *shape) if dim is None else (1, *shape[: dim - 1], length, *shape[dim:]))
+                    for name, dtype, shape, dim in kinds
+                ]
+            )
+            for length in set(lengths)
+        }
+        rows = [layouts[length] for length in lengths]
+        starts = list(accumulate(map(total_bytes, rows), initial=0))
+        buffer = _zeros(starts.pop(), cache.device)
+        offsets = np.array([[part.start for part in parts] for parts in rows]) + np.array(starts)[:, None]
         Cutter(list(named.values()), dims).into(buffer, lengths, offsets)
-        return cls(buffer, tuple(FlatContext(buffer[start:][: total_bytes(parts)], parts) for parts, start in rows))
+        return cls._of(buffer, rows)
+
+    @classmethod
+    def _of(cls, buffer: Tensor, rows: Sequence[tuple[Part, ...]]) -> FlatBatch:
+        """A batch of contexts that were launched into a buffer, given by their parts."""
+        pieces = buffer.split([total_bytes(parts) for parts in rows])
+        contexts = tuple(FlatContext(piece, parts) for piece, parts in zip(pieces, rows, strict=True))
+        on_cuda = buffer.device.type == "cuda"
+        return cls(buffer, contexts, torch.cuda.current_stream(buffer.device).record_event() if on_cuda else None)
 
     def on_host(self) -> Iterator[FlatContext]:
-        """The contexts in the host's memory; from a CUDA device in few large copies, of which one runs ahead."""
-        if self.buffer.device.type != "cuda":
+        """The contexts in the host's memory; from a CUDA device in few large copies, of which one runs ahead.
+
+        They wait for nothing that was launched after the batch was made, and may be asked for in any thread.
+        """
+        if self.ready is None:
             yield from self.contexts
             return
-        stream, start = torch.cuda.current_stream(self.buffer.device), 0
+        stream, start = torch.cuda.Stream(self.buffer.device), 0
+        stream.wait_event(self.ready)
+        self.buffer.record_stream(stream)
         ahead: deque[tuple[list[FlatContext], Tensor, torch.cuda.Event]] = deque()
         for group in self._groups():
             end = start + sum(context.nbytes for context in group)
-            ahead.append((group, to_host(self.buffer[start:end]), stream.record_event()))
+            with torch.cuda.stream(stream):
+                copied = to_host(self.buffer[start:end])
+            ahead.append((group, copied, stream.record_event()))
             start = end
             if len(ahead) > 1:
                 yield from _arrived(*ahead.popleft())

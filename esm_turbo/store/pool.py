@@ -151,6 +151,8 @@ class ContextPool:
             device: where it is kept.
         """
         with self._lock:
+            if not self.budget:
+                return False
             if self._find(key, device) is not None:
                 return True
             slab = self._room(_kind_of(context, device))

@@ -31,9 +31,9 @@ class Usage:
         self.path = folder / USAGE_FILE
         self._new = dict.fromkeys(_COUNTS, 0)
 
-    def count(self, what: str) -> None:
-        """Counts one context that was found on the `device`, `host` or `disk`, or that was `missed` or `damaged`."""
-        self._new[what] += 1
+    def count(self, what: str, contexts: int = 1) -> None:
+        """Counts contexts that were found on the `device`, `host` or `disk`, or that were `missed` or `damaged`."""
+        self._new[what] += contexts
 
     def flush(self) -> None:
         """Adds the counts of this process to the store's, if there is a store."""
