@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -262,11 +262,16 @@ def as_list(items: Sequences, noun: str = "sequence") -> list[str]:
 
     Raises:
         ValueError: there are none.
+        TypeError: one is something else.
     """
-    items = [items] if isinstance(items, str | ProteinRecord) else list(items)
-    if not items:
+    given: list[Any] = [items] if isinstance(items, str | ProteinRecord) else list(items)
+    if not given:
         raise ValueError(f"`{noun}s` must hold at least one {noun}")
-    return [item.sequence if isinstance(item, ProteinRecord) else item for item in items]
+    for number, item in enumerate(given, 1):
+        if not isinstance(item, str | ProteinRecord):
+            name = noun.replace("_", " ")
+            raise TypeError(f"{name} {number}: a {name} must be a string, got {type(item).__name__}")
+    return [item.sequence if isinstance(item, ProteinRecord) else item for item in given]
 
 
 def totals_per_row(name: str, given: int | Sequence[int] | None, own: list[int]) -> list[int]:

@@ -552,6 +552,10 @@ class TurboKVCache(CacheStorage):
         if not same_codec(other.codec_fingerprint, self.codec_fingerprint):
             raise ValueError(f"cannot concatenate caches written with different calibrations: {differs}")
 
+    def tensors_to_join(self) -> dict[str, Tensor]:
+        """What `cat` puts together, by name."""
+        return dict(self.named_tensors())
+
     @classmethod
     def cat(cls, caches: Sequence[TurboKVCache]) -> Self:
         """The rows of several caches in one.
@@ -571,7 +575,7 @@ class TurboKVCache(CacheStorage):
         whole.codec_fingerprint = first.codec_fingerprint
         if not caches:
             return whole
-        named = [dict(cache.named_tensors()) for cache in caches]
+        named = [cache.tensors_to_join() for cache in caches]
         if any(cache.positions is not None for cache in caches):
             columns = max(cache.columns for cache in caches)
             for cache, tensors in zip(caches, named, strict=True):

@@ -921,6 +921,23 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.parametrize("what", ["store", "partition"])
+def test_a_store_that_was_removed_while_in_use_begins_anew(compressed, tmp_path, what):
+    folder = tmp_path / "store"
+    store = ContextStore(folder, host_bytes=0)
+    before = store.get_or_prefill(compressed, ["MKTAY"])
+    held = store.hold(compressed, ["MKTAY"])
+    shutil.rmtree(folder if what == "store" else next(folder.glob("turbo*")))
+    # What is held is in memory, and nothing else is there any more.
+    assert held.get_seq_length() == 6
+    assert [found is None for found in store.get(compressed, ["GSWKD"])] == [True]
+    assert store.add(compressed, ["MKTAY", "GSWKD"]) == 2
+    again = ContextStore(folder)
+    assert again.info()["contexts"] == 2
+    for found in (store.get(compressed, ["MKTAY"])[0], again.get(compressed, ["MKTAY"])[0]):
+        assert found.token_ids.tolist() == before.token_ids.tolist()
+
+
 def test_threads_share_a_store(compressed, tmp_path):
     store = ContextStore(tmp_path, host_bytes=1 << 14)
     sequences = proteins(6)

@@ -173,6 +173,11 @@ class PooledContexts(TurboKVCache):
     def to(self, device: torch.device | str) -> Self:
         raise ValueError(_IN_PLACE.format("moving"))
 
+    def tensors_to_join(self) -> dict[str, Tensor]:
+        if self.slabs:
+            raise ValueError(_IN_PLACE.format("concatenating"))
+        return super().tensors_to_join()
+
     def cut(self, lengths: Sequence[int]) -> list[Self]:
         raise ValueError(_IN_PLACE.format("cutting"))
 

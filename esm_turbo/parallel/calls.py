@@ -130,11 +130,10 @@ def score_many_variants_on(
     **options: Any,
 ) -> ManyVariantScores:
     """`tasks.variants.many.score_many_variants` on several devices, whose `options` are the others."""
-    given = checked_proteins(wild_types, variants)
+    given, lists = checked_proteins(wild_types, variants)
     groups = _groups([len(one) * (refresh + 1) for one in as_list(given, "wild_type")])
     pieces = [
-        ([given[i] for i in group], None if variants is None else [list(variants[i]) for i in group])
-        for group in groups
+        ([given[i] for i in group], None if lists is None else [list(lists[i]) for i in group]) for group in groups
     ]
     work = _Call(score_many_variants, ManyVariantScores, {"refresh": refresh, **options})
     units = list(map(len, groups))

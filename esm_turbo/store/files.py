@@ -124,13 +124,15 @@ class StoreFiles:
             ValueError: the store belongs to another model.
             OSError: writing failed, for example because the disk is full.
         """
-        if (partition := self.partition(spec)) is not None:
+        partition = self.partition(spec)
+        if partition is not None and partition.folder.exists():
             return partition
-        if self.header is None:
+        # The store is new, or somebody has removed it, in whole or in part, while it was in use.
+        if not (self.folder / STORE_FILE).exists():
             header = StoreHeader(spec.model, spec.geometry, spec.fingerprint)
             header.write(self.folder / STORE_FILE)
             self.header = header
-        partition = Partition.of(self.folder, spec)
+        partition = partition or Partition.of(self.folder, spec)
         partition.write()
         self._partitions[partition.name] = partition
         return partition

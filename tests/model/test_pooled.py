@@ -123,6 +123,8 @@ def test_released_contexts_are_not_read(model: TurboEsmForMaskedLM, cache: Turbo
         ("dropping refinements", lambda pooled, model: pooled.drop_refinements()),
         ("saving", lambda pooled, model: pooled.save("file")),
         ("moving", lambda pooled, model: pooled.to("cpu")),
+        ("concatenating", lambda pooled, model: TurboKVCache.cat([pooled])),
+        ("concatenating", lambda pooled, model: TurboKVCache.cat([pooled.slabs[0], pooled])),
         ("cutting", lambda pooled, model: pooled.cut(LENGTHS)),
         ("repeating rows", lambda pooled, model: pooled.batch_repeat_interleave(2)),
         ("pickling", lambda pooled, model: pickle.dumps(pooled)),

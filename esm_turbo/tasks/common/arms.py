@@ -10,6 +10,7 @@ Each task decides which of its `refresh` residues of a cached context run again 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
 
@@ -170,6 +171,7 @@ def _checked_tokens(toks_per_batch: int) -> int:
     return toks_per_batch
 
 
+@runtime_checkable
 class ContextSource(Protocol):
     """Where tasks look contexts up before they compute them; a `ContextStore` is one."""
 
@@ -185,6 +187,18 @@ class ContextSource(Protocol):
         /,
     ) -> TurboKVCache:
         """The context of exactly these tokens, computed by `compute` if it is missing."""
+
+
+def check_store(store: object) -> None:
+    """Check that `store`, an argument of several tasks, is a `ContextSource` or None.
+
+    Raises:
+        ValueError: it is something else, such as the path of one.
+    """
+    if store is None or isinstance(store, ContextSource):
+        return
+    path = f"; open the folder: ContextStore({str(store)!r})" if isinstance(store, str | os.PathLike) else ""
+    raise ValueError(f"`store` must be a ContextStore, got a {type(store).__name__}{path}")
 
 
 class ReadableSource(ContextSource, Protocol):

@@ -16,7 +16,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, resolve_arm
+from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, check_store, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, Place
@@ -146,7 +146,11 @@ def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence
         raise ValueError(
             f"`candidates` must be residues, or one list of them per target ({len(targets)}), got {len(given)} lists"
         )
-    return [TargetPairs(target, as_list(own, "candidate")) for target, own in zip(targets, given, strict=True)]
+    lists = [[own] if isinstance(own, str) else list(own) for own in given]
+    for number, own in enumerate(lists):
+        if not own:
+            raise ValueError(f"`candidates` must hold at least one candidate of each target, target {number} has none")
+    return [TargetPairs(target, as_list(own, "candidate")) for target, own in zip(targets, lists, strict=True)]
 
 
 def iter_scores(
@@ -176,6 +180,7 @@ def iter_scores(
     Raises:
         ValueError: an option is invalid.
     """
+    check_store(store)
     check_count("refresh", refresh, 0)
     arm, preset = resolve_arm(turbo, arm)
     check_choice("place", place, get_args(Place))

@@ -28,7 +28,14 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, as_read_fastest, batch_tokens, log_probabilities, resolve_arm
+from esm_turbo.tasks.common.arms import (
+    ContextSource,
+    as_read_fastest,
+    batch_tokens,
+    check_store,
+    log_probabilities,
+    resolve_arm,
+)
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -205,6 +212,7 @@ def score(
         NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
     """
     residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
+    check_store(store)
     check_count("refresh", refresh, 0)
     if isinstance(context, TurboKVCache):
         arm, preset = resolve_arm(turbo, arm, context)

@@ -19,7 +19,7 @@ from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, resolve_arm
+from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, check_store, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory, failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
@@ -114,9 +114,9 @@ def score_many_variants(
     Raises:
         ValueError: there are no proteins, not as many lists as proteins, or an option is invalid.
     """
-    given = checked_proteins(wild_types, variants)
+    given, lists = checked_proteins(wild_types, variants)
     residues = as_list(given, "wild_type")
-    own = repeat(None, len(given)) if variants is None else variants
+    own = repeat(None, len(given)) if lists is None else lists
     proteins = [
         WildType(sequence, names, first_position_of(one))
         for one, sequence, names in zip(given, residues, own, strict=True)
@@ -162,6 +162,7 @@ def iter_variants(
         ValueError: an option is invalid.
     """
     check_choice("method", method, get_args(MarginalMethod))
+    check_store(store)
     check_count("refresh", refresh, 0)
     arm, preset = resolve_arm(turbo, arm)
     tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
@@ -201,13 +202,17 @@ def _recomputed(
 
 def checked_proteins(
     wild_types: Sequence[str | ProteinRecord], variants: Sequence[Sequence[str]] | None
-) -> list[str | ProteinRecord]:
-    """The proteins as a list; the arguments, and the errors, are those of `score_many_variants`."""
+) -> tuple[list[str | ProteinRecord], list[Sequence[str]] | None]:
+    """The proteins, and the variants of each, as lists; arguments and errors are those of `score_many_variants`."""
     given: list[str | ProteinRecord] = [wild_types] if isinstance(wild_types, str | ProteinRecord) else list(wild_types)
     as_list(given, "wild_type")
-    if variants is not None and len(variants) != len(given):
-        raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {len(variants)}")
-    return given
+    if variants is None:
+        return given, None
+    lists = [[own] if isinstance(own, str) else own for own in variants]
+    if isinstance(variants, str) or len(lists) != len(given):
+        got = repr(variants) if isinstance(variants, str) else len(lists)
+        raise ValueError(f"`variants` must be one list per protein ({len(given)}), got {got}")
+    return given, lists
 
 
 class _Parsed(NamedTuple):

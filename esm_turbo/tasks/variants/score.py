@@ -30,6 +30,7 @@ from esm_turbo.tasks.common.arms import (
     ContextSource,
     as_read_fastest,
     batch_tokens,
+    check_store,
     log_probabilities,
     prefill_ids,
     resolve_arm,
@@ -175,6 +176,7 @@ def score_variants(
         NotEnoughMemoryError: the protein needs more memory than is free; the message says how much.
     """
     check_choice("method", method, get_args(MarginalMethod))
+    check_store(store)
     check_count("refresh", refresh, 0)
     cache = wild_type if isinstance(wild_type, TurboKVCache) else None
     if isinstance(wild_type, TurboKVCache):

@@ -117,13 +117,14 @@ def test_targets_that_fail_do_not_stop_the_others(turbo: TurboEsm, monkeypatch: 
         ([], ["A"], {}, "`targets` must hold at least one target"),
         (["MK"], [], {}, "`candidates` must hold at least one candidate"),
         (["MK"], [["A"], ["C"]], {}, "one list of them per target \\(1\\), got 2 lists"),
-        (["MK", "MK"], [["A"], []], {}, "`candidates` must hold at least one candidate"),
+        (["MK", "MK"], [["A"], []], {}, "at least one candidate of each target, target 1 has none"),
         (["MK"], ["A", "A1"], {}, "candidate 2 of target 0: position 2 is '1'"),
         (["MK", "MKT"], [["A"], ["<mask>"]], {}, "candidate 1 of target 1: holds a <mask>"),
         (["MK"], ["A"], {"refresh": -1}, "`refresh` must be an integer of at least 0"),
         (["MK"], ["A"], {"place": "full"}, "`place` must be one of"),
         (["MK"], ["A"], {"arm": "fast"}, "`arm` must be one of"),
         (["MK"], ["A"], {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
+        (["MK"], ["A"], {"store": "folder"}, r"`store` must be a ContextStore, got a str; .*ContextStore\('folder'\)"),
     ],
 )
 def test_wrong_arguments(
@@ -131,6 +132,23 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         turbo.score_pairs(targets, candidates, **options)  # type: ignore[arg-type]
+
+
+def test_what_is_no_sequence(turbo: TurboEsm) -> None:
+    with pytest.raises(TypeError, match="target 2: a target must be a string, got NoneType"):
+        turbo.score_pairs(["MK", None], ["A"])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="candidate 1: a candidate must be a string, got int"):
+        turbo.score_pairs(["MK"], [[7]])  # type: ignore[list-item]
+
+
+def test_many_targets_may_share_one_candidate_and_repeat(turbo: TurboEsm) -> None:
+    targets = [TARGETS[0][:length] for length in range(1, 25)] * 3
+    found = turbo.score_pairs((target for target in targets), "ACD", place="empty")
+    assert found.failed == {} and len(found) == len(targets)
+    expected = [turbo.score(target, ["ACD"], place="empty") for target in targets[:24]]
+    for one, other in zip(found.scores, 3 * expected, strict=True):
+        assert one is not None
+        assert_close(one, other)
 
 
 def test_contexts_come_from_a_store_and_go_into_it(turbo: TurboEsm, tmp_path: Path) -> None:

@@ -246,6 +246,7 @@ def test_invalid_sequences(turbo: TurboEsm, target: str, candidates: list[str], 
         ({"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
         ({"refresh": 1.5}, "`refresh` must be an integer of at least 0, got 1.5"),
         ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
+        ({"store": 5}, "`store` must be a ContextStore, got a int$"),
     ],
 )
 def test_invalid_options(turbo: TurboEsm, options: dict[str, object], message: str) -> None:

@@ -65,6 +65,8 @@ def test_proteins_that_fail_do_not_stop_the_others(turbo: TurboEsm, monkeypatch:
     [
         ([], None, {}, "must hold at least one"),
         (["MK"], [["M1A"], ["M1A"]], {}, "one list per protein \\(1\\), got 2"),
+        (["MK"], "M1A", {}, "one list per protein \\(1\\), got 'M1A'"),
+        (["MK"], None, {"store": "folder"}, "`store` must be a ContextStore, got a str"),
         (["MK"], None, {"refresh": -1}, "`refresh` must be an integer of at least 0"),
         (["MK"], None, {"method": "both"}, "`method` must be one of"),
         (["MK"], None, {"arm": "fast"}, "`arm` must be one of"),
@@ -75,3 +77,15 @@ def test_wrong_arguments(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         score_many_variants(turbo, proteins, variants, **options)  # type: ignore[arg-type]
+
+
+def test_variants_may_come_from_a_generator(turbo: TurboEsm) -> None:
+    found = score_many_variants(turbo, ["MKT", "MK"], (variants for variants in (["M1A", "K2C"], "M1A")))
+    assert [[one.variant for one in scores.scores] for scores in found.scores if scores] == [["M1A", "K2C"], ["M1A"]]
+
+
+def test_what_is_no_protein_or_variant(turbo: TurboEsm) -> None:
+    with pytest.raises(TypeError, match="wild type 1: a wild type must be a string, got NoneType"):
+        score_many_variants(turbo, [None])  # type: ignore[list-item]
+    with pytest.raises(TypeError, match="variant 2: a variant must be a string, got int"):
+        score_many_variants(turbo, ["MKT"], [["M1A", 2]])  # type: ignore[list-item]

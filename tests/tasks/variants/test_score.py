@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -195,6 +196,7 @@ def test_progress_counts_every_position_once(turbo: TurboEsm) -> None:
         (WILD_TYPE, {"arm": "fast"}, "`arm` must be one of"),
         (WILD_TYPE, {"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
         (WILD_TYPE, {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),
+        (WILD_TYPE, {"store": Path("a/b")}, r"`store` must be a ContextStore, got a .*ContextStore\('a.b'\)"),
     ],
 )
 def test_invalid_arguments(turbo: TurboEsm, wild_type: str, options: dict[str, object], message: str) -> None:
