@@ -25,6 +25,7 @@ TESTED_IN = {
     # Parts of a cache, seen through the cache.
     "kv": "test_kv_cache.py",
     # Kernels are launched by these modules, whose tests compare them with the reference.
+    "ops/attention_plan.py": "ops/test_triton_attention.py",
     "ops/kernels/attention.py": "ops/test_triton_attention.py",
     "ops/kernels/copies.py": "ops/test_copies.py",
     "ops/kernels/encode.py": "ops/test_triton_encode.py",

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -56,6 +57,8 @@ class PackedContext:
         visible_words: the same as `visible` in the form that a backend reads, where a caller has made it for all layers
             (`KVBackend.pack_mask`).
         index: cached row that each row reads; None if they are the same, or one that all share.
+        common: what a backend remembers for the other layers of a forward, whose contexts differ in nothing but
+            `packed`, `protected` and `rows`; None for a context by itself.
     """
 
     packed: Packed
@@ -68,6 +71,7 @@ class PackedContext:
     visible: Tensor | None = None
     visible_words: Tensor | None = None
     index: RowIndex | None = None
+    common: dict[Any, Any] | None = None
 
     def of(self, contexts: Tensor) -> PackedContext:
         """Some cached rows, integers [n], without what says how rows of the extension read them."""

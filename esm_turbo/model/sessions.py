@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Prefill(KVSession):
 
 
 class _Shared(NamedTuple):
-    """What an extension's layers share; masks are expanded to all rows."""
+    """What an extension's layers share, see `PackedContext`; masks are expanded to all rows."""
 
     mask: Tensor | None
     past_mask: Tensor | None
@@ -63,6 +63,7 @@ class _Shared(NamedTuple):
     visible_words: Tensor | None
     lengths: Tensor
     protected_columns: Tensor
+    common: dict[Any, Any]
 
 
 class Extension(KVSession):
@@ -125,6 +126,7 @@ class Extension(KVSession):
             shared.visible,
             shared.visible_words,
             self.index,
+            shared.common,
         )
         assert self.cache.codec is not None
         output = self.backend.extend_attention(query, keys, values, shared.mask, context, self.cache.codec, layer_idx)
@@ -139,7 +141,7 @@ class Extension(KVSession):
         )
         lengths, protected_columns = self.lengths.to(device), self.cache.protected_columns.to(device)
         words = None if visible is None else self.backend.pack_mask(visible)
-        return _Shared(mask, past_mask, protected_mask, visible, words, lengths, protected_columns)
+        return _Shared(mask, past_mask, protected_mask, visible, words, lengths, protected_columns, {})
 
     def rotate(self, query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """Scales queries and applies RoPE, see `torch_ops.rotate`."""

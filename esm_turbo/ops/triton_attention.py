@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,59 +16,28 @@ from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.files.fingerprint import version_of
 from esm_turbo.ops import decoded_attention, torch_ops
-from esm_turbo.ops.shares import best_shares
-from esm_turbo.ops.slabs import SlabSpec
+from esm_turbo.ops.attention_plan import MMA_ROWS, AttentionPlan, AttentionTuning, attention_plan, queries_at_once
 from esm_turbo.ops.triton_launch import (
-    Options,
-    PreparedLaunch,
-    Tuning,
     empty_by_token,
     fence,
-    interpreted,
+    is_plain,
     operator,
     overlaps,
     per_codec,
     placeholder,
-    strides_of,
 )
 from esm_turbo.ops.triton_layout import (
     KernelLayout,
     block_angles,
     key_view,
     next_power_of_two,
-    num_slots,
     triton_layout,
     value_view,
 )
 
-# Registers of each of a multiprocessor's four partitions, which do not share them; a thread has at most 255.
-_PARTITION_REGISTERS = 16384
-_MAX_REGISTERS = 256
-# Assumed in the interpreter, where there are none.
-_MULTIPROCESSORS = 132
-# Rows of a tensor core's operand.
-_MMA_ROWS = 16
-_SMALL_HEAD = 64
 _WORD_BITS = 32
 # Limit of the summed sizes of a token's operands: the query's maps to them are held in shared memory.
 _MAX_OPERAND_SIZE = 256
-
-
-@dataclass(frozen=True)
-class AttentionTuning(Tuning):
-    """Tuning of the kernels that read contexts, see `Tuning`.
-
-    `registers` limits the half-precision kernels without tables, for heads of up to 64 and up to eight queries; others
-    leave it to the compiler. Fewer registers let more programs run at the same time.
-
-    Attributes:
-        prefetch_tiles: tiles per prefetch to the L2 cache, where groups and programs have several; 0 disables it.
-        merge_warps: warps of a program of `merge`, for several queries.
-    """
-
-    prefetch_tiles: int = 2
-    merge_warps: int = 4
-
 
 DEFAULT_TUNING = AttentionTuning(warps=1, stages=3, registers=168)
 
@@ -100,40 +68,56 @@ def extend_attention(
     if not can_run(codec):
         return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
-    any_packed = next(iter(context.packed.values()))
-    contexts, columns = any_packed.shape[0], any_packed.shape[2]
+    packed, shape = context.packed, next(iter(context.packed.values())).shape
+    slots = context.protected["keys"].shape[2] if context.protected else 0
+    protected = [context.protected[name] for name in ("keys", "values") if slots]
+    residuals = [context.rows[name] for name in ("key_residual", "value_residual") if name in context.rows]
+    angles = block_angles(codec, layer_idx, shape[2], query.device)
+    of_layer = layout.tensors, layout.tables, residuals, angles, protected
+    common, alike = context.common, None
+    if common is not None and is_plain():
+        steps = [x.stride() for x in (query, keys, values, *packed.values())]
+        alike = (layout.kind, len(residuals), slots, query.dtype, query.shape, shape, *steps)
+        reader: _Reader | None = common.get(alike)
+        if reader is not None:
+            key_slabs, value_slabs = ([packed[view.name] for view in views] for views in (layout.keys, layout.values))
+            return reader.attend(query, keys, values, key_slabs, value_slabs, *of_layer)
     lengths, protected_columns, visible = context.lengths, context.protected_columns, context.visible_words
     if visible is None and context.visible is not None:
         visible = pack_mask(context.visible)
     if lengths is None:
-        lengths = torch.full((contexts,), columns, dtype=torch.int64, device=query.device)
+        lengths = torch.full((shape[0],), shape[2], dtype=torch.int64, device=query.device)
         protected_columns, visible = None, None if context.mask is None else pack_mask(context.mask)
     if protected_columns is None:
-        protected_columns = torch.empty(contexts, 0, dtype=torch.int32, device=query.device)
-    slots = context.protected["keys"].shape[2] if context.protected else 0
-    protected = [context.protected[name] for name in ("keys", "values") if slots]
-    residuals = [context.rows[f"{kind}_residual"] for kind in ("key", "value") if f"{kind}_residual" in context.rows]
-    key_specs, value_specs = layout.specs
-    return attend_packed(
+        protected_columns = torch.empty(shape[0], 0, dtype=torch.int32, device=query.device)
+    arguments = (
         query,
         keys,
         values,
         mask,
-        [view.of(context.packed) for view in layout.keys],
-        [view.of(context.packed) for view in layout.values],
-        layout.tensors,
-        layout.tables,
-        residuals,
-        block_angles(codec, layer_idx, columns, query.device),
+        [view.of(packed) for view in layout.keys],
+        [view.of(packed) for view in layout.values],
+        *of_layer[:-1],
         lengths,
         protected_columns,
         protected,
         context.protected_mask if protected else None,
         visible,
-        key_specs,
-        value_specs,
+        *layout.specs,
         *_named(context.index, query),
     )
+    if common is None or alike is None:
+        return attend_packed(*arguments)
+    reader, tensors = _reader(*arguments)
+    used = [*tensors[:3], *tensors[3], *tensors[4], *tensors[-1]]
+    names = [view.name for view in (*layout.keys, *layout.values)]
+    if _addresses(used) == _addresses([query, keys, values, *[packed[name] for name in names], *protected]):
+        common[alike] = reader
+    return reader.attend(*tensors)
+
+
+def _addresses(tensors: Iterable[Tensor]) -> list[int]:
+    return [x.data_ptr() for x in tensors]
 
 
 def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
@@ -143,17 +127,10 @@ def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
         return [], 0
     most = index.most_rows * n
     contexts, made = index.on(device), len(index.made)
-    tiles = index.tiles(n, _queries_at_once(most)[0], device)
+    tiles = index.tiles(n, queries_at_once(most)[0], device)
     if len(index.made) > made:
         fence(device)
     return [tiles, contexts], most
-
-
-def _queries_at_once(most: int) -> tuple[int, int]:
-    """Queries of a tile, and rows of an operand, for contexts that `most` queries read."""
-    operand_rows = 8 if most <= 8 else _MMA_ROWS
-    # A single query, or as many as an operand holds: other numbers would be kernels of their own.
-    return 1 if most == 1 else operand_rows, operand_rows
 
 
 @operator("attend_packed")
@@ -208,78 +185,28 @@ def attend_packed(
     Returns:
         [B, H, n, D], in the query's dtype.
     """
-    batch_size = query.shape[0]
-    contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
-    _check(query, keys, values, 1 if named else contexts, mask, protected_mask)
-    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, DEFAULT_TUNING.tile)
-    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
-    query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
-    tile_table, index = named or (placeholder(torch.int32, query.device),) * 2
-    # The kernels do not read the tables and angles that a codec does not have.
-    key_table, value_table = tables or (map_scale, map_scale)
-    key_residual, value_residual = residuals or (None, None)
-    new_mask, slot_mask = (_bytes_of(x, batch_size, query.device) for x in (mask, protected_mask))
-    protected_keys = protected_values = placeholder(torch.float32, query.device)
-    if protected:
-        # Of many contexts few are read: the protected tokens of each row's are then mapped anew.
-        stored = [x[index] for x in protected] if named and contexts > batch_size else protected
-        protected_keys, protected_values = _inverse_transformed(stored, inverses, means)
-    plan = _plan(
-        DEFAULT_TUNING,
-        query.shape,
-        (query.stride(), keys.stride(), values.stride()),
-        query.dtype,
-        query.device,
-        (contexts, columns, slab_columns),
-        (tuple(key_specs), tuple(value_specs)),
-        (query_map.shape, value_map.shape),
-        (len(tile_table), most_queries) if named else None,
-        (protected_columns.shape[1], protected_keys.shape[2] if protected else 0),
-        (mask is not None, protected_mask is not None, visible is not None),
-        (bool(tables), bool(residuals), angles is not None, overlaps(query.device)),
+    reader, tensors = _reader(
+        query,
+        keys,
+        values,
+        mask,
+        key_slabs,
+        value_slabs,
+        layout,
+        tables,
+        residuals,
+        angles,
+        lengths,
+        protected_columns,
+        protected,
+        protected_mask,
+        visible,
+        key_specs,
+        value_specs,
+        named,
+        most_queries,
     )
-    # Accumulators, maxima and totals of all parts.
-    parts = query.new_empty(sum(plan.parts), dtype=torch.float32).split(plan.parts)
-    plan.attend_context(
-        query_ptr=query,
-        map_ptr=query_map,
-        map_scale_ptr=map_scale,
-        field_bias_ptr=field_bias,
-        # Of keys and of values: the kernel reads the first, and a slice takes the host longer.
-        key_mean_ptr=means,
-        key_residual_ptr=key_residual,
-        angle_ptr=map_scale if angles is None else angles,
-        key_slab_ptrs=tuple(key_slabs),
-        value_slab_ptrs=tuple(value_slabs),
-        key_table_ptr=key_table,
-        value_table_ptr=value_table,
-        tile_ptr=tile_table,
-        length_ptr=lengths,
-        protected_ptr=protected_columns,
-        mask_ptr=placeholder(torch.int32, query.device) if visible is None else _of_all_rows(visible, batch_size),
-        part_acc_ptr=parts[0],
-        part_max_ptr=parts[1],
-        part_total_ptr=parts[2],
-    )
-    output = empty_by_token(query)
-    plan.merge(
-        query_ptr=query,
-        key_ptr=keys,
-        value_ptr=values,
-        new_mask_ptr=new_mask,
-        protected_key_ptr=protected_keys,
-        protected_value_ptr=protected_values,
-        protected_mask_ptr=slot_mask,
-        tile_ptr=tile_table,
-        part_acc_ptr=parts[0],
-        part_max_ptr=parts[1],
-        part_total_ptr=parts[2],
-        value_map_ptr=value_map,
-        value_mean_ptr=value_mean,
-        value_residual_ptr=value_residual,
-        output_ptr=output,
-    )
-    return output
+    return reader.attend(*tensors)
 
 
 def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
@@ -289,163 +216,137 @@ def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
 torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
 
 
-class _Plan(NamedTuple):
-    """What the shapes of an extension decide.
+class _Reader(NamedTuple):
+    """Reads layers that differ in nothing but the tensors of `attend`.
 
-    Attributes:
-        attend_context: the first launch.
-        merge: the second one.
-        parts: number of elements of the accumulators, of the maxima and of the totals of all parts.
+    Attributes: see `attend_packed`; masks are bytes.
     """
 
-    attend_context: PreparedLaunch
-    merge: PreparedLaunch
-    parts: tuple[int, int, int]
+    plan: AttentionPlan
+    lengths: Tensor
+    protected_columns: Tensor
+    visible: Tensor
+    tiles: Tensor
+    mask: Tensor
+    protected_mask: Tensor
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        key_slabs: list[Tensor],
+        value_slabs: list[Tensor],
+        layout: list[Tensor],
+        tables: list[Tensor],
+        residuals: list[Tensor],
+        angles: Tensor | None,
+        protected: list[Tensor],
+    ) -> Tensor:
+        """See `attend_packed`; two launches."""
+        plan = self.plan
+        query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
+        # The kernels do not read the tables and angles that a codec does not have.
+        key_table, value_table = tables or (map_scale, map_scale)
+        key_residual, value_residual = residuals or (None, None)
+        protected_keys, protected_values = (
+            _inverse_transformed(protected, inverses, means) if protected else (map_scale, map_scale)
+        )
+        # Accumulators, maxima and totals of all parts.
+        parts = torch.empty(plan.part_numel, dtype=torch.float32, device=query.device)
+        part_acc, part_max, part_total = torch.split_with_sizes(parts, plan.part_sizes)
+        plan.attend_context(
+            query_ptr=query,
+            map_ptr=query_map,
+            map_scale_ptr=map_scale,
+            field_bias_ptr=field_bias,
+            # Of keys and of values: the kernel reads the first, and a slice takes the host longer.
+            key_mean_ptr=means,
+            key_residual_ptr=key_residual,
+            angle_ptr=map_scale if angles is None else angles,
+            key_slab_ptrs=key_slabs,
+            value_slab_ptrs=value_slabs,
+            key_table_ptr=key_table,
+            value_table_ptr=value_table,
+            tile_ptr=self.tiles,
+            length_ptr=self.lengths,
+            protected_ptr=self.protected_columns,
+            mask_ptr=self.visible,
+            part_acc_ptr=part_acc,
+            part_max_ptr=part_max,
+            part_total_ptr=part_total,
+        )
+        output = empty_by_token(query)
+        plan.merge(
+            query_ptr=query,
+            key_ptr=keys,
+            value_ptr=values,
+            new_mask_ptr=self.mask,
+            protected_key_ptr=protected_keys,
+            protected_value_ptr=protected_values,
+            protected_mask_ptr=self.protected_mask,
+            tile_ptr=self.tiles,
+            part_acc_ptr=part_acc,
+            part_max_ptr=part_max,
+            part_total_ptr=part_total,
+            value_map_ptr=value_map,
+            value_mean_ptr=value_mean,
+            value_residual_ptr=value_residual,
+            output_ptr=output,
+        )
+        return output
 
 
-@functools.lru_cache(maxsize=1024)
-def _plan(
-    tuning: AttentionTuning,
-    shape: tuple[int, int, int, int],
-    steps: tuple[tuple[int, ...], ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    sizes: tuple[int, int, int],
-    specs: tuple[tuple[int, ...], tuple[int, ...]],
-    maps: tuple[tuple[int, ...], tuple[int, ...]],
-    named: tuple[int, int] | None,
-    slots: tuple[int, int],
-    masked: tuple[bool, bool, bool],
-    has: tuple[bool, bool, bool, bool],
-) -> _Plan:
-    """The launches of `attend_packed` for tensors of these shapes; the layers of a model share them.
-
-    Args:
-        tuning: of the kernels.
-        shape: of the query.
-        steps: strides of query, keys and values.
-        dtype: of the query.
-        device: of all tensors.
-        sizes: number of contexts, of their columns, and of columns per head in memory.
-        specs: `key_specs` and `value_specs`.
-        maps: shapes of the query's map and of the values' one.
-        named: number of tiles and `most_queries`, where rows name their contexts.
-        slots: of protected columns, and of protected tokens.
-        masked: whether there are masks of new tokens, of protected tokens and of columns.
-        has: whether there are tables, residuals and angles, and whether launches overlap.
-    """
-    import triton.language as tl
-
-    from esm_turbo.ops.kernels.attention import attend_context
-    from esm_turbo.ops.kernels.merge import merge
-
-    batch_size, heads, n, head_dim = shape
-    contexts, columns, slab_columns = sizes
-    has_tables, has_residuals, rotated, overlap = has
-    # Queries are numbered as those of one context also where rows name theirs.
-    shared = named is not None or contexts != batch_size
-    rows, numbered = (batch_size * n, 1) if shared else (n, contexts)
-    half = dtype in (torch.float16, torch.bfloat16)
-    # Tensor cores truncate float32 to 11 bits, which shows in all dtypes but bfloat16; three products are nearly exact.
-    precision = "tf32" if dtype == torch.bfloat16 else "tf32x3"
-    tiles, most_queries = named or (0, rows)
-    queries, operand_rows = _queries_at_once(most_queries)
-    row_tiles = -(-rows // queries) if named is None else tiles
-    items = numbered * heads * row_tiles
-    warps = tuning.warps or 1
-    registers = None
-    if half and head_dim <= _SMALL_HEAD and operand_rows < _MMA_ROWS and not has_tables:
-        registers = tuning.registers
-    programs = _concurrent_programs(device, warps, registers or _MAX_REGISTERS)
-    blocks, blocks_per_program, max_parts = best_shares(
-        items, -(-columns // KEY_BLOCK), tuning.programs or programs, _multiprocessors(device), queries == 1
-    )
-    keys_spec, values_spec = map(_specs, specs)
-    key_size, value_size = maps[0][2], sum(spec.size for spec in values_spec)
-    count = numbered * heads * max_parts * rows
-    query_strides, key_strides, value_strides = (
-        strides_of(name, shape, own) for name, own in zip("qkv", steps, strict=True)
-    )
-    absent = {} if has_residuals else {"key_residual_ptr": None}
-    context_launch = PreparedLaunch(
-        attend_context,
-        (-(-items * blocks // blocks_per_program), 1, 1),
+def _reader(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    key_slabs: list[Tensor],
+    value_slabs: list[Tensor],
+    layout: list[Tensor],
+    tables: list[Tensor],
+    residuals: list[Tensor],
+    angles: Tensor | None,
+    lengths: Tensor,
+    protected_columns: Tensor,
+    protected: list[Tensor],
+    protected_mask: Tensor | None,
+    visible: Tensor | None,
+    key_specs: list[int],
+    value_specs: list[int],
+    named: list[Tensor],
+    most_queries: int,
+) -> tuple[_Reader, tuple[Any, ...]]:
+    """What computes `attend_packed`, and the arguments of its `attend`."""
+    batch_size, device = query.shape[0], query.device
+    contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
+    _check(query, keys, values, 1 if named else contexts, mask, protected_mask)
+    key_slabs, value_slabs, slab_columns = _with_one_stride(key_slabs, value_slabs, DEFAULT_TUNING.tile)
+    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
+    tiles, index = named or (placeholder(torch.int32, device),) * 2
+    if protected and named and contexts > batch_size:
+        # Of many contexts few are read: the protected tokens of each row's are then mapped anew.
+        protected = [x[index] for x in protected]
+    plan = attention_plan(
+        DEFAULT_TUNING,
+        query.shape,
+        (query.stride(), keys.stride(), values.stride()),
+        query.dtype,
         device,
-        Options(warps, tuning.stages, registers, overlap),
-        **absent,
-        **query_strides,
-        slab_columns=slab_columns,
-        num_columns=columns,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
-        num_items=items,
-        num_slots=slots[0],
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(named is not None),
-        has_mask=int(masked[2]),
-        HEAD_DIM=head_dim,
-        HALF=maps[0][3],
-        KEYS=keys_spec,
-        VALUES=values_spec,
-        KEY_SIZE=key_size,
-        VALUE_SIZE=value_size,
-        QUERIES=queries,
-        ROWS=operand_rows,
-        SLOTS=num_slots(slots[0]),
-        ROTATED=rotated,
-        PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows else 0,
-        T=tuning.tile,
-        TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
-        DTYPE=tl.float16 if half else tl.float32,
-        PRECISION=precision,
-        ASM=not interpreted(),
-        OVERLAP=overlap,
+        (contexts, columns, slab_columns),
+        (tuple(key_specs), tuple(value_specs)),
+        (tuple([x.dtype for x in key_slabs]), tuple([x.dtype for x in value_slabs])),
+        (layout[0].shape, layout[3].shape),
+        (len(tiles), most_queries) if named else None,
+        (protected_columns.shape[1], protected[0].shape[2] if protected else 0),
+        (mask is not None, protected_mask is not None, visible is not None),
+        (bool(tables), bool(residuals), angles is not None, overlaps(device)),
     )
-    absent = {} if has_residuals else {"value_residual_ptr": None}
-    merge_launch = PreparedLaunch(
-        merge,
-        (items, 1, 1),
-        device,
-        Options(_merge_warps(tuning, queries, items, device), launch_pdl=overlap),
-        **absent,
-        **query_strides,
-        **key_strides,
-        **value_strides,
-        stride_part=value_size,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
-        num_slots=slots[1],
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(named is not None),
-        has_new_mask=int(masked[0]),
-        has_protected_mask=int(masked[1]),
-        protected_by_row=int(named is not None and contexts > batch_size),
-        HEAD_DIM=head_dim,
-        SIZE=max(_MMA_ROWS, next_power_of_two(head_dim)),
-        VALUE_SIZE=maps[1][1],
-        QUERIES=queries,
-        PRECISION=precision,
-        OVERLAP=overlap,
-    )
-    # Each begins at a multiple of 16 bytes.
-    count = -(-count // 4) * 4
-    return _Plan(context_launch, merge_launch, (count * value_size, count, count))
-
-
-@functools.cache
-def _specs(numbers: tuple[int, ...]) -> tuple[SlabSpec, ...]:
-    """Slab specs from their numbers, one after the other; custom ops take nothing but integers."""
-    length = len(SlabSpec._fields)
-    specs = (SlabSpec._make(numbers[start : start + length]) for start in range(0, len(numbers), length))
-    return tuple(spec._replace(table=bool(spec.table)) for spec in specs)
+    words = placeholder(torch.int32, device) if visible is None else _of_all_rows(visible, batch_size)
+    new_mask, slot_mask = (_bytes_of(x, batch_size, device) for x in (mask, protected_mask))
+    reader = _Reader(plan, lengths, protected_columns, words, tiles, new_mask, slot_mask)
+    return reader, (query, keys, values, key_slabs, value_slabs, layout, tables, residuals, angles, protected)
 
 
 def _with_one_stride(
@@ -503,21 +404,6 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: T
         raise ValueError(f"{query.shape[0]} rows need as many contexts, or one for all of them; got {contexts}")
     if any(mask is not None and mask.dtype != torch.bool for mask in masks):
         raise ValueError("masks must be boolean")
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else _MULTIPROCESSORS
-
-
-def _concurrent_programs(device: torch.device, warps: int, registers: int) -> int:
-    """Number of programs that a device runs at the same time, given their warps and the registers of a thread."""
-    return _multiprocessors(device) * 4 * (_PARTITION_REGISTERS // (32 * registers)) // warps
-
-
-def _merge_warps(tuning: AttentionTuning, queries: int, items: int, device: torch.device) -> int:
-    """Warps of a program of `merge`: for single queries few, so that it starts while contexts are still being read."""
-    return tuning.merge_warps if queries > 1 else 2 if items <= _multiprocessors(device) else 1
 
 
 # For each tensor of stored keys: its version, and keys and values in the model's coordinates.
@@ -589,7 +475,7 @@ def _value_size(codec: KVCodec, stored: tuple[str, ...]) -> int:
         sum(value_view(slab).spec.size for slab in codec.field_slabs(layer, "value") if slab.name in stored)
         for layer in range(codec.geometry.num_layers)
     ]
-    return max(_MMA_ROWS, next_power_of_two(max(sizes)))
+    return max(MMA_ROWS, next_power_of_two(max(sizes)))
 
 
 @per_codec

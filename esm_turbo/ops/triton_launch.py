@@ -78,8 +78,7 @@ def fence(device: torch.device) -> None:
 def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Registers a launcher as the operator `esm_turbo::name`, and lets eager inference call the launcher directly.
 
-    The dispatch of an operator costs the host several times what the launch does. Tracing, dispatch modes and recorded
-    gradients need the operator itself.
+    The dispatch of an operator costs the host several times what the launch does, see `is_plain`.
     """
 
     def register(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -87,14 +86,19 @@ def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[
 
         @functools.wraps(launcher)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            if torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None:
-                result: _R = registered(*args, **kwargs)
-                return result
-            return launcher(*args, **kwargs)
+            if is_plain():
+                return launcher(*args, **kwargs)
+            result: _R = registered(*args, **kwargs)
+            return result
 
         return call
 
     return register
+
+
+def is_plain() -> bool:
+    """Whether nobody but the device looks at operations: tracing, dispatch modes and gradients need operators."""
+    return not (torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None)
 
 
 class Options(NamedTuple):
@@ -145,7 +149,8 @@ class PreparedLaunch:
         grid: number of programs.
         device: of all tensors.
         options: of the compiler.
-        **known: arguments that are no tensors, and those tensors that are None.
+        **known: arguments that are no tensors; None for tensors that there are not; and, for tuples of tensors that the
+            kernel reads as other dtypes than theirs, these.
     """
 
     def __init__(
@@ -153,8 +158,9 @@ class PreparedLaunch:
     ) -> None:
         self._kernel, self._grid, self._device, self._options, self._known = kernel, grid, device, options, known
         pointers = [name for name in kernel.arg_names if name.endswith(("_ptr", "_ptrs"))]
-        self._absent = [pointers.index(name) for name in pointers if name in known]
-        self._tuples = [i for i, name in enumerate(x for x in pointers if x not in known) if name.endswith("s")]
+        self._absent = [i for i, name in enumerate(pointers) if known.get(name, ...) is None]
+        # An absent tensor is an empty tuple.
+        self._tuples = sorted([*self._absent, *(i for i, name in enumerate(pointers) if name.endswith("_ptrs"))])
         self._numbers = [known[name] for name in kernel.arg_names[len(pointers) :]]
         # Variants by dtypes, for tensors that all begin at multiples of 16 bytes.
         self._variants: dict[tuple[torch.dtype, ...], _Loaded] = {}
@@ -169,29 +175,35 @@ class PreparedLaunch:
             KernelError: the kernel does not compile.
             KernelCacheError: the cache of compiled kernels cannot be used.
         """
-        given = [x for x in tensors.values() if x is not None]
+        given = [*tensors.values()]
+        for position in self._absent:
+            given[position] = ()
         flat = given.copy()
         for position in reversed(self._tuples):
             flat[position : position + 1] = given[position]
         # Loops over tensors, of which there are up to thirty, run in C.
         values: list[Any] = [*map(_ADDRESS, flat)]
-        variant = self._variants.get((*map(_DTYPE, flat),))
+        dtypes = (*map(_DTYPE, flat),)
+        variant = self._variants.get(dtypes)
         unaligned = functools.reduce(operators.or_, values) & _UNALIGNED
         if variant is None or unaligned or _recorded.variants is not None or not _is_current(self._device):
-            self._launch(tensors, None if unaligned else (*map(_DTYPE, flat),))
+            self._launch(tensors, None if unaligned else dtypes)
             return
         for position in self._tuples:
             end = position + len(given[position])
             values[position:end] = [tuple(values[position:end])]
         for position in self._absent:
-            values.insert(position, None)
+            values[position] = None
         _run(variant, self._grid, self._device, values + self._numbers)
 
     def _launch(self, tensors: dict[str, Any], dtypes: tuple[torch.dtype, ...] | None) -> None:
         """Launches as `launch` does, and remembers the variant for tensors of these dtypes."""
         named = self._known | tensors
+        for name in self._known.keys() & tensors.keys():
+            assert (tensors[name] is None) == (self._known[name] is None), name
+            if tensors[name] is not None:
+                named[name] = tuple(x.view(dtype) for x, dtype in zip(tensors[name], self._known[name], strict=True))
         arguments = {name: named[name] for name in self._kernel.arg_names}
-        assert [name for name, x in tensors.items() if x is None] == [name for name in self._known if name in tensors]
         launch(self._kernel, self._grid, self._device, self._options, **arguments)
         plan = _plan_of(self._kernel)
         if plan.kernel is not None and _recorded.variants is None and dtypes is not None and _is_current(self._device):
@@ -199,7 +211,8 @@ class PreparedLaunch:
 
 
 def _is_current(device: torch.device) -> bool:
-    return device.index == torch.cuda.current_device()
+    # Without the check of `torch.cuda.current_device` that CUDA is initialised, which it is where tensors lie on it.
+    return device.index == torch._C._cuda_getDevice()
 
 
 def _find(plan: _Plan, device: torch.device, options: Options, arguments: dict[str, Any]) -> tuple[_Loaded, list[Any]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,17 @@ class KernelLayout:
         """The specs of all key slabs, one after the other, and those of all value slabs."""
         keys, values = ([number for view in views for number in view.spec] for views in (self.keys, self.values))
         return keys, values
+
+    @functools.cached_property
+    def kind(self) -> object:
+        """The same object for layouts of the same kernels."""
+        keys, values = self.specs
+        return _kind(*keys, None, *values, self.query_map.shape, self.value_map.shape, len(self.tables))
+
+
+@functools.cache
+def _kind(*described: Any) -> object:
+    return object()
 
 
 def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device) -> KernelLayout:

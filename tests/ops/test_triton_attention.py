@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from esm_turbo import TurboConfig
-from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, TurboCodec
+from esm_turbo.codecs import ExactCodec, FieldSlab, KVCodec, Packed, TurboCodec
 from esm_turbo.codecs.packing import unpack_codes
 from esm_turbo.codecs.row_index import StaticRowIndex
 from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
-from esm_turbo.ops import torch_ops, triton_attention
+from esm_turbo.ops import attention_plan, torch_ops, triton_attention
 from esm_turbo.ops.shares import Shares
 from esm_turbo.ops.triton_attention import pack_mask
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
@@ -354,8 +354,9 @@ def test_programs_count_blocks_beyond_the_contexts(
     monkeypatch: pytest.MonkeyPatch, device: str, n: int, masked: bool
 ) -> None:
     """Three blocks as four, of which each program reads two: none reads two contexts."""
-    tune(monkeypatch)
-    monkeypatch.setattr(triton_attention, "best_shares", lambda *_: Shares.of(4, 2))
+    monkeypatch.setattr(attention_plan, "best_shares", lambda *_: Shares.of(4, 2))
+    # Without its memory of plans.
+    monkeypatch.setattr(triton_attention, "attention_plan", attention_plan.attention_plan.__wrapped__)
     codec = codec_of("turbo3", 16)
     case = make_case(codec, n=n, columns=190, lengths=(190, 65), slots=1, masked=masked, device=device)
     assert_close(attend(case, codec), case.expected())
@@ -508,6 +509,33 @@ def test_strides_of_any_kind(device: str, preset: str) -> None:
     packed = {name: torch.cat([x, x], dim=2)[:, :, : x.shape[2]] for name, x in context.packed.items()}
     assert not any(x.is_contiguous() for x in packed.values())
     assert torch.equal(attend(replace(case, context=replace(context, packed=packed)), codec), expected)
+
+
+@on_devices(cpu=["turbo3"], gpu=PRESETS, names="preset")
+@torch.no_grad()
+def test_layers_of_a_forward_have_in_common_what_is_alike(device: str, preset: str) -> None:
+    """Layers that differ in tensors alone are read by what the first one found; others are not."""
+    codec = codec_of(preset, 16)
+    first, other = (make_case(codec, slots=1, masked=True, device=device, seed=seed) for seed in (0, 1))
+    common: dict[object, object] = {}
+
+    def assert_same(query: Tensor, packed: Packed, kinds: int) -> None:
+        context = replace(first.context, packed=packed, protected=other.context.protected, rows=other.context.rows)
+        case = replace(first, query=query, keys=other.keys, values=other.values, context=context)
+        expected = attend(case, codec)
+        assert torch.equal(attend(replace(case, context=replace(context, common=common)), codec), expected)
+        assert len(common) == kinds
+
+    assert torch.equal(
+        attend(replace(first, context=replace(first.context, common=common)), codec), attend(first, codec)
+    )
+    packed = other.context.packed
+    assert_same(other.query, packed, 1)
+    assert_same(other.query.contiguous(), packed, 2)
+    room = {name: torch.cat([x, x], dim=2)[:, :, : x.shape[2]] for name, x in packed.items()}
+    assert_same(other.query, room, 3)
+    # What has to be copied first is not remembered.
+    assert_same(other.query, {name: x.transpose(1, 2).contiguous().transpose(1, 2) for name, x in packed.items()}, 3)
 
 
 @on_devices(

@@ -79,7 +79,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Variant]]
 
     monkeypatch.setattr(triton_launch, "_load", load)
     monkeypatch.setattr(triton_launch, "_plans", {})
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: CPU.index)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: CPU.index, raising=False)
     return runs, variants
 
 
