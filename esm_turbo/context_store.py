@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -451,22 +451,12 @@ class ContextStore:
             NotEnoughMemoryError: a sequence does not fit into memory, and `on_failure` is None.
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`, and if the store is `read_only`.
         """
-        if self.read_only:
-            raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
+        self._refuse_read_only()
         report = progress or silent
         with self._mutex:
             jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
             spec = context_spec(turbo)
-            partition = self._files.partition(spec)
-            if self._files.is_unfinished():
-                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
-                    self._files.discard_unfinished()
-            done: set[int] = set()
-            for index, job in enumerate(jobs):
-                if self._read(partition, job.key) is not None:
-                    done.add(index)
-                if done:
-                    report("check", index + 1, len(jobs))
+            done = self._done(spec, jobs, report)
             self._sweep()
             residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
             report("prefill", 0, total)
@@ -476,6 +466,79 @@ class ContextStore:
                 residues += sum(jobs[index].tokens - 1 for index in filled.batch)
                 report("prefill", residues, total)
             return computed
+
+    def add_batches(
+        self,
+        turbo: ContextModel,
+        batches: Iterable[Sequence[str]],
+        on_failure: Callable[[str, str], None] | None = None,
+    ) -> Iterator[int]:
+        """As `add` of each batch, which is computed at once. A GPU computes one while that before is written.
+
+        Args:
+            turbo: the model.
+            batches: sequences of each; taken at most one ahead of the results.
+            on_failure: as of `add`, called before the result of the batch.
+
+        Yields:
+            For each batch the number of contexts computed.
+
+        Raises:
+            NotEnoughMemoryError, ValueError, FolderBusyError, OSError: as of `add`.
+        """
+        self._refuse_read_only()
+        spec, device = context_spec(turbo), turbo.model.device
+        begun: deque[_Begun] = deque()
+
+        def begin(jobs: Sequence[_Job], since: float) -> bool:
+            with self._mutex:
+                one = self._begin(turbo, spec, jobs, on_failure, time.monotonic() - since < self.lock_timeout)
+            if one is not None:
+                begun.append(one)
+            return one is not None
+
+        def finish() -> int:
+            with self._mutex:
+                return self._finish(begun.popleft(), device)[1]
+
+        try:
+            for batch in batches:
+                jobs = list({job.key: job for job in _jobs(turbo, batch, None, None)}.values())
+                with self._mutex:
+                    done = self._done(spec, jobs, silent)
+                missing, since = [job for index, job in enumerate(jobs) if index not in done], time.monotonic()
+                warn_if_long((job.tokens - 1 for job in missing), turbo.model.family, stacklevel=3)
+                while not begin(missing, since):
+                    # Another process computes it, which may wait for what is begun here.
+                    if begun:
+                        yield finish()
+                    else:
+                        time.sleep(_POLL_SECONDS)
+                while len(begun) > _ahead(turbo):
+                    yield finish()
+            while begun:
+                yield finish()
+        finally:
+            for one in begun:
+                one.claim.close()
+
+    def _refuse_read_only(self) -> None:
+        if self.read_only:
+            raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
+
+    def _done(self, spec: ContextSpec, jobs: Sequence[_Job], report: Progress) -> set[int]:
+        """Indices of the contexts that are in the store, undamaged."""
+        partition = self._files.partition(spec)
+        if self._files.is_unfinished():
+            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                self._files.discard_unfinished()
+        done: set[int] = set()
+        for index, job in enumerate(jobs):
+            if self._read(partition, job.key) is not None:
+                done.add(index)
+            if done:
+                report("check", index + 1, len(jobs))
+        return done
 
     def sweep(self) -> None:
         """Remove what killed processes left half-written; what running ones write stays.
@@ -599,7 +662,7 @@ class ContextStore:
                 yield _Filled(batch, filled, len(batch))
             return
         put_off, since = 0, time.monotonic()
-        ahead = 1 if _writers(turbo) > 1 else 0
+        ahead = _ahead(turbo)
         begun: deque[tuple[list[int], _Begun]] = deque()
         try:
             while pending or begun:
@@ -733,6 +796,11 @@ class ContextStore:
 def _writers(turbo: ContextModel) -> int:
     """Number of contexts that are written at a time."""
     return _CUDA_WRITERS if turbo.model.device.type == "cuda" else 1
+
+
+def _ahead(turbo: ContextModel) -> int:
+    """Number of batches that are computed while another one is written."""
+    return 1 if _writers(turbo) > 1 else 0
 
 
 def _by_key(batches: Sequence[tuple[list[str], FlatBatch]]) -> dict[str, FlatContext]:

@@ -687,6 +687,58 @@ def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, 
     assert entries(folder) == entries(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("writers", [1, 2])
+def test_given_batches_are_added_one_ahead(compressed, tmp_path, prefilled, monkeypatch, writers):
+    ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
+    whole = list(prefilled)
+    monkeypatch.setattr(context_store, "_writers", lambda _: writers)
+    store, taken = ContextStore(tmp_path / "store"), []
+    store.add(compressed, whole[1][0])
+    prefilled.clear()
+    results = store.add_batches(compressed, (taken.append(batch) or batch for batch in whole))
+    for number, computed in enumerate(results, start=1):
+        # What was there is not computed again.
+        assert computed == len(whole[number - 1]) - (number == 2)
+        assert len(taken) == min(number + (writers > 1), 4)
+    assert number == 4 and prefilled == [whole[0], whole[1][1:], *whole[2:]]
+    assert list(store.add_batches(compressed, whole)) == [0, 0, 0, 0]
+    assert entries(tmp_path / "store").keys() == entries(tmp_path / "whole").keys()
+    assert list(store.add_batches(compressed, [])) == []
+    with pytest.raises(ValueError, match="opened with `read_only`"):
+        next(ContextStore(tmp_path / "store", read_only=True).add_batches(compressed, whole))
+
+
+def test_batches_that_do_not_fit_are_reported_and_the_others_stored(compressed, tmp_path, monkeypatch, ahead):
+    original, failed = TurboEsm.prefill, {}
+
+    def small(self, sequences, *arguments, **options):
+        if max(map(len, sequences)) > 20:
+            raise torch.OutOfMemoryError("out of memory")
+        return original(self, sequences, *arguments, **options)
+
+    monkeypatch.setattr(TurboEsm, "prefill", small)
+    batches = [proteins()[3:6], proteins()[:3], proteins()[6:]]
+    store = ContextStore(tmp_path)
+    assert list(store.add_batches(compressed, batches, failed.__setitem__)) == [2, 3, 0]
+    assert list(failed) == proteins()[5:] and "its 23 residues need more memory" in failed[proteins()[5]]
+    with pytest.raises(MemoryError, match="a sequence: its 29 residues"):
+        list(store.add_batches(compressed, [proteins()[7:]]))
+
+
+def test_two_that_add_the_same_batches_do_not_wait_for_each_other(compressed, tmp_path, ahead):
+    batches = [[sequence] for sequence in proteins(10)]
+    ContextStore(tmp_path).add(compressed, "MKTAY")
+    begin = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        orders = [batches, [*batches[1::2], *batches[::2]]]
+        counts = [
+            pool.submit(lambda own: sum(ContextStore(tmp_path).add_batches(compressed, own)), own) for own in orders
+        ]
+        assert sum(count.result(timeout=60) for count in counts) == 10
+    assert time.monotonic() - begin < 30
+    assert len(contexts(tmp_path)) == 11
+
+
 def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     store = ContextStore(tmp_path)
     jobs = _jobs(compressed, proteins(), None, None)
@@ -695,7 +747,12 @@ def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     assert len(store._claims.of_others()) == 2
     running.close()
     assert store._claims.of_others() == set()
-    assert store.add(compressed, proteins(), toks_per_batch=60) == 7
+    batches = store.add_batches(compressed, [[sequence] for sequence in proteins()[::-1]])
+    assert (next(batches), next(batches)) == (0, 1)
+    assert len(store._claims.of_others()) == 1
+    batches.close()
+    assert store._claims.of_others() == set()
+    assert store.add(compressed, proteins(), toks_per_batch=60) == 6
 
 
 def test_contexts_are_written_while_others_hold_the_lock(compressed, tmp_path, monkeypatch):

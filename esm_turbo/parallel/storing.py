@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -24,13 +25,18 @@ class _StoreWork:
     """Adds the contexts of batches to a store."""
 
     store: ContextStore
-    toks_per_batch: int
 
     def run(self, turbo: ContextModel, pieces: Iterable[Sequence[str]], progress: Progress) -> Iterator[_Stored]:
-        for piece in pieces:
-            failed: dict[str, str] = {}
-            computed = self.store.add(turbo, piece, toks_per_batch=self.toks_per_batch, on_failure=failed.__setitem__)
-            yield computed, failed
+        failed: dict[str, str] = {}
+        taken: deque[Sequence[str]] = deque()
+
+        def batches() -> Iterator[Sequence[str]]:
+            for piece in pieces:
+                taken.append(piece)
+                yield piece
+
+        for computed in self.store.add_batches(turbo, batches(), failed.__setitem__):
+            yield computed, {sequence: failed[sequence] for sequence in taken.popleft() if sequence in failed}
 
     def failed(self, piece: Sequence[str], reason: str) -> _Stored:
         return 0, dict.fromkeys(piece, reason)
@@ -82,7 +88,7 @@ def store_sequences(
     computed, failed = 0, dict[str, str]()
     pieces = [[sequences[index] for index in batch] for batch in batches]
     units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
-    work = _StoreWork(store, toks_per_batch)
+    work = _StoreWork(store)
     for _, (count, reasons) in runner.run(work, pieces, stage="prefill", units=units, progress=progress):
         computed += count
         failed |= reasons
