@@ -223,8 +223,13 @@ def announce(turbo: TurboEsm, arms: Sequence[Arm] = (), devices: str | None = No
 
 
 @contextlib.contextmanager
-def opened_store(folder: Path | None, turbo: TurboEsm) -> Iterator[ContextStore | None]:
+def opened_store(folder: Path | None, turbo: TurboEsm, *, alone: bool = True) -> Iterator[ContextStore | None]:
     """Open the store of a command, and say at the end how many contexts it held; None without a folder.
+
+    Args:
+        folder: of the store.
+        turbo: the model.
+        alone: no other processes look up contexts for this one, which does not know what they have found.
 
     Raises:
         ValueError: the folder is no store, or belongs to another model.
@@ -237,10 +242,13 @@ def opened_store(folder: Path | None, turbo: TurboEsm) -> Iterator[ContextStore 
     # A command uses each context once.
     with ContextStore(folder, host_bytes=0, device_bytes=0) as store:
         store.check_model(turbo)
-        before = store.info()["usage"]
+        before = store.info()
         yield store
-        after = store.info()["usage"]
-    looked_up, missed = (after[name] - before[name] for name in ("looked_up", "missed"))
+        after = store.info()
+    if not alone:
+        say(f"{folder}: {after['contexts']:,} contexts, {after['contexts'] - before['contexts']:,} computed and added")
+        return
+    looked_up, missed = (after["usage"][name] - before["usage"][name] for name in ("looked_up", "missed"))
     say(f"{folder}: {looked_up - missed:,} contexts found, {missed:,} computed and added")
 
 

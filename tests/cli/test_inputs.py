@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from esm_turbo import ContextStore, TurboEsm
+from esm_turbo.cli.inputs import opened_store
 from esm_turbo.files.csv_files import read_csv
 from esm_turbo.files.parquet import parquet_settings
 from tests.helpers.command_inputs import (
@@ -573,3 +574,12 @@ def test_a_table_says_what_its_run_used(esm, write, tmp_path, tiny_folder, comma
     found = read_csv(out, ["run_model", "run_preset", "run_device", "assay"])
     assert sorted(row["assay"] for row in found) == ["7", "8"]
     assert {tuple(row.values())[:3] for row in found} == {("tiny", "exact", "cpu")}
+
+
+def test_what_workers_add_to_a_store_is_told(turbo, tmp_path, capsys):
+    with ContextStore(tmp_path) as store:
+        store.add(turbo, ["MKTAY"])
+    with opened_store(tmp_path, turbo, alone=False):
+        # As another process does.
+        ContextStore(tmp_path).add(turbo, ["MKTAY", "GSWKD", "ACDEF"])
+    assert capsys.readouterr().err == f"esm-turbo: {tmp_path}: 3 contexts, 2 computed and added\n"

@@ -118,7 +118,8 @@ def embed(
 
     toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]
-    with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
+    opened = opened_store(store, turbo, alone=spread.devices is None)
+    with opened as contexts, spread.runner() as runner, progress_bar("residues") as progress:
         request = EmbeddingRequest.of(turbo, repr_layers, include, windows, contexts)
         options = {"format": format, "names": names, "toks_per_batch": toks_per_batch, **asdict(letters)}
         options |= {"truncation_seq_length": truncation_seq_length}

@@ -106,7 +106,8 @@ def score(
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
-        with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("residues") as progress:
+        opened = opened_store(store, turbo, alone=spread.devices is None)
+        with opened as contexts, spread.runner() as runner, progress_bar("residues") as progress:
             run = score_records(
                 turbo,
                 good,

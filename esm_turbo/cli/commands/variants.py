@@ -126,7 +126,8 @@ def variants(
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
-        with opened_store(store, turbo) as contexts, spread.runner() as runner, progress_bar("positions") as progress:
+        opened = opened_store(store, turbo, alone=spread.devices is None)
+        with opened as contexts, spread.runner() as runner, progress_bar("positions") as progress:
             run = score_records(
                 turbo,
                 records,
