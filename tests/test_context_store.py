@@ -978,17 +978,20 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("what", ["store", "partition"])
+@pytest.mark.parametrize("what", ["store", "partition", "header"])
 def test_a_store_that_was_removed_while_in_use_begins_anew(compressed, tmp_path, what):
     folder = tmp_path / "store"
     store = ContextStore(folder, host_bytes=0)
     before = store.get_or_prefill(compressed, ["MKTAY"])
     held = store.hold(compressed, ["MKTAY"])
-    shutil.rmtree(folder if what == "store" else next(folder.glob("turbo*")))
+    if what == "header":
+        (folder / "store.safetensors").unlink()
+    else:
+        shutil.rmtree(folder if what == "store" else next(folder.glob("turbo*")))
     # What is held is in memory, and nothing else is there any more.
     assert held.get_seq_length() == 6
     assert [found is None for found in store.get(compressed, ["GSWKD"])] == [True]
-    assert store.add(compressed, ["MKTAY", "GSWKD"]) == 2
+    assert store.add(compressed, ["MKTAY", "GSWKD"]) == (1 if what == "header" else 2)
     again = ContextStore(folder)
     assert again.info()["contexts"] == 2
     for found in (store.get(compressed, ["MKTAY"])[0], again.get(compressed, ["MKTAY"])[0]):

@@ -124,11 +124,11 @@ class StoreFiles:
             ValueError: the store belongs to another model.
             OSError: writing failed, for example because the disk is full.
         """
-        partition = self.partition(spec)
-        if partition is not None and partition.folder.exists():
+        partition, has_header = self.partition(spec), (self.folder / STORE_FILE).exists()
+        if partition is not None and has_header and partition.folder.exists():
             return partition
         # The store is new, or somebody has removed it, in whole or in part, while it was in use.
-        if not (self.folder / STORE_FILE).exists():
+        if not has_header:
             header = StoreHeader(spec.model, spec.geometry, spec.fingerprint)
             header.write(self.folder / STORE_FILE)
             self.header = header
