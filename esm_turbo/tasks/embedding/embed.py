@@ -19,7 +19,7 @@ from esm_turbo.model.heads import check_head
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, prefill_rows, protein_tokens
+from esm_turbo.tasks.common.arms import ContextSource, check_store, prefill_rows, protein_tokens
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -117,6 +117,7 @@ class EmbeddingRequest:
             )
         if "contacts" in items:
             check_head(turbo.model, "contact_head")
+        check_store(store)
         if store is not None and "cache" not in items:
             raise ValueError(f"a store keeps caches: include 'cache', got {sorted(items)}")
         request = cls(layers, items, windows, store)

@@ -13,7 +13,7 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, default_storage
+from esm_turbo.tasks.common.arms import ContextSource, check_store, default_storage
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
@@ -93,10 +93,11 @@ def generate(
         store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added.
 
     Raises:
-        ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, or the preset needs
-            a calibration and there is none.
+        ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, `store` is no store,
+            or the preset needs a calibration and there is none.
         NotEnoughMemoryError: all rows together need more memory than is free.
     """
+    check_store(store)
     cache = sequences if isinstance(sequences, TurboKVCache) else None
     if isinstance(sequences, TurboKVCache):
         rows = _rows_of_cache(turbo, sequences)

@@ -189,6 +189,7 @@ def test_one_warning_for_all_long_proteins(turbo, tiny):
         ({"include": []}, "`include` must be some of"),
         ({"include": ["mean", "logits"]}, "'logits'"),
         ({"toks_per_batch": 0}, "`toks_per_batch` must be at least 1"),
+        ({"include": ["cache"], "store": "folder"}, "`store` must be a ContextStore, got a str"),
     ],
 )
 def test_invalid_options(turbo, options, message):

@@ -92,6 +92,11 @@ def test_invalid_sequences(exact: TurboEsm, sequences: list[str], message: str) 
         exact.generate(sequences, max_new_tokens=2)
 
 
+def test_a_store_that_is_a_path(exact: TurboEsm) -> None:
+    with pytest.raises(ValueError, match="`store` must be a ContextStore, got a str"):
+        exact.generate("MKT", max_new_tokens=1, store="folder")  # type: ignore[arg-type]
+
+
 def test_unknown_options(exact: TurboEsm) -> None:
     with pytest.raises(TypeError, match="max_length"):
         exact.generate("MKTAY", max_length=7)
