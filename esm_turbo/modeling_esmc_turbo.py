@@ -241,7 +241,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
             qkv = functional.linear(normed, weight).view(len(hidden), 3, -1, attention.head_dim)
             norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
             ops.norm_rotate_(qkv, *norms, cos, sin, attention.scaling)
-            attended = attend(index, qkv).flatten(1)
+            attended = attend(index, qkv)
             hidden = torch.addmm(hidden, attended, attention.o_proj.weight.t(), alpha=scale)
             normed = _normed(ops, hidden, layer.post_attention_layernorm)
             gate_up = functional.linear(normed, stacked_weight(mlp, (mlp.gate_proj, mlp.up_proj)))

@@ -47,6 +47,7 @@ from esm_turbo.model.packed_encoder import (
     Packing,
     attention_of_rows,
     attention_to_cache,
+    is_plain,
     is_unhooked,
     plain_addresses,
 )
@@ -539,7 +540,7 @@ class CachedModel(CheckpointMixin, _LibraryModel):
             and not {name for name, value in kwargs.items() if value is not None} - _PACKED_OPTIONS
             and self.config._attn_implementation in ("sdpa", "flash_attention_2")
             and self.kv_backend.name is Backend.TRITON
-            and self._plain_addresses() is not None
+            and all(is_plain(module, self.plain_modules) for module in self.parts)
         )
 
     def _plain_addresses(self) -> tuple[int, ...] | None:

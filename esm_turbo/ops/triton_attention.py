@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
@@ -63,10 +63,12 @@ def extend_attention(
     layer_idx: int,
 ) -> Tensor:
     """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
-    if decoded_attention.pays(query, context, codec):
-        return decoded_attention.extend_attention(query, keys, values, mask, context, codec, layer_idx)
-    if not can_run(codec):
-        return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
+    # Where kernels read one layer of a forward, they read them all.
+    if not context.common:
+        if decoded_attention.pays(query, context, codec):
+            return decoded_attention.extend_attention(query, keys, values, mask, context, codec, layer_idx)
+        if not can_run(codec):
+            return torch_ops.extend_attention(query, keys, values, mask, context, codec, layer_idx)
     layout = _layout(codec, layer_idx, tuple(context.packed), query.device, query.dtype)
     packed, shape = context.packed, next(iter(context.packed.values())).shape
     slots = context.protected["keys"].shape[2] if context.protected else 0
@@ -249,9 +251,9 @@ class _Reader(NamedTuple):
         # The kernels do not read the tables and angles that a codec does not have.
         key_table, value_table = tables or (map_scale, map_scale)
         key_residual, value_residual = residuals or (None, None)
-        protected_keys, protected_values = (
-            _inverse_transformed(protected, inverses, means) if protected else (map_scale, map_scale)
-        )
+        protected_keys = protected_values = map_scale
+        if protected:
+            _, _, protected_keys, protected_values = _inverse_transformed(protected, inverses, means)
         # Accumulators, maxima and totals of all parts.
         parts = torch.empty(plan.part_numel, dtype=torch.float32, device=query.device)
         part_acc, part_max, part_total = torch.split_with_sizes(parts, plan.part_sizes)
@@ -406,23 +408,49 @@ def _check(query: Tensor, keys: Tensor, values: Tensor, contexts: int, *masks: T
         raise ValueError("masks must be boolean")
 
 
-# For each tensor of stored keys: its version, and keys and values in the model's coordinates.
-_protected: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+class _Exact(NamedTuple):
+    """Keys and values of protected tokens in the model's coordinates, made of this version of the stored ones."""
+
+    stored: ReferenceType[Tensor]
+    version: int
+    keys: Tensor
+    values: Tensor
 
 
-def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tensor) -> tuple[Tensor, Tensor]:
+# By the id of the stored keys, while these live. A dictionary with weak keys takes several times as long to look up.
+_exact: dict[int, _Exact] = {}
+
+
+def _known_exact(stored_keys: Tensor) -> _Exact | None:
+    known = _exact.get(id(stored_keys))
+    if known is None or known.stored() is not stored_keys or known.version != version_of(stored_keys):
+        return None
+    return known
+
+
+def _remember_exact(stored_keys: Tensor, keys: Tensor, values: Tensor) -> _Exact:
+    number = id(stored_keys)
+
+    def forget(reference: ReferenceType[Tensor]) -> None:
+        # Another tensor may have the number by now.
+        if (known := _exact.get(number)) is not None and known.stored is reference:
+            del _exact[number]
+
+    made = _exact[number] = _Exact(ref(stored_keys, forget), version_of(stored_keys), keys, values)
+    return made
+
+
+def _inverse_transformed(protected: list[Tensor], inverses: Tensor, means: Tensor) -> _Exact:
     """Keys and values of protected tokens in the model's coordinates; computed once per version of the stored ones."""
-    keys, values = protected
-    version, made = _protected.get(keys, (None, None))
-    if version != version_of(keys):
-        # Kept for later calls, in whatever mode.
-        with torch.inference_mode(False), torch.no_grad():
-            made = (
-                keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None],
-                values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None],
-            )
-        _protected[keys] = (version_of(keys), made)
-    return made  # type: ignore[no-any-return]
+    stored_keys, stored_values = protected
+    known = _known_exact(stored_keys)
+    if known is not None:
+        return known
+    # Kept for later calls, in whatever mode.
+    with torch.inference_mode(False), torch.no_grad():
+        keys = stored_keys.float() @ inverses[0].transpose(-1, -2) + means[0][:, None]
+        values = stored_values.float() @ inverses[1].transpose(-1, -2) + means[1][:, None]
+    return _remember_exact(stored_keys, keys, values)
 
 
 def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
@@ -438,17 +466,16 @@ def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
     # The layers of a model that is spread over several devices are prepared one by one.
     if len({keys.device for keys in stored}) != 1 or not can_run(codec):
         return
-    fresh = all(_protected.get(keys, (None,))[0] == version_of(keys) for keys in stored)
     capturing = stored[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if fresh and not capturing:
+    if not capturing and None not in map(_known_exact, stored):
         return
     made = []
     with torch.inference_mode(False), torch.no_grad():
         for kind, (inverse, mean) in zip(("keys", "values"), _inverse_maps(codec, stored[0].device), strict=True):
             stacked = torch.stack([protected[kind] for protected in layers])
             made.append(torch.matmul(stacked.float(), inverse).add_(mean))
-    for keys, *exact in zip(stored, *made, strict=True):
-        _protected[keys] = (version_of(keys), tuple(exact))
+    for stored_keys, keys, values in zip(stored, *made, strict=True):
+        _remember_exact(stored_keys, keys, values)
 
 
 @per_codec
