@@ -32,6 +32,7 @@ TESTED_IN = {
     "ops/kernels/encoder.py": "model/test_packed_encoder.py",
     "ops/kernels/extension.py": "ops/test_decoded_attention.py",
     "ops/kernels/layer.py": "ops/test_triton_layer.py",
+    "ops/kernels/linear.py": "ops/test_triton_encoder.py",
     "ops/kernels/operands.py": "ops/test_triton_layout.py",
     "ops/kernels/products.py": "ops/test_triton_attention.py",
     "ops/kernels/queries.py": "ops/test_triton_attention.py",

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.model.projections import fuse_linears
@@ -242,13 +241,12 @@ def packed_encoder(
     for index, layer in enumerate(layers_of):
         if index in layers:
             states[index] = residual
-        qkv = functional.linear(normed, *layer.qkv).view(-1, 3, layer.heads, layer.head_dim)
+        qkv = ops.linear(normed, *layer.qkv).view(-1, 3, layer.heads, layer.head_dim)
         ops.rotate_(qkv, cos, sin, layer.head_dim**-0.5)
-        delta = functional.linear(attend(index, qkv), *layer.dense)
+        delta = ops.linear_parts(attend(index, qkv), *layer.dense)
         residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[1])
-        inside = functional.linear(normed, *layer.inner)
-        ops.gelu_(inside)
-        delta = functional.linear(inside, *layer.outer)
+        inside = ops.linear(normed, *layer.inner, activates=True)
+        delta = ops.linear_parts(inside, *layer.outer)
         residual, delta, cos, sin = beside(layer.norms[2][0], residual, delta, cos, sin)
         residual, normed = ops.add_layer_norm(residual, delta, *layer.norms[2])
     return normed, states

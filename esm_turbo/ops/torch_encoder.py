@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
+__all__ = ["add_layer_norm", "attend", "gelu_", "linear", "linear_parts", "norm_rotate_", "rotate_", "swiglu"]
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -19,7 +19,7 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
 
     Args:
         x: [T, hidden_size].
-        delta: likewise; None for the layer norm of x alone.
+        delta: likewise, or parts to be summed, float32 [P, T, hidden_size]; None for the layer norm of x alone.
         weight: [hidden_size].
         bias: [hidden_size].
         eps: added to the variance.
@@ -28,8 +28,31 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
         The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x.
     """
     if delta is not None:
-        x = x + delta
+        x = x + delta if delta.dim() == 2 else (x.float() + delta.sum(0)).to(x.dtype)
     return x, functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
+    """The linear layer x W^T + b, or its GELU.
+
+    Args:
+        x: [T, inputs].
+        weight: [outputs, inputs].
+        bias: [outputs].
+        activates: whether the activation follows, see `gelu_`.
+
+    Returns:
+        [T, outputs], in the dtype of x.
+    """
+    outputs = functional.linear(x, weight, bias)
+    if activates:
+        gelu_(outputs)
+    return outputs
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """The linear layer as a delta of `add_layer_norm`: [T, outputs], or parts of its sum, float32 [P, T, outputs]."""
+    return functional.linear(x, weight, bias)
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:

@@ -6,17 +6,29 @@ triton is imported when a kernel runs.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from esm_turbo.ops.triton_launch import Options, PreparedLaunch
+from esm_turbo.ops.triton_launch import Options, PreparedLaunch, overlaps, placeholder
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "norm_rotate_", "rotate_", "swiglu"]
+__all__ = ["add_layer_norm", "attend", "gelu_", "linear", "linear_parts", "norm_rotate_", "rotate_", "swiglu"]
 
 # Elements per program of the activations.
 _BLOCK = 2048
+# Linear layers of at most so many tokens are computed by the kernel that is made for few.
+FEW_TOKENS = 32
+# Tokens and outputs per program of that kernel.
+_TOKENS = 16
+_OUTPUTS = 16
+# Warps of a program, in order of preference, and how often each loads 32 inputs at most.
+_WARPS = (4, 8, 2, 16)
+_CHUNKS = 10
+# Parts of a sum that `add_layer_norm` adds up.
+_MOST_PARTS = 4
 # The layers of a model share their launches.
 _by_shape = functools.lru_cache(maxsize=256)
 
@@ -25,9 +37,11 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     """See `torch_encoder.add_layer_norm`; one launch."""
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
-    _add_layer_norm(x.shape, x.device, eps, delta is not None)(
+    num_parts = 0 if delta is None or delta.dim() == 2 else len(delta)
+    _add_layer_norm(x.shape, x.device, eps, delta is not None, num_parts)(
         x_ptr=x,
-        delta_ptr=x if delta is None else delta,
+        delta_ptr=x if delta is None or num_parts else delta,
+        parts_ptr=delta if num_parts else placeholder(torch.float32, x.device),
         weight_ptr=weight,
         bias_ptr=bias,
         sum_ptr=total,
@@ -37,14 +51,113 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
 
 
 @_by_shape
-def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: bool) -> PreparedLaunch:
+def _add_layer_norm(
+    shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int
+) -> PreparedLaunch:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, size = shape
     block = next_power_of_two(size)
-    warps = min(8, max(1, block // 256))
-    numbers = {"eps": eps, "adds": int(adds), "SIZE": size, "BLOCK": block}
-    return PreparedLaunch(kernels.add_layer_norm, (tokens, 1, 1), device, Options(warps), **numbers)
+    overlap = overlaps(device)
+    return PreparedLaunch(
+        kernels.add_layer_norm,
+        (tokens, 1, 1),
+        device,
+        Options(num_warps=min(8, max(1, block // 256)), launch_pdl=overlap),
+        eps=eps,
+        adds=int(adds),
+        num_parts=num_parts,
+        SIZE=size,
+        BLOCK=block,
+        MOST_PARTS=_MOST_PARTS,
+        OVERLAP=overlap,
+    )
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
+    """See `torch_encoder.linear`; one launch for few tokens."""
+    tiling = _tiling_for(x, weight, weight.shape[1])
+    if tiling is None:
+        outputs = functional.linear(x, weight, bias)
+        if activates:
+            gelu_(outputs)
+        return outputs
+    outputs = x.new_empty(len(x), len(weight))
+    _linear(tiling, len(x), weight.shape, x.device, False, activates)(
+        x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=outputs, parts_ptr=placeholder(torch.float32, x.device)
+    )
+    return outputs
+
+
+def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """See `torch_encoder.linear_parts`; one launch for few tokens."""
+    tiling = _tiling_for(x, weight, len(weight))
+    if tiling is None:
+        return functional.linear(x, weight, bias)
+    parts = x.new_empty(x.shape[1] // tiling.inputs, len(x), len(weight), dtype=torch.float32)
+    _linear(tiling, len(x), weight.shape, x.device, True, False)(
+        x_ptr=x, weight_ptr=weight, bias_ptr=bias, out_ptr=placeholder(x.dtype, x.device), parts_ptr=parts
+    )
+    return parts
+
+
+class _Tiling(NamedTuple):
+    """How a program of `kernels.linear` takes `inputs` = 32 * warps * chunks."""
+
+    warps: int
+    chunks: int
+    inputs: int
+
+
+@functools.cache
+def _tiling(size: int) -> _Tiling | None:
+    """The tiling of `size` inputs; None if they cannot be divided evenly."""
+    for warps in _WARPS:
+        chunks, rest = divmod(size, 32 * warps)
+        if not rest and chunks <= _CHUNKS:
+            return _Tiling(warps, chunks, size)
+    return None
+
+
+def _tiling_for(x: Tensor, weight: Tensor, hidden_size: int) -> _Tiling | None:
+    """How to multiply with a weight; None for what PyTorch should multiply.
+
+    Programs take as many inputs as the model's hidden size, so that one kernel serves all products of a layer.
+    """
+    if len(x) > FEW_TOKENS:
+        return None
+    outputs, inputs = weight.shape
+    tiling = _tiling(hidden_size)
+    if tiling is None or outputs % _OUTPUTS or inputs % tiling.inputs or inputs > _MOST_PARTS * tiling.inputs:
+        return None
+    aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
+    return tiling if aligned and x.is_contiguous() and weight.is_contiguous() else None
+
+
+@_by_shape
+def _linear(
+    tiling: _Tiling, tokens: int, shape: torch.Size, device: torch.device, is_partial: bool, activates: bool
+) -> PreparedLaunch:
+    from esm_turbo.ops.kernels import linear as kernels
+
+    outputs, inputs = shape
+    overlap = overlaps(device)
+    return PreparedLaunch(
+        kernels.linear,
+        (outputs // _OUTPUTS, inputs // tiling.inputs, -(-tokens // _TOKENS)),
+        device,
+        Options(tiling.warps, launch_pdl=overlap),
+        stride_input=inputs,
+        num_outputs=outputs,
+        num_tokens=tokens,
+        is_partial=int(is_partial),
+        activates=int(activates),
+        TOKENS=_TOKENS,
+        OUTPUTS=_OUTPUTS,
+        CHUNKS=tiling.chunks,
+        WARPS=tiling.warps,
+        OVERLAP=overlap,
+    )
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
@@ -57,16 +170,18 @@ def _rotate_(shape: torch.Size, device: torch.device, scale: float) -> PreparedL
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, _, heads, head_dim = shape
+    overlap = overlaps(device)
     return PreparedLaunch(
         kernels.rotate_,
         (tokens, 1, 1),
         device,
-        Options(num_warps=4),
+        Options(num_warps=4, launch_pdl=overlap),
         scale=scale,
         HEADS=heads,
         HEAD_DIM=head_dim,
         HEADS_BLOCK=next_power_of_two(2 * heads),
         HALF_BLOCK=next_power_of_two(head_dim // 2),
+        OVERLAP=overlap,
     )
 
 

@@ -169,20 +169,38 @@ def test_packed_encoder(compile_for: Compile, dtype: torch.dtype) -> None:
         partial(triton_encoder.gelu_, x),
         partial(triton_encoder.norm_rotate_, qkv, wide, wide, 1e-5, halves, halves, 0.125),
         partial(triton_encoder.swiglu, x),
+        partial(triton_encoder.linear, x, torch.randn(960, 320).to(dtype), x[0]),
     )
-    assert kernels.keys() == {"add_layer_norm", "rotate_", "gelu_", "norm_rotate_", "swiglu"}
+    assert kernels.keys() == {"add_layer_norm", "rotate_", "gelu_", "norm_rotate_", "swiglu", "linear"}
+
+
+@pytest.mark.parametrize("size", [320, 640, 1152, 1280, 2560, 5120])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_linear_layers_of_few_tokens(compile_for: Compile, dtype: torch.dtype, size: int) -> None:
+    """Weights go from memory to the registers that multiply them, not through shared memory or other lanes."""
+    x, weight = torch.empty(3, size).to(dtype), torch.empty(size, size).to(dtype)
+    [kernel] = compile_for(partial(triton_encoder.linear, x, weight, x[0])).values()
+    before_products = kernel.asm["ptx"].split("mma.sync")[0]
+    assert "st.shared" not in before_products
+    assert "ld.shared" not in before_products
+    assert "shfl" not in before_products
+    assert "ld.global.v4" in before_products
 
 
 def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel launched early waits for its predecessor, and a kernel with a successor lets it launch early."""
-    for module in (triton_encode, triton_layer, triton_attention):
+    for module in (triton_encode, triton_encoder, triton_layer, triton_attention):
         monkeypatch.setattr(module, "overlaps", lambda device: True)
     codec = codec_of("turbo3", 64)
+    x, angles = torch.empty(5, 320).to(torch.bfloat16), torch.empty(5, 8)
     kernels = compiled(
         90,
         partial(triton_encode.encode, codec, LAYER, *torch.randn(2, 2, 2, 70, 64)),
         partial(triton_layer.rotate, *rotary_case(torch.bfloat16), 0.5),
         partial(triton_attention.extend_attention, *make_case(codec, dtype=torch.bfloat16).arguments, codec, LAYER),
+        partial(triton_encoder.add_layer_norm, x, None, x[0], x[0], 1e-5),
+        partial(triton_encoder.rotate_, torch.empty(5, 3, 20, 16).to(x.dtype), angles, angles, 0.25),
+        partial(triton_encoder.linear, x, torch.empty(320, 320).to(x.dtype), x[0]),
     )
     found = {
         name: [part in kernel.asm["ptx"] for part in ("griddepcontrol.wait", "griddepcontrol.launch_dependents")]
@@ -192,10 +210,17 @@ def test_overlapping_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         "encode_context": [True, True],
         "rotate": [False, True],
         "attend_context": [True, True],
-        "merge": [True, False],
+        "merge": [True, True],
+        "add_layer_norm": [True, True],
+        "rotate_": [True, True],
+        "linear": [True, True],
     }
     early = [name for name in found if kernels[name].metadata.launch_pdl]
-    assert early == ["encode_context", "attend_context", "merge"]
+    assert early == ["encode_context", "attend_context", "merge", "add_layer_norm", "rotate_", "linear"]
+    # All weights are on their way before the wait.
+    before, after = kernels["linear"].asm["ptx"].split("griddepcontrol.wait")
+    assert before.count("ld.global.v4") == 20
+    assert after.count("ld.global.v4") == 5
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -43,6 +45,115 @@ def test_add_layer_norm(device: str, dtype: str, size: int, adds: bool) -> None:
     assert torch.equal(total, expected_total)
     assert torch.equal(x, before)
     assert_close(normed, expected)
+
+
+@on_devices("parts", cpu=(1, 4), gpu=(1, 4))
+def test_add_layer_norm_of_parts(device: str, parts: int) -> None:
+    x = normal(3, 320, device=device, dtype=torch.float16) * 3 + 5
+    delta = normal(parts, 3, 320, device=device, seed=1)
+    weight, bias = (normal(320, device=device, dtype=torch.float16, seed=seed) for seed in (2, 3))
+    total, normed = triton_encoder.add_layer_norm(x, delta, weight, bias, 1e-5)
+    expected_total, expected = torch_encoder.add_layer_norm(x, delta, weight, bias, 1e-5)
+    assert_close(total, expected_total)
+    assert_close(normed, expected)
+
+
+def linear_case(
+    tokens: int, outputs: int, inputs: int, device: str, dtype: torch.dtype = torch.float16
+) -> tuple[Tensor, Tensor, Tensor]:
+    x = normal(tokens, inputs, device=device, dtype=dtype)
+    weight = (normal(outputs, inputs, device=device, seed=1) * inputs**-0.5).to(dtype)
+    return x, weight, normal(outputs, device=device, dtype=dtype, seed=2)
+
+
+def exact_linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return x.double() @ weight.double().T + bias.double()
+
+
+def is_launched(call: Callable[[], object]) -> bool:
+    """Whether a call launches the kernel for few tokens."""
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_encoder, "_launch_linear", lambda *args: calls.append(args))
+        call()
+    return bool(calls)
+
+
+# Rows, and then outputs and inputs as in models of 320 to 5,120.
+LINEAR_CASES = [(1, 192, 64), (3, 64, 64), (16, 256, 64), (9, 128, 128), (17, 384, 128), (1, 640, 320), (4, 192, 192)]
+LARGE_LINEAR_CASES = [
+    (tokens, *sizes)
+    for tokens in (1, 3, 8, 9, 16, 20, 32)
+    for sizes in ((3840, 1280), (1280, 1280), (5120, 1280), (7680, 2560), (960, 320), (3456, 1152), (15360, 5120))
+]
+
+
+@on_devices(
+    "tokens, outputs, inputs, dtype",
+    cpu=[(*case, "float16") for case in LINEAR_CASES],
+    gpu=[(*case, dtype) for case in LINEAR_CASES + LARGE_LINEAR_CASES for dtype in ("float16", "bfloat16")],
+)
+@pytest.mark.parametrize("activates", [False, True])
+def test_linear_layer_of_few_tokens(
+    device: str, tokens: int, outputs: int, inputs: int, dtype: str, activates: bool
+) -> None:
+    """Rounded once, after the activation."""
+    case = linear_case(tokens, outputs, inputs, device, DTYPES[dtype])
+    assert is_launched(partial(triton_encoder.linear, *case))
+    found = triton_encoder.linear(*case, activates=activates)
+    expected = exact_linear(*case)
+    if activates:
+        expected = torch.nn.functional.gelu(expected)
+    assert found.dtype == case[0].dtype
+    assert ((found - expected).abs() <= TOLERANCE[found.dtype] * (expected.abs() + 1e-3)).all()
+
+
+@on_devices(
+    "tokens, outputs, inputs",
+    cpu=[(1, 64, 64), (3, 64, 256), (17, 64, 128)],
+    gpu=[
+        (tokens, *sizes)
+        for tokens in (1, 9, 20, 32)
+        for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (5120, 20480))
+    ],
+)
+def test_parts_of_a_linear_layer(device: str, tokens: int, outputs: int, inputs: int) -> None:
+    case = linear_case(tokens, outputs, inputs, device)
+    parts = triton_encoder.linear_parts(*case)
+    assert parts.dtype == torch.float32
+    assert parts.shape == (inputs // outputs, tokens, outputs)
+    expected = exact_linear(*case)
+    assert (parts.sum(0) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert torch.equal(parts, triton_encoder.linear_parts(*case))
+
+
+# More tokens, and sizes that cannot be divided.
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inputs"), [(33, 64, 64), (2, 480, 480), (2, 72, 72), (2, 72, 480), (2, 480, 72)]
+)
+def test_pytorch_multiplies_all_others(tokens: int, outputs: int, inputs: int) -> None:
+    x, weight, bias = (x.float() for x in linear_case(tokens, outputs, inputs, "cpu"))
+    assert not is_launched(partial(triton_encoder.linear_parts, x, weight, bias))
+    expected = torch_encoder.linear(x, weight, bias)
+    assert torch.equal(triton_encoder.linear(x, weight, bias), expected)
+    assert torch.equal(triton_encoder.linear_parts(x, weight, bias), expected)
+
+
+@pytest.mark.parametrize("inputs", [72, 32, 320, 512])
+def test_sums_of_other_or_too_many_parts_are_left_to_pytorch(inputs: int) -> None:
+    x, weight, bias = (x.float() for x in linear_case(2, 64, inputs, "cpu"))
+    assert not is_launched(partial(triton_encoder.linear_parts, x, weight, bias))
+    assert torch.equal(triton_encoder.linear_parts(x, weight, bias), torch_encoder.linear(x, weight, bias))
+
+
+@on_devices()
+def test_operands_that_lie_otherwise_are_left_to_pytorch(device: str) -> None:
+    x, weight, bias = linear_case(2, 64, 64, device)
+    unaligned = torch.empty(2 * 64 + 1, dtype=x.dtype, device=device)[1:].view(2, 64).copy_(x)
+    transposed = weight.T.contiguous().T
+    for case in ((unaligned, weight, bias), (x, transposed, bias), (x[:, :32], weight[:, :32], bias)):
+        assert not is_launched(partial(triton_encoder.linear, *case))
+    assert is_launched(partial(triton_encoder.linear, x, weight, bias))
 
 
 @on_devices(

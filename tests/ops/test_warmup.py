@@ -80,7 +80,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
         ("gelu", triton_layer.gelu),
     ):
         monkeypatch.setattr(TritonBackend, name, staticmethod(listing(launch, getattr(torch_ops, name))))
-    for name in ("add_layer_norm", "rotate_", "gelu_", "norm_rotate_", "swiglu", "attend"):
+    for name in torch_encoder.__all__:
         compute = getattr(torch_encoder, name)
         launch = compute if name == "attend" else getattr(triton_encoder, name)
         monkeypatch.setattr(triton_encoder, name, listing(launch, compute))

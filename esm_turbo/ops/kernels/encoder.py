@@ -15,34 +15,52 @@ _INVERSE_SQRT2: tl.constexpr = tl.constexpr(0.7071067811865475)
 def add_layer_norm(
     x_ptr,
     delta_ptr,
+    parts_ptr,
     weight_ptr,
     bias_ptr,
     sum_ptr,
     normed_ptr,
     eps: tl.float32,
     adds,
+    num_parts,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    MOST_PARTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """sum = x + delta; normed = (sum - mean) / sqrt(var + eps) * weight + bias. Grid: (tokens,).
 
-    The statistics are those of the sum as it is stored. Unless it `adds`, x itself is normalised.
+    The statistics are those of the sum as it is stored. If there are parts, [num_parts, tokens, SIZE], up to
+    MOST_PARTS, their sum is the delta. Unless it `adds`, x itself is normalised. With OVERLAP, the next kernel may
+    begin with what does not depend on this one.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)  # [BLOCK]
     dtype: tl.constexpr = x.dtype
+    # Zeros of what is not there, so that all loads are on their way at once.
+    delta = tl.load(delta_ptr + row + column, mask=inside & (adds != 0) & (num_parts == 0), other=0.0).to(tl.float32)
+    parts_ptrs = parts_ptr + row + column
+    parts = ()
+    for part in tl.static_range(MOST_PARTS):
+        parts = parts + (tl.load(parts_ptrs, mask=inside & (part < num_parts), other=0.0),)
+        parts_ptrs += tl.num_programs(0) * SIZE
+    for part in tl.static_range(MOST_PARTS):
+        delta += parts[part]
+    x = (x.to(tl.float32) + delta).to(dtype)
     if adds != 0:
-        delta = tl.load(delta_ptr + row + column, mask=inside, other=0.0)  # [BLOCK]
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(dtype)
         tl.store(sum_ptr + row + column, x, mask=inside)
     x = x.to(tl.float32)
     mean = tl.sum(x, axis=0) / SIZE
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
     normed = centred * scale * weight + bias
     tl.store(normed_ptr + row + column, normed.to(normed_ptr.dtype.element_ty), mask=inside)
 
@@ -57,13 +75,18 @@ def rotate_(
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """RoPE of a token's queries and keys, in place: (a, b) -> (a cos - b sin, b cos + a sin). Grid: (tokens,).
 
-    Queries are also multiplied by `scale`.
+    Queries are also multiplied by `scale`. With OVERLAP, the next kernel may begin with what does not depend on this
+    one.
 
     qkv is [tokens, 3, HEADS, HEAD_DIM]; its first 2 HEADS rows of a token are queries and keys.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, HALF_BLOCK)

@@ -198,6 +198,8 @@ def merge(
     or, where this is `protected_by_row`, per row of the extension. Masks are read if there are any. With OVERLAP,
     everything that does not depend on `attend_context` is done while it still runs.
     """
+    if OVERLAP:
+        tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
     context_head = item // num_row_tiles
