@@ -24,8 +24,9 @@ FEW_TOKENS = 32
 # Tokens and outputs per program of that kernel.
 _TOKENS = 16
 _OUTPUTS = 16
-# Warps of a program, in order of preference, and how often each loads 32 inputs at most.
-_WARPS = (4, 8, 2, 16)
+# Warps of a program, in order of preference, and how often each loads 32 inputs at most: more would need more registers
+# than there are.
+_WARPS = (4, 8, 2)
 _CHUNKS = 10
 # Parts of a sum that `add_layer_norm` adds up.
 _MOST_PARTS = 4
@@ -51,9 +52,7 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
 
 
 @_by_shape
-def _add_layer_norm(
-    shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int
-) -> PreparedLaunch:
+def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int) -> PreparedLaunch:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, size = shape

@@ -74,7 +74,7 @@ def is_launched(call: Callable[[], object]) -> bool:
     """Whether a call launches the kernel for few tokens."""
     calls = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(triton_encoder, "_launch_linear", lambda *args: calls.append(args))
+        patch.setattr(triton_encoder, "_linear", lambda *shapes: lambda **tensors: calls.append(shapes))
         call()
     return bool(calls)
 
@@ -84,7 +84,7 @@ LINEAR_CASES = [(1, 192, 64), (3, 64, 64), (16, 256, 64), (9, 128, 128), (17, 38
 LARGE_LINEAR_CASES = [
     (tokens, *sizes)
     for tokens in (1, 3, 8, 9, 16, 20, 32)
-    for sizes in ((3840, 1280), (1280, 1280), (5120, 1280), (7680, 2560), (960, 320), (3456, 1152), (15360, 5120))
+    for sizes in ((3840, 1280), (1280, 1280), (5120, 1280), (7680, 2560), (960, 320), (3456, 1152))
 ]
 
 
@@ -114,7 +114,7 @@ def test_linear_layer_of_few_tokens(
     gpu=[
         (tokens, *sizes)
         for tokens in (1, 9, 20, 32)
-        for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (5120, 20480))
+        for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (2560, 10240))
     ],
 )
 def test_parts_of_a_linear_layer(device: str, tokens: int, outputs: int, inputs: int) -> None:
