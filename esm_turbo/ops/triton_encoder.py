@@ -20,9 +20,8 @@ __all__ = ["add_layer_norm", "attend", "gelu_", "linear", "linear_parts", "norm_
 # Elements per program of the activations.
 _BLOCK = 2048
 # Linear layers of at most so many tokens are computed by the kernel that is made for few.
-FEW_TOKENS = 32
-# Tokens and outputs per program of that kernel.
-_TOKENS = 16
+FEW_TOKENS = 16
+# Outputs per program of that kernel.
 _OUTPUTS = 16
 # Warps of a program, in order of preference, and how often each loads 32 inputs at most: more would need more registers
 # than there are.
@@ -143,7 +142,7 @@ def _linear(
     overlap = overlaps(device)
     return PreparedLaunch(
         kernels.linear,
-        (outputs // _OUTPUTS, inputs // tiling.inputs, -(-tokens // _TOKENS)),
+        (outputs // _OUTPUTS, inputs // tiling.inputs, 1),
         device,
         Options(tiling.warps, launch_pdl=overlap),
         stride_input=inputs,
@@ -151,7 +150,7 @@ def _linear(
         num_tokens=tokens,
         is_partial=int(is_partial),
         activates=int(activates),
-        TOKENS=_TOKENS,
+        TOKENS=FEW_TOKENS,
         OUTPUTS=_OUTPUTS,
         CHUNKS=tiling.chunks,
         WARPS=tiling.warps,

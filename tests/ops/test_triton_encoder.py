@@ -80,10 +80,10 @@ def is_launched(call: Callable[[], object]) -> bool:
 
 
 # Rows, and then outputs and inputs as in models of 320 to 5,120.
-LINEAR_CASES = [(1, 192, 64), (3, 64, 64), (16, 256, 64), (9, 128, 128), (17, 384, 128), (1, 640, 320), (4, 192, 192)]
+LINEAR_CASES = [(1, 192, 64), (3, 64, 64), (16, 256, 64), (9, 128, 128), (15, 384, 128), (1, 640, 320), (4, 192, 192)]
 LARGE_LINEAR_CASES = [
     (tokens, *sizes)
-    for tokens in (1, 3, 8, 9, 16, 20, 32)
+    for tokens in (1, 3, 8, 9, 16)
     for sizes in ((3840, 1280), (1280, 1280), (5120, 1280), (7680, 2560), (960, 320), (3456, 1152))
 ]
 
@@ -110,10 +110,10 @@ def test_linear_layer_of_few_tokens(
 
 @on_devices(
     "tokens, outputs, inputs",
-    cpu=[(1, 64, 64), (3, 64, 256), (17, 64, 128)],
+    cpu=[(1, 64, 64), (3, 64, 256), (16, 64, 128)],
     gpu=[
         (tokens, *sizes)
-        for tokens in (1, 9, 20, 32)
+        for tokens in (1, 9, 16)
         for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (2560, 10240))
     ],
 )
@@ -129,7 +129,7 @@ def test_parts_of_a_linear_layer(device: str, tokens: int, outputs: int, inputs:
 
 # More tokens, and sizes that cannot be divided.
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs"), [(33, 64, 64), (2, 480, 480), (2, 72, 72), (2, 72, 480), (2, 480, 72)]
+    ("tokens", "outputs", "inputs"), [(17, 64, 64), (2, 480, 480), (2, 72, 72), (2, 72, 480), (2, 480, 72)]
 )
 def test_pytorch_multiplies_all_others(tokens: int, outputs: int, inputs: int) -> None:
     x, weight, bias = (x.float() for x in linear_case(tokens, outputs, inputs, "cpu"))

@@ -56,8 +56,8 @@ def linear(
 ):
     """out = x W^T + bias, or its GELU if it `activates`; or parts of the sum over inputs, in float32, if `is_partial`.
 
-    Grid: (outputs / OUTPUTS, parts, token tiles). x is [num_tokens, stride_input], W [num_outputs, stride_input]. A
-    part has 32 * WARPS * CHUNKS inputs, of which each warp takes 32 at a time; the first part has the bias. Parts are
+    Grid: (outputs / OUTPUTS, parts). x is [num_tokens, stride_input] of up to TOKENS, W [num_outputs, stride_input]. A part
+    has 32 * WARPS * CHUNKS inputs, of which each warp takes 32 at a time; the first part has the bias. Parts are
     stored as [parts, num_tokens, num_outputs]. With OVERLAP, weights are read while the preceding kernel still runs.
     """
     if OVERLAP:
@@ -74,9 +74,8 @@ def linear(
     bias = tl.where(part == 0, tl.load(bias_ptr + output).to(tl.float32), 0.0)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-    first_token = tl.program_id(2) * TOKENS
     # The last token again in place of tokens that are not there.
-    tokens = tl.minimum(first_token + _row_of(TOKENS, WARPS), num_tokens - 1)
+    tokens = tl.minimum(_row_of(TOKENS, WARPS), num_tokens - 1)
     # All at once, so that the first product does not wait for one latency after the other.
     x = ()
     for chunk in tl.static_range(CHUNKS):
@@ -85,7 +84,7 @@ def linear(
     for chunk in tl.static_range(CHUNKS):
         acc = tl.dot(weights[chunk], tl.trans(x[chunk], (0, 2, 1)), acc)
     total = tl.sum(acc, axis=0) + bias[:, None]  # [OUTPUTS, TOKENS]
-    token = first_token + tl.arange(0, TOKENS)
+    token = tl.arange(0, TOKENS)
     inside = (token < num_tokens)[None, :]
     place = token[None, :] * num_outputs + output[:, None]
     if is_partial != 0:
