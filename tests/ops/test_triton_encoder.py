@@ -112,9 +112,7 @@ def test_linear_layer_of_few_tokens(
     "tokens, outputs, inputs",
     cpu=[(1, 64, 64), (3, 64, 256), (16, 64, 128)],
     gpu=[
-        (tokens, *sizes)
-        for tokens in (1, 9, 16)
-        for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (2560, 10240))
+        (tokens, *sizes) for tokens in (1, 9, 16) for sizes in ((320, 1280), (1280, 1280), (1280, 5120), (2560, 10240))
     ],
 )
 def test_parts_of_a_linear_layer(device: str, tokens: int, outputs: int, inputs: int) -> None:

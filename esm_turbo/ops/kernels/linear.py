@@ -56,8 +56,8 @@ def linear(
 ):
     """out = x W^T + bias, or its GELU if it `activates`; or parts of the sum over inputs, in float32, if `is_partial`.
 
-    Grid: (outputs / OUTPUTS, parts). x is [num_tokens, stride_input] of up to TOKENS, W [num_outputs, stride_input]. A part
-    has 32 * WARPS * CHUNKS inputs, of which each warp takes 32 at a time; the first part has the bias. Parts are
+    Grid: (outputs / OUTPUTS, parts). x is [num_tokens, stride_input] of up to TOKENS, W [num_outputs, stride_input]. A
+    part has 32 * WARPS * CHUNKS inputs, of which each warp takes 32 at a time; the first part has the bias. Parts are
     stored as [parts, num_tokens, num_outputs]. With OVERLAP, weights are read while the preceding kernel still runs.
     """
     if OVERLAP:
