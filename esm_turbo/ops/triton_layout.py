@@ -183,6 +183,11 @@ class KernelLayout:
         return keys, values
 
     @functools.cached_property
+    def names(self) -> tuple[list[str], list[str]]:
+        """Names of the packed tensors of keys, and of values."""
+        return [view.name for view in self.keys], [view.name for view in self.values]
+
+    @functools.cached_property
     def kind(self) -> object:
         """The same object for layouts of the same kernels."""
         keys, values = self.specs
