@@ -60,6 +60,31 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class _ShortTurns:
+    """While any server of this process runs, a thread that runs Python yields to others after `_SWITCH_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._servers = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if self._servers == 0:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(_SWITCH_SECONDS)
+            self._servers += 1
+
+    def __exit__(self, *exception: object) -> None:
+        with self._mutex:
+            self._servers -= 1
+            if self._servers == 0:
+                sys.setswitchinterval(self._before)
+
+
+_short_turns = _ShortTurns()
+
+
 class Server:
     """A service on a socket.
 
@@ -98,15 +123,13 @@ class Server:
 
     def run(self) -> None:
         """Serve until `stop`, SIGINT or SIGTERM; then take no more requests, finish those that run, and return."""
-        before = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_SECONDS)
-        self.service.engine.start()
-        try:
-            self._server.run(sockets=[self.listener])
-        finally:
-            sys.setswitchinterval(before)
-            self.service.engine.stop(finish=not self._server.force_exit)
-            self.listener.close()
+        with _short_turns:
+            self.service.engine.start()
+            try:
+                self._server.run(sockets=[self.listener])
+            finally:
+                self.service.engine.stop(finish=not self._server.force_exit)
+                self.listener.close()
 
     def stop(self) -> None:
         """Stop as a signal does; the second time, without finishing what runs. Any thread may call it."""
