@@ -122,7 +122,8 @@ def _tiling_for(x: Tensor, weight: Tensor, hidden_size: int) -> _Tiling | None:
 
     Programs take as many inputs as the model's hidden size, so that one kernel serves all products of a layer.
     """
-    if len(x) > FEW_TOKENS:
+    # Of no tokens, the kernel would read one.
+    if not 0 < len(x) <= FEW_TOKENS:
         return None
     outputs, inputs = weight.shape
     tiling = _tiling(hidden_size)

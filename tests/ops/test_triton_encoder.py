@@ -125,12 +125,13 @@ def test_parts_of_a_linear_layer(device: str, tokens: int, outputs: int, inputs:
     assert torch.equal(parts, triton_encoder.linear_parts(*case))
 
 
-# More tokens, and sizes that cannot be divided.
+# More tokens or none, and sizes that cannot be divided.
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inputs"), [(17, 64, 64), (2, 480, 480), (2, 72, 72), (2, 72, 480), (2, 480, 72)]
+    ("tokens", "outputs", "inputs"), [(17, 64, 64), (0, 64, 64), (2, 480, 480), (2, 72, 72), (2, 72, 480), (2, 480, 72)]
 )
 def test_pytorch_multiplies_all_others(tokens: int, outputs: int, inputs: int) -> None:
     x, weight, bias = (x.float() for x in linear_case(tokens, outputs, inputs, "cpu"))
+    assert not is_launched(partial(triton_encoder.linear, x, weight, bias))
     assert not is_launched(partial(triton_encoder.linear_parts, x, weight, bias))
     expected = torch_encoder.linear(x, weight, bias)
     assert torch.equal(triton_encoder.linear(x, weight, bias), expected)
