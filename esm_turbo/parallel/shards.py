@@ -29,6 +29,7 @@ Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]
 """What a shard holds: a table, a folder of embeddings or one file of them, or a store."""
 
 _MANIFEST = re.compile(r"_shard-(\d+)-of-(\d+)\.json")
+_DIVISION = "another division of the input"
 # Of a store: counts of look-ups, which its use changes.
 _UNCHECKED = {LOCK_FILE, "usage.jsonl"}
 
@@ -120,7 +121,7 @@ class Manifest:
                 return f"another content of {name}"
         # Before a shard is done, its plan is not known; it follows from the rest.
         if self.plan and other.plan and (self.total, self.plan) != (other.total, other.plan):
-            return "another division of the input"
+            return _DIVISION
         return None
 
 
@@ -263,7 +264,12 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
     for manifest in ordered:
         difference = manifest.difference(first)
         if difference is not None:
-            problems.append(f"shard {manifest.shard} is of {difference} as shard {first.shard}")
+            problem = f"shard {manifest.shard} is of {difference} as shard {first.shard}"
+            if difference == _DIVISION:
+                # Both count as done: to run them again is not enough.
+                names = " or ".join(manifest_name(one.shard) for one in (first, manifest))
+                problem += f": remove {names}, whichever another version of esm_turbo made, and run that shard again"
+            problems.append(problem)
             continue
         done[manifest.shard.number] = manifest
         for piece in manifest.pieces:

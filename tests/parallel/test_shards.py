@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,10 @@ from esm_turbo.parallel.shards import (
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
 
-def manifest(folder: Path, number: int = 1, **settings: object) -> Manifest:
+def manifest(folder: Path, number: int = 1, names: Sequence[str] = ("a", "b", "c"), **settings: object) -> Manifest:
     (folder / "in.fasta").write_text(">a\nMK\n")
     plan = Plan(Shard(number, 2))
-    plan.choose(["a", "b", "c"], [3, 2, 1])
+    plan.choose(names, range(len(names), 0, -1))
     return new_manifest(
         "score",
         "table",
@@ -72,3 +73,22 @@ def test_a_link_is_no_file_of_a_shard(tmp_path: Path) -> None:
 def test_inputs_are_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="with --shard, each input must be one that all shards read"):
         new_manifest("score", "table", Plan(Shard(1, 2)), settings={}, inputs=["/dev/stdin"], run={})
+
+
+def test_shards_of_versions_that_divide_otherwise_do_not_mix(tmp_path: Path) -> None:
+    out = tmp_path / "x.csv"
+    shards_folder(out).mkdir()
+    old, new = manifest(tmp_path), manifest(tmp_path, 2, names=["a", "b", "c", "d"])
+    for made in (old, new):
+        finish_shard(out, made)
+    # Before it is run, a shard does not know its pieces.
+    assert is_done(out, old)
+    [problem] = shards_state(out).problems
+    first, second = (manifest_name(made.shard) for made in (old, new))
+    assert problem.startswith("shard 2/2 is of another division of the input as shard 1/2: ")
+    assert f"remove {first} or {second}, whichever another version of esm_turbo made" in problem
+    assert not shards_state(out).is_complete
+    # As it says.
+    (shards_folder(out) / first).unlink()
+    finish_shard(out, manifest(tmp_path, 1, names=["a", "b", "c", "d"]))
+    assert shards_state(out).is_complete
