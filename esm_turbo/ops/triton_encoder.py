@@ -74,7 +74,7 @@ def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: b
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
     """See `torch_encoder.linear`; one launch for few tokens."""
-    tiling = _tiling_for(x, weight, weight.shape[1])
+    tiling = _tiling_for(x, weight, bias, weight.shape[1])
     if tiling is None:
         outputs = functional.linear(x, weight, bias)
         if activates:
@@ -89,7 +89,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """See `torch_encoder.linear_parts`; one launch for few tokens."""
-    tiling = _tiling_for(x, weight, len(weight))
+    tiling = _tiling_for(x, weight, bias, len(weight))
     if tiling is None:
         return functional.linear(x, weight, bias)
     parts = x.new_empty(x.shape[1] // tiling.inputs, len(x), len(weight), dtype=torch.float32)
@@ -117,7 +117,7 @@ def _tiling(size: int) -> _Tiling | None:
     return None
 
 
-def _tiling_for(x: Tensor, weight: Tensor, hidden_size: int) -> _Tiling | None:
+def _tiling_for(x: Tensor, weight: Tensor, bias: Tensor, hidden_size: int) -> _Tiling | None:
     """How to multiply with a weight; None for what PyTorch should multiply.
 
     Programs take as many inputs as the model's hidden size, so that one kernel serves all products of a layer.
@@ -130,7 +130,7 @@ def _tiling_for(x: Tensor, weight: Tensor, hidden_size: int) -> _Tiling | None:
     if tiling is None or outputs % _OUTPUTS or inputs % tiling.inputs or inputs > _MOST_PARTS * tiling.inputs:
         return None
     aligned = (x.data_ptr() | weight.data_ptr()) % 16 == 0
-    return tiling if aligned and x.is_contiguous() and weight.is_contiguous() else None
+    return tiling if aligned and x.is_contiguous() and weight.is_contiguous() and bias.is_contiguous() else None
 
 
 @_by_shape

@@ -150,7 +150,13 @@ def test_operands_that_lie_otherwise_are_left_to_pytorch(device: str) -> None:
     x, weight, bias = linear_case(2, 64, 64, device)
     unaligned = torch.empty(2 * 64 + 1, dtype=x.dtype, device=device)[1:].view(2, 64).copy_(x)
     transposed = weight.T.contiguous().T
-    for case in ((unaligned, weight, bias), (x, transposed, bias), (x[:, :32], weight[:, :32], bias)):
+    strided = torch.stack([bias, bias], dim=1)[:, 0]
+    for case in (
+        (unaligned, weight, bias),
+        (x, transposed, bias),
+        (x[:, :32], weight[:, :32], bias),
+        (x, weight, strided),
+    ):
         assert not is_launched(partial(triton_encoder.linear, *case))
     assert is_launched(partial(triton_encoder.linear, x, weight, bias))
 
