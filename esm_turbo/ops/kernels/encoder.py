@@ -9,15 +9,6 @@ import triton
 import triton.language as tl
 
 _INVERSE_SQRT2: tl.constexpr = tl.constexpr(0.7071067811865475)
-# Tokens up to which the next kernel may begin early: programs that wait take the place of those that work.
-_FEW_TOKENS: tl.constexpr = tl.constexpr(16)
-
-
-@triton.jit
-def let_next_begin(tokens):
-    """Lets the next kernel begin with what does not depend on this one, if there are few tokens."""
-    if tokens <= _FEW_TOKENS:
-        tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -44,7 +35,7 @@ def add_layer_norm(
     begin with what does not depend on this one.
     """
     if OVERLAP:
-        let_next_begin(tl.num_programs(0))
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64) * SIZE
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
@@ -94,7 +85,7 @@ def rotate_(
     qkv is [tokens, 3, HEADS, HEAD_DIM]; its first 2 HEADS rows of a token are queries and keys.
     """
     if OVERLAP:
-        let_next_begin(tl.num_programs(0))
+        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     half: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from esm_turbo.ops.kernels.attention import LOG2E, LOWEST
-from esm_turbo.ops.kernels.encoder import let_next_begin
 from esm_turbo.ops.kernels.products import MMA_ROWS, dot
 from esm_turbo.ops.kernels.queries import read_tile, row_and_token
 
@@ -200,7 +199,7 @@ def merge(
     everything that does not depend on `attend_context` is done while it still runs.
     """
     if OVERLAP:
-        let_next_begin(tl.num_programs(0) // num_heads)
+        tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
     context_head = item // num_row_tiles
