@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
 import hashlib
 import json
@@ -138,7 +139,10 @@ class TurboConfig:
         if isinstance(preset, TurboConfig):
             return preset
         if not isinstance(preset, str) or preset not in _NAMED:
-            raise ValueError(f"`preset` must be one of {sorted(_NAMED)} or a TurboConfig, got {preset!r}")
+            near = difflib.get_close_matches(preset, _NAMED, n=1, cutoff=0.5) if isinstance(preset, str) else []
+            hint = f"; did you mean {near[0]}?" if near else ""
+            known = f"{', '.join(PRODUCT_PRESETS)}, or another of docs/concepts.md"
+            raise ValueError(f"`preset` must be one of {known}, got {preset!r}{hint}")
         return _NAMED[preset]
 
     @property

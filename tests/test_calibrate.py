@@ -483,7 +483,7 @@ def test_options_must_be_positive(model, options):
 
 def test_unknown_presets_are_refused(model, proteins):
     calibrator = fitted(model, [proteins])
-    refuses("`preset` must be one of .*'paper'.*'turbo99'", calibrator.finalize, presets=["turbo99"])
+    refuses("`preset` must be one of .*paper.*'turbo99'", calibrator.finalize, presets=["turbo99"])
     refuses("`codec` must be one of", calibrator.finalize, presets=[TurboConfig(codec="gzip")])
 
 

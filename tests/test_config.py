@@ -124,8 +124,15 @@ def test_options_of_a_newer_version_are_named():
 
 @pytest.mark.parametrize("preset", ["turbo99", "Paper", "", None, 3, ["paper"]])
 def test_unknown_presets(preset):
-    with pytest.raises(ValueError, match=r"`preset` must be one of .*'exact'.*'paper'.*TurboConfig, got"):
+    with pytest.raises(ValueError, match=r"`preset` must be one of exact, paper, turbo4.*, or another of .*, got"):
         TurboConfig.from_preset(preset)
+
+
+def test_a_preset_that_is_nearly_one_is_suggested():
+    with pytest.raises(ValueError, match=r"got 'turboquant_prd4'; did you mean turboquant_prod4\?$"):
+        TurboConfig.from_preset("turboquant_prd4")
+    with pytest.raises(ValueError, match=r"got 'xyz'$"):
+        TurboConfig.from_preset("xyz")
 
 
 @pytest.mark.parametrize(

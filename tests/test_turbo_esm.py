@@ -155,7 +155,7 @@ def test_an_incomplete_folder(folder: Path, missing: str) -> None:
 
 @pytest.mark.parametrize("name", ["nowhere/near-here", "./not/there/at/all", "no such model"])
 def test_a_model_that_does_not_exist(name: str) -> None:
-    with pytest.raises(OSError, match="there is no such folder") as caught:
+    with pytest.raises(OSError, match=r"there is no such (file or )?folder") as caught:
         TurboEsm.from_pretrained(name, device="cpu")
     assert "\n" not in str(caught.value)
 

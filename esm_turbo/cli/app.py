@@ -12,8 +12,12 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from esm_turbo.cli.interrupts import interrupts
+
+if TYPE_CHECKING:
+    from cyclopts import CycloptsError
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -77,7 +81,8 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     if isinstance(error, CycloptsError):
         embeds = isinstance(error, UnusedCliTokensError) and arguments[:1] == ["embed"]
         model = "the model, esm-extract's first argument, is --model here; " if embeds else ""
-        say(f"error: {error}; {model}see esm-turbo --help")
+        chain = " ".join(error.command_chain or ())
+        say(f"error: {_wrong_arguments(error)}; {model}see {' '.join(['esm-turbo', chain]).strip()} --help")
         return 2
     if not isinstance(error, ValueError):
         from esm_turbo.model.memory import is_out_of_memory
@@ -90,6 +95,17 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     else:
         say(f"error: {type(error).__name__}: {error}; --debug shows where")
     return 2 if isinstance(error, ValueError | ImportError) else 1
+
+
+def _wrong_arguments(error: CycloptsError) -> str:
+    """What is wrong with the arguments."""
+    from cyclopts import MissingArgumentError
+
+    if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
+        name = error.argument.name
+        if not error.argument.tokens:
+            return f"missing {'option' if name.startswith('-') else 'argument'} {name}"
+    return str(error).removesuffix(".")
 
 
 def as_options(message: str, arguments: Sequence[str]) -> str:

@@ -225,7 +225,9 @@ def save_text(path: Path, text: str) -> None:
 
 
 def save(write: Callable[[Path | TextIO], None], path: Path) -> None:
-    """Write results to a file. If that fails, as on a full disk, they are printed, so that they are not lost.
+    """Write results to a file, and say if it replaced one.
+
+    If that fails, as on a full disk, they are printed, so that they are not lost.
 
     Args:
         write: writes them to a path or an open file.
@@ -234,11 +236,14 @@ def save(write: Callable[[Path | TextIO], None], path: Path) -> None:
     Raises:
         OSError: the file cannot be written.
     """
+    replaces = path.is_file()
     try:
         write(path)
     except OSError:
         write(sys.stdout)
         raise
+    if replaces:
+        say(f"replaced {path}")
 
 
 def width() -> int:

@@ -37,6 +37,7 @@ from esm_turbo.model.adapters import base_of, is_adapter
 from esm_turbo.model.checkpoints import checkpoint_class
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from esm_turbo.ops.backends import TorchBackend
+from esm_turbo.parallel.shards import SUFFIX
 from esm_turbo.store.files import STORED_KINDS, stored_info
 from esm_turbo.tasks.embedding.files import embeddings_info, pt_info, read_embedding
 from esm_turbo.tasks.embedding.h5 import h5_info
@@ -68,6 +69,9 @@ def describe(
         return store_info(path)
     if is_embeddings(path):
         return embeddings_info(path)
+    if path.is_dir() and path.name.endswith(SUFFIX):
+        whole = path.with_name(path.name.removesuffix(SUFFIX))
+        raise ArtifactError(f"{path}: is a folder of shards; esm-turbo status {whole} tells what is done")
     if not path.is_file():
         return model_info(target, calibration, length, batch_size)
     # Parts of a folder stand for the whole.
@@ -259,6 +263,8 @@ def _kind(path: str | os.PathLike[str]) -> str | None:
     try:
         with safe_open(path, framework="numpy") as file:
             metadata: Mapping[str, str] = file.metadata() or {}
-    except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path}: damaged or not a safetensors file ({error})") from error
+    except SafetensorError as error:
+        raise ArtifactError(f"{path}: is not a file of esm_turbo, or a damaged one") from error
+    except OSError as error:
+        raise ArtifactError(f"{path}: cannot be read ({error.strerror or error})") from error
     return metadata.get("kind")

@@ -246,10 +246,11 @@ def opened_store(folder: Path | None, turbo: TurboEsm, *, alone: bool = True) ->
         yield store
         after = store.info()
     if not alone:
-        say(f"{folder}: {after['contexts']:,} contexts, {after['contexts'] - before['contexts']:,} computed and added")
+        held, added = after["contexts"], after["contexts"] - before["contexts"]
+        say(f"{folder}: {counted(held, 'context')}, {added:,} computed and added")
         return
     looked_up, missed = (after["usage"][name] - before["usage"][name] for name in ("looked_up", "missed"))
-    say(f"{folder}: {looked_up - missed:,} contexts found, {missed:,} computed and added")
+    say(f"{folder}: {counted(looked_up - missed, 'context')} found, {missed:,} computed and added")
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.console import quiet_transformers, say
 from esm_turbo.cli.inputs import check_minimum, load_model
 from esm_turbo.cli.options import ModelOptions, ParallelOptions
@@ -133,7 +134,8 @@ class LoadOn:
 
         given = {"calibration": False} | asdict(self.options) | self.more | {"device": device}
         given = {name: value for name, value in given.items() if value is not None and name != "threads"}
-        return TurboEsm.from_pretrained(given.pop("model", None), **given)
+        # Named, since the command says itself what the embedded model is.
+        return TurboEsm.from_pretrained(given.pop("model", EMBEDDED_MODEL), **given)
 
 
 def _anywhere(options: _Options) -> _Options:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from esm_turbo.cli.console import say
+
 if TYPE_CHECKING:
     from esm_turbo.pictures.panels import Sheet
 
@@ -28,7 +30,7 @@ def check_plot(plot: Path | None, sheets: int = 1) -> None:
 
 
 def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
-    """Draw a picture; none without a file, or if nothing could be computed.
+    """Draw a picture, and say so on standard error; none without a file, or if nothing could be computed.
 
     Raises:
         OSError: the file cannot be written.
@@ -37,3 +39,4 @@ def save_plot(plot: Path | None, sheets: Sequence[Sheet]) -> None:
         from esm_turbo.pictures.picture import Picture
 
         Picture(sheets).save(plot)
+        say(f"picture written to {plot}")

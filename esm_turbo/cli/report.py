@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from esm_turbo.files.quality import Figures, Quality
 from esm_turbo.files.tabular import counted
@@ -85,10 +86,14 @@ def demo_report(result: Mapping[str, Any], evaluation: Evaluation) -> list[objec
             *(f"last {k} residues, {e.refreshed} refreshed: cosine (1 %)" for e in (plain, refreshed)),
         ],
         rows,
-        caption="Cosine of final hidden states with those of the whole sequence recomputed, mean (1 % quantile)."
-        " exact is frozen, not compressed: its loss comes from not updating the context.",
     )
-    return [steps, figures, f"{sum(seconds.values()):.0f} s in total"]
+    # A caption would keep to one line; this is too long for it.
+    note = Text(
+        "Cosine of final hidden states with those of the whole sequence recomputed, mean (1 % quantile)."
+        " exact is frozen, not compressed: its loss comes from not updating the context.",
+        style="italic",
+    )
+    return [steps, figures, note, f"{sum(seconds.values()):.0f} s in total"]
 
 
 def _cosine(accuracy: Accuracy | None) -> str:
@@ -167,6 +172,7 @@ def info_report(result: Mapping[str, Any]) -> list[object]:
     for name, value in record.items():
         if name not in {"classes", "lengths"}:
             shown[name.replace("_", " ")] = value
+    shown = {name: value for name, value in shown.items() if value is not None}
     parts += [_pairs("", shown), *tables, *_quality_tables(result.get("quality"))]
     if "cache" in result:
         parts.append(_cache_table(result["cache"]))

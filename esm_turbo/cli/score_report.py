@@ -29,10 +29,11 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
 
     Args:
         run: the scores.
-        top: number of candidates per target; None shows those of a few targets, and of many a summary.
+        top: number of candidates per target, none for 0; None shows those of a few targets, and of many a summary.
     """
     few = top is not None or len(run.results) <= _FEW
-    parts: list[object] = [_target_table(result, _TOP if top is None else top) for result in run.results if few]
+    shown = _TOP if top is None else top
+    parts: list[object] = [_target_table(result, shown) for result in run.results if few and shown]
     if not few:
         parts.append(_targets_summary(run.results))
     if any(result.agreement for result in run.results):

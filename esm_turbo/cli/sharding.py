@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import say
+from esm_turbo.files.tabular import counted
 from esm_turbo.parallel.shards import Kind, Manifest, finish_shard, is_done, new_manifest, shard_output
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
@@ -96,6 +97,9 @@ class Sharding:
         assert self._whole is not None
         manifest = self._manifest(run.to_dict(), failed, order, partial)
         finish_shard(self._whole, manifest)
+        if not manifest.pieces:
+            say(f"shard {self.plan.shard}: nothing to do, all shards share {counted(manifest.total, 'piece')}")
+            return
         say(f"shard {self.plan.shard}: {len(manifest.pieces)} of {manifest.total} pieces are in {self.out}")
 
     def exit_code(self, failed: Sequence[object]) -> int:

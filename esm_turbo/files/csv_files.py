@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.suffixes import TABLE_DELIMITERS, check_suffix
-from esm_turbo.files.text_files import text_lines
+from esm_turbo.files.text_files import NO_SUCH_FILE, text_lines
 from esm_turbo.files.writing import replacing
 
 if TYPE_CHECKING:
@@ -82,6 +82,8 @@ def read_csv(
         reason = "is not text; give a table separated by commas or tabs, encoded as UTF-8, plain or gzip"
     except csv.Error as error:
         reason = f"is not CSV ({error})"
+    except FileNotFoundError:
+        reason = NO_SUCH_FILE
     except OSError as error:
         reason = f"cannot be read ({error.strerror or error}); check the path"
     except ValueError as error:

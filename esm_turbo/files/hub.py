@@ -96,7 +96,9 @@ def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:
             f"{source}: the folder is not a complete checkpoint (config.json, weights, vocab.txt)"
         )
     reason = reason or "the Hugging Face hub cannot be reached or has no such ESM-2 checkpoint"
+    # A name that is a file was meant as a folder.
+    what = "folder" if os.path.exists(source) else "file or folder"
     return ModelNotFoundError(
-        f"cannot load {source!r}: there is no such folder, and {reason};"
+        f"cannot load {source!r}: there is no such {what}, and {reason};"
         " check the name and the network, or give a local folder"
     )

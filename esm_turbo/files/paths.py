@@ -75,6 +75,8 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
         is_folder = output.holds in ("embeddings", "contexts")
         if not is_folder:
             check_writable(path)
+        elif path.is_file():
+            raise NotWritableError(f"{path}: is a file; name a folder to write")
         # A device or a pipe has no content to lose, and may be an input too.
         if is_device(path):
             continue

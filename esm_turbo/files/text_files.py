@@ -10,6 +10,9 @@ from collections.abc import Iterator
 
 _GZIP_MAGIC = b"\x1f\x8b"
 
+NO_SUCH_FILE = "there is no such file; check the path"
+"""The reason why a missing file cannot be read, in the same words for all kinds of files."""
+
 
 class DamagedGzipError(ValueError):
     """A gzip file is damaged; the message is the reason, without the file's name."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from esm_turbo.files.text_files import DamagedGzipError, text_lines
+from esm_turbo.files.text_files import NO_SUCH_FILE, DamagedGzipError, text_lines
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
 """The residue codes of ESM-2's vocabulary, in its order: the 20 standard residues and X, B, U, Z, O."""
@@ -341,7 +341,7 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     except (DamagedGzipError, _Rejected) as error:
         reason = str(error)
     except FileNotFoundError:
-        reason = "there is no such file; check the path"
+        reason = NO_SUCH_FILE
     except IsADirectoryError:
         reason = "is a folder; give a FASTA file"
     except OSError as error:

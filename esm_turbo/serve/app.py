@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -11,7 +13,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
 
 from esm_turbo import __version__
-from esm_turbo.serve.errors import RequestError, printable
+from esm_turbo.serve.errors import NO_CONTEXT, RequestError, printable
 from esm_turbo.serve.guard import Guard
 from esm_turbo.serve.routes import router
 from esm_turbo.serve.service import Service
@@ -39,7 +41,11 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
     async def wrong_field(request: Request, error: RequestValidationError) -> Response:
         # Without the input itself: it may be long, and need not be valid JSON again.
         detail = [
-            {"loc": [_shown(part) for part in one["loc"]], "msg": printable(one["msg"]), "type": one["type"]}
+            {
+                "loc": [_shown(part) for part in one["loc"]],
+                "msg": printable(_reason(one, request, error.body)),
+                "type": one["type"],
+            }
             for one in error.errors()[:20]
         ]
         return JSONResponse({"detail": detail}, 422)
@@ -59,6 +65,25 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
 def _shown(part: str | int) -> str | int:
     """A part of a field's path; names of unknown fields are whatever the client sent."""
     return part if isinstance(part, int) else printable(part)[:80]
+
+
+def _reason(error: Mapping[str, Any], request: Request, body: object) -> str:
+    """What is wrong, in words that say what to do where pydantic's do not."""
+    kind, where = error["type"], tuple(error["loc"])
+    if kind == "string_pattern_mismatch":
+        # Only ids have a pattern.
+        return NO_CONTEXT
+    if kind == "json_invalid" and isinstance(body, str):
+        place = json.JSONDecodeError(str(error["ctx"]["error"]), body, where[-1])
+        return f"the body is not JSON: {place.msg} at line {place.lineno}, column {place.colno}"
+    if where == ("body",) and kind != "missing" and not _is_json(request.headers.get("content-type", "")):
+        return "the body is not read as JSON; send Content-Type: application/json"
+    return str(error["msg"])
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
 _SUMMARY = "Protein language model ESM-2 with cached contexts: scores, variant effects, embeddings, generation."

@@ -16,7 +16,7 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.context_store import ContextStore, context_key
 from esm_turbo.files.tabular import counted
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.serve.errors import RequestError
+from esm_turbo.serve.errors import NO_CONTEXT, RequestError
 from esm_turbo.store.tiers import Tier
 from esm_turbo.tasks.common.arms import as_read_fastest
 
@@ -66,9 +66,7 @@ class Contexts:
         codes = self.turbo.codes
         ids = [] if cache is None else cache.token_ids[0, : cache.get_seq_length()].tolist()
         if ids[:1] != [codes.cls] or len(ids) < 2 or {codes.eos, codes.mask} & set(ids):
-            raise RequestError(
-                404, "there is no context of this id: post its sequence to /v1/contexts first", ("path", "id")
-            )
+            raise RequestError(404, NO_CONTEXT, ("path", "id"))
         sequence = codes.decode(ids[1:])
         self._remember(key, sequence)
         return sequence

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+NO_CONTEXT = "there is no context of this id: post its sequence to /v1/contexts first"
+
 
 class RequestError(Exception):
     """A request that gets no result.

@@ -6,6 +6,8 @@ import os
 import re
 from pathlib import Path
 
+from esm_turbo.files.text_files import NO_SUCH_FILE
+
 VARIABLE = "ESM_TURBO_TOKENS"
 _TOKEN = re.compile(r"[A-Za-z0-9._~+/-]{16,512}=*")
 
@@ -26,6 +28,8 @@ def read_tokens(path: Path | None) -> list[str]:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             raise ValueError(f"{source}: is not text; give one token a line") from None
+        except FileNotFoundError:
+            raise ValueError(f"{source}: {NO_SUCH_FILE}") from None
         except OSError as error:
             raise ValueError(f"{source}: cannot be read ({error.strerror})") from None
     tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]

@@ -55,6 +55,19 @@ def test_wrong_arguments_are_refused(esm, arguments, message):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["embed"], "missing argument PROTEINS; see esm-turbo embed --help"),
+        (["calibrate", "x.fasta"], "missing option --out; see esm-turbo calibrate --help"),
+        (["embed", "x.fasta", "out", "--zzzzzz"], "Unknown option: --zzzzzz; see esm-turbo embed --help"),
+        (["frobnicate"], "see esm-turbo --help"),
+    ],
+)
+def test_wrong_arguments_refer_to_the_help_of_their_command(esm, arguments, message):
+    assert message in esm(*arguments).error
+
+
+@pytest.mark.parametrize(
     ("command", "called"),
     [
         ("variants", "WILD_TYPES [VARIANTS] [OPTIONS]"),

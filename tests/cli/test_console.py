@@ -132,3 +132,12 @@ def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) ->
     assert "calibrate" in text and "10/10" in text
     assert "embed" in text and "5/20" in text.replace(" ", "")
     assert "residues/s" in text
+
+
+def test_a_replaced_file_is_mentioned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "s.csv"
+    console.save_text(path, "first")
+    assert capsys.readouterr().err == ""
+    console.save_text(path, "second")
+    assert capsys.readouterr().err == f"esm-turbo: replaced {path}\n"
+    assert path.read_text() == "second"

@@ -1,8 +1,12 @@
 """The example of the demo, against the public methods."""
 
+import io
+
 import pytest
+from rich.console import Console
 
 from esm_turbo.cli import demo
+from esm_turbo.cli.report import demo_report
 from esm_turbo.config import PRESETS
 
 
@@ -35,3 +39,14 @@ def test_the_example_agrees_with_the_exact_run(result):
     # 3 of 32 bits per element, and the overhead of a short context.
     elements = 2 * 12 * 256 * (example["context"] + 1)
     assert 3 * elements / 8 < example["nbytes"] < 8 * elements / 8
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_report_ends_with_a_whole_sentence(result, width):
+    found, evaluation = result[0]
+    out = io.StringIO()
+    for part in demo_report(found, evaluation):
+        Console(file=out, width=width).print(part)
+    assert "exact is frozen, not compressed: its loss comes from not updating the context." in " ".join(
+        out.getvalue().split()
+    )

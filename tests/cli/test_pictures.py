@@ -31,7 +31,7 @@ def test_pages_of_commands(esm_shared, proteins, write, tmp_path, command, optio
     }
     plot = tmp_path / "page.html"
     code, _, err = esm_shared(command, proteins, *(option.format(**files) for option in options), "--plot", plot)
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, f"esm-turbo: picture written to {plot}\n")
     titles = re.findall(r"<h1>(.*?)</h1>", plot.read_text(encoding="utf-8"))
     assert titles[0].startswith(title)
     assert len(titles) == (1 if command == "embed" else 2)
@@ -41,11 +41,11 @@ def test_pages_of_commands(esm_shared, proteins, write, tmp_path, command, optio
 def test_calibrations_and_evaluations(esm, fasta, tiny_folder, tmp_path):
     model = ["--model", tiny_folder]
     made = esm("calibrate", fasta, *model, "--out", tmp_path / "c.safetensors", "--plot", tmp_path / "c.html")
-    assert (made.code, made.err) == (0, "")
+    assert (made.code, made.err) == (0, f"esm-turbo: picture written to {tmp_path / 'c.html'}\n")
     assert "<h1>Calibration on 3 proteins" in (tmp_path / "c.html").read_text(encoding="utf-8")
     off = ["--extend-ks", "--outlier-scales", "--preset", "exact"]
     made = esm("evaluate", fasta, *model, *off, "--plot", tmp_path / "e.html")
-    assert (made.code, made.err) == (0, "")
+    assert (made.code, made.err) == (0, f"esm-turbo: picture written to {tmp_path / 'e.html'}\n")
     assert "<h1>1 preset on 3 proteins" in (tmp_path / "e.html").read_text(encoding="utf-8")
 
 

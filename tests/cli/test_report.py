@@ -94,3 +94,8 @@ def test_a_store_without_look_ups_has_no_rates() -> None:
 
 def sizes(count: float, bits: float, ratio: float) -> dict[str, float]:
     return {"bytes": count, "bits_per_element": bits, "ratio_to_fp32": ratio}
+
+
+def test_what_has_no_value_is_left_out() -> None:
+    shown = text_of(*info_report({"kind": "embeddings", "proteins": 2, "truncation_seq_length": None}))
+    assert "proteins" in shown and "truncation" not in shown

@@ -134,8 +134,11 @@ def test_bad_files_are_refused(tmp_path, content, message):
 
 
 def test_missing_files_and_folders_are_refused(tmp_path):
-    for path in (tmp_path / "missing.csv", tmp_path):
-        with pytest.raises(CsvError, match="cannot be read"):
+    for path, reason in (
+        (tmp_path / "missing.csv", "there is no such file; check the path"),
+        (tmp_path, "cannot be read"),
+    ):
+        with pytest.raises(CsvError, match=reason):
             read_csv(path, ["sequence"])
 
 

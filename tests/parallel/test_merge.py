@@ -179,11 +179,13 @@ def test_failed_records_are_reported_by_merge(run: Run, capsys: pytest.CaptureFi
     assert (Path("folder") / "index.tsv").exists()
 
 
-def test_more_shards_than_pieces(run: Run) -> None:
+def test_more_shards_than_pieces(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     Path("t.fasta").write_text(">one\nMKTAYIAKQRQISF\n")
     Path("c.csv").write_text("id,sequence\na,ACD\n")
     for number in (1, 2):
         assert run(*COMMANDS["scores.csv"], "--shard", f"{number}/2") == 0
+    said = capsys.readouterr().err
+    assert ": nothing to do, all shards share 1 piece\n" in said and " 0 of " not in said
     assert run("merge", "scores.csv") == 0
     assert len(read_csv("scores.csv", ["candidate"])) == 2
 

@@ -224,13 +224,23 @@ def test_bodies_that_are_none(client, body, status):
 def test_a_form_of_another_site_is_refused(client):
     answer = client.send("POST", "/v1/contexts", b'{"sequence": "ACD"}', {"content-type": "text/plain"})
     assert answer.status == 422
+    assert answer.json["detail"][0]["msg"].endswith("send Content-Type: application/json")
+
+
+def test_broken_json_is_located(client):
+    answer = client.post("/v1/contexts", b'{"sequence": "ACD",\n "x" 1}')
+    assert answer.status == 422
+    assert "at line 2, column 6" in answer.json["detail"][0]["msg"]
 
 
 @pytest.mark.parametrize("key", ["0" * 64, "..%2f..%2fetc%2fpasswd", "../../etc/passwd", "0" * 63, "G" * 64])
 def test_what_is_no_context_is_not_found(client, key):
     answer = client.post(f"/v1/contexts/{key}/score", {"candidates": ["A"]})
     assert answer.status in (404, 422)
-    assert client.get(f"/v1/contexts/{key}").status in (404, 422)
+    found = client.get(f"/v1/contexts/{key}")
+    assert found.status in (404, 422)
+    if found.status == 422:
+        assert found.json["detail"][0]["msg"].endswith("post its sequence to /v1/contexts first")
 
 
 def test_the_pages_come_from_the_service_alone(client):

@@ -24,7 +24,7 @@ def test_tokens_of_the_environment(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "cannot be read"),
+        (None, "there is no such file; check the path"),
         (b"", "holds no token"),
         (b"# only a comment\n", "holds no token"),
         (b"short\n", "token 1 must have 16 to 512"),

@@ -23,6 +23,7 @@ from esm_turbo.cli.options import (
 )
 from esm_turbo.cli.pictures import check_plot, save_plot
 from esm_turbo.cli.report import failures
+from esm_turbo.files.tabular import counted
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
 _NO_DEFAULT = Parameter(show_default=False)
@@ -133,6 +134,6 @@ def generate(
         "sequences": [asdict(one) for one in generated],
         "failed": failures(bad),
     }
-    text = fasta.rstrip("\n") if out is None else f"{len(generated)} sequences written to {out}"
+    text = fasta.rstrip("\n") if out is None else f"{counted(len(generated), 'sequence')} written to {out}"
     show(text, to_json=json, result=result)
     return 1 if bad else 0

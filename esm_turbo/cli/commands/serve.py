@@ -14,6 +14,7 @@ from esm_turbo.cli.console import say
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import AutoBatchTokens, BackendOption, CacheOptions, OptionalInput, StoreFolder
 from esm_turbo.config import Backend
+from esm_turbo.files.tabular import counted
 from esm_turbo.serve.limits import Limits
 
 _DEFAULTS = Limits()
@@ -99,7 +100,7 @@ def serve(
         def ready() -> None:
             held = "contexts are lost at the end, as there is no --store"
             if store is not None:
-                held = f"{service.contexts.stored:,} contexts in {store}"
+                held = f"{counted(service.contexts.stored, 'context')} in {store}"
             say(f"serving {url_of(listener)}, {held}")
 
         Server(service, listener, tokens, hosts, ready).run()

@@ -246,10 +246,12 @@ def read_variants(
     for wild_type in wild_types:
         own, count = wrong.get(wild_type.id, []), sum(one.protein == wild_type.id for one in good)
         if len(own) > max(count, _LISTED):
+            # The reason of a single variant ends in the same question.
+            example = own[0].reason.partition("; is ")[0]
             reason = (
-                f"{len(own):,} of {count + len(own):,} variants are not of {wild_type.id}; is"
-                f" {first_position_of(wild_type, first_position)} the position of its first residue?"
-                f" {own[0].record}: {own[0].reason}"
+                f"{len(own):,} of {count + len(own):,} variants are not of {wild_type.id}, such as {own[0].record}:"
+                f" {example}; is {first_position_of(wild_type, first_position)} the position of its first residue?"
+                " `first_position` sets it"
             )
             if len(wild_types) == 1:
                 raise CsvError(f"{os.fspath(path)}: {reason}")

@@ -267,3 +267,10 @@ def test_options_of_esm_extract(esm, fasta, tmp_path, tiny_folder):
     result = esm("embed", "esm2_t6_8M_UR50D", fasta, out)
     assert result.code == 2
     assert "the model, esm-extract's first argument, is --model here" in result.error
+
+
+def test_a_file_in_place_of_the_folder_is_refused(esm, fasta, tmp_path):
+    (tmp_path / "taken").write_text("mine")
+    result = esm("embed", fasta, tmp_path / "taken")
+    assert (result.code, result.error) == (2, f"{tmp_path / 'taken'}: is a file; name a folder to write")
+    assert (tmp_path / "taken").read_text() == "mine"

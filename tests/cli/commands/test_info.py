@@ -146,3 +146,14 @@ def test_other_files_in_known_formats_are_refused(esm, tmp_path, name):
     assert str(path) in result.error
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
     assert "damaged" in esm("info", path).error
+
+
+def test_info_of_what_it_cannot_describe(esm, tmp_path):
+    (tmp_path / "scores.csv.shards").mkdir()
+    (tmp_path / "README.md").write_text("# Scores\n")
+    messages = {
+        "scores.csv.shards": f"is a folder of shards; esm-turbo status {tmp_path / 'scores.csv'} tells what is done",
+        "README.md": "is not a file of esm_turbo, or a damaged one",
+    }
+    for name, message in messages.items():
+        assert esm("info", tmp_path / name).error == f"{tmp_path / name}: {message}"

@@ -25,7 +25,7 @@ def _nothing_serves(monkeypatch):
         (["--timeout", "0"], "--timeout must be above 0 seconds"),
         (["--timeout", "nan"], "--timeout must be above 0 seconds"),
         (["--max-residues", "0"], "--max-residues must be at least 1, got 0"),
-        (["--token-file", "nowhere"], "nowhere: cannot be read"),
+        (["--token-file", "nowhere"], "nowhere: there is no such file; check the path"),
         (["--port", "0", "--model", "nowhere/at/all"], "nowhere/at/all"),
     ],
 )

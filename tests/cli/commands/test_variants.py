@@ -125,7 +125,7 @@ def test_a_wrong_first_position_is_one_error():
 
     folder = evaluation_proteins().parent
     [record] = read_fasta_strict(folder / "blat_ecolx.fasta")
-    with pytest.raises(CsvError, match=r"4,806 of 4,996 variants are not of BLAT_ECOLX; is 1 the .* line 2: "):
+    with pytest.raises(CsvError, match=r"4,806 of 4,996 variants are not of BLAT_ECOLX, such as line 2: .*; is 1 the "):
         read_variants(folder / "blat_ecolx_ranganathan2015.csv", [record])
 
 
