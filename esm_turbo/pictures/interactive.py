@@ -13,7 +13,7 @@ from matplotlib.textpath import TextPath
 from plotly import graph_objects as go
 
 from esm_turbo.files.safe_text import visible
-from esm_turbo.pictures.palettes import DIVERGING, INK, MUTED, RESIDUE_COLOURS, SEQUENTIAL, SERIES
+from esm_turbo.pictures.palettes import DIVERGING, INK, MISSING, MUTED, RESIDUE_COLOURS, SEQUENTIAL, SERIES
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Lines, Logo, Panel, Scatter, Tracks
 from esm_turbo.pictures.static import histogram_bins, number_text
 
@@ -41,6 +41,7 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
             trace = _heat_trace(panel, at)
             trace.update(yaxis=f"y{axis}", colorbar=_bar(panel, domain, 0.97))
             figure.add_trace(trace)
+            figure.add_traces([missing.update(yaxis=f"y{axis}") for missing in _missing_traces(panel, at)])
             figure.add_trace(_dots(panel, f"y{axis}"))
             options |= _rows(panel) | {"fixedrange": True}
         elif isinstance(panel, Logo):
@@ -127,6 +128,17 @@ def _heat_trace(panel: Heatmap, columns: Sequence[Any]) -> go.Heatmap:
         xgap=0.5 if len(columns) < 400 else 0,
         ygap=0.5,
     )
+
+
+def _missing_traces(panel: Heatmap, columns: Sequence[Any]) -> list[go.Heatmap]:
+    """The cells without a value, in grey, if there are any to be marked."""
+    missing = ~np.isfinite(panel.values)
+    if not (panel.missing and missing.any()):
+        return []
+    grey = [[1 if cell else None for cell in row] for row in missing]
+    colours = [[0, MISSING], [1, MISSING]]
+    rows = list(range(len(panel.rows)))
+    return [go.Heatmap(z=grey, x=columns, y=rows, colorscale=colours, showscale=False, hoverinfo="skip")]
 
 
 def _bar(panel: Heatmap, domain: Sequence[float], share: float) -> dict[str, Any]:
@@ -263,6 +275,7 @@ def _heat(figure: go.Figure, panel: Heatmap) -> None:
     if not numbers:
         x |= {"type": "category", "dtick": 1}
     figure.add_trace(trace)
+    figure.add_traces([missing.update(y=trace.y) for missing in _missing_traces(panel, columns)])
     figure.update_layout(xaxis=x, yaxis=y, margin={"r": 90})
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from esm_turbo.pictures.interactive import panel_figure, tracks_figure
 from esm_turbo.pictures.logo import logo_sheet
-from esm_turbo.pictures.panels import Histogram, Lines, Scatter
+from esm_turbo.pictures.palettes import MISSING
+from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
 from esm_turbo.pictures.ranking import ranking_sheet
 from esm_turbo.pictures.variant_map import effects, variant_sheet
 
@@ -23,6 +26,17 @@ def test_tracks_share_their_positions(variants) -> None:
     assert len({trace.yaxis or "y" for trace in figure.data}) == 4
     [dots] = [trace for trace in figure.data if trace.type == "scatter" and trace.mode == "markers"]
     assert dots.customdata[0] == "M24" and len(dots.x) == 8
+
+
+def test_cells_without_a_value_are_grey_if_they_are_marked() -> None:
+    panel = Heatmap(np.array([[0.5, np.nan], [1.0, 2.0]]), ["a", "b"], [1, 2], "nats", "position")
+    for figure in (panel_figure(panel), tracks_figure(Tracks([panel], [1, 2], ["A", "C"]))):
+        values, missing = figure.data[:2]
+        assert [list(row) for row in values.z] == [[0.5, None], [1.0, 2.0]]
+        assert [list(row) for row in missing.z] == [[None, 1], [None, None]]
+        assert {colour for _, colour in missing.colorscale} == {MISSING}
+        assert (missing.yaxis or "y") == (values.yaxis or "y") and missing.y == values.y
+    assert len(panel_figure(replace(panel, missing=False)).data) == 1
 
 
 def test_gaps_are_none_and_lone_values_are_marked() -> None:
