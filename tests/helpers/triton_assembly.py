@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from esm_turbo.ops import triton_attention
+from esm_turbo.ops import attention_plan, triton_attention
 from tests.helpers import ptx
 
 _NUMPY = {"fp16": np.float16, "fp32": np.float32, "int32": np.int32}
@@ -44,4 +44,6 @@ def _create_inline_asm(
 def use(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes the interpreter run the kernels with inline assembly, as on a GPU."""
     monkeypatch.setattr(InterpreterBuilder, "create_inline_asm", _create_inline_asm)
-    monkeypatch.setattr(triton_attention, "interpreted", lambda: False)
+    monkeypatch.setattr(attention_plan, "interpreted", lambda: False)
+    # Without its cache, which has launches without assembly.
+    monkeypatch.setattr(triton_attention, "attention_plan", attention_plan.attention_plan.__wrapped__)
