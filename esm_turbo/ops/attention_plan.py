@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -124,36 +124,41 @@ def attention_plan(
     query_strides, key_strides, value_strides = (
         strides_of(name, shape, own) for name, own in zip("qkv", steps, strict=True)
     )
-    absent = {} if has_residuals else {"key_residual_ptr": None}
+    # What both kernels are told.
+    both: dict[str, Any] = {
+        **query_strides,
+        "num_tokens": n,
+        "num_rows": rows,
+        "num_row_tiles": row_tiles,
+        "num_heads": heads,
+        "num_blocks": blocks,
+        "blocks_per_program": blocks_per_program,
+        "max_parts": max_parts,
+        "has_tiles": int(named is not None),
+        "HEAD_DIM": head_dim,
+        "QUERIES": queries,
+        "PRECISION": precision,
+        "OVERLAP": overlap,
+    }
     context_launch = PreparedLaunch(
         attend_context,
         (-(-items * blocks // blocks_per_program), 1, 1),
         device,
         Options(warps, tuning.stages, registers, overlap),
-        **absent,
+        **both,
+        **({} if has_residuals else {"key_residual_ptr": None}),
         key_slab_ptrs=words[0],
         value_slab_ptrs=words[1],
-        **query_strides,
         slab_columns=slab_columns,
         num_columns=columns,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
         num_items=items,
         num_slots=slots[0],
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(named is not None),
         has_mask=int(masked[2]),
-        HEAD_DIM=head_dim,
         HALF=maps[0][3],
         KEYS=keys_spec,
         VALUES=values_spec,
         KEY_SIZE=key_size,
         VALUE_SIZE=value_size,
-        QUERIES=queries,
         ROWS=operand_rows,
         SLOTS=num_slots(slots[0]),
         ROTATED=rotated,
@@ -161,39 +166,24 @@ def attention_plan(
         T=tuning.tile,
         TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
         DTYPE=tl.float16 if half else tl.float32,
-        PRECISION=precision,
         ASM=not interpreted(),
-        OVERLAP=overlap,
     )
-    absent = {} if has_residuals else {"value_residual_ptr": None}
     merge_launch = PreparedLaunch(
         merge,
         (items, 1, 1),
         device,
         Options(_merge_warps(tuning, queries, items, device), launch_pdl=overlap),
-        **absent,
-        **query_strides,
+        **both,
+        **({} if has_residuals else {"value_residual_ptr": None}),
         **key_strides,
         **value_strides,
         stride_part=value_size,
-        num_tokens=n,
-        num_rows=rows,
-        num_row_tiles=row_tiles,
-        num_heads=heads,
         num_slots=slots[1],
-        num_blocks=blocks,
-        blocks_per_program=blocks_per_program,
-        max_parts=max_parts,
-        has_tiles=int(named is not None),
         has_new_mask=int(masked[0]),
         has_protected_mask=int(masked[1]),
         protected_by_row=int(named is not None and contexts > batch_size),
-        HEAD_DIM=head_dim,
         SIZE=max(MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=maps[1][1],
-        QUERIES=queries,
-        PRECISION=precision,
-        OVERLAP=overlap,
     )
     # Each begins at a multiple of 16 bytes.
     count = -(-count // 4) * 4
