@@ -12,6 +12,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from esm_turbo.cli.interrupts import interrupts
@@ -45,9 +46,9 @@ def run(arguments: Sequence[str]) -> int:
     arguments = _with_standard_input([argument for argument in arguments if argument != "--debug"])
     try:
         from esm_turbo.cli.commands import app
-        from esm_turbo.cli.console import quiet
+        from esm_turbo.cli.console import quiet, wording
 
-        with quiet(debug):
+        with quiet(debug), wording(partial(as_options, arguments=arguments)):
             code = app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -112,7 +113,7 @@ def as_options(message: str, arguments: Sequence[str]) -> str:
     """A message with the names of arguments of Python calls, as in `top_k`, given as those of the command's options."""
     from esm_turbo.cli.commands import app
 
-    if not arguments or arguments[0].startswith("-") or arguments[0] not in app:
+    if "`" not in message or not arguments or arguments[0].startswith("-") or arguments[0] not in app:
         return message
     found = app[arguments[0]].assemble_argument_collection()
     options = {name for argument in found for name in argument.names}

@@ -37,6 +37,7 @@ from esm_turbo.tasks.common.progress import Progress
 
 PROGRAM = "esm-turbo"
 _debug: ContextVar[bool] = ContextVar("debug", default=False)
+_worded: ContextVar[Callable[[str], str]] = ContextVar("worded", default=str)
 # Width of results that go to a file or a pipe, where there is no terminal to ask.
 _PIPE_WIDTH = 120
 # Seconds to the first line of progress, and from one to the next, where no bar can be shown.
@@ -45,12 +46,22 @@ _FIRST_LINE, _NEXT_LINE = 10, 30
 
 def say(message: str) -> None:
     """Write one line to standard error."""
-    print(f"{PROGRAM}: {one_line(message)}", file=sys.stderr)
+    print(f"{PROGRAM}: {one_line(_worded.get()(message))}", file=sys.stderr)
 
 
 def one_line(message: object) -> str:
     """A message without its line breaks and other control characters."""
     return without_controls(" ".join(str(message).split()))
+
+
+@contextlib.contextmanager
+def wording(worded: Callable[[str], str]) -> Iterator[None]:
+    """Pass what `say` is given through a function first."""
+    token = _worded.set(worded)
+    try:
+        yield
+    finally:
+        _worded.reset(token)
 
 
 @contextlib.contextmanager

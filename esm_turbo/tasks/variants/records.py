@@ -28,7 +28,13 @@ from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, 
 from esm_turbo.tasks.variants.formats import SCORE, formatted
 from esm_turbo.tasks.variants.many import WildType, iter_variants
 from esm_turbo.tasks.variants.score import VariantScores, first_position_of
-from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, parse_variant, parts_of
+from esm_turbo.tasks.variants.substitutions import (
+    RESIDUE_COLUMNS,
+    MisnumberedError,
+    likely_cause,
+    parse_variant,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -194,6 +200,21 @@ class VariantsRun(Tabular):
         write_table(out, [*self.columns(), *names], rows, dict.fromkeys(ARMS, float), run_metadata(run, settings))
 
 
+@dataclass(frozen=True)
+class _Wrong:
+    """A variant that cannot be used.
+
+    Attributes:
+        record: its line and the reason.
+        variant: as it was written.
+        found: the reason without the likely cause, if residue or position are not the protein's; else None.
+    """
+
+    record: BadRecord
+    variant: str
+    found: str | None
+
+
 def read_variants(
     path: str | os.PathLike[str],
     wild_types: Sequence[ProteinRecord],
@@ -228,7 +249,7 @@ def read_variants(
         )
     column = measured or next((name for name in _MEASURED_COLUMNS if any(row[name] for row in rows)), None)
     proteins = ProteinIndex(wild_types)
-    wrong: dict[str, list[BadRecord]] = {}
+    wrong: dict[str, list[_Wrong]] = {}
 
     def parse(number: int, row: CsvRow) -> MeasuredVariant:
         if not row[by_name] and len(wild_types) > 1:
@@ -237,27 +258,37 @@ def read_variants(
         try:
             parse_variant(row["mutant"], wild_type.sequence, first_position_of(wild_type, first_position))
         except ValueError as error:
-            wrong.setdefault(wild_type.id, []).append(BadRecord(f"line {row.line}", str(error)))
+            record = BadRecord(f"line {row.line}", str(error))
+            found = error.found if isinstance(error, MisnumberedError) else None
+            wrong.setdefault(wild_type.id, []).append(_Wrong(record, row["mutant"], found))
             raise
         value = None if column is None else _number(row[column], column)
         return MeasuredVariant(row["mutant"], value, wild_type.id, row.cells)
 
     good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
     for wild_type in wild_types:
-        own, count = wrong.get(wild_type.id, []), sum(one.protein == wild_type.id for one in good)
-        if len(own) > max(count, _LISTED):
-            # The reason of a single variant ends in the same question.
-            example = own[0].reason.partition("; is ")[0]
-            reason = (
-                f"{len(own):,} of {count + len(own):,} variants are not of {wild_type.id}, such as {own[0].record}:"
-                f" {example}; is {first_position_of(wild_type, first_position)} the position of its first residue?"
-                " `first_position` sets it"
-            )
-            if len(wild_types) == 1:
-                raise CsvError(f"{os.fspath(path)}: {reason}")
-            good = [one for one in good if one.protein != wild_type.id]
-            summed_up = set(own)
-            bad = [*(one for one in bad if one not in summed_up), BadRecord(wild_type.id, reason)]
+        own = wrong.get(wild_type.id, [])
+        if not own:
+            continue
+        fitting = [one.variant for one in good if one.protein == wild_type.id]
+        position = first_position_of(wild_type, first_position)
+        # All of a protein are numbered alike, and together say more of the cause than each alone.
+        cause = likely_cause([*fitting, *(one.variant for one in own)], wild_type.sequence, position)
+        if len(own) <= max(len(fitting), _LISTED):
+            reasons = {one.record: f"{one.found}; {cause}" for one in own if one.found is not None}
+            bad = [BadRecord(one.record, reasons.get(one, one.reason)) for one in bad]
+            continue
+        example = next((one for one in own if one.found is not None), own[0])
+        reason = (
+            f"{len(own):,} of {len(fitting) + len(own):,} variants are not of {wild_type.id}, such as"
+            f" {example.record.record}: "
+        )
+        reason += example.record.reason if example.found is None else f"{example.found}; {cause}"
+        if len(wild_types) == 1:
+            raise CsvError(f"{os.fspath(path)}: {reason}")
+        good = [one for one in good if one.protein != wild_type.id]
+        summed_up = {one.record for one in own}
+        bad = [*(one for one in bad if one not in summed_up), BadRecord(wild_type.id, reason)]
     return good, bad
 
 

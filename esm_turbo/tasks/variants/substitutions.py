@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,18 @@ class Substitution:
     mutant: str
 
 
+class MisnumberedError(ValueError):
+    """A variant names a residue or a position that its protein does not have.
+
+    Attributes:
+        found: what is wrong, without the likely cause.
+    """
+
+    def __init__(self, found: str, cause: str) -> None:
+        super().__init__(f"{found}; {cause}")
+        self.found = found
+
+
 def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list[Substitution]:
     """Parse a variant such as `H24C`, or `H24C:E26K` for several substitutions.
 
@@ -39,9 +52,47 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
         first_position: position of the protein's first residue.
 
     Raises:
-        ValueError: the notation is invalid, a position lies outside the protein or appears twice, or the protein has
-            another residue there.
+        MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there.
+        ValueError: the notation is invalid, or a position appears twice.
     """
+    return _parsed(variant, wild_type, first_position, [variant])
+
+
+def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -> str:
+    """Why variants do not fit their protein: another numbering that fits, or none does.
+
+    Args:
+        variants: numbered alike, those that fit as well; what is no variant does not count.
+        wild_type: residues of the protein.
+        first_position: position of its first residue, by which some do not fit.
+    """
+    named = Counter(
+        (match[1].upper(), int(match[2]))
+        for variant in variants
+        for part in variant.split(":")
+        if (match := _SUBSTITUTION.fullmatch(part.strip())) and len(match[2]) <= _POSITION_DIGITS
+    )
+    places: dict[str, list[int]] = {}
+    for index, residue in enumerate(wild_type):
+        places.setdefault(residue, []).append(index)
+    fitting = Counter[int]()
+    for (residue, position), times in named.items():
+        for index in places.get(residue, ()):
+            fitting[position - index] += times
+    (best, most), (_, next_most) = [*fitting.most_common(2), (0, 0), (0, 0)][:2]
+    total = named.total()
+    if 2 * most <= total:
+        return f"no numbering fits{' most of them' if total > 1 else ''}; another protein or isoform?"
+    if best == first_position:
+        return f"numbered from {first_position}, {most:,} of {total:,} residues fit"
+    if most == next_most:
+        return f"is {first_position} the position of the first residue? `first_position` sets it"
+    share = "it fits" if total == 1 else f"{f'{most:,} of' if most < total else 'all'} {total:,} residues fit"
+    return f"is {first_position} the position of the first residue? With `first_position` {best}, {share}"
+
+
+def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[str]) -> list[Substitution]:
+    """`parse_variant`; an error considers variants that are numbered alike."""
     substitutions: list[Substitution] = []
     for part in variant.strip().split(":"):
         match = _SUBSTITUTION.fullmatch(part.strip())
@@ -53,13 +104,14 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
         index = int(match[2]) - first_position
         if not 0 <= index < len(wild_type):
             numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
-            raise ValueError(f"{variant!r}: position {match[2]} lies outside the protein, {numbers}")
+            found = f"{variant!r}: position {match[2]} lies outside the protein, {numbers}"
+            raise MisnumberedError(found, likely_cause(alike, wild_type, first_position))
         residue, mutant = match[1].upper(), match[3].upper()
         if mutant not in PARTICULAR_RESIDUES:
             raise ValueError(f"{variant!r}: the mutant must be one of {PARTICULAR_RESIDUES}, got {mutant}")
         if wild_type[index] != residue:
-            actual = f"residue {match[2]} is {wild_type[index]}"
-            raise ValueError(f"{variant!r}: {actual}; is {first_position} the position of the first residue?")
+            found = f"{variant!r}: residue {match[2]} is {wild_type[index]}"
+            raise MisnumberedError(found, likely_cause(alike, wild_type, first_position))
         if any(other.index == index for other in substitutions):
             raise ValueError(f"{variant!r} names position {match[2]} twice")
         substitutions.append(Substitution(residue, index, mutant))
@@ -110,7 +162,7 @@ class Substitutions:
         twice = (np.diff(number[by_place]) == 0) & (np.diff(index[by_place]) == 0)
         wrong = [*number[~good], *number[by_place][1:][twice]]
         if wrong:
-            parse_variant(variants[min(wrong)], wild_type, first_position)
+            _parsed(variants[min(wrong)], wild_type, first_position, variants)
             raise AssertionError(f"{variants[min(wrong)]!r} is valid after all")
         return cls(number, index, letters[:, 0], letters[:, 1])
 

@@ -82,10 +82,22 @@ def test_bad_variants_are_reported_and_the_others_scored(esm_shared, wild_type, 
     assert code == 1
     assert "wt: 2 variants" in printed
     assert err.splitlines() == [
-        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; is 1 the position of the first residue?",
+        f"esm-turbo: error: {table}, record 'line 3': 'K1A': residue 1 is M; numbered from 1, 2 of 3 residues fit",
         f"esm-turbo: error: {table}, record 'line 4': score is 'x', not a number; correct it or leave it empty",
         f"esm-turbo: error: {table}, record 'line 5': score is 'inf', not finite; correct it or leave it empty",
     ]
+
+
+@pytest.mark.parametrize("rows", ["K25A", "K25A\nT26A\nA27G"])
+def test_misnumbered_variants_point_to_the_option(esm_shared, wild_type, write, rows):
+    table = write("variants.csv", f"mutant\n{rows}\n")
+    code, printed, err = esm_shared("variants", wild_type, table)
+    assert (code, printed) == (2, "")
+    *bad, last = err.splitlines()
+    assert last == f"esm-turbo: error: {table}: no usable variant; correct those above"
+    cause = "--first-position sets it" if len(bad) == 1 else "With --first-position 24, all 3 residues fit"
+    assert len(bad) == len(rows.split())
+    assert all(line.endswith(f"is 1 the position of the first residue? {cause}") for line in bad)
 
 
 @pytest.mark.parametrize(

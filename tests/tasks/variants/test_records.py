@@ -46,7 +46,7 @@ def test_variants_of_a_file(table: Path) -> None:
     assert {one.protein for one in good} == {"wt"}
     assert good[0].columns == {"mutant": "M1A", "score": "1", "fitness": "0.5"}
     assert [(one.record, one.reason) for one in bad] == [
-        ("line 4", "'K1A': residue 1 is M; is 1 the position of the first residue?")
+        ("line 4", "'K1A': residue 1 is M; numbered from 1, 4 of 5 residues fit")
     ]
 
 
@@ -81,13 +81,13 @@ def test_unusable_files(tmp_path: Path, text: str, measured: str | None, message
 
 @pytest.mark.parametrize(("bad", "refused"), [(20, False), (21, True)])
 def test_mostly_bad_variants_are_one_error(tmp_path: Path, bad: int, refused: bool) -> None:
-    (tmp_path / "a.csv").write_text("mutant\n" + "K1A\n" * bad + "M1A\n" * 20)
+    (tmp_path / "a.csv").write_text("mutant\n" + "K25A\n" * bad + "M1A\n" * 20)
     if not refused:
         assert len(read_variants(tmp_path / "a.csv", [WILD_TYPE])[1]) == bad
         return
     message = (
-        "21 of 41 variants are not of wt, such as line 2: 'K1A': residue 1 is M; is 1 the position of its"
-        " first residue? `first_position` sets it"
+        "21 of 41 variants are not of wt, such as line 2: 'K25A': position 25 lies outside the protein, 1 to 8;"
+        " is 1 the position of the first residue? `first_position` sets it"
     )
     with pytest.raises(CsvError) as caught:
         read_variants(tmp_path / "a.csv", [WILD_TYPE])
@@ -108,7 +108,11 @@ def test_rows_name_their_wild_type(tmp_path: Path, name: str) -> None:
     ]
     assert [(one.record, one.reason) for one in bad] == [
         ("line 4", "names no protein; fill the column 'protein'"),
-        ("line 5", "'G101A': position 101 lies outside the protein, 1 to 8"),
+        (
+            "line 5",
+            "'G101A': position 101 lies outside the protein, 1 to 8; no numbering fits most of them; another protein"
+            " or isoform?",
+        ),
     ]
 
 
@@ -138,6 +142,21 @@ def test_unknown_wild_types_are_one_message(tmp_path: Path) -> None:
     assert bad.reason == "there is no usable protein 'x0', 'x1', 'x2' and 2 more; there are 'wt'"
 
 
+@pytest.mark.parametrize("count", [4, 24])
+def test_bad_variants_of_a_protein_have_one_cause(tmp_path: Path, count: int) -> None:
+    (tmp_path / "a.csv").write_text("mutant\nX\n" + "K25A\nT26S\nK31R\nY28G\n" * (count // 4))
+    cause = f"is 1 the position of the first residue? With `first_position` 24, all {count} residues fit"
+    if count > 20:
+        with pytest.raises(CsvError) as caught:
+            read_variants(tmp_path / "a.csv", [WILD_TYPE])
+        start = "25 of 25 variants are not of wt, such as line 3: 'K25A': position 25 lies outside the protein, 1 to 8"
+        assert str(caught.value) == f"{tmp_path / 'a.csv'}: {start}; {cause}"
+        return
+    good, bad = read_variants(tmp_path / "a.csv", [WILD_TYPE])
+    assert not good and bad[0].reason.startswith("'X' is not a variant")
+    assert [one.reason.partition("; ")[2] for one in bad[1:]] == [cause] * 4
+
+
 def test_one_wrong_wild_type_among_several_is_one_message(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("protein,mutant\nwt,M1A\n" + "P69905,G1A\n" * 21 + "P69905,G101A\n")
@@ -146,7 +165,7 @@ def test_one_wrong_wild_type_among_several_is_one_message(tmp_path: Path) -> Non
     [(record, reason)] = [(one.record, one.reason) for one in bad]
     assert record == OTHER.id
     assert reason.startswith(f"21 of 22 variants are not of {OTHER.id}, such as line 3:")
-    assert reason.count("is 101 the position of its first residue?") == reason.count("?") == 1
+    assert reason.endswith("; is 101 the position of the first residue? With `first_position` 1, 21 of 22 residues fit")
 
 
 def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, RESIDUES, STANDARD_RESIDUES
 from esm_turbo.tasks.variants.substitutions import (
+    MisnumberedError,
     Substitution,
     Substitutions,
     all_substitutions,
@@ -57,7 +58,7 @@ def test_the_order_of_all_substitutions() -> None:
         ("M1del", "'M1del' is not a variant"),
         ("M0A", "'M0A': position 0 lies outside the protein, 1 to 28"),
         ("G29A", "'G29A': position 29 lies outside the protein, 1 to 28"),
-        ("K1A", "'K1A': residue 1 is M; is 1 the position of the first residue?"),
+        ("K1A", "'K1A': residue 1 is M; "),
         ("M1J", "'M1J': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got J"),
         ("M1x", "'M1x': the mutant must be one of ACDEFGHIKLMNPQRSTVWYOU, got X"),
         ("M1A:M1C", "'M1A:M1C' names position 1 twice"),
@@ -71,6 +72,28 @@ def test_invalid_variants(variant: str, message: str) -> None:
     with pytest.raises(ValueError) as caught:
         Substitutions.parse(["M1A:K2C", variant, "", "A4C"], WILD_TYPE)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("variants", "cause"),
+    [
+        # K is residue 2, 8 and 16; W nowhere; Y residue 5 alone.
+        (["K1A"], "'K1A': residue 1 is M; is 1 the position of the first residue? `first_position` sets it"),
+        (["W1A"], "'W1A': residue 1 is M; no numbering fits; another protein or isoform?"),
+        (["Y28A"], "residue 28 is G; is 1 the position of the first residue? With `first_position` 24, it fits"),
+        (["Y128A"], "1 to 28; is 1 the position of the first residue? With `first_position` 124"),
+        (["K25A:T26C"], "is 1 the position of the first residue? With `first_position` 24, all 2 residues fit"),
+        (["K25A", "m24a", "T26A", "W27A"], "With `first_position` 24, 3 of 4 residues fit"),
+        (["K1A", "M1A", "K2R", "T3A"], "'K1A': residue 1 is M; numbered from 1, 3 of 4 residues fit"),
+        (["W1A", "W2A", "M1A"], "no numbering fits most of them; another protein or isoform?"),
+        ([f"M{'9' * 30}A"], "lies outside the protein, 1 to 28; no numbering fits"),
+    ],
+)
+def test_the_likely_cause_of_variants_that_do_not_fit(variants: list[str], cause: str) -> None:
+    with pytest.raises(MisnumberedError) as caught:
+        Substitutions.parse(variants, WILD_TYPE)
+    assert cause in str(caught.value)
+    assert str(caught.value).startswith(f"{caught.value.found}; ")
 
 
 def described(table: Substitutions) -> list[tuple[int, Substitution]]:
