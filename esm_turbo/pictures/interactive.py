@@ -48,6 +48,8 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
             _add_logo(figure, panel, f"y{axis}")
             options |= {"range": [0, 1.02], "title": panel.y_label, "fixedrange": True, "tickvals": [0, 0.5, 1]}
         else:
+            if panel.filled:
+                figure.add_traces([_area(values, at, f"y{axis}") for values in panel.series.values()])
             for trace in _line_traces(panel, at, shape="hvh"):
                 trace.update(yaxis=f"y{axis}", showlegend=len(panel.series) > 1)
                 figure.add_trace(trace)
@@ -61,6 +63,7 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
     figure.update_layout(
         height=inner + _TOP + _BOTTOM,
         barmode="stack",
+        bargap=0,
         xaxis={
             "anchor": last,
             "range": ends,
@@ -175,6 +178,18 @@ def _dots(panel: Heatmap, axis: str) -> go.Scatter:
     )
 
 
+def _area(values: Array, at: Sequence[int], axis: str) -> go.Bar:
+    """The space from values to zero, as bars: an area would also fill the gaps between them."""
+    return go.Bar(
+        x=at,
+        y=_plain(values),
+        yaxis=axis,
+        marker={"color": "rgba(0,114,178,0.3)", "line": {"width": 0}},
+        hoverinfo="skip",
+        showlegend=False,
+    )
+
+
 def _line_traces(panel: Lines, x: Sequence[Any], shape: str = "linear") -> list[go.Scatter]:
     return [
         go.Scatter(
@@ -185,8 +200,6 @@ def _line_traces(panel: Lines, x: Sequence[Any], shape: str = "linear") -> list[
             mode="lines+markers" if panel.markers or _any_alone(values) else "lines",
             marker={"size": 6 if panel.markers else 3},
             line={"color": colour, "width": 1.5, "shape": shape},
-            fill="tozeroy" if panel.filled else None,
-            fillcolor="rgba(0,114,178,0.3)" if panel.filled else None,
             hovertemplate=f"{_safe(panel.x_label)} %{{customdata}}<br>{_safe(name)} %{{y:.4g}}<extra></extra>",
         )
         for colour, (name, values) in zip(cycle(SERIES), panel.series.items())

@@ -78,7 +78,7 @@ class Lines:
         series: by name, as many values; NaN leaves a gap.
         x_label: what they lie over, with the unit.
         y_label: what they are, with the unit.
-        filled: whether the space to zero is filled; for one line.
+        filled: whether the space to zero is filled; for one line, among tracks.
         log_x: whether the axis is logarithmic.
         log_y: whether the axis is logarithmic.
         markers: whether points are marked.

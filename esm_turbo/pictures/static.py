@@ -315,8 +315,6 @@ def _lines(axes: Axes, panel: Lines) -> None:
     numeric = not isinstance(panel.x[0], str) if len(panel.x) else True
     x: Any = panel.x if numeric else range(len(panel.x))
     for colour, (name, values) in zip(cycle(SERIES), panel.series.items()):
-        if panel.filled:
-            axes.fill_between(x, values, 0, color=colour, alpha=0.3, linewidth=0)
         axes.plot(
             x, values, color=colour, linewidth=1.2, marker="o" if panel.markers else None, markersize=4, label=name
         )

@@ -47,6 +47,15 @@ def test_gaps_are_none_and_lone_values_are_marked() -> None:
     assert trace.mode == "lines"
 
 
+def test_filled_tracks_are_empty_where_there_is_no_value() -> None:
+    values = np.array([-1.0, -2.0, np.nan, np.nan, -3.0])
+    panel = Lines([1, 2, 3, 4, 5], {"a": values}, "position", "y", filled=True)
+    area, line = tracks_figure(Tracks([panel], [1, 2, 3, 4, 5], list("ACDEF"))).data
+    # An area of plotly would span the gap; bars as wide as their columns do not.
+    assert area.type == "bar" and area.y == line.y == (-1.0, -2.0, None, None, -3.0) and area.x == line.x
+    assert line.fill is None
+
+
 def test_letters_of_a_logo_fill_their_share(designs) -> None:
     figure = tracks_figure(logo_sheet(designs, "ACDEFGHI", "").layout[0])
     assert len(figure.layout.shapes) == 6
