@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -17,8 +18,10 @@ from esm_turbo.pictures.palettes import DIVERGING, INK, MISSING, MUTED, RESIDUE_
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Histogram, Lines, Logo, Panel, Scatter, Tracks
 from esm_turbo.pictures.static import histogram_bins, number_text
 
+# Pixels.
 _ROW, _TRACK, _LOGO, _BETWEEN = 17, 70, 150, 14
-_TOP, _BOTTOM = 34, 64
+_TOP, _BOTTOM, _SIDE = 34, 64, 90
+_CELL_MOST, _LETTER_MOST, _NARROW = 30, 60, 300
 _GRID = "#ececec"
 _LOG = {"type": "log", "exponentformat": "power", "dtick": 1}
 # Characters of a name beside a bar or a row.
@@ -43,6 +46,8 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
             figure.add_trace(trace)
             figure.add_traces([missing.update(yaxis=f"y{axis}") for missing in _missing_traces(panel, at)])
             figure.add_trace(_dots(panel, f"y{axis}"))
+            for index in tracks.breaks:
+                figure.add_shape(_gap(index, domain))
             options |= _rows(panel) | {"fixedrange": True}
         elif isinstance(panel, Logo):
             _add_logo(figure, panel, f"y{axis}")
@@ -50,7 +55,7 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
         else:
             if panel.filled:
                 figure.add_traces([_area(values, at, f"y{axis}") for values in panel.series.values()])
-            for trace in _line_traces(panel, at, shape="hvh"):
+            for trace in _line_traces(*_in_pieces(panel, at, tracks.breaks), shape="hvh"):
                 trace.update(yaxis=f"y{axis}", showlegend=len(panel.series) > 1)
                 figure.add_trace(trace)
             options |= {"title": _broken(panel.y_label), "fixedrange": True, "nticks": 4}
@@ -77,11 +82,17 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
             "spikethickness": 1,
             "spikecolor": MUTED,
         },
-        margin={"l": 90, "r": 90, "t": _TOP, "b": _BOTTOM},
+        margin={"l": _SIDE, "r": _SIDE, "t": _TOP, "b": _BOTTOM},
         legend={"orientation": "h", "x": 0, "y": -0.09, "yanchor": "top"},
         meta={"positions": list(tracks.columns), "letters": list(tracks.letters)},
     )
     return _styled(figure)
+
+
+def tracks_width(tracks: Tracks) -> int:
+    """Pixels beyond which columns of tracks would only be broad."""
+    most = _LETTER_MOST if any(isinstance(panel, Logo) for panel in tracks.panels) else _CELL_MOST
+    return max(_NARROW, 2 * _SIDE + most * len(tracks.columns))
 
 
 def panel_figure(panel: Panel) -> go.Figure:
@@ -178,6 +189,12 @@ def _dots(panel: Heatmap, axis: str) -> go.Scatter:
     )
 
 
+def _gap(index: int, domain: Sequence[float]) -> dict[str, Any]:
+    """What stands for positions that are left out before a column."""
+    place = {"x0": index - 0.5, "x1": index - 0.5, "xref": "x", "y0": domain[0], "y1": domain[1], "yref": "paper"}
+    return {"type": "line", "line": {"color": "white", "width": 4}} | place
+
+
 def _area(values: Array, at: Sequence[int], axis: str) -> go.Bar:
     """The space from values to zero, as bars: an area would also fill the gaps between them."""
     return go.Bar(
@@ -188,6 +205,14 @@ def _area(values: Array, at: Sequence[int], axis: str) -> go.Bar:
         hoverinfo="skip",
         showlegend=False,
     )
+
+
+def _in_pieces(panel: Lines, at: Sequence[int], breaks: Sequence[int]) -> tuple[Lines, list[float]]:
+    """Lines with a gap before each of some columns, and where their values lie."""
+    series = {name: np.insert(values, breaks, np.nan) for name, values in panel.series.items()}
+    x = np.insert(np.array(panel.x, dtype=object), breaks, "")
+    places = np.insert(np.array(at, dtype=np.float64), breaks, np.array(breaks) - 0.5)
+    return replace(panel, series=series, x=x.tolist()), places.tolist()
 
 
 def _line_traces(panel: Lines, x: Sequence[Any], shape: str = "linear") -> list[go.Scatter]:

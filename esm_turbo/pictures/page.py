@@ -13,7 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from esm_turbo.assets import PAGE
 from esm_turbo.files.safe_text import cell, visible
-from esm_turbo.pictures.interactive import panel_figure, tracks_figure
+from esm_turbo.pictures.interactive import panel_figure, tracks_figure, tracks_width
 from esm_turbo.pictures.panels import Heatmap, Sheet, Table, Tracks
 
 _SEARCH = "Search: a position, a variant, any word"
@@ -52,7 +52,8 @@ def _section(number: int, sheet: Sheet) -> str:
     for row in sheet.layout:
         if isinstance(row, Tracks):
             count += 1
-            parts.append(_figure(f"figure{number}-{count}", tracks_figure(row), "figure tracks"))
+            name = f"figure{number}-{count}"
+            parts.append(_figure(name, tracks_figure(row), "figure tracks", tracks_width(row)))
             continue
         parts.append('<div class="panels">')
         for panel in row:
@@ -70,10 +71,12 @@ def _section(number: int, sheet: Sheet) -> str:
 </section>"""
 
 
-def _figure(name: str, figure: go.Figure, classes: str) -> str:
+def _figure(name: str, figure: go.Figure, classes: str, most: int | None = None) -> str:
+    """A figure, at most so many pixels wide."""
     data = _script(json.loads(figure.to_json()))
+    width = "" if most is None else f"; max-width: {most}px"
     return (
-        f'<div id="{name}" class="{classes}" style="height: {figure.layout.height}px"></div>'
+        f'<div id="{name}" class="{classes}" style="height: {figure.layout.height}px{width}"></div>'
         f'<script type="application/json" id="{name}-data">{data}</script>\n'
     )
 

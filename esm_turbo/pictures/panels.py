@@ -191,13 +191,18 @@ class Tracks:
 
     Attributes:
         panels: heat maps, logos, and lines whose `x` are the columns.
-        columns: numbers of the positions.
+        columns: numbers of the positions, ascending; some may be left out.
         letters: residue at each; empty where there is none.
     """
 
     panels: Sequence[Heatmap | Lines | Logo]
     columns: Sequence[int]
     letters: Sequence[str]
+
+    @property
+    def breaks(self) -> list[int]:
+        """Indices of the columns before which positions are left out."""
+        return [index for index in range(1, len(self.columns)) if self.columns[index] != self.columns[index - 1] + 1]
 
 
 @dataclass(frozen=True, eq=False)

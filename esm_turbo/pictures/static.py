@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Callable, Sequence
-from itertools import cycle
+from dataclasses import dataclass
+from itertools import cycle, pairwise
 from typing import Any
 
 import numpy as np
@@ -50,26 +51,27 @@ STYLE: dict[Any, Any] = {
 # Inches.
 _WIDTH, _LEFT, _RIGHT, _EDGE = 11.0, 1.15, 0.85, 0.25
 _ROW, _PANEL, _GAP, _LEGEND = 0.125, 3.1, 0.6, 1.8
-_CELL_LEAST, _CELL_MOST = 0.085, 0.3
+_CELL_LEAST, _CELL_MOST, _LETTER_MOST = 0.085, 0.3, 0.5
 _CHARACTER = 0.078
-# Characters of a name beside a bar or a row, and of a line of the caption.
-_NAME, _CAPTION = 30, 170
+# Of a page of short tracks alone; and of a character of a position, and the space around it.
+_NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
+# Characters of a name beside a bar or a row, of the title, and of a line of the caption.
+_NAME, _TITLE, _CAPTION = 30, 80, 170
 
 
 def figure(sheet: Sheet) -> Figure:
     """Draw a sheet."""
     with rc_context(STYLE):
-        caption = textwrap.wrap(_text(sheet.caption), _CAPTION)
+        width = _page_width(sheet)
+        caption = textwrap.wrap(_text(sheet.caption), int(_CAPTION * width / _WIDTH))
         head = 0.62 + 0.17 * len(caption)
         blocks = [_tracks(row) if isinstance(row, Tracks) else _beside(row) for row in sheet.layout]
         height = head + sum(size for size, _ in blocks) + _EDGE
-        drawn = Figure(figsize=(_WIDTH, height), facecolor="white")
-        page = _Page(drawn, height)
-        title = _shortened(sheet.title, 80)
-        drawn.text(_EDGE / _WIDTH, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
-        drawn.text(
-            _EDGE / _WIDTH, page.up(0.5), "\n".join(caption), fontsize=8, color=MUTED, va="top", linespacing=1.35
-        )
+        drawn = Figure(figsize=(width, height), facecolor="white")
+        page = _Page(drawn, width, height)
+        title = _shortened(sheet.title, int(_TITLE * width / _WIDTH))
+        drawn.text(_EDGE / width, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
+        drawn.text(_EDGE / width, page.up(0.5), "\n".join(caption), fontsize=8, color=MUTED, va="top", linespacing=1.35)
         top = head
         for size, draw in blocks:
             draw(page, top)
@@ -80,15 +82,15 @@ def figure(sheet: Sheet) -> Figure:
 class _Page:
     """A figure whose axes are placed in inches from its top left corner."""
 
-    def __init__(self, drawn: Figure, height: float) -> None:
-        self.figure, self.height = drawn, height
+    def __init__(self, drawn: Figure, width: float, height: float) -> None:
+        self.figure, self.width, self.height = drawn, width, height
 
     def up(self, y: float) -> float:
         """A distance from the top, as matplotlib counts it."""
         return 1 - y / self.height
 
     def axes(self, left: float, top: float, width: float, height: float) -> Axes:
-        place = (left / _WIDTH, self.up(top + height), width / _WIDTH, height / self.height)
+        place = (left / self.width, self.up(top + height), width / self.width, height / self.height)
         return self.figure.add_axes(place)
 
 
@@ -97,35 +99,62 @@ _Block = tuple[float, Callable[[_Page, float], None]]
 
 def _tracks(tracks: Tracks) -> _Block:
     """Tracks, broken into several lines where they are long. Returns their height, and what draws them at a height."""
-    usable, count = _WIDTH - _LEFT - _RIGHT, len(tracks.columns)
-    lines = max(1, math.ceil(count / (usable / _CELL_LEAST)))
-    per_line = math.ceil(count / lines)
-    cell = min(_CELL_MOST, usable / per_line)
+    count = len(tracks.columns)
+    lines, per_line, cell = _broken(tracks)
     heights = [_track_height(panel) for panel in tracks.panels]
-    below = 0.62
+    parts = [(line * per_line, min(count, (line + 1) * per_line)) for line in range(lines)]
+    ticks = [_ticks(tracks.columns[begin:end], begin, cell) for begin, end in parts]
+    below = 0.62 + max([0.0, *(_DIGIT * len(label) - 0.1 for one in ticks if one.upright for label in one.labels)])
     size = sum(heights) + 0.09 * (len(heights) - 1) + below
 
     def draw(page: _Page, top: float) -> None:
-        for line in range(lines):
-            begin, end = line * per_line, min(count, (line + 1) * per_line)
+        for line, (begin, end) in enumerate(parts):
             y = top + line * size
             for panel, height in zip(tracks.panels, heights, strict=True):
                 width = cell * (end - begin)
                 axes = page.axes(_LEFT, y, width, height)
                 if isinstance(panel, Heatmap):
                     image = _heat(axes, panel, begin, end)
+                    _left_out(axes, tracks, begin, end)
                     if line == 0:
                         _colour_bar(page, image, panel, _LEFT + width + 0.12, y, height)
                 elif isinstance(panel, Logo):
                     _logo(axes, panel, begin, end)
                 else:
-                    _track_lines(axes, panel, begin, end, legend=line == 0)
+                    _track_lines(axes, panel, [begin, *(b for b in tracks.breaks if begin < b < end), end], line == 0)
                 axes.set_xlim(begin - 0.5, end - 0.5)
                 axes.set_xticks([])
                 y += height + 0.09
-            _positions(axes, tracks, begin, end, "position" if line == lines - 1 else "")
+            _positions(axes, tracks, begin, end, ticks[line], "position" if line == lines - 1 else "")
 
     return lines * size, draw
+
+
+def _broken(tracks: Tracks) -> tuple[int, int, float]:
+    """Number of lines of tracks, columns of each, and width of a column."""
+    usable, count = _WIDTH - _LEFT - _RIGHT, len(tracks.columns)
+    lines = max(1, math.ceil(count / (usable / _CELL_LEAST)))
+    per_line = math.ceil(count / lines)
+    most = _LETTER_MOST if any(isinstance(panel, Logo) for panel in tracks.panels) else _CELL_MOST
+    return lines, per_line, min(most, usable / per_line)
+
+
+def _page_width(sheet: Sheet) -> float:
+    """As wide as tracks need; panels beside each other use the whole page."""
+    widths = [_NARROW]
+    for row in sheet.layout:
+        if not isinstance(row, Tracks):
+            return _WIDTH
+        _, per_line, cell = _broken(row)
+        widths.append(_LEFT + per_line * cell + _RIGHT)
+    return min(_WIDTH, max(widths))
+
+
+def _left_out(axes: Axes, tracks: Tracks, begin: int, end: int) -> None:
+    """A gap wherever positions are left out."""
+    for index in tracks.breaks:
+        if begin < index < end:
+            axes.axvline(index - 0.5, color="white", linewidth=2.5)
 
 
 def _track_height(panel: Heatmap | Lines | Logo) -> float:
@@ -134,9 +163,11 @@ def _track_height(panel: Heatmap | Lines | Logo) -> float:
     return 1.1 if isinstance(panel, Logo) else 0.55
 
 
-def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, label: str) -> None:
+def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, ticks: _Ticks, label: str) -> None:
     """Letters and numbers below the last track."""
-    axes.set_xticks(*_ticks(tracks.columns[begin:end], begin), rotation=0)
+    axes.set_xticks(ticks.at, ticks.labels)
+    if ticks.upright:
+        axes.tick_params(axis="x", labelrotation=90, labelsize=7)
     axes.tick_params(axis="x", length=0, pad=13 if any(tracks.letters) else 4)
     place = axes.get_xaxis_transform()
     for index in range(begin, end):
@@ -145,11 +176,44 @@ def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, label: str) -> 
     axes.set_xlabel(label, labelpad=3)
 
 
-def _ticks(columns: Sequence[int], begin: int) -> tuple[list[int], list[str]]:
-    """Indices and labels of round positions; the first ones of short proteins too."""
+@dataclass(frozen=True)
+class _Ticks:
+    """Where numbers of positions stand, what they say, and whether they are turned, since there is little room."""
+
+    at: list[int]
+    labels: list[str]
+    upright: bool = False
+
+
+def _ticks(columns: Sequence[int], begin: int, cell: float | None = None) -> _Ticks:
+    """Round positions, all of a short protein, and those that follow positions left out.
+
+    Args:
+        columns: the numbers.
+        begin: index of the first one.
+        cell: width of a column, inches; what would touch is left out. None leaves nothing out.
+    """
     step = 1 if len(columns) <= 20 else 5 if len(columns) <= 60 else 10
-    at = [index for index, column in enumerate(columns) if column % step == 0] or [0]
-    return [begin + index for index in at], [str(columns[index]) for index in at]
+    first = [i for i, column in enumerate(columns) if i == 0 or column != columns[i - 1] + 1]
+    wanted = [index for index, column in enumerate(columns) if column % step == 0]
+    # A protein that is shown as a whole needs no number at its beginning.
+    wanted = [*first, *wanted] if len(first) > 1 or not wanted else wanted
+    widths = [_DIGIT * len(str(column)) + _AROUND for column in columns]
+    at = wanted if cell is None else _apart(wanted, widths, cell)
+    upright = cell is not None and len(first) > 1 and not {*first} <= {*at}
+    if cell is not None and upright:
+        at = _apart(wanted, [_CELL_LEAST] * len(columns), cell)
+    at = sorted({*at})
+    return _Ticks([begin + index for index in at], [str(columns[index]) for index in at], upright)
+
+
+def _apart(wanted: Sequence[int], widths: Sequence[float], cell: float) -> list[int]:
+    """Those of the wanted columns whose labels do not touch, the first of them first."""
+    chosen: list[int] = []
+    for index in wanted:
+        if all(abs(index - other) * cell >= (widths[index] + widths[other]) / 2 for other in chosen):
+            chosen.append(index)
+    return chosen
 
 
 def _heat(axes: Axes, panel: Heatmap, begin: int = 0, end: int | None = None) -> Any:
@@ -198,13 +262,15 @@ def _colour_bar(page: _Page, image: Any, panel: Heatmap, left: float, top: float
         axes.set_title(panel.label, fontsize=7, loc="left", pad=2)
 
 
-def _track_lines(axes: Axes, panel: Lines, begin: int, end: int, legend: bool) -> None:
-    edges = np.arange(begin, end + 1) - 0.5
+def _track_lines(axes: Axes, panel: Lines, ends: Sequence[int], legend: bool) -> None:
+    """Lines over the columns from the first to the last end, in a piece from each end to the next."""
     for colour, (name, values) in zip(cycle(SERIES), panel.series.items()):
-        part = values[begin:end]
-        if panel.filled:
-            axes.stairs(part, edges, fill=True, color=colour, alpha=0.35, linewidth=0)
-        axes.stairs(part, edges, baseline=None, color=colour, linewidth=0.9, label=name)
+        for begin, end in pairwise(ends):
+            part, edges = values[begin:end], np.arange(begin, end + 1) - 0.5
+            if panel.filled:
+                axes.stairs(part, edges, fill=True, color=colour, alpha=0.35, linewidth=0)
+            label = name if begin == ends[0] else None
+            axes.stairs(part, edges, baseline=None, color=colour, linewidth=0.9, label=label)
     _limits(axes, panel)
     axes.yaxis.set_major_locator(MaxNLocator(2))
     axes.annotate(panel.y_label, (0, 0.5), (-27, 0), xycoords="axes fraction", textcoords="offset points",
@@ -301,14 +367,15 @@ def _left(panel: Panel) -> float:
 
 def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
     numbers = [column for column in panel.columns if isinstance(column, int)]
+    ticks = _ticks(numbers, 0)
     if len(numbers) == len(panel.columns):
-        axes.set_xticks(*_ticks(numbers, 0))
+        axes.set_xticks(ticks.at, ticks.labels)
     elif len(panel.columns) <= 40:
         axes.set_xticks(range(len(panel.columns)), [str(column) for column in panel.columns])
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(panel.x_label)
     if panel.square and len(panel.rows) > 60:
-        axes.set_yticks(*_ticks(numbers, 0))
+        axes.set_yticks(ticks.at, ticks.labels)
 
 
 def _lines(axes: Axes, panel: Lines) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 from scipy.special import log_softmax
 
 from esm_turbo.files.tabular import counted
@@ -42,7 +43,11 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     reading = "log p(mutant) - log p(wild type): red is less likely than the wild type (dots), blue more likely"
     parts = [f"{how}.", f"{counted(len(result.variants), 'variant')}; {reading}."]
     if singles:
-        whole = np.isfinite(scores[arm]).all(axis=0)
+        shown = shown_positions(scores[arm])
+        whole = np.isfinite(scores[arm][:, shown]).all(axis=0)
+        if len(shown) < len(wild_type.sequence):
+            parts.append(f"Only positions with scores are shown, {len(shown):,} of {len(wild_type.sequence):,}.")
+            parts.append("Gaps stand for positions left out." if (np.diff(shown) > 1).any() else "")
         parts.append("Grey was not scored." if not whole.all() else "")
         parts.append("Entropy is over the 20 residues." if whole.any() else "")
     if several:
@@ -77,6 +82,16 @@ def effects(result: ProteinVariants, arm: Arm) -> Array:
     return values
 
 
+def shown_positions(values: Array) -> npt.NDArray[np.int64]:
+    """Indices of the positions that a map shows: all, or, where most have no score, those that have one.
+
+    Args:
+        values: scores, [20, positions].
+    """
+    scored = np.flatnonzero(np.isfinite(values).any(axis=0))
+    return scored if 2 * len(scored) < values.shape[1] else np.arange(values.shape[1])
+
+
 def mean_effects(values: Array, sequence: str) -> Array:
     """Mean score of the mutants at each position, [positions]; NaN where none is scored."""
     mutants = values.copy()
@@ -98,9 +113,11 @@ def entropies(values: Array) -> Array:
 
 
 def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
-    sequence, arm = result.wild_type.sequence, result.reference
-    positions = list(range(result.first_position, result.first_position + len(sequence)))
-    values = scores[arm]
+    shown = shown_positions(scores[result.reference])
+    sequence = "".join(result.wild_type.sequence[index] for index in shown)
+    positions = [result.first_position + int(index) for index in shown]
+    scores = {arm: values[:, shown] for arm, values in scores.items()}
+    values = scores[result.reference]
     dots = [
         (RESIDUE_ORDER.index(letter), index)
         for index, letter in enumerate(sequence)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from esm_turbo.pictures.interactive import panel_figure, tracks_figure
+from esm_turbo.pictures.interactive import panel_figure, tracks_figure, tracks_width
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.palettes import MISSING
 from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
@@ -54,6 +54,28 @@ def test_filled_tracks_are_empty_where_there_is_no_value() -> None:
     # An area of plotly would span the gap; bars as wide as their columns do not.
     assert area.type == "bar" and area.y == line.y == (-1.0, -2.0, None, None, -3.0) and area.x == line.x
     assert line.fill is None
+
+
+def test_positions_left_out_are_gaps() -> None:
+    columns, letters = [3, 7, 8], list("ACD")
+    panels = [Lines(columns, {"a": np.array([1.0, 2.0, 3.0])}, "position", "y"),
+              Heatmap(np.ones((2, 3)), ["a", "b"], columns, "nats", "position")]  # fmt: skip
+    figure = tracks_figure(Tracks(panels, columns, letters))
+    line, cells = figure.data[:2]
+    assert line.x == (0, 0.5, 1, 2) and line.y == (1, None, 2, 3) and line.customdata == (3, "", 7, 8)
+    assert list(cells.x) == [0, 1, 2] and figure.layout.meta == {"positions": columns, "letters": letters}
+    [gap] = figure.layout.shapes
+    # As tall as the map.
+    assert (gap.x0, gap.x1, gap.y0, gap.y1) == (0.5, 0.5, *figure.layout.yaxis2.domain)
+
+
+def test_few_columns_are_not_drawn_out(designs) -> None:
+    def tracks(count: int) -> Tracks:
+        columns = list(range(1, count + 1))
+        return Tracks([Heatmap(np.ones((2, count)), ["a", "b"], columns, "", "")], columns, ["A"] * count)
+
+    assert tracks_width(tracks(1)) < tracks_width(tracks(10)) < 500 and tracks_width(tracks(300)) > 2000
+    assert tracks_width(tracks(3)) <= tracks_width(logo_sheet(designs, "ACDEFGHI", "").layout[0]) < 500
 
 
 def test_letters_of_a_logo_fill_their_share(designs) -> None:

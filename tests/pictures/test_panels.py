@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from esm_turbo.pictures.panels import ENTROPY, Heatmap
+from esm_turbo.pictures.panels import ENTROPY, Heatmap, Tracks
 
 
 def heatmap(values, **options) -> Heatmap:
@@ -31,6 +31,13 @@ def test_colours_span_values_or_the_given_limits() -> None:
     assert (low, high) == (5.0, 995.0)
     assert heatmap([[3.0]]).range == (2.5, 3.5)
     assert heatmap([[3.0]], limits=(0, 1)).range == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("columns", "breaks"), [([], []), ([7], []), ([-1, 0, 1], []), ([3, 5, 6, 9], [1, 3]), ([1, 2, 4], [2])]
+)
+def test_tracks_break_where_positions_are_left_out(columns: list[int], breaks: list[int]) -> None:
+    assert Tracks([], columns, [""] * len(columns)).breaks == breaks
 
 
 def test_entropies_end_at_twenty_equal_residues() -> None:

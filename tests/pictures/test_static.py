@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -70,6 +72,58 @@ def test_long_proteins_are_broken_into_lines_of_the_same_width(count: int, lines
     assert min(place.y0 for place in places) > 0 and max(place.y1 for place in places) < 1
     assert max(place.x1 for place in places) < 1
     assert height > lines * 2
+
+
+def numbers(drawn) -> list[tuple[float, str]]:
+    """Where numbers of positions stand, and what they say."""
+    axes = next(axes for axes in drawn.axes if axes.get_xlabel() == "position")
+    return [(label.get_position()[0], label.get_text()) for label in axes.get_xticklabels()]
+
+
+def tracks_of(columns: list[int]) -> Sheet:
+    values = np.zeros((20, len(columns)))
+    heatmap = Heatmap(values, list("ACDEFGHIKLMNPQRSTVWY"), columns, "score (nats)", "position", centred=True)
+    lines = Lines(columns, {"a": np.ones(len(columns))}, "x", "y", filled=True)
+    return Sheet("t", "c", [Tracks([lines, heatmap], columns, ["A"] * len(columns))])
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown", "upright"),
+    [
+        ([24], {24}, False),
+        ([24, 68, 69, 70], {24, 68, 69, 70}, False),
+        (list(range(1, 77)), set(range(10, 77, 10)), False),
+        # Those after a gap come first, and what touches them is left out.
+        ([*range(11, 51), *range(301, 331)], {11, 20, 30, 40, 301, 310, 320, 330}, False),
+        (list(range(3, 600, 7)), set(range(3, 600, 7)), True),
+        (list(range(1001, 1021)), set(range(1001, 1021, 2)), False),
+    ],
+)
+def test_numbers_are_those_of_the_columns_and_do_not_touch(columns, shown, upright) -> None:
+    drawn = figure(tracks_of(columns))
+    found = numbers(drawn)
+    assert [columns[int(at)] for at, _ in found] == [int(text) for _, text in found]
+    assert {int(text) for _, text in found} == shown
+    drawn.draw_without_rendering()
+    axes = next(axes for axes in drawn.axes if axes.get_xlabel() == "position")
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    # Boxes of text are taller than digits.
+    overlap = 0.2 * boxes[0].width if upright else 0
+    assert all(a.x1 <= b.x0 + overlap for a, b in pairwise(boxes))
+    assert bool(boxes[-1].height > boxes[-1].width) == upright
+    assert min(box.y0 for box in boxes) > axes.xaxis.label.get_window_extent().y1 > 0
+
+
+def test_gaps_separate_what_is_not_beside_each_other() -> None:
+    upper, lower, _ = figure(tracks_of([3, 7, 8])).axes
+    assert [line.get_xdata()[0] for line in lower.lines if line.get_color() == "white"] == [0.5]
+    pieces = [patch.get_data().edges.tolist() for patch in upper.patches if not patch.get_fill()]
+    assert pieces == [[-0.5, 0.5], [0.5, 1.5, 2.5]]
+
+
+def test_a_short_map_has_a_narrow_page(variants) -> None:
+    narrow, wide = (figure(tracks_of(list(range(count)))).get_size_inches()[0] for count in (5, 90))
+    assert narrow == 7.5 and wide == 11 and figure(variant_sheet(variants, "")).get_size_inches()[0] == 11
 
 
 def test_a_ranking_prints_the_residues_of_the_best(ranking) -> None:

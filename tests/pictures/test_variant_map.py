@@ -13,6 +13,7 @@ from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
 from esm_turbo.pictures.variant_map import effects, entropies, mean_effects, variant_sheet
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
+from esm_turbo.tasks.variants.substitutions import all_substitutions
 from tests.pictures.conftest import WILD_TYPE, variant_scores
 
 
@@ -72,7 +73,50 @@ def test_one_variant_and_no_measurement() -> None:
     # Without all residues of a position there is no entropy, and without the arm full no difference.
     assert [type(panel) for panel in tracks.panels] == [Lines, Heatmap]
     assert np.isfinite(tracks.panels[1].values).sum() == 2
-    assert tracks.panels[1].dots == [(RESIDUE_ORDER.index("K"), 1)]
+    # The other seven positions are not shown.
+    assert tracks.columns == [25] and tracks.letters == ["K"]
+    assert tracks.panels[1].dots == [(RESIDUE_ORDER.index("K"), 0)]
+
+
+def few(*positions: int) -> ProteinVariants:
+    """All substitutions at some positions."""
+    names = [name for name in all_substitutions(WILD_TYPE, 24) if int(name[1:-1]) in positions]
+    scores = {"turbo": variant_scores(names)}
+    return ProteinVariants(ProteinRecord("wt", WILD_TYPE), 24, tuple(map(MeasuredVariant, names)), scores)
+
+
+@pytest.mark.parametrize(
+    ("scored", "shown", "said"),
+    [
+        ((25,), [25], ["Only positions with scores are shown, 1 of 8."]),
+        ((26, 27, 28), [26, 27, 28], ["Only positions with scores are shown, 3 of 8."]),
+        (
+            (24, 26, 31),
+            [24, 26, 31],
+            ["Only positions with scores are shown, 3 of 8.", "Gaps stand for positions left out."],
+        ),
+        # Half of them: the protein is a whole.
+        ((24, 25, 28, 31), list(range(24, 32)), ["Grey was not scored."]),
+        (tuple(range(24, 32)), list(range(24, 32)), []),
+    ],
+)
+def test_where_most_positions_have_no_score_only_scored_ones_are_shown(scored, shown, said) -> None:
+    result = few(*scored)
+    sheet = variant_sheet(result, "model x")
+    [tracks] = sheet.layout
+    means, entropy, heatmap = tracks.panels
+    assert tracks.columns == heatmap.columns == means.x == entropy.x == shown
+    assert tracks.letters == [WILD_TYPE[position - 24] for position in shown]
+    expected = effects(result, "turbo")[:, [position - 24 for position in shown]]
+    np.testing.assert_array_equal(heatmap.values, expected)
+    for position, name in zip(shown, heatmap.names[RESIDUE_ORDER.index("C")], strict=True):
+        assert name == f"{WILD_TYPE[position - 24]}{position}C"
+    assert [(RESIDUE_ORDER[row], shown[column]) for row, column in heatmap.dots] == [
+        (WILD_TYPE[position - 24], position) for position in scored
+    ]
+    sentences = ["Only positions", "Gaps stand", "Grey was"]
+    assert all(sentence in sheet.caption for sentence in said)
+    assert sum(sentence in sheet.caption for sentence in sentences) == len(said)
 
 
 def test_variants_of_several_substitutions_alone_have_no_map() -> None:

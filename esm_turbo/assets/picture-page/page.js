@@ -3,6 +3,8 @@
 
 const SHOWN = 200;
 const AROUND = 12;
+// Pixels that a number, a turned number and a letter take below the tracks.
+const NUMBER = 32, LINE = 13, LETTER = 11;
 const read = (element) => JSON.parse(element.textContent);
 
 for (const section of document.querySelectorAll("section")) setUp(section);
@@ -53,21 +55,40 @@ function draw(figure, name) {
   return figure.drawn;
 }
 
-// Round positions below the tracks, and every residue once there is room for it.
+// Round positions below the tracks, those that follow positions left out, and every residue once there is room for it.
 function letters(figure, { positions, letters }) {
   const [low, high] = figure.layout.xaxis.range;
   const first = Math.max(0, Math.ceil(low)), last = Math.min(positions.length - 1, Math.floor(high));
   const count = Math.max(1, last - first + 1);
-  const room = figure.clientWidth / count;
-  const step = [1, 5, 10, 20, 50, 100, 200, 500, 1000].find((one) => one * room > 32) || 5000;
+  const room = figure.querySelector(".nsewdrag").getBoundingClientRect().width / count;
+  const step = [1, 5, 10, 20, 50, 100, 200, 500, 1000].find((one) => one * room > NUMBER) || 5000;
+  const begins = [], round = [];
+  for (let at = first; at <= last; at++) {
+    if (at === first || positions[at] !== positions[at - 1] + 1) begins.push(at);
+    if (positions[at] % step === 0 || count <= step) round.push(at);
+  }
+  const wanted = begins.length > 1 ? [...begins, ...round] : round;
+  let numbered = apart(wanted, NUMBER / room);
+  // Where numbers beside each other have no room, they are turned.
+  const upright = begins.length > 1 && begins.some((at) => !numbered.has(at));
+  if (upright) numbered = apart(wanted, LINE / room);
   const tickvals = [], ticktext = [];
   for (let at = first; at <= last; at++) {
-    const round = positions[at] % step === 0 || count <= step;
-    if (!round && room <= 11) continue;
+    const number = numbered.has(at) ? positions[at] : "";
+    if (number === "" && (upright || room <= LETTER)) continue;
     tickvals.push(at);
-    ticktext.push((room > 11 ? `${letters[at] || "&nbsp;"}<br>` : "") + (round ? positions[at] : "&nbsp;"));
+    if (upright) ticktext.push(`${letters[at]}${number}`);
+    else ticktext.push((room > LETTER ? `${letters[at] || "&nbsp;"}<br>` : "") + (number === "" ? "&nbsp;" : number));
   }
-  Plotly.relayout(figure, { "xaxis.tickmode": "array", "xaxis.tickvals": tickvals, "xaxis.ticktext": ticktext, "xaxis.tickangle": 0 });
+  Plotly.relayout(figure, { "xaxis.tickmode": "array", "xaxis.tickvals": tickvals, "xaxis.ticktext": ticktext, "xaxis.tickangle": upright ? -90 : 0 });
+}
+
+// Those of the wanted columns that are far enough from all before them in the list.
+function apart(wanted, least) {
+  const chosen = new Set();
+  for (const at of wanted)
+    if ([...chosen].every((other) => other === at || Math.abs(other - at) >= least)) chosen.add(at);
+  return chosen;
 }
 
 function setUpTable(section, name) {
