@@ -25,6 +25,8 @@ _MULTIPROCESSORS = 132
 # Rows of a tensor core's operand.
 MMA_ROWS = 16
 _SMALL_HEAD = 64
+# Numbers of accumulators that `merge` loads at once.
+_LOADED, _FEW_LOADED = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -168,11 +170,13 @@ def attention_plan(
         DTYPE=tl.float16 if half else tl.float32,
         ASM=not interpreted(),
     )
+    # For single queries `merge` takes few warps and registers, so that it starts while contexts are still being read.
+    few_items = items <= _multiprocessors(device)
     merge_launch = PreparedLaunch(
         merge,
         (items, 1, 1),
         device,
-        Options(_merge_warps(tuning, queries, items, device), launch_pdl=overlap),
+        Options(tuning.merge_warps if queries > 1 else 2 if few_items else 1, launch_pdl=overlap),
         **both,
         **({} if has_residuals else {"value_residual_ptr": None}),
         **key_strides,
@@ -184,6 +188,7 @@ def attention_plan(
         protected_by_row=int(named is not None and contexts > batch_size),
         SIZE=max(MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=maps[1][1],
+        LOADED=_FEW_LOADED if queries == 1 and not few_items else _LOADED,
     )
     # Each begins at a multiple of 16 bytes.
     count = -(-count // 4) * 4
@@ -213,8 +218,3 @@ def _multiprocessors(device: torch.device) -> int:
 def _concurrent_programs(device: torch.device, warps: int, registers: int) -> int:
     """Number of programs that a device runs at the same time, given their warps and the registers of a thread."""
     return _multiprocessors(device) * 4 * (_PARTITION_REGISTERS // (32 * registers)) // warps
-
-
-def _merge_warps(tuning: AttentionTuning, queries: int, items: int, device: torch.device) -> int:
-    """Warps of a program of `merge`: for single queries few, so that it starts while contexts are still being read."""
-    return tuning.merge_warps if queries > 1 else 2 if items <= _multiprocessors(device) else 1

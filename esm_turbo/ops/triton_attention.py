@@ -251,7 +251,7 @@ class _Reader(NamedTuple):
     ) -> Tensor:
         """See `attend_packed`; two launches."""
         plan = self.plan
-        query_map, map_scale, field_bias, value_map, value_mean, means, inverses = layout
+        query_map, map_scale, field_bias, value_map, value_scale, value_middle, means, inverses = layout
         # The kernels do not read the tables and angles that a codec does not have.
         key_table, value_table = tables or (map_scale, map_scale)
         key_residual, value_residual = residuals or (None, None)
@@ -266,8 +266,7 @@ class _Reader(NamedTuple):
             map_ptr=query_map,
             map_scale_ptr=map_scale,
             field_bias_ptr=field_bias,
-            # Of keys and of values: the kernel reads the first, and a slice takes the host longer.
-            key_mean_ptr=means,
+            mean_ptr=means,
             key_residual_ptr=key_residual,
             angle_ptr=map_scale if angles is None else angles,
             key_slab_ptrs=key_slabs,
@@ -296,7 +295,9 @@ class _Reader(NamedTuple):
             part_max_ptr=part_max,
             part_total_ptr=part_total,
             value_map_ptr=value_map,
-            value_mean_ptr=value_mean,
+            value_scale_ptr=value_scale,
+            value_middle_ptr=value_middle,
+            mean_ptr=means,
             value_residual_ptr=value_residual,
             output_ptr=output,
         )
@@ -514,13 +515,17 @@ def _layout(
     codec: KVCodec, layer_idx: int, stored: tuple[str, ...], device: torch.device, dtype: torch.dtype
 ) -> KernelLayout:
     """The layer's layout, with maps and tables in the dtypes that queries of `dtype` need."""
-    layout = triton_layout(codec, layer_idx, stored, device)
+    layout = triton_layout(codec, layer_idx, stored, device, half=dtype != torch.float32)
     # Of one size in all layers, so that they share a kernel.
-    size = _value_size(codec, stored)
-    value_map = layout.value_map
-    layout = replace(layout, value_map=functional.pad(value_map, (0, 0, 0, size - value_map.shape[1])))
+    padding = _value_size(codec, stored) - len(layout.value_middle)
+    value_map = functional.pad(layout.value_map, (0, 0, 0, padding))
+    layout = replace(layout, value_map=value_map, value_middle=functional.pad(layout.value_middle, (0, padding)))
     if dtype == torch.bfloat16:
-        layout = replace(layout, query_map=layout.query_map.half())
+        # Divided by a power of two, so that it fits half precision.
+        exponents = value_map.abs().amax(dim=(1, 2)).frexp().exponent
+        value_map = torch.ldexp(value_map, -exponents[:, None, None]).half()
+        value_scale = torch.ldexp(layout.value_scale, exponents)
+        layout = replace(layout, query_map=layout.query_map.half(), value_map=value_map, value_scale=value_scale)
     if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
         layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
     fence(device)

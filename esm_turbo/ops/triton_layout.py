@@ -22,8 +22,8 @@ from esm_turbo.ops.triton_launch import per_codec
 _MIN_OPERAND_SIZE = 16
 # A tensor core's operand distributes the components of a key over four lanes, those of a value over eight.
 _KEY_LANES, _VALUE_LANES = 4, 8
-# The offset of fields that are masked into the mantissa of half precision.
-_FP16_OFFSET = 1024
+# The unit of fields in half precision, whose smallest subnormal number it is.
+_HALF_UNIT = 2.0**-24
 # Smaller maps count as zero: keys that vary less are all equal, and their mean cannot be divided by less.
 _MIN_SCALE = 1e-20
 _SLOTS = 2
@@ -129,17 +129,19 @@ def field_scale(spec: SlabSpec, index: int) -> float:
 class KernelLayout:
     """One layer of a codec as `attend_context` and `merge` need it. P and V: sizes of all key and value operands.
 
+    Operands miss the middle of the fields' ranges by a constant, which is made good after the products.
+
     Attributes:
         keys: views of the key slabs.
         values: views of the value slabs.
         query_map: the query's map to every index of the key operands, in the order of `quads_to_pairs`; the halves of
             the head apart and padded with zeros, divided by `map_scale`: float32 [heads, 2, P, half].
         map_scale: the largest entry of each head's map, float32 [heads].
-        field_bias: bias per index of the key operands, in the order of `query_map`, in the first two of 16 rows: minus
-            the fp16 packing offset (1024), and minus the field's midpoint; float16 [16, P].
+        field_bias: minus the middle of each field's range, as counted in the key operands, in the order of `query_map`;
+            float16 [P].
         value_map: from every index of the value operands to the output, float32 [heads, V, head_dim].
-        value_mean: the mean plus the mapped half units by which centred fields miss their midpoint, float32
-            [heads, head_dim].
+        value_scale: by which each head's `value_map` is multiplied, float32 [heads].
+        value_middle: the middle of each field's range in the value operands, float32 [V].
         means: of keys and of values, float32 [2, heads, head_dim].
         inverses: the codec's maps from the stored space, of keys and of values, float32 [2, heads, head_dim, head_dim].
         key_table: float32 [heads, 16], or None.
@@ -152,7 +154,8 @@ class KernelLayout:
     map_scale: Tensor
     field_bias: Tensor
     value_map: Tensor
-    value_mean: Tensor
+    value_scale: Tensor
+    value_middle: Tensor
     means: Tensor
     inverses: Tensor
     key_table: Tensor | None
@@ -166,7 +169,8 @@ class KernelLayout:
             self.map_scale,
             self.field_bias,
             self.value_map,
-            self.value_mean,
+            self.value_scale,
+            self.value_middle,
             self.means,
             self.inverses,
         ]
@@ -199,7 +203,9 @@ def _kind(*described: Any) -> object:
     return object()
 
 
-def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device) -> KernelLayout:
+def triton_layout(
+    codec: KVCodec, layer_idx: int, stored: Sequence[str], device: torch.device, half: bool
+) -> KernelLayout:
     """The layout of one layer.
 
     Args:
@@ -207,6 +213,7 @@ def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
         layer_idx: which layer.
         stored: names of the packed tensors that the context has.
         device: of the maps.
+        half: whether operands are in half precision; otherwise in float32.
     """
     geometry, state = codec.geometry, codec.layer_state(layer_idx, device)
     heads, head_dim = geometry.num_heads, geometry.head_dim
@@ -214,20 +221,20 @@ def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
     zero = torch.zeros(heads, head_dim, device=device)
     key_inverse = state.get("key_inverse", identity)
     value_inverse = state.get("value_inverse", identity)
-    value_mean = state.get("value_mean", zero)
     key_slabs, value_slabs = (
         [slab for slab in codec.field_slabs(layer_idx, kind) if slab.name in stored] for kind in ("key", "value")
     )
     keys, values = tuple(map(key_view, key_slabs)), tuple(map(value_view, value_slabs))
-    key_operands = [_Operand.of(slab, key_view(slab).spec, key_order) for slab in key_slabs]
-    value_operands = [_Operand.of(slab, value_view(slab).spec, value_order) for slab in value_slabs]
+    key_operands = [_Operand.of(slab, key_view(slab).spec, key_order, half) for slab in key_slabs]
+    value_operands = [_Operand.of(slab, value_view(slab).spec, value_order, half) for slab in value_slabs]
     query_map = torch.cat([operand.permute(key_inverse) for operand in key_operands], dim=2)
     value_map = torch.cat([operand.permute(value_inverse) for operand in value_operands], dim=2).transpose(1, 2)
-    midpoint = torch.cat([operand.midpoint for operand in key_operands])
-    half_unit = torch.cat([operand.half_unit for operand in value_operands]).to(device)
-    order = quads_to_pairs(len(midpoint))
-    field_bias = torch.zeros(_MIN_OPERAND_SIZE, len(midpoint), dtype=torch.float16)
-    field_bias[:2] = -torch.stack([_FP16_OFFSET * (midpoint > 0), midpoint])[:, order]
+    key_middle, value_middle = (
+        torch.cat([operand.middle for operand in operands]) for operands in (key_operands, value_operands)
+    )
+    order = quads_to_pairs(len(key_middle))
+    # Entries of tables are not in units.
+    unit = _HALF_UNIT if half and not any(slab.table for slab in value_slabs) else 1.0
     halves = query_map.unflatten(1, (2, head_dim // 2)).transpose(2, 3)
     map_scale = halves.abs().amax(dim=(1, 2, 3)).clamp_min(_MIN_SCALE)
     halves = halves / map_scale[:, None, None, None]
@@ -239,10 +246,11 @@ def triton_layout(codec: KVCodec, layer_idx: int, stored: Sequence[str], device:
         values=values,
         query_map=padded,
         map_scale=map_scale.contiguous(),
-        field_bias=field_bias.to(device),
+        field_bias=-key_middle[order].half().to(device),
         value_map=value_map.contiguous(),
-        value_mean=(value_mean + half_unit @ value_map).contiguous(),
-        means=torch.stack([state.get("key_mean", zero), value_mean]),
+        value_scale=torch.full((heads,), 1 / unit, device=device),
+        value_middle=(value_middle * unit).to(device),
+        means=torch.stack([state.get("key_mean", zero), state.get("value_mean", zero)]),
         inverses=torch.stack([key_inverse, value_inverse]),
         key_table=_table(key_slabs, state),
         value_table=_table(value_slabs, state),
@@ -256,28 +264,26 @@ class _Operand:
     Attributes:
         components: codec component at each index; 0 for none, int64 [size].
         weights: factor of a map's column at each index; 0 for none, float32 [size].
-        midpoint: of the field's range, in an operand that counts from 0, float32 [size].
-        half_unit: by which an operand that counts from -2^(bits - 1) misses the midpoint, float32 [size].
+        middle: of the field's range, in an operand that counts from 0 in half precision, and from -2^(bits - 1) in
+            float32; 0 for entries of tables, float32 [size].
     """
 
     components: Tensor
     weights: Tensor
-    midpoint: Tensor
-    half_unit: Tensor
+    middle: Tensor
 
     @classmethod
-    def of(cls, slab: FieldSlab, spec: SlabSpec, order: Callable[[SlabSpec], list[int]]) -> _Operand:
+    def of(cls, slab: FieldSlab, spec: SlabSpec, order: Callable[[SlabSpec], list[int]], half: bool) -> _Operand:
         components = torch.zeros(spec.size, dtype=torch.int64)
-        weights, midpoint, half_unit = (torch.zeros(spec.size) for _ in range(3))
+        weights, middle = torch.zeros(spec.size), torch.zeros(spec.size)
         for index, field in enumerate(order(spec)):
             if 0 <= field < len(slab.components):
                 scale = field_scale(spec, field)
                 components[index] = slab.components[field]
                 weights[index] = slab.weights[field] / scale
                 if not spec.table:
-                    midpoint[index] = scale * (2**spec.bits - 1) / 2
-                    half_unit[index] = scale / 2
-        return cls(components, weights, midpoint, half_unit)
+                    middle[index] = scale * ((2**spec.bits - 1) if half else -1) / 2
+        return cls(components, weights, middle)
 
     def permute(self, matrix: Tensor) -> Tensor:
         """Weighted columns of a matrix [heads, D, D] in the order of the operand, [heads, D, size]."""

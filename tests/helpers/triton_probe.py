@@ -30,6 +30,7 @@ def _show_operand(
     ROWS: tl.constexpr,
     SLABS: tl.constexpr,
     KEYS: tl.constexpr,
+    SPREAD: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
@@ -39,8 +40,8 @@ def _show_operand(
     table = load_packed_table(table_ptr, slab_of(SLABS, 0), DTYPE, ASM)
     if KEYS:
         opaque_one = tl.minimum(num_tokens, 1)
-        elements = load_key_slab(slab_ptr, 0, 0, opaque_one, T, slab_of(SLABS, 0))
-        operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), DTYPE, ASM)  # [size, T]
+        elements = load_key_slab(slab_ptr, 0, 0, opaque_one, T, slab_of(SLABS, 0), SPREAD)
+        operand = key_operand(elements, table_ptr, table, T, ROWS, slab_of(SLABS, 0), SPREAD, DTYPE, ASM)  # [size, T]
         tl.store(out_ptr + tl.arange(0, T)[None, :] * size + index[:, None], operand.to(tl.float32))
     else:
         words = load_value_slab(slab_ptr, 0, 0, T, slab_of(SLABS, 0))
@@ -66,6 +67,7 @@ def operand(
     dtype: torch.dtype,
     rows: int = 8,
     assembly: bool | None = None,
+    spread: bool = False,
 ) -> Tensor:
     """The operand of 64 tokens, float32 [64, size].
 
@@ -77,6 +79,7 @@ def operand(
         dtype: of the operand, float16 or float32.
         rows: of the operand that it is multiplied with, 8 or 16.
         assembly: whether it is made with inline assembly; None for where there is a GPU.
+        spread: whether the words of keys go through shared memory.
     """
     out = torch.full((64, spec.size), float("nan"), device=words.device)
     # There is always room for a whole tile.
@@ -90,6 +93,7 @@ def operand(
         ROWS=rows,
         SLABS=(spec,),
         KEYS=kind == "key",
+        SPREAD=spread,
         DTYPE=tl.float16 if dtype == torch.float16 else tl.float32,
         ASM=words.is_cuda if assembly is None else assembly,
         num_warps=1,

@@ -90,7 +90,7 @@ def test_order_of_a_value_in_eight_lanes() -> None:
     assert value_order(spec) == [lane * 4 + field for field in range(4) for lane in range(8)]
 
 
-def operand(spec: SlabSpec, order: list[int], slab: Tensor, table: Tensor | None, centred: bool) -> Tensor:
+def operand(spec: SlabSpec, order: list[int], slab: Tensor, table: Tensor | None, half: bool) -> Tensor:
     """The operand of a kernel for every token, [C, H, L, size].
 
     Args:
@@ -98,7 +98,7 @@ def operand(spec: SlabSpec, order: list[int], slab: Tensor, table: Tensor | None
         order: of its components.
         slab: the bytes.
         table: float32 [H, 16] of a slab whose fields are looked up.
-        centred: whether fields count from -2^(bits - 1), or from 0.
+        half: whether fields count from 0, or from -2^(bits - 1).
     """
     fields = unpack_codes(slab, spec.bits)
     held = torch.zeros(*fields.shape[:3], spec.size)
@@ -109,14 +109,16 @@ def operand(spec: SlabSpec, order: list[int], slab: Tensor, table: Tensor | None
                 held[..., index] = torch.stack([table[head][field[:, head]] for head in range(len(table))], dim=1)
             else:
                 scale = field_scale(spec, component)
-                held[..., index] = scale * (field - 2 ** (spec.bits - 1) * centred)
+                held[..., index] = scale * (field - 2 ** (spec.bits - 1) * (not half))
     return held
 
 
-def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple[str, ...], packed: Packed) -> None:
+def assert_maps_keep_scores_and_values(
+    codec: KVCodec, layer: int, stored: tuple[str, ...], packed: Packed, half: bool
+) -> None:
     """Operands and maps give the scores and values of the codec's own decoding, to 1e-5 of the largest."""
     packed = {name: packed[name] for name in stored}
-    layout = triton_layout(codec, layer, stored, torch.device("cpu"))
+    layout = triton_layout(codec, layer, stored, torch.device("cpu"), half)
     heads, head_dim = codec.geometry.num_heads, codec.geometry.head_dim
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, 3, head_dim, generator=generator)
@@ -126,17 +128,19 @@ def assert_maps_keep_scores_and_values(codec: KVCodec, layer: int, stored: tuple
     assert (layout.query_map[..., head_dim // 2 :] == 0).all()
     assert torch.allclose(layout.query_map.abs().amax(dim=(1, 2, 3)), torch.ones(heads))
     operands = [
-        operand(view.spec, key_order(view.spec), packed[view.name], layout.key_table, False) for view in layout.keys
+        operand(view.spec, key_order(view.spec), packed[view.name], layout.key_table, half) for view in layout.keys
     ]
     keys = torch.cat(operands, dim=3)
     keys = keys[..., quads_to_pairs(keys.shape[-1])]
-    scores = layout.map_scale[:, None, None] * (mapped @ (keys + layout.field_bias[1].float()).transpose(2, 3))
+    scores = layout.map_scale[:, None, None] * (mapped @ (keys + layout.field_bias.float()).transpose(2, 3))
     scores = scores + (query * layout.means[0][:, None]).sum(-1, keepdim=True)
     operands = [
-        operand(view.spec, value_order(view.spec), packed[view.name], layout.value_table, True)
+        operand(view.spec, value_order(view.spec), packed[view.name], layout.value_table, half)
         for view in layout.values
     ]
-    values = torch.cat(operands, dim=3) @ layout.value_map + layout.value_mean[:, None]
+    unit = 2.0**-24 if half and layout.value_table is None else 1.0
+    centred = torch.cat(operands, dim=3) * unit - layout.value_middle
+    values = centred * layout.value_scale[:, None, None] @ layout.value_map + layout.means[1][:, None]
 
     expected_query, offset = codec.map_query(layer, query)
     expected = expected_query[:, :, 0] @ codec.unpack(layer, "key", packed).transpose(2, 3)
@@ -159,20 +163,22 @@ def random_packed(codec: KVCodec, layer: int, tokens: int = 5) -> Packed:
 @given(
     widths=st.integers(2, 8).flatmap(lambda runs: st.tuples(falling(runs), falling(runs))),
     dropped=st.booleans(),
+    half=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@example(([8, 7, 6, 5, 3, 3, 3, 2], [7, 4, 3, 3, 1, 1, 0, 0]), True, 0)
-def test_maps_of_any_widths(widths: tuple[list[int], list[int]], dropped: bool, seed: int) -> None:
+@example(([8, 7, 6, 5, 3, 3, 3, 2], [7, 4, 3, 3, 1, 1, 0, 0]), True, True, 0)
+def test_maps_of_any_widths(widths: tuple[list[int], list[int]], dropped: bool, half: bool, seed: int) -> None:
     assume(all(map(any, widths)))
     codec = codec_of_widths(*widths, 8, seed)
     packed = random_packed(codec, 0)
     stored = tuple(name for name in packed if not dropped or name not in codec.refinements(0))
-    assert_maps_keep_scores_and_values(codec, 0, stored, packed)
+    assert_maps_keep_scores_and_values(codec, 0, stored, packed, half)
 
 
 @pytest.mark.parametrize("head_dim", [16, 32, 64, 128])
 @pytest.mark.parametrize("preset", ["turbo4", "turbo1", "paper"])
-def test_maps_of_presets(preset: str, head_dim: int) -> None:
+@pytest.mark.parametrize("half", [True, False])
+def test_maps_of_presets(half: bool, preset: str, head_dim: int) -> None:
     codec = codec_of(preset, head_dim)
     packed = random_packed(codec, LAYER)
-    assert_maps_keep_scores_and_values(codec, LAYER, tuple(packed), packed)
+    assert_maps_keep_scores_and_values(codec, LAYER, tuple(packed), packed, half)

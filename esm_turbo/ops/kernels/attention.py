@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 
 from esm_turbo.ops.kernels.operands import (
+    field_unit,
+    is_spread,
     key_operand,
     load_key_slab,
     load_keys,
@@ -86,8 +88,12 @@ def _score_tile(
     scores = tl.zeros((ROWS, T), tl.float32)
     next_words = ()
     for i in tl.static_range(len(KEYS)):
-        keys = key_operand(key_words[i], table_ptr, table, T, ROWS, slab_of(KEYS, i), DTYPE, ASM)  # [size, T]
-        slab = load_key_slab(slab_ptrs[i], slab_row, next_start, opaque_one, T, slab_of(KEYS, i))
+        keys = key_operand(
+            key_words[i], table_ptr, table, T, ROWS, slab_of(KEYS, i), is_spread(KEYS, i, ROWS), DTYPE, ASM
+        )  # [size, T]
+        slab = load_key_slab(
+            slab_ptrs[i], slab_row, next_start, opaque_one, T, slab_of(KEYS, i), is_spread(KEYS, i, ROWS)
+        )
         next_words = next_words + (slab,)
         scores = dot_fields(queries[i], keys, scores, slab_of(KEYS, i).table, PRECISION)
     return (scores,) + next_words
@@ -138,7 +144,7 @@ def attend_context(
     map_ptr,
     map_scale_ptr,
     field_bias_ptr,
-    key_mean_ptr,
+    mean_ptr,
     key_residual_ptr,
     angle_ptr,
     key_slab_ptrs,
@@ -247,8 +253,9 @@ def attend_context(
         # The slabs first, because their loads take longest.
         slab_row = context_head * slab_columns
         first_start = tile_start(first_tile, num_columns, T)
-        key_words = load_keys(key_slab_ptrs, slab_row, first_start, opaque_one, T, KEYS)
-        value_words = load_values(value_slab_ptrs, slab_row, first_start, T, VALUES)
+        if copies == 1:
+            key_words = load_keys(key_slab_ptrs, slab_row, first_start, opaque_one, T, ROWS, KEYS)
+            value_words = load_values(value_slab_ptrs, slab_row, first_start, T, VALUES)
         protected = ()
         for slot in tl.static_range(SLOTS):
             slot_ptr = protected_ptr + read * num_slots + slot
@@ -260,7 +267,7 @@ def attend_context(
         batch += context
         map_scale = tl.load(map_scale_ptr + head)
         maps = load_query_maps(map_ptr + head * (2 * KEY_SIZE * HALF), HALF, KEYS, KEY_SIZE)
-        field_biases = load_field_biases(field_bias_ptr, KEYS, KEY_SIZE, parts, DTYPE, ASM)
+        field_biases = load_field_biases(field_bias_ptr, KEYS, parts, DTYPE)
         key_table_ptrs = key_table_ptr + head * 16
         value_table_ptrs = value_table_ptr + head * 16
         key_table = load_packed_table(key_table_ptrs, slab_of(KEYS, 0), DTYPE, ASM)
@@ -273,8 +280,8 @@ def attend_context(
             residual_ptr += context_head * HEAD_DIM
         d = tl.arange(0, HALF)
         in_half = d < HEAD_DIM // 2
-        mean_low = load_mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, d, in_half)
-        mean_high = load_mean(key_mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_half)
+        mean_low = load_mean(mean_ptr + head * HEAD_DIM, residual_ptr, d, in_half)
+        mean_high = load_mean(mean_ptr + head * HEAD_DIM, residual_ptr, HEAD_DIM // 2 + d, in_half)
         # This waits for the length, and so does everything after it.
         end_column = tl.minimum(end_tile * T, num_columns)
         # Programs with a single block have nothing to prefetch.
@@ -290,6 +297,7 @@ def attend_context(
         mean_high = split_in_two(mean_high / map_scale / mean_scale, parts, DTYPE)
         # Not 0, or a score of minus infinity would become NaN.
         scale = tl.maximum(query_scale * (map_scale * LOG2E), _TINY)
+        field_scale = scale / field_unit(slab_of(KEYS, 0), DTYPE)
 
         row_max = tl.full((ROWS,), LOWEST, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -299,6 +307,10 @@ def attend_context(
         for begin in tl.range(first_tile, end_tile, copies):
             end = tl.minimum(begin + copies, end_tile)
             own_tile = begin + i // QUERIES
+            if copies > 1:
+                # Memory answers while queries are mapped; earlier, these words would take registers from the values.
+                begin_start = tile_start(begin, num_columns, T)
+                key_words = load_keys(key_slab_ptrs, slab_row, begin_start, opaque_one, T, ROWS, KEYS)
             mapped = map_queries(
                 low,
                 high,
@@ -337,12 +349,15 @@ def attend_context(
                         prefetch(key_slab_ptrs, slab_row, ahead, end_prefetch, PREFETCH_TILES * T, KEYS, ASM)
                     scored = _score_tile(
                         mapped[1:], key_words, key_slab_ptrs, key_table_ptrs, key_table, slab_row,
-                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T), opaque_one,
+                        tile_start(tl.minimum(tile + 1, end - 1), num_columns, T), opaque_one,
                         T, ROWS, KEYS, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
                     scores = tl.where((own_tile == tile)[:, None], scored[0], scores)
                     key_words = scored[1:]
                     tile += 1
+            if copies > 1:
+                # Memory answers while weights are computed.
+                value_words = load_values(value_slab_ptrs, slab_row, begin_start, T, VALUES)
             # Most groups are entirely visible and skip the mask.
             partial = end * T > length
             for slot in tl.static_range(SLOTS):
@@ -369,10 +384,13 @@ def attend_context(
                 visible = visible & ((word >> (bit & 31) & 1) != 0)
                 scores = tl.where(visible, scores, float("-inf"))
             bias = mapped[0] * scale
-            new_max = tl.maximum(row_max, tl.max(scores, 1) * scale + bias)
+            new_max = tl.maximum(row_max, tl.max(scores, 1) * field_scale + bias)
             rescale = _exp2(row_max - new_max, ASM)
-            weights = _exp2(scores * scale[:, None] + (bias - new_max)[:, None], ASM)  # [ROWS, T]
-            total = total * rescale + tl.sum(weights, 1)
+            weights = _exp2(scores * field_scale[:, None] + (bias - new_max)[:, None], ASM)  # [ROWS, T]
+            if PRECISION != "tf32":
+                # Only bfloat16 does not show that rounded weights have another total than the exact ones.
+                weights = weights.to(DTYPE)
+            total = total * rescale + tl.sum(weights.to(tl.float32), 1)
             row_max = new_max
             weights = as_lhs(pairs_to_quads(weights.to(DTYPE)))
             rescaled = ()
@@ -395,8 +413,7 @@ def attend_context(
                         prefetch(value_slab_ptrs, slab_row, ahead, end_prefetch, PREFETCH_TILES * T, VALUES, ASM)
                     summed = _accumulate_tile(
                         weights, (own_tile == tile)[:, None], acc, value_words, value_slab_ptrs, value_table_ptrs,
-                        value_table, slab_row,
-                        tile_start(tl.minimum(tile + 1, end_tile - 1), num_columns, T),
+                        value_table, slab_row, tile_start(tl.minimum(tile + 1, end - 1), num_columns, T),
                         T, ROWS, VALUES, DTYPE, PRECISION, ASM,
                     )  # fmt: skip
                     acc = summed[: len(VALUES)]

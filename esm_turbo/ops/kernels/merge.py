@@ -15,8 +15,6 @@ _MIN_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
 _FEW_TOKENS: tl.constexpr = tl.constexpr(4)
 # Bytes that one prefetch instruction fetches.
 _PREFETCH_BYTES: tl.constexpr = tl.constexpr(64)
-# Numbers of accumulators that are loaded at once.
-_LOADED: tl.constexpr = tl.constexpr(1024)
 
 
 @triton.jit
@@ -152,7 +150,9 @@ def merge(
     part_max_ptr,
     part_total_ptr,
     value_map_ptr,
-    value_mean_ptr,
+    value_scale_ptr,
+    value_middle_ptr,
+    mean_ptr,
     value_residual_ptr,
     output_ptr,
     stride_qb,
@@ -183,6 +183,7 @@ def merge(
     QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
+    LOADED: tl.constexpr,
 ):
     """Attends to new and protected tokens, combines this with the parts of the context, and maps the output back.
 
@@ -212,15 +213,19 @@ def merge(
     if first_query < end_query:
         d = tl.arange(0, SIZE)
         in_head = d < HEAD_DIM
-        mean = tl.load(value_mean_ptr + head * HEAD_DIM + d, mask=in_head, other=0.0)
+        mean = tl.load(mean_ptr + (num_heads + head) * HEAD_DIM + d, mask=in_head, other=0.0)
         if value_residual_ptr is not None:
             residual_ptr = value_residual_ptr + (read * num_heads + head).to(tl.int64) * HEAD_DIM
             mean += tl.load(residual_ptr + d, mask=in_head, other=0.0).to(tl.float32)
         component = tl.arange(0, VALUE_SIZE)
         map_ptr = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM)
-        if OVERLAP:
+        map_scale = tl.load(value_scale_ptr + head)
+        middle = tl.load(value_middle_ptr + component)
+        # The programs of other contexts find it in the L2 cache.
+        if OVERLAP and context == 0:
             # It takes too many registers to be loaded before it is needed.
-            _prefetch(map_ptr, VALUE_SIZE * HEAD_DIM * 4, VALUE_SIZE * SIZE * 4)
+            entry: tl.constexpr = map_ptr.dtype.element_ty.primitive_bitwidth // 8
+            _prefetch(map_ptr, VALUE_SIZE * HEAD_DIM * entry, VALUE_SIZE * SIZE * entry)
         dense_max, dense_total, dense_acc = _attend_dense(
             first_query, end_query, context, read, head, num_heads, num_tokens, query_ptr, key_ptr, value_ptr,
             new_mask_ptr, protected_key_ptr, protected_value_ptr, protected_mask_ptr, stride_qb, stride_qh, stride_qn,
@@ -228,7 +233,7 @@ def merge(
             has_protected_mask, protected_by_row, HEAD_DIM, SIZE, QUERIES, PRECISION,
         )  # fmt: skip
         # Several parts at a time, in copies of the queries.
-        copies: tl.constexpr = max(1, _LOADED // (QUERIES * VALUE_SIZE))
+        copies: tl.constexpr = max(1, LOADED // (QUERIES * VALUE_SIZE))
         i = tl.arange(0, copies * QUERIES)
         query = first_query + i % QUERIES
         first_row = context_head.to(tl.int64) * max_parts * num_rows + query
@@ -259,7 +264,9 @@ def merge(
         acc = tl.sum(tl.reshape(acc, (copies, QUERIES, VALUE_SIZE)) * weight[:, :, None], 0)
         rescale = tl.exp2(dense_max - highest)
         map_ptrs = map_ptr + component[:, None] * HEAD_DIM + d[None, :]
-        value_map = tl.load(map_ptrs, mask=in_head[None, :], other=0.0)  # [VALUE_SIZE, SIZE]
+        in_map = in_head[None, :] & (component < stride_part)[:, None]
+        value_map = tl.load(map_ptrs, mask=in_map, other=0.0).to(tl.float32)  # [VALUE_SIZE, SIZE]
+        acc = (acc - total[:, None] * middle[None, :]) * map_scale
         output = _product(acc, value_map, total[:, None] * mean[None, :], PRECISION) + dense_acc * rescale[:, None]
         output /= tl.maximum(total + dense_total * rescale, _MIN_TOTAL)[:, None]
         # [B, n, H, D]: the queries of a context follow each other.

@@ -1,8 +1,9 @@
 """Packed words become operands of `tl.dot`, in registers. Imported only where kernels run; see docs/kernels.md.
 
-Bytes are moved two at a time. A field is then masked in place into the mantissa of 1024, or looked up in a table held
-in registers. The order of components in an operand follows from which field of which word a lane holds; it is defined
-in `triton_layout`. The maps of the query and of the output are permuted to match, which costs nothing at run time.
+Bytes are moved two at a time. A field is then masked in place, where its bits are a subnormal half-precision number, or
+looked up in a table held in registers. The order of components in an operand follows from which field of which word a
+lane holds; it is defined in `triton_layout`. The maps of the query and of the output are permuted to match, which costs
+nothing at run time.
 """
 
 from __future__ import annotations
@@ -112,15 +113,13 @@ def _unpack_pair(
     HIGH: tl.constexpr,
     BITS: tl.constexpr,
     TABLE: tl.constexpr,
-    CENTRED: tl.constexpr,
     DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
 ):
     """Two fields of BITS bits: at bit LOW + shift of byte 0 and at bit HIGH + shift of byte 2.
 
     A field at bit s of its byte is masked in place, never shifted, so that it counts 2^s times its value; the maps
-    divide by 2^s (`triton_layout.field_scale`). CENTRED subtracts 2^(BITS - 1) from each field. Otherwise, in half
-    precision with ASM, 1024 is added to it.
+    divide by 2^s (`triton_layout.field_scale`). In half precision it is read as a subnormal number, in units of 2^-24.
+    In float32 2^(BITS - 1) is subtracted: tensor cores truncate sums, which shows if all terms have one sign.
     """
     mask: tl.constexpr = 2**BITS - 1
     if TABLE:
@@ -129,35 +128,13 @@ def _unpack_pair(
         return low.to(DTYPE), high.to(DTYPE)
     else:
         ones: tl.constexpr = 2**LOW + 2 ** (16 + HIGH)
-        fields = (mask * ones) << shift
-        middles = (2 ** (BITS - 1) * ones) << shift
-        if ASM and tl.float16 == DTYPE:
-            # 1024 is 0x6400 in half precision, its ten bits of mantissa are free: (word & fields) | 1024, for two
-            # numbers at once.
-            if CENTRED:
-                return tl.inline_asm_elementwise(
-                    "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; sub.f16x2 t, t, $5; mov.b32 {$0, $1}, t; }",
-                    "=h,=h,r,r,r,r",
-                    [word, fields, 0x64006400, 0x64006400 + middles],
-                    dtype=(tl.float16, tl.float16),
-                    is_pure=True,
-                    pack=1,
-                )
-            else:
-                return tl.inline_asm_elementwise(
-                    "{ .reg .b32 t; lop3.b32 t, $2, $3, $4, 0xEA; mov.b32 {$0, $1}, t; }",
-                    "=h,=h,r,r,r",
-                    [word, fields, 0x64006400],
-                    dtype=(tl.float16, tl.float16),
-                    is_pure=True,
-                    pack=1,
-                )
+        pair = word & ((mask * ones) << shift)
+        if tl.float16 == DTYPE:
+            low, high = pair.to(tl.int16), (pair >> 16).to(tl.int16)
+            return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
         else:
-            word = word & fields
-            if CENTRED:
-                low, high = (word & 0xFFFF) - (middles & 0xFFFF), (word >> 16) - (middles >> 16)
-            else:
-                low, high = word & 0xFFFF, word >> 16
+            middles = (2 ** (BITS - 1) * ones) << shift
+            low, high = (pair & 0xFFFF) - (middles & 0xFFFF), (pair >> 16) - (middles >> 16)
             return low.to(DTYPE), high.to(DTYPE)
 
 
@@ -221,8 +198,46 @@ def prefetch(slab_ptrs, row, first, end, COUNT: tl.constexpr, SLABS: tl.constexp
             _prefetch_slab(slab_ptrs[i], row, first, COUNT, slab_of(SLABS, i))
 
 
+@triton.constexpr_function
+def is_spread(slabs, index, rows):
+    """Whether a slab of keys goes through shared memory: its only word is needed by four lanes.
+
+    It takes fewer loads and registers, which was measured to be faster beside a slab of many words, and slower without.
+    """
+    specs = [SlabSpec(*slab) for slab in slabs]
+    return rows < MMA_ROWS.value and specs[index].words == 1 and specs[0].words >= 4
+
+
 @triton.jit
-def load_key_slab(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr):
+def _load_words(slab_ptr, row, first, token, SLAB: tl.constexpr):
+    """The words of some tokens of a tile, [T, words]."""
+    word = tl.arange(0, SLAB.words)[None, :]
+    mask = None
+    if SLAB.stored < SLAB.words:
+        mask = word < SLAB.stored
+    return tl.load(slab_ptr + (row + first) * SLAB.stored + (token[:, None] * SLAB.stored + word), mask=mask)
+
+
+@triton.jit
+def _spread_keys(x, T: tl.constexpr, SLAB: tl.constexpr):
+    """Words [T, words] as elements, see `_load_key_lanes`."""
+    words: tl.constexpr = SLAB.words
+    x = tl.permute(tl.reshape(x, (T // 8, 8, words)), (2, 1, 0))
+    x = tl.broadcast_to(x[:, None, :, :], (words, SLAB.elements // words, 8, T // 8))
+    return tl.permute(tl.reshape(x, (4, SLAB.elements // 4, 8, T // 8)), (0, 2, 3, 1))
+
+
+@triton.jit
+def load_key_slab(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr, SPREAD: tl.constexpr):
+    """The words of T keys, [T, words], if they are to be spread; otherwise their elements, see `_load_key_lanes`."""
+    if SPREAD:
+        return _load_words(slab_ptr, row, first, tl.arange(0, T), SLAB)
+    else:
+        return _load_key_lanes(slab_ptr, row, first, opaque_one, T, SLAB)
+
+
+@triton.jit
+def _load_key_lanes(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr):
     """The elements of T keys, [4, 8, T / 8, elements / 4]: four lanes share a key and hold neighbouring elements.
 
     The shape follows the lanes and registers of the operand, so that no loaded data moves between lanes.
@@ -244,11 +259,11 @@ def load_key_slab(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.co
 
 
 @triton.jit
-def load_keys(slab_ptrs, row, first, opaque_one, T: tl.constexpr, SLABS: tl.constexpr):
+def load_keys(slab_ptrs, row, first, opaque_one, T: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr):
     """The elements of a tile of every key slab, see `load_key_slab`."""
     words = ()
     for i in tl.static_range(len(SLABS)):
-        slab = load_key_slab(slab_ptrs[i], row, first, opaque_one, T, slab_of(SLABS, i))
+        slab = load_key_slab(slab_ptrs[i], row, first, opaque_one, T, slab_of(SLABS, i), is_spread(SLABS, i, ROWS))
         words = words + (slab,)
     return words
 
@@ -267,18 +282,17 @@ def key_operand(
     T: tl.constexpr,
     ROWS: tl.constexpr,
     SLAB: tl.constexpr,
+    SPREAD: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T keys, [size, T], from their elements. A lane holds four consecutive components of a key.
-
-    In float32 fields are centred: tensor cores truncate sums, which shows if all terms have one sign.
-    """
+    """Components of T keys, [size, T], from what `load_key_slab` loads. A lane holds four consecutive ones of a key."""
     bits: tl.constexpr = SLAB.bits
     element_bits: tl.constexpr = SLAB.element_bits
     count: tl.constexpr = element_bits // bits // 2
     upper: tl.constexpr = count if element_bits <= 8 else 0
-    centred: tl.constexpr = tl.float32 == DTYPE
+    if SPREAD:
+        x = _spread_keys(x, T, SLAB)
     x = x.to(tl.int32)
     shift = 0
     if element_bits < 32:
@@ -297,7 +311,7 @@ def key_operand(
         for i in tl.static_range(count):
             word = x >> (bits * i // 8 * 8)
             first, second = _unpack_pair(
-                word, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLAB.table, centred, DTYPE, ASM
+                word, table_ptr, shift, bits * i % 8, bits * (i + upper) % 8, bits, SLAB.table, DTYPE
             )
             parts = parts + (tl.join(first, second),)
     stacked = _stack(parts)
@@ -318,6 +332,12 @@ def key_operand(
         return operand
 
 
+@triton.constexpr_function
+def field_unit(SLAB, DTYPE):
+    """What a unit of a slab's fields is in an operand."""
+    return 2.0**-24 if tl.float16 == DTYPE and not SLAB.table else 1.0
+
+
 @triton.jit
 def token_at(row):
     """The token in a row of a tile's values: the order in which `pairs_to_quads` leaves the weights."""
@@ -327,12 +347,7 @@ def token_at(row):
 @triton.jit
 def load_value_slab(slab_ptr, row, first, T: tl.constexpr, SLAB: tl.constexpr):
     """The words of T values, [T, words]."""
-    token = token_at(tl.arange(0, T))[:, None]
-    word = tl.arange(0, SLAB.words)[None, :]
-    mask = None
-    if SLAB.stored < SLAB.words:
-        mask = word < SLAB.stored
-    return tl.load(slab_ptr + (row + first) * SLAB.stored + (token * SLAB.stored + word), mask=mask)
+    return _load_words(slab_ptr, row, first, token_at(tl.arange(0, T)), SLAB)
 
 
 @triton.jit
@@ -386,7 +401,7 @@ def value_operand(
             if i % per_byte == 0:
                 pairs = _permute_bytes(x, y, (bit // 8 + i // per_byte) * 0x0101 + 0x0400, ASM)
             even, odd = _unpack_pair(
-                pairs, table_ptr, shift, i % per_byte * bits, i % per_byte * bits, bits, SLAB.table, True, DTYPE, ASM
+                pairs, table_ptr, shift, i % per_byte * bits, i % per_byte * bits, bits, SLAB.table, DTYPE
             )
             parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
     stacked = _stack(parts)

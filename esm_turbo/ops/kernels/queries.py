@@ -97,28 +97,17 @@ def load_query_maps(map_ptr, HALF: tl.constexpr, KEYS: tl.constexpr, KEY_SIZE: t
 def load_field_biases(
     bias_ptr,
     KEYS: tl.constexpr,
-    KEY_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
     DTYPE: tl.constexpr,
-    ASM: tl.constexpr,
 ):
-    """The biases of the fields of every key slab, in the first two of PARTS rows, [PARTS, size] each.
-
-    The first row is minus the fp16 packing offset (1024), the second minus the field's midpoint.
-    """
+    """The biases of the fields of every key slab, in the first of PARTS rows, [PARTS, size] each."""
     part = tl.arange(0, PARTS)[:, None]
     biases = ()
     start = 0
     for i in tl.static_range(len(KEYS)):
         column = start + tl.arange(0, slab_of(KEYS, i).size)
-        bias = tl.load(bias_ptr + part * KEY_SIZE + column[None, :]).to(DTYPE)
-        if not ASM or tl.float16 != DTYPE:
-            # Only fields that are masked into half precision have an offset.
-            bias = tl.where(part > 0, bias, 0.0)
-        if tl.float32 == DTYPE:
-            # Centred fields, less 2^(bits - 1), are half a unit below their midpoint.
-            bias /= 1 - 2 ** slab_of(KEYS, i).bits
-        biases = biases + (bias,)
+        bias = tl.load(bias_ptr + (part * 0 + column[None, :]), mask=part == 0, other=0.0)
+        biases = biases + (bias.to(DTYPE),)
         start += slab_of(KEYS, i).size
     return biases
 
