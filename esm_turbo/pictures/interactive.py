@@ -272,7 +272,11 @@ def _add_logo(figure: go.Figure, panel: Logo, axis: str) -> None:
 def _outline(letter: str, left: float, base: float, width: float, height: float) -> str:
     """A letter that fills a box, as a path of SVG."""
     path = TextPath((0, 0), letter, size=1, prop=FontProperties(family="DejaVu Sans", weight="bold"))
-    low, high = path.vertices.min(axis=0), path.vertices.max(axis=0)
+    # What closes a curve has a place of no meaning.
+    drawn = path.vertices[path.codes != path.CLOSEPOLY]
+    low, high = drawn.min(axis=0), drawn.max(axis=0)
+    if letter == "I":  # As wide as others, it would be a block.
+        left, width = left + 0.3 * width, 0.4 * width
     scale = np.array([width, height]) / (high - low)
     parts = []
     for vertices, code in path.iter_segments():

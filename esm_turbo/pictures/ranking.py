@@ -33,7 +33,12 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
         ]
     ]  # fmt: skip
     marks = {"best": float(perplexities.min()), "median": float(np.median(perplexities))}
-    layout.append([Histogram(perplexities, _PERPLEXITY, marks, "candidates"), *_agreement(result)])
+    # Of few candidates, the bars are the whole distribution.
+    below: list[Panel] = (
+        [Histogram(perplexities, _PERPLEXITY, marks, "candidates")] if len(perplexities) > _BEST else []
+    )
+    below += _agreement(result)
+    layout += [below] if below else []
     target = result.target
     size = f"{counted(len(result.candidates), 'candidate')}, target of {counted(len(target.sequence), 'residue')}"
     caption = (

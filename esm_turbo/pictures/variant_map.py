@@ -10,13 +10,28 @@ from scipy.special import log_softmax
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
-from esm_turbo.pictures.panels import ENTROPY, Array, Heatmap, Histogram, Lines, Panel, Scatter, Sheet, Table, Tracks
+from esm_turbo.pictures.panels import (
+    ENTROPY,
+    Array,
+    Bars,
+    Heatmap,
+    Histogram,
+    Lines,
+    Panel,
+    Scatter,
+    Sheet,
+    Table,
+    Tracks,
+)
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants.records import ProteinVariants
+from esm_turbo.tasks.variants.score import VariantScores
 from esm_turbo.tasks.variants.substitutions import Substitutions
 
 _SCORE = "score (nats)"
+# Variants of which each has a bar.
+_FEW = 20
 _MARGINALS = {"masked": "masked marginals", "wild_type": "wild-type marginals"}
 
 
@@ -36,11 +51,12 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
         layout.append(_map(result, scores))
     layout += [_measured(result)] if len(_pairs(result)[0]) else []
     if not layout:
-        layout.append([Histogram(np.array(result.scores[arm].values), _SCORE, noun="variants")])
+        layout.append([_distribution(result.scores[arm])])
     scored = result.scores[arm]
     how = f"{used}; {_MARGINALS[scored.method]}"
     how += f", {scored.refresh} residues refreshed" if scored.refresh else ""
-    reading = "log p(mutant) - log p(wild type): red is less likely than the wild type (dots), blue more likely"
+    reading = "log p(mutant) - log p(wild type)"
+    reading += ": red is less likely than the wild type (dots), blue more likely" if singles else ""
     parts = [f"{how}.", f"{counted(len(result.variants), 'variant')}; {reading}."]
     if singles:
         shown = shown_positions(scores[arm])
@@ -51,7 +67,7 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
         parts.append("Grey was not scored." if not whole.all() else "")
         parts.append("Entropy is over the 20 residues." if whole.any() else "")
     if several:
-        parts.append(f"{counted(several, 'variant')} of several substitutions: not in the map.")
+        parts.append(f"{counted(several, 'variant')} of several substitutions{': not in the map' if singles else ''}.")
     title = f"{wild_type.id}: effects of substitutions, {counted(len(wild_type.sequence), 'residue')}"
     measured = any(variant.measured is not None for variant in result.variants)
     columns = [*result.columns(), *(["measured"] if measured else [])]
@@ -147,6 +163,15 @@ def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
         largest = float(np.nanmax([*differences.values(), np.full(len(positions), 1e-6)]))
         tracks.append(Lines(positions, differences, "position", "|arm - full|\n(mean, nats)", limits=(0.0, largest)))
     return Tracks(tracks, positions, list(sequence))
+
+
+def _distribution(scores: VariantScores) -> Panel:
+    """Variants that no map shows: each of a few, best first, or how many have which score."""
+    values = np.array(scores.values)
+    if len(values) > _FEW:
+        return Histogram(values, _SCORE, noun="variants")
+    best = scores.ranking()
+    return Bars([scores.scores[index].variant for index in best], values[best], _SCORE)
 
 
 def _pairs(result: ProteinVariants) -> tuple[list[int], Array]:

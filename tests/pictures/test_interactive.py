@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 from esm_turbo.pictures.interactive import panel_figure, tracks_figure, tracks_width
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.palettes import MISSING
-from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
+from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Logo, Scatter, Tracks
 from esm_turbo.pictures.ranking import ranking_sheet
 from esm_turbo.pictures.variant_map import effects, variant_sheet
 
@@ -81,15 +82,23 @@ def test_few_columns_are_not_drawn_out(designs) -> None:
 def test_letters_of_a_logo_fill_their_share(designs) -> None:
     figure = tracks_figure(logo_sheet(designs, "ACDEFGHI", "").layout[0])
     assert len(figure.layout.shapes) == 6
-    heights = []
+    heights, widths = [], []
     for shape in figure.layout.shapes:
         numbers = [pair.split(",") for pair in shape.path.replace("M", " ").replace("L", " ").replace("Q", " ")
                    .replace("C", " ").replace("Z", " ").split()]  # fmt: skip
-        ys = [float(y) for _, y in numbers]
+        xs, ys = ([float(pair[axis]) for pair in numbers] for axis in (0, 1))
         heights.append(round(max(ys) - min(ys), 3))
-    assert sorted(heights) == [0.25, 0.25, 0.25, 0.5, 0.75, 1.0]
+        widths.append(round(max(xs) - min(xs), 2))
+    assert sorted(heights) == [0.25, 0.25, 0.25, 0.5, 0.75, 1.0] and set(widths) == {0.92}
     hovers = {trace.name: trace.y for trace in figure.data if trace.type == "bar"}
     assert hovers["A"] == (1.0, 0.5, 0.0)
+
+
+def test_an_isoleucine_of_a_logo_is_no_block() -> None:
+    logo = Logo(np.array([[1.0]]), "I", [4], "share", "position")
+    [shape] = tracks_figure(Tracks([logo], [4], ["A"])).layout.shapes
+    xs = [float(x) for x in re.findall(r"(-?[\d.]+),", shape.path)]
+    assert (min(xs), max(xs)) == (-0.184, 0.184)
 
 
 def test_rows_of_a_ranking_are_apart_although_they_have_no_names(ranking) -> None:

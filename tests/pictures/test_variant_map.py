@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import entropy
 
 from esm_turbo.pictures.palettes import RESIDUE_ORDER
-from esm_turbo.pictures.panels import Heatmap, Histogram, Lines, Scatter, Tracks
+from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Scatter, Tracks
 from esm_turbo.pictures.variant_map import effects, entropies, mean_effects, variant_sheet
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
@@ -120,11 +120,22 @@ def test_where_most_positions_have_no_score_only_scored_ones_are_shown(scored, s
 
 
 def test_variants_of_several_substitutions_alone_have_no_map() -> None:
-    names = ["M24A:K25R", "M24C:K25R"]
-    variants = tuple(map(MeasuredVariant, names))
-    result = ProteinVariants(ProteinRecord("wt", WILD_TYPE), 24, variants, {"turbo": variant_scores(names)})
-    [[panel]] = variant_sheet(result, "").layout
-    assert isinstance(panel, Histogram) and len(panel.values) == 2
+    names = [f"M24{mutant}:K25R" for mutant in "ACDEFGHIKLNPQRSTVWYUO"]
+    for count in (2, 20, 21):
+        own = names[:count]
+        scores = variant_scores(own)
+        result = ProteinVariants(
+            ProteinRecord("wt", WILD_TYPE), 24, tuple(map(MeasuredVariant, own)), {"turbo": scores}
+        )
+        sheet = variant_sheet(result, "")
+        [[panel]] = sheet.layout
+        if count > 20:
+            assert isinstance(panel, Histogram) and panel.values.tolist() == scores.values
+        else:
+            assert isinstance(panel, Bars) and panel.values.tolist() == sorted(scores.values, reverse=True)
+            assert dict(zip(panel.names, panel.values, strict=True)) == dict(zip(own, scores.values, strict=True))
+        # There are no colours to explain.
+        assert "red" not in sheet.caption and f"{count} variants of several substitutions." in sheet.caption
 
 
 def test_residues_without_a_row_are_left_out(variants) -> None:
