@@ -20,6 +20,16 @@ def test_hours(seconds: float, words: str) -> None:
     assert tables_costs._hours(seconds) == words
 
 
+def test_hours_of_one_and_of_eight_devices_on_both_networks() -> None:
+    head, _, *rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in tables_costs.costs().splitlines()]
+    for row, task in zip(rows, tasks(), strict=False):
+        found = dict(zip(head, row, strict=True))
+        for workers, noun in ((1, "1 device"), (8, "8 devices")):
+            for gigabits in (10, 100):
+                expected = tables_costs._hours(task.run(workers, gigabits * 1e9 / 8).seconds)
+                assert found[f"{noun}, {gigabits} Gbit/s: hours"] == expected, task.name
+
+
 def test_every_task_and_rate_has_a_row() -> None:
     assert len(tables_costs.costs().splitlines()) == 2 + len(tasks()) + 2
     lines = tables_costs.cost_rates().splitlines()
