@@ -47,6 +47,24 @@ def ranges() -> list[Requirement]:
     return requirements(*PYPROJECT["project"]["optional-dependencies"])
 
 
+# For work on the package: the others are for its users.
+DEVELOPMENT = {"benchmark", "browser", "compare", "dev", "docs", "notebooks", "test"}
+
+
+def test_one_extra_installs_what_all_others_for_users_do() -> None:
+    extras = set(PYPROJECT["project"]["optional-dependencies"])
+    assert extras >= DEVELOPMENT | {"all"}
+    [everything] = map(Requirement, PYPROJECT["project"]["optional-dependencies"]["all"])
+    assert everything.name == PYPROJECT["project"]["name"]
+    assert everything.extras == extras - DEVELOPMENT - {"all"}
+
+
+def test_the_extras_for_users_are_documented() -> None:
+    section = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("\n## Extras\n")[2]
+    listed = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert sorted(listed) == sorted(set(PYPROJECT["project"]["optional-dependencies"]) - DEVELOPMENT)
+
+
 def lower_bound(requirement: Requirement) -> Version:
     [bound] = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
     return bound
