@@ -24,7 +24,7 @@ READS = object()
 class Writes:
     """Marks an argument that names an output."""
 
-    holds: Literal["text", "calibration", "embeddings", "contexts"]
+    holds: Literal["text", "picture", "calibration", "embeddings", "contexts"]
     suffixes: tuple[str, ...] = ()
 
 
@@ -36,7 +36,7 @@ SequenceFile = Annotated[Path | None, Writes("text", SEQUENCES)]
 PictureFile = Annotated[
     Path | None,
     Parameter(help="Picture to draw, by its suffix: .html (opens offline), .pdf, or .png or .svg for one protein."),
-    Writes("text"),
+    Writes("picture"),
 ]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.

@@ -10,10 +10,11 @@ CALIBRATION_FILE = "calibration.safetensors"
 STORE_FILE = "store.safetensors"
 INDEX_FILE = "index.tsv"
 SETTINGS_FILE = "settings.json"
-PARQUET_KIND = "a Parquet file"
+PARQUET_KIND, PICTURE_KIND = "a Parquet file", "a picture"
 
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "vocab.txt")
 _HDF5, _ZIP, _PARQUET = b"\x89HDF\r\n\x1a\n", b"PK\x03\x04", b"PAR1"
+_PICTURES = (b"\x89PNG\r\n\x1a\n", b"%PDF-")
 _HEAD_BYTES = 4096
 # A larger header would not be one of safetensors.
 _MAX_HEADER_BYTES = 100_000_000
@@ -66,6 +67,8 @@ def binary_kind(path: str | os.PathLike[str]) -> str | None:
         head = file.read(_HEAD_BYTES)
         if head.startswith(_PARQUET):
             return PARQUET_KIND
+        if head.startswith(_PICTURES):
+            return PICTURE_KIND
         size = int.from_bytes(head[:8], "little")
         if head[8:9] == b"{" and size <= _MAX_HEADER_BYTES:
             file.seek(8)

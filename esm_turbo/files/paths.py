@@ -54,15 +54,15 @@ class Output(NamedTuple):
     """
 
     path: str | os.PathLike[str]
-    holds: Literal["text", "calibration", "HDF5", "Parquet", "embeddings", "contexts"]
+    holds: Literal["text", "picture", "calibration", "HDF5", "Parquet", "embeddings", "contexts"]
     suffixes: tuple[str, ...] = ()
 
 
 def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[str]]) -> None:
     """Make sure that no output replaces an input, another output or an artifact, or lies inside one.
 
-    A calibration may replace a calibration, and be the `calibration.safetensors` of a model. Embeddings and contexts
-    may be added to a folder of their kind.
+    A calibration may replace a calibration, and a picture a picture; a calibration may be the
+    `calibration.safetensors` of a model. Embeddings and contexts may be added to a folder of their kind.
 
     Raises:
         NotWritableError: an output does, under any name, or cannot be written.
@@ -98,7 +98,7 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
             for kind in (kind for kind, applies in kinds.items() if applies):
                 where = f"is {kind}" if folder == place else f"lies in {folder}, {kind}"
                 raise NotWritableError(f"{path}: {where}; name another path to write")
-        replaced = binary_kind(place) if output.holds in ("text", "calibration") else None
+        replaced = binary_kind(place) if output.holds in ("text", "picture", "calibration") else None
         same = f"a {output.holds}" if place.suffix.lower() != PARQUET else PARQUET_KIND
         if replaced is not None and replaced != same:
             raise NotWritableError(f"{path}: is {replaced}, which would be replaced; name another path to write")

@@ -65,3 +65,16 @@ def test_what_cannot_be_drawn_is_refused_before_any_work(esm_shared, proteins, w
     result = esm_shared("embed", proteins, tmp_path / "e", "--groups", table)
     assert result.code == 2 and "give --plot as well" in result.error
     assert sorted(path.name for path in tmp_path.iterdir()) == ["groups.csv", "two.fasta"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg", ".html"])
+def test_a_picture_is_drawn_again_in_its_place(esm_shared, write, tmp_path, suffix):
+    one, plot = write("one.fasta", ">wt\nMKTAY\n"), tmp_path / f"map{suffix}"
+    for _ in range(2):
+        code, _, err = esm_shared("variants", one, "--method", "wild_type", "--plot", plot)
+        assert (code, err) == (0, f"esm-turbo: picture written to {plot}\n")
+    code, _, err = esm_shared("variants", one, "--method", "wild_type", "--json", plot)
+    if suffix in (".png", ".pdf"):
+        assert code == 2 and f"{plot}: is a picture, which would be replaced" in err
+    else:
+        assert code == 0

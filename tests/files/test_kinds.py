@@ -29,9 +29,11 @@ def torch_file():
         (torch_file(), "a binary file"),
         (b"\x89HDF\r\n\x1a\n" + bytes(8), "a binary file"),
         (b"PAR1" + bytes(8), "a Parquet file"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "a picture"),
+        (b"%PDF-1.4\n", "a picture"),
         (b"\x02\0\0\0\0\0\0\0{", "a damaged file of tensors"),
     ],
-    ids=["empty", "csv", "json", "latin", "gzip", "pt", "hdf5", "parquet", "cut"],
+    ids=["empty", "csv", "json", "latin", "gzip", "pt", "hdf5", "parquet", "png", "pdf", "cut"],
 )
 def test_binary_files_are_recognised(tmp_path, content, kind):
     path = tmp_path / "x"

@@ -136,7 +136,7 @@ def test_an_artifact_is_replaced_by_its_own_kind_only(tmp_path):
     path = tmp_path / "x"
     for kind, own in (("calibration", ("calibration",)), ("cache", ()), ("context", ())):
         save_file({"x": np.zeros(2)}, path, metadata={"kind": kind})
-        for holds in ("text", "calibration"):
+        for holds in ("text", "picture", "calibration"):
             if holds in own:
                 check(path, holds=holds)
             else:
@@ -144,6 +144,18 @@ def test_an_artifact_is_replaced_by_its_own_kind_only(tmp_path):
                     check(path, holds=holds)
     path.write_text("old results")
     check(path)
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\0\0", b"%PDF-1.4\n", b"<svg></svg>"])
+def test_a_picture_is_drawn_again(tmp_path, content):
+    path = tmp_path / "x.png"
+    path.write_bytes(content)
+    check(path, holds="picture")
+    if content.startswith(b"<"):
+        return
+    for holds in ("text", "calibration"):
+        with pytest.raises(NotWritableError, match="is a picture, which would be replaced; name another path"):
+            check(path, holds=holds)
 
 
 def check(*paths, reads=(), holds="text"):
