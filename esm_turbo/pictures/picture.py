@@ -100,7 +100,7 @@ def check_picture(out: str | os.PathLike[str], sheets: int) -> str:
         )
     if sheets > 1 and suffix in (".png", ".svg"):
         raise SuffixError(
-            f"{os.fspath(out)}: a {suffix[1:].upper()} shows one protein, there are {sheets}; use .html or .pdf"
+            f"{os.fspath(out)}: a {suffix[1:].upper()} holds one picture, there are {sheets}; use .html or .pdf"
         )
     if sheets > MOST_SHEETS:
         raise ValueError(f"{os.fspath(out)}: a picture shows at most {MOST_SHEETS} proteins, there are {sheets:,}")

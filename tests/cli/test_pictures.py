@@ -51,7 +51,7 @@ def test_calibrations_and_evaluations(esm, fasta, tiny_folder, tmp_path):
 
 def test_what_cannot_be_drawn_is_refused_before_any_work(esm_shared, proteins, write, tmp_path):
     refused = {
-        "map.png": "a PNG shows one protein, there are 2; use .html or .pdf",
+        "map.png": "a PNG holds one picture, there are 2; use .html or .pdf",
         "map.gif": "must end in .html, .pdf, .png or .svg; got .gif",
     }
     for name, message in refused.items():

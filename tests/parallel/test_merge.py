@@ -53,6 +53,23 @@ COMMANDS = {
 }
 
 
+@pytest.mark.parametrize("out", ["folder", "store"])
+def test_a_shard_says_what_it_wrote_and_where(run: Run, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    assert run(*COMMANDS[out], "--json", "whole.json") == 0
+    capsys.readouterr()
+    name = {"folder": "written", "store": "computed"}[out]
+    whole = json.loads(Path("whole.json").read_text())[name]
+    Path(out).rename("whole")
+    counts = []
+    for number in (1, 2, 3):
+        assert run(*COMMANDS[out], "--shard", f"{number}/3", "--json", f"{number}.json") == 0
+        counts.append(json.loads(Path(f"{number}.json").read_text())[name])
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{counts[-1]} ") and f"{out}.shards/shard-0000{number}-of-00003" in printed
+    assert 0 < max(counts) < whole
+    assert sum(counts) == whole
+
+
 @pytest.mark.parametrize("out", COMMANDS)
 def test_shards_joined_are_one_run(run: Run, out: str) -> None:
     command = COMMANDS[out]

@@ -45,7 +45,7 @@ def test_a_pdf_has_a_page_for_each_protein(designs, tmp_path) -> None:
     [
         ("map.jpg", 1, r"map\.jpg: must end in \.html, \.pdf, \.png or \.svg; got \.jpg"),
         ("map", 1, "map: must end in .*; got no suffix"),
-        ("map.png", 2, r"map\.png: a PNG shows one protein, there are 2; use \.html or \.pdf"),
+        ("map.png", 2, r"map\.png: a PNG holds one picture, there are 2; use \.html or \.pdf"),
         ("map.html", MOST_SHEETS + 1, "at most 50 proteins, there are 51"),
     ],
 )

@@ -149,7 +149,7 @@ def embed(
         say(f"warning: {damaged}: was damaged and has been replaced")
     if cut:
         say(f"warning: {len(cut)} protein{'s' if len(cut) > 1 else ''} truncated to {truncation_seq_length} residues")
-    written, total = len(good) - len(run.failed), len(good) + len(bad)
+    written, total = len(good) - len(run.failed) if sharding.plan is None else len(run.numbers), len(good) + len(bad)
     bad = [*bad, *run.failed]
     list_bad(proteins, bad)
     result = {
@@ -163,5 +163,5 @@ def embed(
         "failed": failures(bad),
     }
     reused = f" ({run.reused} of them earlier)" if run.reused else ""
-    show(f"{written} of {total} proteins embedded in {out}{reused}", to_json=json, result=result)
+    show(f"{written} of {total} proteins embedded in {sharding.out}{reused}", to_json=json, result=result)
     return sharding.exit_code(bad)

@@ -91,6 +91,6 @@ def store(
         "failed": failures(bad),
     }
     size = bytes_text(held["bytes"])
-    text = f"{computed:,} contexts computed; {folder} holds {held['contexts']:,}, {size}"
+    text = f"{computed:,} contexts computed; {sharding.out} holds {held['contexts']:,}, {size}"
     show(text, to_json=json, result=result)
     return sharding.exit_code(bad)
