@@ -36,6 +36,8 @@ from esm_turbo.ops.triton_layout import (
 )
 
 _WORD_BITS = 32
+# Sign and exponent of a float32 number.
+_EXPONENT = -(1 << 23)
 # Limit of the summed sizes of a token's operands: the query's maps to them are held in shared memory.
 _MAX_OPERAND_SIZE = 256
 
@@ -521,11 +523,13 @@ def _layout(
     value_map = functional.pad(layout.value_map, (0, 0, 0, padding))
     layout = replace(layout, value_map=value_map, value_middle=functional.pad(layout.value_middle, (0, padding)))
     if dtype == torch.bfloat16:
-        # Divided by a power of two, so that it fits half precision.
-        exponents = value_map.abs().amax(dim=(1, 2)).frexp().exponent
-        value_map = torch.ldexp(value_map, -exponents[:, None, None]).half()
-        value_scale = torch.ldexp(layout.value_scale, exponents)
-        layout = replace(layout, query_map=layout.query_map.half(), value_map=value_map, value_scale=value_scale)
+        # Divided by a power of two, so that it fits half precision: the largest entry without its mantissa.
+        largest = value_map.abs().amax(dim=(1, 2)).clamp_min(torch.finfo(torch.float32).tiny)
+        size = (largest.view(torch.int32) & _EXPONENT).view(torch.float32)
+        value_map = (value_map / size[:, None, None]).half()
+        layout = replace(
+            layout, query_map=layout.query_map.half(), value_map=value_map, value_scale=layout.value_scale * size
+        )
     if dtype != torch.float32 and layout.key_table is not None and layout.value_table is not None:
         layout = replace(layout, key_table=layout.key_table.half(), value_table=layout.value_table.half())
     fence(device)

@@ -92,6 +92,35 @@ def test_half_precision(device: str, preset: str, head_dim: int, dtype: str, n: 
     assert_as_good_as_plain(attend(case, codec), case)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30, 0.7, 3.0, 1e5])
+def test_maps_in_half_precision_keep_their_size(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
+    codec = codec_of("turbo3", 32)
+    state = codec.layer_state(LAYER, torch.device("cpu"))
+    scaled = state | {"value_inverse": state["value_inverse"] * size}
+    monkeypatch.setattr(type(codec), "layer_state", lambda *_: scaled)
+    stored = tuple(slab.name for kind in ("key", "value") for slab in codec.field_slabs(LAYER, kind))
+    layouts = [
+        # Of what is remembered per codec, which would outlive the changed state.
+        triton_attention._layout.__wrapped__(codec, LAYER, stored, torch.device("cpu"), dtype)
+        for dtype in (torch.float16, torch.bfloat16)
+    ]
+    exact, rounded = (layout.value_map.double() * layout.value_scale[:, None, None] for layout in layouts)
+    assert layouts[1].value_map.dtype == torch.float16
+    assert torch.isfinite(rounded).all()
+    assert (rounded - exact).abs().amax() <= exact.abs().amax() * 2**-11
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_device_that_is_not_the_current_one(preset: str) -> None:
+    """Another device than the current one, where there are several."""
+    codec = codec_of(preset, 64)
+    device = f"cuda:{torch.cuda.device_count() - 1}"
+    case = make_case(codec, n=1, columns=1000, lengths=(1000, 33), slots=1, dtype=torch.bfloat16, device=device)
+    with torch.cuda.device(0):
+        assert_as_good_as_plain(attend(case, codec), case)
+
+
 # Contexts of any lengths, and the context of each row.
 INDEXES = {
     "one row each": ((70, 33, 64), (2, 0, 1)),
