@@ -171,12 +171,12 @@ def attention_plan(
         ASM=not interpreted(),
     )
     # For single queries `merge` takes few warps and registers, so that it starts while contexts are still being read.
-    few_items = items <= _multiprocessors(device)
+    crowded = queries == 1 and items > _multiprocessors(device)
     merge_launch = PreparedLaunch(
         merge,
         (items, 1, 1),
         device,
-        Options(tuning.merge_warps if queries > 1 else 2 if few_items else 1, launch_pdl=overlap),
+        Options(tuning.merge_warps if queries > 1 else 1 if crowded else 2, launch_pdl=overlap),
         **both,
         **({} if has_residuals else {"value_residual_ptr": None}),
         **key_strides,
@@ -188,7 +188,9 @@ def attention_plan(
         protected_by_row=int(named is not None and contexts > batch_size),
         SIZE=max(MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=maps[1][1],
-        LOADED=_FEW_LOADED if queries == 1 and not few_items else _LOADED,
+        LOADED=_FEW_LOADED if crowded else _LOADED,
+        # The next call of `attend_context`, begun beside many programs of `merge`, was measured to run slower.
+        EARLY=not crowded,
     )
     # Each begins at a multiple of 16 bytes.
     count = -(-count // 4) * 4

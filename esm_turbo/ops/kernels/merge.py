@@ -184,6 +184,7 @@ def merge(
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
     LOADED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Attends to new and protected tokens, combines this with the parts of the context, and maps the output back.
 
@@ -197,9 +198,10 @@ def merge(
     describes the arguments. Accumulators of the parts are `stride_part` apart, the sum of the operands' sizes, up to
     VALUE_SIZE. `num_slots` protected keys and values of a context, in the model's coordinates, are given per context,
     or, where this is `protected_by_row`, per row of the extension. Masks are read if there are any. With OVERLAP,
-    everything that does not depend on `attend_context` is done while it still runs.
+    everything that does not depend on `attend_context` is done while it still runs. If EARLY, the next kernel may begin
+    with what does not depend on this one. LOADED numbers of the parts are loaded at once.
     """
-    if OVERLAP:
+    if OVERLAP and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
