@@ -7,112 +7,42 @@ contexts are reported and computed again. Recently used contexts are kept in mem
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import logging
 import os
 import re
 import threading
-import time
 import uuid
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple, Self
-
-import numpy as np
-import torch
+from typing import Any, Self
 
 from esm_turbo.config import TurboConfig
-from esm_turbo.context_model import ContextModel, Sequences, as_list, totals_per_row
-from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.context_model import ContextModel, Sequences
 from esm_turbo.files.kinds import is_store
 from esm_turbo.files.tabular import named
-from esm_turbo.files.writing import only_writer
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.model.pooled import PooledContexts
-from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
+from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
-from esm_turbo.store.files import FORMAT_VERSION, Partition, Staging, StoreFiles, context_spec
-from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
-from esm_turbo.store.pool import ContextPool, PoolHold
-from esm_turbo.store.tiers import Tier
+from esm_turbo.store.files import FORMAT_VERSION, StoreFiles, context_spec
+from esm_turbo.store.filling import Filled, Filling
+from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.lookup import Lookup
 from esm_turbo.store.usage import Usage, rates
+from esm_turbo.store.wanted import Wanted, each_once, key_of_tokens, wanted_contexts
+from esm_turbo.store.writer import Writer
 from esm_turbo.tasks.common.arms import FoundContexts, protein_tokens
-from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
+from esm_turbo.tasks.common.contexts import prefill_wanted
 from esm_turbo.tasks.common.progress import Progress, silent
 
 __all__ = ["ContextStore", "context_key", "is_store", "store_info"]
 
 _GIB = 1 << 30
-_POLL_SECONDS = 0.1
-# Contexts that are hashed and written at a time while a GPU waits; on a CPU the forward takes many times as long.
-_CUDA_WRITERS = 8
 _KEY = re.compile("[0-9a-f]{64}")
-_log = logging.getLogger("esm_turbo")
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One requested context.
-
-    Attributes:
-        key: of its file.
-        sequence: residues as given.
-        tokens: number of tokens, `<cls>` and the residues.
-        masks: number of `<mask>` tokens among them.
-        total_tokens: for token dropout, see `ContextModel.prefill`.
-        total_masks: likewise.
-    """
-
-    key: str
-    sequence: str
-    tokens: int
-    masks: int
-    total_tokens: int
-    total_masks: int
-
-
-class _Filled(NamedTuple):
-    """A batch of contexts that is in the store.
-
-    Attributes:
-        batch: indices of its jobs.
-        contexts: by key.
-        computed: number of those that this process computed.
-    """
-
-    batch: Sequence[int]
-    contexts: dict[str, FlatContext]
-    computed: int
-
-
-class _Begun(NamedTuple):
-    """A batch of contexts that is being written, or needs not be.
-
-    Attributes:
-        partition: of the contexts.
-        found: by key, those that were there.
-        missing: the others.
-        batches: what was computed, with the keys.
-        staging: where they are written; None if none is missing.
-        written: waits until they are, and raises what stopped that.
-        claim: on the missing ones, ends with it.
-    """
-
-    partition: Partition
-    found: dict[str, FlatContext]
-    missing: Sequence[_Job]
-    batches: Sequence[tuple[list[str], FlatBatch]]
-    staging: Staging | None
-    written: Callable[[], None]
-    claim: contextlib.ExitStack
 
 
 class ContextStore:
@@ -154,11 +84,9 @@ class ContextStore:
         self._files = StoreFiles(self.folder)
         self._claims = Claims(self.folder)
         self._budgets = host_bytes, device_bytes
-        self._host = Tier[tuple[str, str], FlatContext](host_bytes)
-        self._pool = ContextPool(device_bytes)
         self._usage = Usage(self.folder)
-        self._reported: set[tuple[str, str]] = set()
-        self._swept = False
+        self._lookup = Lookup(host_bytes, device_bytes, self._usage)
+        self._writer = Writer(self._files, lock_timeout)
         self._mutex = threading.RLock()
         self._flush = weakref.finalize(self, self._usage.flush)
 
@@ -181,8 +109,7 @@ class ContextStore:
     def close(self) -> None:
         """Frees the contexts in memory and writes the counts of hits. The store can still be used."""
         with self._mutex:
-            self._host.clear()
-            self._pool.clear()
+            self._lookup.clear()
             self._usage.flush()
 
     def check_model(self, turbo: ContextModel) -> None:
@@ -210,10 +137,10 @@ class ContextStore:
             ValueError: a sequence is invalid, or the store belongs to another model.
         """
         with self._mutex:
-            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
+            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
-            found = [self._look_up(partition, job.key, turbo.model.device) for job in jobs]
+            found = [self._lookup.find(partition, one.key, turbo.model.device) for one in wanted]
             for _ in range(found.count(None)):
                 self._usage.count("missed")
             return [None if context is None else context.clone().cache(spec) for context in found]
@@ -230,7 +157,7 @@ class ContextStore:
             return None
         with self._mutex:
             spec = context_spec(turbo)
-            context = self._look_up(self._files.partition(spec), key, turbo.model.device)
+            context = self._lookup.find(self._files.partition(spec), key, turbo.model.device)
             if context is None:
                 self._usage.count("missed")
                 return None
@@ -255,23 +182,24 @@ class ContextStore:
             OSError: writing failed, for example because the disk is full. The store remains intact.
         """
         with self._mutex:
-            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
-            unique = list({job.key: job for job in jobs}.values())
+            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
+            unique = each_once(wanted)
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
             found: dict[str, FlatContext] = {}
-            for job in unique:
-                context = self._look_up(partition, job.key, turbo.model.device)
+            for one in unique:
+                context = self._lookup.find(partition, one.key, turbo.model.device)
                 if context is not None:
-                    found[job.key] = context
-            done = {index for index, job in enumerate(unique) if job.key in found}
+                    found[one.key] = context
+            done = {index for index, one in enumerate(unique) if one.key in found}
             for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+                self._usage.count("missed", len(filled.wanted))
                 found |= filled.contexts
-            if len(jobs) == 1:
-                return found[jobs[0].key].clone().cache(spec)
+            if len(wanted) == 1:
+                return found[wanted[0].key].clone().cache(spec)
             caches = {key: context.cache(spec) for key, context in found.items()}
             # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
-            return TurboKVCache.cat([caches[job.key] for job in jobs])
+            return TurboKVCache.cat([caches[one.key] for one in wanted])
 
     def hold(
         self,
@@ -295,53 +223,42 @@ class ContextStore:
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
         """
         with self._mutex:
-            jobs = _jobs(turbo, sequences, total_tokens, total_masks)
-            unique = list({job.key: job for job in jobs}.values())
-            spec, device, hold = context_spec(turbo), turbo.model.device, self._pool.hold()
+            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
+            unique = each_once(wanted)
+            spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
             partition = self._files.partition(spec)
             done: set[int] = set()
             entries: dict[str, tuple[str, str]] = {}
             try:
-                for index, job in enumerate(unique if partition is not None else ()):
+                for index, one in enumerate(unique if partition is not None else ()):
                     assert partition is not None
-                    entry = partition.name, job.key
+                    entry = partition.name, one.key
                     if hold.add(entry, device):
                         self._usage.count("device")
-                    elif (context := self._look_up(partition, job.key, device)) is not None:
-                        self._hold(hold, entry, context, device)
+                    elif (context := self._lookup.find(partition, one.key, device)) is not None:
+                        self._lookup.hold(hold, entry, context, device)
                     else:
                         continue
                     done.add(index)
-                    entries[job.key] = entry
+                    entries[one.key] = entry
                 for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+                    self._usage.count("missed", len(filled.wanted))
                     partition = self._files.partition(spec)
                     # What is not stored is not found again: of contexts in memory, partitions tell the kinds apart.
                     name = uuid.uuid4().hex if partition is None else partition.name
                     for key, context in filled.contexts.items():
                         entries[key] = name, key
-                        self._hold(hold, entries[key], context, device)
-                return hold.contexts([entries[job.key] for job in jobs], spec)
+                        self._lookup.hold(hold, entries[key], context, device)
+                return hold.contexts([entries[one.key] for one in wanted], spec)
             except BaseException:
                 hold.release()
                 raise
 
-    def _hold(self, hold: PoolHold, entry: tuple[str, str], context: FlatContext, device: torch.device) -> None:
-        """Puts a context into the pool and holds it there."""
-        if self._pool.put(entry, context, device) and hold.add(entry, device):
-            return
-        info = self._pool.info()
-        raise NotEnoughMemoryError(
-            f"a context of {context.nbytes:,} bytes does not fit into `device_bytes` of {info['budget']:,}, of which"
-            f" {info['held']} contexts are held: hold fewer at a time"
-        )
-
     def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache | None:
         """The context of exactly these tokens, see `get_or_compute`, or None. Only what is found is counted."""
         with self._mutex:
-            row = np.array(token_ids, dtype=np.uint8)
-            key = _key(row, len(row), token_ids.count(turbo.codes.mask))
-            spec = context_spec(turbo, config)
-            context = self._look_up(self._files.partition(spec), key, turbo.model.device)
+            spec, key = context_spec(turbo, config), key_of_tokens(turbo, token_ids)
+            context = self._lookup.find(self._files.partition(spec), key, turbo.model.device)
             return None if context is None else context.clone().cache(spec)
 
     def hold_found(self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig) -> FoundContexts:
@@ -358,20 +275,19 @@ class ContextStore:
             ValueError: the store belongs to another model.
         """
         with self._mutex:
-            spec, device, hold = context_spec(turbo, config), turbo.model.device, self._pool.hold()
+            spec, device, hold = context_spec(turbo, config), turbo.model.device, self._lookup.pool.hold()
             partition = self._files.partition(spec)
             entries: dict[int, tuple[str, str]] = {}
             copied: dict[int, TurboKVCache] = {}
             try:
                 for number, ids in enumerate(token_ids if partition is not None else ()):
                     assert partition is not None
-                    row = np.array(ids, dtype=np.uint8)
-                    entry = partition.name, _key(row, len(row), int((row == turbo.codes.mask).sum()))
+                    entry = partition.name, key_of_tokens(turbo, ids)
                     if hold.add(entry, device):
                         self._usage.count("device")
-                    elif (context := self._look_up(partition, entry[1], device)) is None:
+                    elif (context := self._lookup.find(partition, entry[1], device)) is None:
                         continue
-                    elif not (self._pool.put(entry, context, device) and hold.add(entry, device)):
+                    elif not self._lookup.try_hold(hold, entry, context, device):
                         copied[number] = context.clone().cache(spec)
                         continue
                     entries[number] = entry
@@ -400,25 +316,19 @@ class ContextStore:
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
         """
         with self._mutex:
-            row = np.array(token_ids, dtype=np.uint8)
-            key = _key(row, len(row), token_ids.count(turbo.codes.mask))
-            spec, device = context_spec(turbo, config), turbo.model.device
-            context = self._look_up(self._files.partition(spec), key, device)
+            spec, key, device = context_spec(turbo, config), key_of_tokens(turbo, token_ids), turbo.model.device
+            context = self._lookup.find(self._files.partition(spec), key, device)
             if context is None:
                 self._usage.count("missed")
                 if self.read_only:
                     return compute()
-                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
-                    partition = self._files.make_partition(spec)
-                    self._sweep()
-                    self._files.discard_unfinished()
+                with self._writer.partition(spec) as partition:
                     # Another process may have written it while this one waited for the lock.
-                    context = self._read(partition, key)
+                    context = self._lookup.read(partition, key)
                     if context is None:
                         context = FlatContext.of(compute())
                         partition.write_context(key, context)
-                        self._reported.discard((partition.name, key))
-                    context = self._keep((partition.name, key), context, device)
+                    context = self._lookup.add((partition.name, key), context, device)
                     self._usage.flush()
                     self._usage.compact()
             return context.clone().cache(spec)
@@ -454,16 +364,16 @@ class ContextStore:
         self._refuse_read_only()
         report = progress or silent
         with self._mutex:
-            jobs = list({job.key: job for job in _jobs(turbo, sequences, total_tokens, total_masks)}.values())
+            wanted = each_once(wanted_contexts(turbo, sequences, total_tokens, total_masks))
             spec = context_spec(turbo)
-            done = self._done(spec, jobs, report)
-            self._sweep()
-            residues, total = 0, sum(job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
+            done = self._done(spec, wanted, report)
+            self._writer.sweep_once()
+            residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(wanted) if index not in done)
             report("prefill", 0, total)
             computed = 0
-            for filled in self._fill(turbo, spec, jobs, done, toks_per_batch, counted=False, on_failure=on_failure):
+            for filled in self._fill(turbo, spec, wanted, done, toks_per_batch, on_failure):
                 computed += filled.computed
-                residues += sum(jobs[index].tokens - 1 for index in filled.batch)
+                residues += sum(one.tokens - 1 for one in filled.wanted)
                 report("prefill", residues, total)
             return computed
 
@@ -487,57 +397,37 @@ class ContextStore:
             NotEnoughMemoryError, ValueError, FolderBusyError, OSError: as of `add`.
         """
         self._refuse_read_only()
-        spec, device = context_spec(turbo), turbo.model.device
-        begun: deque[_Begun] = deque()
+        spec = context_spec(turbo)
 
-        def begin(jobs: Sequence[_Job], since: float) -> bool:
-            with self._mutex:
-                one = self._begin(turbo, spec, jobs, on_failure, time.monotonic() - since < self.lock_timeout)
-            if one is not None:
-                begun.append(one)
-            return one is not None
-
-        def finish() -> int:
-            with self._mutex:
-                return self._finish(begun.popleft(), device)[1]
-
-        try:
+        def missing() -> Iterator[Sequence[Wanted]]:
             for batch in batches:
-                jobs = list({job.key: job for job in _jobs(turbo, batch, None, None)}.values())
+                wanted = each_once(wanted_contexts(turbo, batch))
                 with self._mutex:
-                    done = self._done(spec, jobs, silent)
-                missing, since = [job for index, job in enumerate(jobs) if index not in done], time.monotonic()
-                warn_if_long((job.tokens - 1 for job in missing), turbo.model.family, stacklevel=3)
-                while not begin(missing, since):
-                    # Another process computes it, which may wait for what is begun here.
-                    if begun:
-                        yield finish()
-                    else:
-                        time.sleep(_POLL_SECONDS)
-                while len(begun) > _ahead(turbo):
-                    yield finish()
-            while begun:
-                yield finish()
-        finally:
-            for one in begun:
-                one.claim.close()
+                    done = self._done(spec, wanted, silent)
+                own = [one for index, one in enumerate(wanted) if index not in done]
+                # Of the caller of this method, beyond what fills the store.
+                warn_if_long((one.tokens - 1 for one in own), turbo.model.family, stacklevel=5)
+                yield own
+
+        for filled in self._filling(turbo, spec, on_failure).fill(missing(), in_order=True):
+            yield filled.computed
 
     def _refuse_read_only(self) -> None:
         if self.read_only:
             raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
 
-    def _done(self, spec: ContextSpec, jobs: Sequence[_Job], report: Progress) -> set[int]:
+    def _done(self, spec: ContextSpec, wanted: Sequence[Wanted], report: Progress) -> set[int]:
         """Indices of the contexts that are in the store, undamaged."""
         partition = self._files.partition(spec)
         if self._files.is_unfinished():
-            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+            with self._writer.locked():
                 self._files.discard_unfinished()
         done: set[int] = set()
-        for index, job in enumerate(jobs):
-            if self._read(partition, job.key) is not None:
+        for index, one in enumerate(wanted):
+            if self._lookup.read(partition, one.key) is not None:
                 done.add(index)
             if done:
-                report("check", index + 1, len(jobs))
+                report("check", index + 1, len(wanted))
         return done
 
     def sweep(self) -> None:
@@ -549,15 +439,15 @@ class ContextStore:
         """
         with self._mutex:
             if self.folder.exists():
-                with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
+                with self._writer.locked():
                     self._files.remove_temporaries()
 
     def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
         """Number of sequences whose contexts have no file; what is in the files is not read."""
         with self._mutex:
             partition = self._files.partition(context_spec(turbo))
-            jobs = _jobs(turbo, sequences, None, None) if sequences else []
-            return sum(partition is None or not partition.path(job.key).exists() for job in jobs)
+            wanted = wanted_contexts(turbo, sequences) if sequences else []
+            return sum(partition is None or not partition.path(one.key).exists() for one in wanted)
 
     def info(self) -> dict[str, Any]:
         """Contents and usage of the store, JSON values.
@@ -578,233 +468,33 @@ class ContextStore:
                 "presets": presets,
                 "contexts": sum(preset["contexts"] for preset in presets),
                 "bytes": sum(preset["bytes"] for preset in presets),
-                "memory": {"host": self._host.info(), "device": self._pool.info()},
+                "memory": self._lookup.info(),
                 "usage": rates(self._usage.totals()),
             }
-
-    def _look_up(self, partition: Partition | None, key: str, device: torch.device) -> FlatContext | None:
-        """Finds a context in device memory, host memory or on disk, and returns it on the device; None if absent."""
-        if partition is None:
-            return None
-        entry = (partition.name, key)
-        context = self._pool.get(entry, device)
-        if context is not None:
-            self._usage.count("device")
-            return context
-        context = self._host.get(entry)
-        if context is not None:
-            self._usage.count("host")
-            return self._keep_on_device(entry, context, device)
-        context = self._read(partition, key)
-        if context is None:
-            return None
-        self._usage.count("disk")
-        return self._keep(entry, context, device)
-
-    def _read(self, partition: Partition | None, key: str) -> FlatContext | None:
-        if partition is None:
-            return None
-        try:
-            return partition.read_context(key)
-        except ArtifactError as error:
-            entry = (partition.name, key)
-            if entry not in self._reported:
-                self._reported.add(entry)
-                self._usage.count("damaged")
-                _log.warning("%s; it is computed again", error)
-            return None
-
-    def _keep(self, entry: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
-        """Keeps a context in both tiers, and returns it on the device."""
-        if self._host.fits(context.nbytes):
-            in_memory = context.in_memory(pinned=device.type == "cuda")
-            self._host.put(entry, in_memory)
-            if context.device != device:
-                context = in_memory
-        return self._keep_on_device(entry, context, device)
-
-    def _keep_on_device(self, entry: tuple[str, str], context: FlatContext, device: torch.device) -> FlatContext:
-        if device.type == "cpu":
-            return context
-        context = context.to(device)
-        self._pool.put(entry, context, device)
-        return context
-
-    def _sweep(self) -> None:
-        """Removes, once, the temporary files of killed writers."""
-        if not self._swept and self.folder.exists():
-            self._files.remove_temporaries()
-            self._swept = True
 
     def _fill(
         self,
         turbo: ContextModel,
         spec: ContextSpec,
-        jobs: Sequence[_Job],
+        wanted: Sequence[Wanted],
         done: set[int],
         toks_per_batch: int | None,
-        *,
-        counted: bool = True,
         on_failure: Callable[[str, str], None] | None = None,
-    ) -> Iterator[_Filled]:
-        """Computes and stores contexts batch by batch, without the jobs that are `done`; `counted` as misses.
-
-        Each batch is claimed before it is computed. Batches that other processes have claimed come last; by then they
-        are usually there. A GPU computes a batch while the one before is written; a CPU has nothing to spare for that.
-        """
-        lengths = (job.tokens - 1 for index, job in enumerate(jobs) if index not in done)
+    ) -> Iterator[Filled]:
+        """Computes contexts batch by batch, without those that are `done`, and stores them unless it is read-only."""
+        lengths = (one.tokens - 1 for index, one in enumerate(wanted) if index not in done)
         warn_if_long(lengths, turbo.model.family, stacklevel=4)
-        pending = deque(remaining_batches([job.tokens for job in jobs], protein_tokens(toks_per_batch, turbo), done))
-        if self.read_only:
-            for batch in pending:
-                filled = _by_key(self._prefill(turbo, [jobs[index] for index in batch], on_failure))
-                self._usage.count("missed", len(batch) if counted else 0)
-                yield _Filled(batch, filled, len(batch))
-            return
-        put_off, since = 0, time.monotonic()
-        ahead = _ahead(turbo)
-        begun: deque[tuple[list[int], _Begun]] = deque()
-        try:
-            while pending or begun:
-                if pending and len(begun) <= ahead:
-                    batch = pending.popleft()
-                    waits = time.monotonic() - since < self.lock_timeout
-                    one = self._begin(turbo, spec, [jobs[index] for index in batch], on_failure, waits)
-                    if one is None:
-                        pending.append(batch)
-                        put_off += 1
-                    else:
-                        begun.append((batch, one))
-                        put_off, since = 0, time.monotonic()
-                    # Others first, unless all that are left are claimed.
-                    if len(begun) <= ahead and put_off < len(pending):
-                        continue
-                    if not begun:
-                        time.sleep(_POLL_SECONDS)
-                        continue
-                batch, one = begun[0]
-                filled, computed = self._finish(one, turbo.model.device)
-                begun.popleft()
-                # Also a miss if another process has written it in the meantime.
-                self._usage.count("missed", len(batch) if counted else 0)
-                yield _Filled(batch, filled, computed)
-                put_off, since = 0, time.monotonic()
-        finally:
-            for _, one in begun:
-                one.claim.close()
+        tokens = protein_tokens(toks_per_batch, turbo)
+        batches = remaining_batches([one.tokens for one in wanted], tokens, done)
+        filling = self._filling(turbo, spec, on_failure)
+        run = filling.compute if self.read_only else filling.fill
+        yield from run([wanted[index] for index in batch] for batch in batches)
 
-    def _begin(
-        self,
-        turbo: ContextModel,
-        spec: ContextSpec,
-        wanted: Sequence[_Job],
-        on_failure: Callable[[str, str], None] | None,
-        waits: bool,
-    ) -> _Begun | None:
-        """Reads a batch, or claims and computes it, and begins to write it.
-
-        Args:
-            wanted: the batch.
-            waits: leave contexts to a process that has claimed them.
-
-        Returns:
-            The batch, for `_finish`; None if some of it is left to another process.
-        """
-        with contextlib.ExitStack() as claim:
-            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
-                partition = self._files.make_partition(spec)
-                self._sweep()
-                self._files.discard_unfinished()
-                found = self._read_all(partition, wanted, turbo.model.device)
-                missing = [job for job in wanted if job.key not in found]
-                claimed = self._claims.of_others() if missing else set()
-                if waits and any(job.key in claimed for job in missing):
-                    return None
-                if missing:
-                    claim.enter_context(self._claims.claim([job.key for job in missing]))
-            if not missing:
-                return _Begun(partition, found, (), (), None, lambda: None, claim.pop_all())
-            staging = claim.enter_context(partition.staging())
-            batches = self._prefill(turbo, missing, on_failure)
-            pairs = (pair for keys, flat in batches for pair in zip(keys, flat.on_host(), strict=True))
-            written = claim.enter_context(staging.writing(pairs, _writers(turbo)))
-            return _Begun(partition, found, missing, batches, staging, written, claim.pop_all())
-
-    def _finish(self, begun: _Begun, device: torch.device) -> tuple[dict[str, FlatContext], int]:
-        """Puts a batch among the other contexts once it is written.
-
-        Returns:
-            Its contexts by key, and the number of those that were computed.
-        """
-        with begun.claim:
-            begun.written()
-            filled, computed, partition = begun.found, _by_key(begun.batches), begun.partition
-            if begun.staging is None:
-                return filled, 0
-            with only_writer(self.folder, timeout=self.lock_timeout, keep=True):
-                self._files.discard_unfinished()
-                # Where claims do not work, another process may have computed the same.
-                filled |= self._read_all(partition, begun.missing, device)
-                own = [key for key in computed if key not in filled]
-                with self._files.batch(partition, own):
-                    for key in own:
-                        begun.staging.publish(key)
-                for key in own:
-                    self._reported.discard((partition.name, key))
-                    filled[key] = self._keep((partition.name, key), computed[key], device)
-                self._usage.flush()
-                self._usage.compact()
-        return filled, len(own)
-
-    def _read_all(self, partition: Partition, jobs: Sequence[_Job], device: torch.device) -> dict[str, FlatContext]:
-        """The contexts that are on disk, by key."""
-        found: dict[str, FlatContext] = {}
-        for job in jobs:
-            context = self._read(partition, job.key)
-            if context is not None:
-                found[job.key] = self._keep((partition.name, job.key), context, device)
-        return found
-
-    def _prefill(
-        self, turbo: ContextModel, jobs: Sequence[_Job], on_failure: Callable[[str, str], None] | None
-    ) -> list[tuple[list[str], FlatBatch]]:
-        """Computes contexts at once, in parts if memory requires it; returns those of each with their keys."""
-        esm = turbo.model.base_model
-
-        def prefill(part: Sequence[int]) -> tuple[list[str], FlatBatch]:
-            own = [jobs[index] for index in part]
-            longest = max(job.tokens for job in own)
-            check_memory(esm, longest, rows=len(own), more=cache_bytes(esm, longest * len(own)))
-            totals: dict[str, list[int]] = {}
-            if any((job.total_tokens, job.total_masks) != (job.tokens, job.masks) for job in own):
-                totals = {
-                    "total_tokens": [job.total_tokens for job in own],
-                    "total_masks": [job.total_masks for job in own],
-                }
-            cache = turbo.prefill([job.sequence for job in own], **totals)
-            return [job.key for job in own], FlatBatch.of(cache, [job.tokens for job in own])
-
-        def fail(index: int, error: Exception) -> None:
-            reason = too_large(jobs[index].tokens - 1, turbo.model.device)
-            if on_failure is None:
-                raise NotEnoughMemoryError(f"a sequence: {reason}")
-            on_failure(jobs[index].sequence, reason)
-
-        return halve_until_it_fits(prefill, range(len(jobs)), fail)
-
-
-def _writers(turbo: ContextModel) -> int:
-    """Number of contexts that are written at a time."""
-    return _CUDA_WRITERS if turbo.model.device.type == "cuda" else 1
-
-
-def _ahead(turbo: ContextModel) -> int:
-    """Number of batches that are computed while another one is written."""
-    return 1 if _writers(turbo) > 1 else 0
-
-
-def _by_key(batches: Sequence[tuple[list[str], FlatBatch]]) -> dict[str, FlatContext]:
-    return {key: context for keys, flat in batches for key, context in zip(keys, flat.contexts, strict=True)}
+    def _filling(
+        self, turbo: ContextModel, spec: ContextSpec, on_failure: Callable[[str, str], None] | None
+    ) -> Filling:
+        prefill = partial(prefill_wanted, turbo, on_failure)
+        return Filling(self._writer, self._claims, self._lookup, self._mutex, spec, turbo.model.device, prefill)
 
 
 def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
@@ -813,36 +503,13 @@ def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
     Raises:
         ValueError: the sequence is invalid.
     """
-    return _jobs(turbo, sequence, None, None)[0].key
+    return wanted_contexts(turbo, sequence)[0].key
 
 
 def _reopened(folder: Path, host_bytes: int, device_bytes: int, lock_timeout: float, read_only: bool) -> ContextStore:
     return ContextStore(
         folder, host_bytes=host_bytes, device_bytes=device_bytes, lock_timeout=lock_timeout, read_only=read_only
     )
-
-
-def _jobs(
-    turbo: ContextModel,
-    sequences: Sequences,
-    total_tokens: int | Sequence[int] | None,
-    total_masks: int | Sequence[int] | None,
-) -> list[_Job]:
-    sequences = as_list(sequences)
-    rows = encode_rows(turbo.codes, sequences, eos=False)
-    tokens = [len(row) for row in rows]
-    masks = [int((row == turbo.codes.mask).sum()) for row in rows]
-    all_tokens = totals_per_row("total_tokens", total_tokens, tokens)
-    all_masks = totals_per_row("total_masks", total_masks, masks)
-    jobs = []
-    for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
-        jobs.append(_Job(_key(row, *counts[2:]), sequence, *counts))
-    return jobs
-
-
-def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
-    """A digest of everything that a context depends on besides model, preset, calibration and dtype."""
-    return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()
 
 
 def store_info(folder: str | os.PathLike[str]) -> dict[str, Any]:

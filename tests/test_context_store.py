@@ -24,18 +24,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from esm_turbo import ContextStore, TurboEsm, TurboKVCache, context_store
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
-from esm_turbo.context_store import _jobs, context_key, is_store, store_info
+from esm_turbo.context_store import context_key, is_store, store_info
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError, only_writer
 from esm_turbo.store import files as store_files
+from esm_turbo.store import filling, writer
 from esm_turbo.store.files import FORMAT_VERSION
 from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
+from esm_turbo.store.wanted import wanted_contexts
 from esm_turbo.tasks.common.arms import prefill_ids
 
 DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
@@ -634,7 +636,7 @@ def test_contexts_are_written_side_by_side(compressed, tmp_path, monkeypatch, wr
 @pytest.fixture
 def ahead(monkeypatch):
     """A batch is computed while the one before is written, as on a GPU."""
-    monkeypatch.setattr(context_store, "_writers", lambda _: 2)
+    monkeypatch.setattr(filling, "_writers", lambda _: 2)
 
 
 def test_a_batch_is_computed_while_the_one_before_is_written(compressed, tmp_path, prefilled, monkeypatch, ahead):
@@ -691,7 +693,7 @@ def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, 
 def test_given_batches_are_added_one_ahead(compressed, tmp_path, prefilled, monkeypatch, writers):
     ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
     whole = list(prefilled)
-    monkeypatch.setattr(context_store, "_writers", lambda _: writers)
+    monkeypatch.setattr(filling, "_writers", lambda _: writers)
     store, taken = ContextStore(tmp_path / "store"), []
     store.add(compressed, whole[1][0])
     prefilled.clear()
@@ -741,8 +743,8 @@ def test_two_that_add_the_same_batches_do_not_wait_for_each_other(compressed, tm
 
 def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     store = ContextStore(tmp_path)
-    jobs = _jobs(compressed, proteins(), None, None)
-    running = store._fill(compressed, store_files.context_spec(compressed), jobs, set(), 60)
+    wanted = wanted_contexts(compressed, proteins())
+    running = store._fill(compressed, store_files.context_spec(compressed), wanted, set(), 60)
     assert next(running).computed == 1
     assert len(store._claims.of_others()) == 2
     running.close()
@@ -822,16 +824,16 @@ def test_readers_do_not_wait_for_a_writer_and_writers_do(compressed, tmp_path):
 def test_contexts_that_another_process_writes_are_not_computed(compressed, tmp_path, prefilled, monkeypatch):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
-    original = context_store.only_writer
+    original = writer.only_writer
 
     def late(folder, **options):
         # Another process writes while this one waits.
-        monkeypatch.setattr(context_store, "only_writer", original)
+        monkeypatch.setattr(writer, "only_writer", original)
         ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
         prefilled.clear()
         return original(folder, **options)
 
-    monkeypatch.setattr(context_store, "only_writer", late)
+    monkeypatch.setattr(writer, "only_writer", late)
     assert_same(store.get_or_prefill(compressed, "GSGS"), compressed.prefill("GSGS"))
     assert prefilled == []
 
@@ -925,7 +927,7 @@ def test_claimed_contexts_come_last_and_are_read_once_they_are_there(compressed,
     sequences = proteins()
     other, store = ContextStore(tmp_path), ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
-    key = _jobs(compressed, sequences[-1], None, None)[0].key
+    key = context_key(compressed, sequences[-1])
     prefilled.clear()
     with other._claims.claim([key]):
 
@@ -947,7 +949,7 @@ def test_claimed_contexts_come_last_and_are_read_once_they_are_there(compressed,
 def test_claimed_contexts_are_computed_if_their_process_does_not(compressed, tmp_path, prefilled, ends):
     store = ContextStore(tmp_path, lock_timeout=60 if ends == "it is killed" else 0.5)
     store.get_or_prefill(compressed, "MKTAY")
-    key = _jobs(compressed, "GSGSW", None, None)[0].key
+    key = context_key(compressed, "GSGSW")
     code = (
         "import sys, time; from pathlib import Path; from esm_turbo.store.claims import Claims\n"
         "with Claims(Path(sys.argv[1])).claim(sys.argv[2:]): print('held', flush=True); time.sleep(600)"
@@ -1223,7 +1225,7 @@ def test_batches_that_a_device_computes_ahead_are_those_of_one_after_the_other(t
     ContextStore(tmp_path / "ahead").add(turbo, sequences, toks_per_batch=200)
     with torch.inference_mode():
         ContextStore(tmp_path / "inference").add(turbo, sequences, toks_per_batch=200)
-    monkeypatch.setattr(context_store, "_writers", lambda _: 1)
+    monkeypatch.setattr(filling, "_writers", lambda _: 1)
     ContextStore(tmp_path / "after").add(turbo, sequences, toks_per_batch=200)
     assert entries(tmp_path / "ahead") == entries(tmp_path / "after") == entries(tmp_path / "inference")
 

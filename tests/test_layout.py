@@ -52,6 +52,7 @@ TESTED_IN = {
     "serve/service.py": "serve/test_app.py",
     # Parts of a store, seen through the store.
     "store": "test_context_store.py",
+    "tasks/common/contexts.py": "test_context_store.py",
     # What the formats of one file share, seen through them.
     "tasks/embedding/one_file.py": "tasks/embedding/test_h5.py",
 }

@@ -83,10 +83,11 @@ def run_embed(turbo: TurboEsm, job: dict[str, Any]) -> None:
 
 
 def run_store(turbo: TurboEsm, job: dict[str, Any]) -> None:
-    from esm_turbo import ContextStore, context_store
+    from esm_turbo import ContextStore
+    from esm_turbo.store import filling
 
     # As on a GPU, where a batch is computed while the one before is written.
-    context_store._writers = lambda _: job["writers"]  # type: ignore[assignment]
+    filling._writers = lambda _: job["writers"]  # type: ignore[assignment]
     with ContextStore(job["out"]) as store:
         store.add(turbo, [sequence for _, sequence in job["records"]], toks_per_batch=job["toks_per_batch"])
 

@@ -1,0 +1,212 @@
+"""Filling a store batch by batch: each is claimed, computed and written, and then put among the other contexts."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from esm_turbo.store.claims import Claims
+from esm_turbo.store.files import Partition, Staging
+from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
+from esm_turbo.store.lookup import Lookup
+from esm_turbo.store.wanted import Wanted
+from esm_turbo.store.writer import Writer
+
+_POLL_SECONDS = 0.1
+# Contexts that are hashed and written at a time while a GPU waits; on a CPU the forward takes many times as long.
+_CUDA_WRITERS = 8
+
+
+class Computed(NamedTuple):
+    """Contexts that were computed at once, a batch or a part of one.
+
+    Attributes:
+        keys: of each.
+        contexts: in the same order.
+    """
+
+    keys: Sequence[str]
+    contexts: FlatBatch
+
+
+class Filled(NamedTuple):
+    """A batch of contexts that is in the store.
+
+    Attributes:
+        wanted: the batch.
+        contexts: by key.
+        computed: number of those that this process computed.
+    """
+
+    wanted: Sequence[Wanted]
+    contexts: dict[str, FlatContext]
+    computed: int
+
+
+class _Begun(NamedTuple):
+    """A batch of contexts that is being written, or needs not be.
+
+    Attributes:
+        wanted: the batch.
+        partition: of the contexts.
+        found: by key, those that were there.
+        missing: keys of the others.
+        computed: what was computed.
+        staging: where they are written; None if none is missing.
+        written: waits until they are, and raises what stopped that.
+        claim: on the missing ones, ends with it.
+    """
+
+    wanted: Sequence[Wanted]
+    partition: Partition
+    found: dict[str, FlatContext]
+    missing: Sequence[str]
+    computed: Sequence[Computed]
+    staging: Staging | None
+    written: Callable[[], None]
+    claim: contextlib.ExitStack
+
+
+@dataclass(frozen=True)
+class Filling:
+    """Computes the contexts of batches and puts them into a store, together with other processes.
+
+    Args:
+        writer: of the store.
+        claims: likewise.
+        lookup: likewise.
+        mutex: held while a batch is begun, and while it is finished.
+        spec: kind of the contexts.
+        device: of the model.
+        prefill: computes contexts; those that it leaves out have failed.
+    """
+
+    writer: Writer
+    claims: Claims
+    lookup: Lookup
+    mutex: threading.RLock
+    spec: ContextSpec
+    device: torch.device
+    prefill: Callable[[Sequence[Wanted]], Sequence[Computed]]
+
+    def compute(self, batches: Iterable[Sequence[Wanted]]) -> Iterator[Filled]:
+        """Computes all contexts of batches, and writes none."""
+        for batch in batches:
+            yield Filled(batch, _by_key(self.prefill(batch)), len(batch))
+
+    def fill(self, batches: Iterable[Sequence[Wanted]], *, in_order: bool = False) -> Iterator[Filled]:
+        """Computes and writes the contexts of batches that are not in the store.
+
+        A GPU computes a batch while the one before is written; a CPU has nothing to spare for that. A batch of which
+        another process has claimed some is left to that process, until nothing has come on for the writer's timeout.
+
+        Args:
+            batches: taken at most one ahead of the results.
+            in_order: wait for a batch that another process has claimed. Otherwise such batches come last; by then they
+                are usually there.
+
+        Yields:
+            Each batch, once it is in the store.
+
+        Raises:
+            ValueError: the store belongs to another model.
+            FolderBusyError: (a ValueError) another process was writing for all of the writer's timeout.
+            OSError: writing failed, for example because the disk is full. The store remains intact.
+        """
+        coming, ahead = iter(batches), 1 if _writers(self.device) > 1 else 0
+        begun: deque[_Begun] = deque()
+        # Batches left to other processes, and how many of them were tried since something last came on.
+        claimed: deque[Sequence[Wanted]] = deque()
+        tried, since = 0, time.monotonic()
+        try:
+            while True:
+                batch = None
+                if len(begun) <= ahead:
+                    if not (in_order and claimed) and (batch := next(coming, None)) is not None:
+                        since = time.monotonic()
+                    elif tried < len(claimed):
+                        batch = claimed.popleft()
+                        tried += 1
+                if batch is not None:
+                    one = self._begin(batch, waits=time.monotonic() - since < self.writer.timeout)
+                    if one is None:
+                        claimed.append(batch)
+                        continue
+                    begun.append(one)
+                elif begun:
+                    # Also because other processes may wait for it.
+                    yield self._finish(begun.popleft())
+                elif claimed:
+                    time.sleep(_POLL_SECONDS)
+                    tried = 0
+                    continue
+                else:
+                    return
+                tried, since = 0, time.monotonic()
+        finally:
+            for one in begun:
+                one.claim.close()
+
+    def _begin(self, wanted: Sequence[Wanted], *, waits: bool) -> _Begun | None:
+        """Reads a batch, or claims and computes it, and begins to write it.
+
+        Args:
+            wanted: the batch.
+            waits: leave contexts to a process that has claimed them.
+
+        Returns:
+            The batch, for `_finish`; None if some of it is left to another process.
+        """
+        with self.mutex, contextlib.ExitStack() as claim:
+            with self.writer.partition(self.spec) as partition:
+                found = self.lookup.read_all(partition, [one.key for one in wanted], self.device)
+                missing = [one for one in wanted if one.key not in found]
+                keys = [one.key for one in missing]
+                if keys:
+                    if waits and not self.claims.of_others().isdisjoint(keys):
+                        return None
+                    claim.enter_context(self.claims.claim(keys))
+            if not missing:
+                return _Begun(wanted, partition, found, (), [], None, lambda: None, claim.pop_all())
+            staging = claim.enter_context(partition.staging())
+            computed = self.prefill(missing)
+            pairs = (pair for part in computed for pair in zip(part.keys, part.contexts.on_host(), strict=True))
+            written = claim.enter_context(staging.writing(pairs, _writers(self.device)))
+            return _Begun(wanted, partition, found, keys, computed, staging, written, claim.pop_all())
+
+    def _finish(self, begun: _Begun) -> Filled:
+        """Puts a batch among the other contexts once it is written."""
+        with self.mutex, begun.claim:
+            begun.written()
+            filled, computed, partition = begun.found, _by_key(begun.computed), begun.partition
+            if begun.staging is None:
+                return Filled(begun.wanted, filled, 0)
+            with self.writer.locked():
+                self.writer.files.discard_unfinished()
+                # Where claims do not work, another process may have computed the same.
+                filled |= self.lookup.read_all(partition, begun.missing, self.device)
+                own = [key for key in computed if key not in filled]
+                with self.writer.files.batch(partition, own):
+                    for key in own:
+                        begun.staging.publish(key)
+                for key in own:
+                    filled[key] = self.lookup.add((partition.name, key), computed[key], self.device)
+                self.lookup.usage.flush()
+                self.lookup.usage.compact()
+        return Filled(begun.wanted, filled, len(own))
+
+
+def _writers(device: torch.device) -> int:
+    """Number of contexts that are written at a time."""
+    return _CUDA_WRITERS if device.type == "cuda" else 1
+
+
+def _by_key(computed: Sequence[Computed]) -> dict[str, FlatContext]:
+    return {key: one for part in computed for key, one in zip(part.keys, part.contexts.contexts, strict=True)}

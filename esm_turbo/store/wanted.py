@@ -1,0 +1,72 @@
+"""Contexts that a caller wants, by the keys under which a store keeps them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esm_turbo.context_model import ContextModel, Sequences, as_list, totals_per_row
+from esm_turbo.proteins.batches import TokenRow, encode_rows
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A context that is wanted.
+
+    Attributes:
+        key: of its file.
+        sequence: residues as given.
+        tokens: number of tokens, `<cls>` and the residues.
+        masks: number of `<mask>` tokens among them.
+        total_tokens: for token dropout, see `ContextModel.prefill`.
+        total_masks: likewise.
+    """
+
+    key: str
+    sequence: str
+    tokens: int
+    masks: int
+    total_tokens: int
+    total_masks: int
+
+
+def wanted_contexts(
+    turbo: ContextModel,
+    sequences: Sequences,
+    total_tokens: int | Sequence[int] | None = None,
+    total_masks: int | Sequence[int] | None = None,
+) -> list[Wanted]:
+    """The contexts of sequences, with the arguments of `ContextModel.prefill`.
+
+    Raises:
+        ValueError: a sequence is invalid, or there are not as many totals as sequences.
+    """
+    sequences = as_list(sequences)
+    rows = encode_rows(turbo.codes, sequences, eos=False)
+    tokens = [len(row) for row in rows]
+    masks = [int((row == turbo.codes.mask).sum()) for row in rows]
+    all_tokens = totals_per_row("total_tokens", total_tokens, tokens)
+    all_masks = totals_per_row("total_masks", total_masks, masks)
+    wanted = []
+    for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
+        wanted.append(Wanted(_key(row, *counts[2:]), sequence, *counts))
+    return wanted
+
+
+def each_once(wanted: Sequence[Wanted]) -> list[Wanted]:
+    """The contexts without those that are wanted again."""
+    return list({one.key: one for one in wanted}.values())
+
+
+def key_of_tokens(turbo: ContextModel, token_ids: Sequence[int]) -> str:
+    """The key of the context of exactly these tokens, special ones included."""
+    row = np.array(token_ids, dtype=np.uint8)
+    return _key(row, len(row), int((row == turbo.codes.mask).sum()))
+
+
+def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:
+    """A digest of everything that a context depends on besides model, preset, calibration and dtype."""
+    return hashlib.sha256(row.tobytes() + f"|{total_tokens}|{total_masks}".encode()).hexdigest()
