@@ -38,28 +38,31 @@ class Tier(Generic[KeyT, ContextT]):
         self.budget = budget
         self.nbytes = 0
         self.evicted = 0
-        self._contexts: OrderedDict[KeyT, ContextT] = OrderedDict()
+        # With their bytes, as counting these walks the tensors of some.
+        self._contexts: OrderedDict[KeyT, tuple[ContextT, int]] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._contexts)
 
     def get(self, key: KeyT) -> ContextT | None:
         """The context of a key, now the most recently used; None if it is not here."""
-        context = self._contexts.get(key)
-        if context is not None:
-            self._contexts.move_to_end(key)
-        return context
+        found = self._contexts.get(key)
+        if found is None:
+            return None
+        self._contexts.move_to_end(key)
+        return found[0]
 
     def put(self, key: KeyT, context: ContextT) -> None:
         """Keeps a context unless it exceeds the budget, and evicts others to make room."""
         self._drop(key)
-        if context.nbytes > self.budget:
+        nbytes = context.nbytes
+        if not self.fits(nbytes):
             return
-        while self.nbytes + context.nbytes > self.budget:
+        while self.nbytes + nbytes > self.budget:
             self._drop(next(iter(self._contexts)))
             self.evicted += 1
-        self._contexts[key] = context
-        self.nbytes += context.nbytes
+        self._contexts[key] = context, nbytes
+        self.nbytes += nbytes
 
     def fits(self, nbytes: int) -> bool:
         """Whether a context of `nbytes` would be kept."""
@@ -75,6 +78,6 @@ class Tier(Generic[KeyT, ContextT]):
         return {"budget": self.budget, "bytes": self.nbytes, "contexts": len(self), "evicted": self.evicted}
 
     def _drop(self, key: KeyT) -> None:
-        context = self._contexts.pop(key, None)
-        if context is not None:
-            self.nbytes -= context.nbytes
+        found = self._contexts.pop(key, None)
+        if found is not None:
+            self.nbytes -= found[1]
