@@ -551,18 +551,25 @@ class CachedModel(CheckpointMixin, _LibraryModel):
     def _capturable(self) -> tuple[int, ...] | None:
         """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None."""
         if (
-            not self.captures
-            or self.is_spread
-            or self.device.type != "cuda"
+            not self.replays
             or torch.is_grad_enabled()
             or torch.is_autocast_enabled("cuda")
             or torch.compiler.is_compiling()
             or torch.cuda.is_current_stream_capturing()
-            or self.training
-            or self.kv_backend.name is not Backend.TRITON
         ):
             return None
         return self._plain_addresses()
+
+    @property
+    def replays(self) -> bool:
+        """Whether calls that recur are replayed as CUDA graphs, unless something of the call itself forbids it."""
+        return (
+            self.captures
+            and not self.is_spread
+            and self.device.type == "cuda"
+            and not self.training
+            and self.kv_backend.name is Backend.TRITON
+        )
 
     @torch.no_grad()
     def decoded(self, cache: TurboKVCache) -> TurboKVCache:

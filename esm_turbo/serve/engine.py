@@ -207,13 +207,15 @@ class Engine:
         while tokens < self.toks_per_batch and isinstance(job := self._fill(first, fits), WholeJob):
             jobs.append(job)
             tokens += job.tokens
+        results: Sequence[object] | None = None
         try:
             results = first.run(self.turbo, self.contexts, jobs, self.toks_per_batch)
         except Exception as error:
             if len(jobs) == 1:
                 first.fail(error)
                 return 0
-            # What is wrong with one of them must not reach the others.
+        if results is None:
+            # One after the other, for the reasons given in `_run_batch`.
             results = [self._alone(job) for job in jobs]
         for job, result in zip(jobs, results, strict=True):
             if isinstance(result, BaseException):
@@ -258,12 +260,13 @@ class Engine:
             if left:
                 raise RuntimeError("rows were not run")
         except Exception as error:
-            jobs = list(dict.fromkeys(taken.job for taken in left.values()))
-            if len(jobs) == 1:
-                jobs[0].fail(error)
+            if len({taken.job for taken in left.values()}) == 1:
+                next(iter(left.values())).job.fail(error)
                 return
-            for job in jobs:
-                self._run_batch([taken for taken in left.values() if taken.job is job])
+        # What is wrong with one of them must not reach the others. Not while the error is handled: it holds the frames
+        # of the failed run, and these its tensors.
+        for job in dict.fromkeys(taken.job for taken in left.values()):
+            self._run_batch([taken for taken in left.values() if taken.job is job])
 
     def _put(self, taken: Taken, predicted: Tensor) -> None:
         """Give a job its predictions; with its last ones it ends, whatever else is in the batch."""

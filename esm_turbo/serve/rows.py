@@ -16,10 +16,6 @@ from esm_turbo.tasks.common.arms import log_probabilities
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-# Where contexts are read one after the other: rows of one context are replayed as a graph there, which takes the host
-# less time than putting those of several together and launching every kernel.
-_IN_TURN = ("cuda",)
-
 
 @dataclass(frozen=True)
 class Rows:
@@ -74,7 +70,8 @@ def run_rows(turbo: ContextModel, parts: Sequence[Rows]) -> Iterator[tuple[int, 
         MemoryError, torch.OutOfMemoryError: a single row does not fit into memory.
     """
     together: dict[Hashable, list[int]] = {}
-    in_turn = turbo.model.device.type in _IN_TURN
+    # A graph per context takes the host less time than putting several together and launching every kernel.
+    in_turn = turbo.model.base_model.replays
     for index, part in enumerate(parts):
         key = (part.input_ids.shape[1], frozenset(part.options), part.context.config)
         together.setdefault((key, part.key if in_turn else None), []).append(index)

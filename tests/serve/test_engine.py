@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +162,28 @@ def test_a_failure_reaches_its_own_job_alone(engine, batches):
     again = Some("again", 3)
     engine.submit(again)
     assert again.future.result(30) == [0, 1, 2]
+
+
+def test_what_failed_is_freed_before_its_jobs_run_alone(engine, batches, monkeypatch):
+    kept, alive = [], []
+
+    def failing(turbo, parts):
+        alive.append([one() is not None for one in kept])
+        tensor = torch.ones(len(parts))
+        kept.append(weakref.ref(tensor))
+        raise RuntimeError(f"no room for {tensor}")
+
+    hold(engine, batches)
+    jobs = [Some("one", 3), Some("other", 3)]
+    for job in jobs:
+        engine.submit(job)
+    monkeypatch.setattr(engine_module, "run_rows", failing)
+    batches.gate.set()
+    for job in jobs:
+        with pytest.raises(RuntimeError, match="no room for"):
+            job.future.result(30)
+    # The batch of both is gone when the first of them runs alone.
+    assert alive[:2] == [[], [False]]
 
 
 def test_a_full_queue_refuses_and_a_discarded_job_frees_its_place(engine, batches):

@@ -74,7 +74,11 @@ def test_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, monke
         return original(turbo, input_ids, at, **options)
 
     monkeypatch.setattr(rows_module, "log_probabilities", counted)
-    monkeypatch.setattr(rows_module, "_IN_TURN", ("cpu",))
+    esm = type(turbo.model.base_model)
+    assert not turbo.model.base_model.replays
+    monkeypatch.setattr(esm, "replays", True)
+    # There are no graphs on a CPU.
+    monkeypatch.setattr(esm, "_capturable", lambda self: None)
     in_turn = predictions(turbo, parts)
     # Rows of requests on the same context share a forward still.
     assert sorted(calls) == [2, 3, 3, 5, 15]
