@@ -11,6 +11,7 @@ import os
 import pickle
 import signal
 import sys
+import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -198,11 +199,16 @@ def _reason(error: Exception, device: str) -> str:
 
 
 def _portable(error: Exception) -> Exception:
-    """An error that can be sent: some classes cannot be made again from their arguments."""
+    """An error that can be sent, with this process's traceback as a note.
+
+    Some classes cannot be made again from their arguments, and become a RuntimeError.
+    """
+    note = "in the worker:\n" + "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.add_note(note)
     return error
 
 

@@ -78,8 +78,11 @@ def test_pieces_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_errors_are_sent() -> None:
     first, second = served(NewWork(Halves()), Piece(3, "x"), NewWork(Halves()), Piece(4, 4))
     assert isinstance(first, Raised) and isinstance(first.error, TypeError) and first.number == 3
+    [note] = first.error.__notes__
+    assert note.startswith("in the worker:\nTraceback") and "in serve" in note
     assert second == Done(4, 2)
-    assert str(worker._portable(Unportable(1, 2))) == "Unportable: 1 and 2"
+    portable = worker._portable(Unportable(1, 2))
+    assert str(portable) == "Unportable: 1 and 2" and "Unportable: 1 and 2" in portable.__notes__[0]
 
 
 def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
