@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -47,7 +48,7 @@ class Manifest:
         command: that ran, such as `score`.
         kind: what it holds.
         settings: everything that determines its results, JSON values; the model's weights by their hash.
-        inputs: SHA-256 of every input, by name.
+        inputs: SHA-256 of every input, by name; from the second of one name on, with its number.
         run: what it used, see `RunInfo`.
         total: number of pieces of all shards.
         plan: hash over all pieces.
@@ -301,12 +302,16 @@ def new_manifest(
         ValueError: an input is not a file, and so has no hash that others could compare.
     """
     assert plan.shard is not None
-    digests = {}
+    digests: dict[str, str] = {}
+    names: Counter[str] = Counter()
     for path in map(Path, inputs):
         if not path.is_file():
             raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
         with path.open("rb") as file:
-            digests[path.name] = hashlib.file_digest(file, "sha256").hexdigest()
+            names[path.name] += 1
+            # Inputs may have one name in two folders.
+            name = path.name if names[path.name] == 1 else f"{path.name} ({names[path.name]})"
+            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
     return Manifest(
         plan.shard,
         command,

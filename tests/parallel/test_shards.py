@@ -75,6 +75,29 @@ def test_inputs_are_files(tmp_path: Path) -> None:
         new_manifest("score", "table", Plan(Shard(1, 2)), settings={}, inputs=["/dev/stdin"], run={})
 
 
+def test_inputs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
+    targets, others, candidates = (tmp_path / name / "in.fasta" for name in ("targets", "others", "candidates"))
+    for path, residues in ((targets, "MK"), (others, "WW"), (candidates, "GS")):
+        path.parent.mkdir()
+        path.write_text(f">a\n{residues}\n")
+
+    def made(number: int, first: Path) -> Manifest:
+        plan = Plan(Shard(number, 2))
+        # Equal names and lengths: the division of the input is the same.
+        plan.choose(["a", "b"], [1, 1])
+        return new_manifest("score", "table", plan, settings={}, inputs=[first, candidates], run={})
+
+    out = tmp_path / "x.csv"
+    shards_folder(out).mkdir()
+    finish_shard(out, made(1, targets))
+    assert is_done(out, made(1, targets))
+    with pytest.raises(ShardError, match=r"shard 1/2 was made with another content of in\.fasta;"):
+        is_done(out, made(1, others))
+    finish_shard(out, made(2, others))
+    assert shards_state(out).problems == ["shard 2/2 is of another content of in.fasta as shard 1/2"]
+    assert list(made(1, targets).inputs) == ["in.fasta", "in.fasta (2)"]
+
+
 def test_shards_of_versions_that_divide_otherwise_do_not_mix(tmp_path: Path) -> None:
     out = tmp_path / "x.csv"
     shards_folder(out).mkdir()
