@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 import uvicorn
 
 from esm_turbo.serve.app import make_app
+from esm_turbo.serve.connections import Connection
 from esm_turbo.serve.service import Service
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
-# Seconds for which an idle connection stays open.
+# Seconds for which a connection stays open without the head of a request.
 _KEEP_ALIVE = 15
 # Seconds for which the engine's thread, running Python, may keep others from answering: as long as an answer takes.
 _SWITCH_SECONDS = 0.001
@@ -107,7 +108,7 @@ class Server:
         self.listener = listener
         config = uvicorn.Config(
             make_app(service, tokens, hosts),
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
