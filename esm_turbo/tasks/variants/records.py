@@ -32,7 +32,7 @@ from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
     MisnumberedError,
     likely_cause,
-    parse_variant,
+    parse_without_cause,
     parts_of,
 )
 
@@ -205,14 +205,16 @@ class _Wrong:
     """A variant that cannot be used.
 
     Attributes:
-        record: its line and the reason.
+        line: name of its record.
         variant: as it was written.
-        found: the reason without the likely cause, if residue or position are not the protein's; else None.
+        reason: why, without the likely cause.
+        misnumbered: whether residue or position are not the protein's.
     """
 
-    record: BadRecord
+    line: str
     variant: str
-    found: str | None
+    reason: str
+    misnumbered: bool
 
 
 def read_variants(
@@ -256,39 +258,41 @@ def read_variants(
             raise ValueError(f"names no protein; fill the column {by_name!r}")
         wild_type = proteins.find(row[by_name]) if row[by_name] else wild_types[0]
         try:
-            parse_variant(row["mutant"], wild_type.sequence, first_position_of(wild_type, first_position))
+            parse_without_cause(row["mutant"], wild_type.sequence, first_position_of(wild_type, first_position))
         except ValueError as error:
-            record = BadRecord(f"line {row.line}", str(error))
-            found = error.found if isinstance(error, MisnumberedError) else None
-            wrong.setdefault(wild_type.id, []).append(_Wrong(record, row["mutant"], found))
+            one = _Wrong(f"line {row.line}", row["mutant"], str(error), isinstance(error, MisnumberedError))
+            wrong.setdefault(wild_type.id, []).append(one)
             raise
         value = None if column is None else _number(row[column], column)
         return MeasuredVariant(row["mutant"], value, wild_type.id, row.cells)
 
     good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
+    fitting: dict[str | None, list[str]] = {}
+    for variant in good:
+        fitting.setdefault(variant.protein, []).append(variant.variant)
+    reasons: dict[str, str] = {}
+    summed_up: dict[str, str] = {}
     for wild_type in wild_types:
-        own = wrong.get(wild_type.id, [])
-        if not own:
-            continue
-        fitting = [one.variant for one in good if one.protein == wild_type.id]
-        position = first_position_of(wild_type, first_position)
-        # All of a protein are numbered alike, and together say more of the cause than each alone.
-        cause = likely_cause([*fitting, *(one.variant for one in own)], wild_type.sequence, position)
-        if len(own) <= max(len(fitting), _LISTED):
-            reasons = {one.record: f"{one.found}; {cause}" for one in own if one.found is not None}
-            bad = [BadRecord(one.record, reasons.get(one, one.reason)) for one in bad]
-            continue
-        example = next((one for one in own if one.found is not None), own[0])
-        reason = (
-            f"{len(own):,} of {len(fitting) + len(own):,} variants are not of {wild_type.id}, such as"
-            f" {example.record.record}: "
-        )
-        reason += example.record.reason if example.found is None else f"{example.found}; {cause}"
-        if len(wild_types) == 1:
-            raise CsvError(f"{os.fspath(path)}: {reason}")
-        good = [one for one in good if one.protein != wild_type.id]
-        summed_up = {one.record for one in own}
-        bad = [*(one for one in bad if one not in summed_up), BadRecord(wild_type.id, reason)]
+        own, others = wrong.get(wild_type.id, []), fitting.get(wild_type.id, [])
+        misnumbered = [one for one in own if one.misnumbered]
+        if misnumbered:
+            position = first_position_of(wild_type, first_position)
+            # All of a protein are numbered alike, and together say more of the cause than each alone.
+            cause = likely_cause([*others, *(one.variant for one in own)], wild_type.sequence, position)
+            reasons |= {one.line: f"{one.reason}; {cause}" for one in misnumbered}
+        if len(own) > max(len(others), _LISTED):
+            example = [*misnumbered, *own][0]
+            reason = (
+                f"{len(own):,} of {len(others) + len(own):,} variants are not of {wild_type.id}, such as"
+                f" {example.line}: {reasons.get(example.line, example.reason)}"
+            )
+            if len(wild_types) == 1:
+                raise CsvError(f"{os.fspath(path)}: {reason}")
+            summed_up[wild_type.id] = reason
+    left_out = {one.line for name in summed_up for one in wrong[name]}
+    good = [one for one in good if one.protein not in summed_up]
+    bad = [BadRecord(one.record, reasons.get(one.record, one.reason)) for one in bad if one.record not in left_out]
+    bad += [BadRecord(name, reason) for name, reason in summed_up.items()]
     return good, bad
 
 

@@ -38,8 +38,8 @@ class MisnumberedError(ValueError):
         found: what is wrong, without the likely cause.
     """
 
-    def __init__(self, found: str, cause: str) -> None:
-        super().__init__(f"{found}; {cause}")
+    def __init__(self, found: str, cause: str | None = None) -> None:
+        super().__init__(found if cause is None else f"{found}; {cause}")
         self.found = found
 
 
@@ -56,6 +56,14 @@ def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list
         ValueError: the notation is invalid, or a position appears twice.
     """
     return _parsed(variant, wild_type, first_position, [variant])
+
+
+def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[str]) -> list[Substitution]:
+    """`parse_variant`; an error names the likely cause, given all variants that are numbered alike."""
+    try:
+        return parse_without_cause(variant, wild_type, first_position)
+    except MisnumberedError as error:
+        raise MisnumberedError(error.found, likely_cause(alike, wild_type, first_position)) from None
 
 
 def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -> str:
@@ -91,8 +99,8 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
     return f"is {first_position} the position of the first residue? With `first_position` {best}, {share}"
 
 
-def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[str]) -> list[Substitution]:
-    """`parse_variant`; an error considers variants that are numbered alike."""
+def parse_without_cause(variant: str, wild_type: str, first_position: int) -> list[Substitution]:
+    """`parse_variant`, whose errors leave out the likely cause: of many variants it is looked for once."""
     substitutions: list[Substitution] = []
     for part in variant.strip().split(":"):
         match = _SUBSTITUTION.fullmatch(part.strip())
@@ -104,14 +112,12 @@ def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[s
         index = int(match[2]) - first_position
         if not 0 <= index < len(wild_type):
             numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
-            found = f"{variant!r}: position {match[2]} lies outside the protein, {numbers}"
-            raise MisnumberedError(found, likely_cause(alike, wild_type, first_position))
+            raise MisnumberedError(f"{variant!r}: position {match[2]} lies outside the protein, {numbers}")
         residue, mutant = match[1].upper(), match[3].upper()
         if mutant not in PARTICULAR_RESIDUES:
             raise ValueError(f"{variant!r}: the mutant must be one of {PARTICULAR_RESIDUES}, got {mutant}")
         if wild_type[index] != residue:
-            found = f"{variant!r}: residue {match[2]} is {wild_type[index]}"
-            raise MisnumberedError(found, likely_cause(alike, wild_type, first_position))
+            raise MisnumberedError(f"{variant!r}: residue {match[2]} is {wild_type[index]}")
         if any(other.index == index for other in substitutions):
             raise ValueError(f"{variant!r} names position {match[2]} twice")
         substitutions.append(Substitution(residue, index, mutant))
