@@ -25,8 +25,6 @@ _MULTIPROCESSORS = 132
 # Rows of a tensor core's operand.
 MMA_ROWS = 16
 _SMALL_HEAD = 64
-# Numbers of accumulators that `merge` loads at once.
-_LOADED, _FEW_LOADED = 1024, 256
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def attention_plan(
         merge,
         (items, 1, 1),
         device,
-        Options(tuning.merge_warps if queries > 1 else 1 if crowded else 2, launch_pdl=overlap),
+        Options(1 if crowded else 2 if queries == 1 else tuning.merge_warps, launch_pdl=overlap),
         **both,
         **({} if has_residuals else {"value_residual_ptr": None}),
         **key_strides,
@@ -188,9 +186,7 @@ def attention_plan(
         protected_by_row=int(named is not None and contexts > batch_size),
         SIZE=max(MMA_ROWS, next_power_of_two(head_dim)),
         VALUE_SIZE=maps[1][1],
-        LOADED=_FEW_LOADED if crowded else _LOADED,
-        # The next call of `attend_context`, begun beside many programs of `merge`, was measured to run slower.
-        EARLY=not crowded,
+        CROWDED=crowded,
     )
     # Each begins at a multiple of 16 bytes.
     count = -(-count // 4) * 4

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+# The smallest subnormal number of half precision.
+_HALF_UNIT = 2.0**-24
+
 
 class SlabSpec(NamedTuple):
     """The layout of a slab, a compile-time constant of the kernels.
@@ -30,3 +33,7 @@ class SlabSpec(NamedTuple):
     def fields(self) -> int:
         """Fields per element."""
         return self.element_bits // self.bits
+
+    def unit(self, half: bool) -> float:
+        """What a unit of a field is in an operand, in half precision or in float32; 1 for entries of tables."""
+        return _HALF_UNIT if half and not self.table else 1.0

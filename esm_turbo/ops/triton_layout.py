@@ -22,8 +22,6 @@ from esm_turbo.ops.triton_launch import per_codec
 _MIN_OPERAND_SIZE = 16
 # A tensor core's operand distributes the components of a key over four lanes, those of a value over eight.
 _KEY_LANES, _VALUE_LANES = 4, 8
-# The unit of fields in half precision, whose smallest subnormal number it is.
-_HALF_UNIT = 2.0**-24
 # Smaller maps count as zero: keys that vary less are all equal, and their mean cannot be divided by less.
 _MIN_SCALE = 1e-20
 _SLOTS = 2
@@ -233,8 +231,8 @@ def triton_layout(
         torch.cat([operand.middle for operand in operands]) for operands in (key_operands, value_operands)
     )
     order = quads_to_pairs(len(key_middle))
-    # Entries of tables are not in units.
-    unit = _HALF_UNIT if half and not any(slab.table for slab in value_slabs) else 1.0
+    # All slabs of values have tables, or none has.
+    unit = values[0].spec.unit(half)
     halves = query_map.unflatten(1, (2, head_dim // 2)).transpose(2, 3)
     map_scale = halves.abs().amax(dim=(1, 2, 3)).clamp_min(_MIN_SCALE)
     halves = halves / map_scale[:, None, None, None]

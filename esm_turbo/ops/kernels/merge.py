@@ -15,6 +15,9 @@ _MIN_TOTAL: tl.constexpr = tl.constexpr(2.0e-38)
 _FEW_TOKENS: tl.constexpr = tl.constexpr(4)
 # Bytes that one prefetch instruction fetches.
 _PREFETCH_BYTES: tl.constexpr = tl.constexpr(64)
+# Numbers of accumulators that are loaded at once, and beside many other programs.
+_LOADED: tl.constexpr = tl.constexpr(1024)
+_CROWDED_LOADED: tl.constexpr = tl.constexpr(256)
 
 
 @triton.jit
@@ -183,8 +186,7 @@ def merge(
     QUERIES: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-    LOADED: tl.constexpr,
-    EARLY: tl.constexpr,
+    CROWDED: tl.constexpr,
 ):
     """Attends to new and protected tokens, combines this with the parts of the context, and maps the output back.
 
@@ -198,10 +200,11 @@ def merge(
     describes the arguments. Accumulators of the parts are `stride_part` apart, the sum of the operands' sizes, up to
     VALUE_SIZE. `num_slots` protected keys and values of a context, in the model's coordinates, are given per context,
     or, where this is `protected_by_row`, per row of the extension. Masks are read if there are any. With OVERLAP,
-    everything that does not depend on `attend_context` is done while it still runs. If EARLY, the next kernel may begin
-    with what does not depend on this one. LOADED numbers of the parts are loaded at once.
+    everything that does not depend on `attend_context` is done while it still runs, and the next kernel may begin with
+    what does not depend on this one. If they are CROWDED, programs load fewer numbers at once, and the next kernel
+    waits: a next call of `attend_context`, begun beside many programs, was measured to run slower.
     """
-    if OVERLAP and EARLY:
+    if OVERLAP and not CROWDED:
         tl.extra.cuda.gdc_launch_dependents()
     item = tl.program_id(0)
     num_parts = ((item + 1) * num_blocks - 1) // blocks_per_program - item * num_blocks // blocks_per_program + 1
@@ -235,7 +238,7 @@ def merge(
             has_protected_mask, protected_by_row, HEAD_DIM, SIZE, QUERIES, PRECISION,
         )  # fmt: skip
         # Several parts at a time, in copies of the queries.
-        copies: tl.constexpr = max(1, LOADED // (QUERIES * VALUE_SIZE))
+        copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (QUERIES * VALUE_SIZE))
         i = tl.arange(0, copies * QUERIES)
         query = first_query + i % QUERIES
         first_row = context_head.to(tl.int64) * max_parts * num_rows + query

@@ -334,8 +334,8 @@ def key_operand(
 
 @triton.constexpr_function
 def field_unit(SLAB, DTYPE):
-    """What a unit of a slab's fields is in an operand."""
-    return 2.0**-24 if tl.float16 == DTYPE and not SLAB.table else 1.0
+    """What a unit of a slab's fields is in an operand of DTYPE."""
+    return SLAB.unit(tl.float16 == DTYPE)
 
 
 @triton.jit
