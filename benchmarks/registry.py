@@ -22,7 +22,16 @@ from benchmarks.accuracy import (
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.cuda import calls, cold_start, compile_ahead, decode_attention, host_time, large_model, peers
+from benchmarks.cuda import (
+    bare_reads,
+    calls,
+    cold_start,
+    compile_ahead,
+    decode_attention,
+    host_time,
+    large_model,
+    peers,
+)
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import pairs as cuda_pairs
 from benchmarks.cuda import prefill as cuda_prefill
@@ -187,6 +196,7 @@ _ATTENTION_SHAPES: tuple[decode_attention.Shape, ...] = (
     *((rows, tokens, 1) for rows in (64, 1, 8) for tokens in _CONTEXTS),
     (64, 4096, 16),
 )
+_BARE_PRESETS = ("turbo4", "turbo3", "turbo2")
 # Targets of the kernels, by shape.
 _ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
     (64, 4096, 1): {"SDPA bf16 / turbo4": 2.8, "SDPA bf16 / turbo3": 3.2, "SDPA bf16 / turbo2": 4.0},
@@ -208,6 +218,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
         "attention over packed contexts, compared with SDPA and the paper's kernel structure",
         partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=compile_ahead.embedded),
+        most_repeats=20,
+    ),
+    "bare_reads_cuda": Benchmark(
+        "attention of one query, and its launches, reads and writes alone, without arithmetic",
+        partial(bare_reads.read_cases, ((64, 1024, 1), (64, 4096, 1), (8, 512, 1), (1, 1024, 1)), _BARE_PRESETS),
         most_repeats=20,
     ),
     "calls_cuda": Benchmark(

@@ -178,7 +178,7 @@ class Arms:
         query, *_ = new_tokens(self.shape)
         size = (self.rows, HEADS, self.columns, HEAD_DIM)
         dense = [torch.randn(size, device=cuda_timing.DEVICE, dtype=torch.bfloat16) for _ in range(2)]
-        by_backend, failed = _backends(query, dense)
+        by_backend, failed = sdpa_backends(query, dense)
         best = min(by_backend, key=by_backend.__getitem__)
         contexts = {preset: random_context(codec, self.rows, self.columns) for preset, codec in self.codecs.items()}
         arms = self._arms(query, dense, SDPBackend.__members__[best], contexts)
@@ -229,7 +229,7 @@ def sdpa(backend: SDPBackend, query: Tensor, keys: Tensor, values: Tensor) -> Te
         return functional.scaled_dot_product_attention(query, keys, values, scale=1.0)
 
 
-def _backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dict[str, str]]:
+def sdpa_backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float], dict[str, str]]:
     """Medians of SDPA's backends, and the reasons why some cannot run."""
     arms = {backend.name: partial(sdpa, backend, query, *dense) for backend in _BACKENDS}
     times, failed = cuda_timing.captured_seconds(arms, 3)

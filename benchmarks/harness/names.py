@@ -14,6 +14,8 @@ LAYER = "maps and bits of a layer of esm2-mini, random codes"
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 PAPER_KERNEL = "one program a head, table in memory"
 EMPTY = "two empty launches"
+BARE = "reads and writes"
+"""Of attention over packed contexts, without its arithmetic."""
 
 # Caches of other packages.
 AITHER, QUANTO, HQQ = "aither-kvcache, 4 bits", "transformers on optimum-quanto, 4 bits", "transformers on HQQ, 4 bits"

@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.harness import stored
 from benchmarks.harness.names import (
+    BARE,
     COMPRESSED,
     COUNTERS,
     EMPTY,
@@ -64,6 +65,30 @@ def gpu_attention() -> str:
         )
     head = ["batch x context, queries", "SDPA bf16 (backend)", "SDPA fp32", *(f"`{p}`" for p in _SHOWN),
             "paper's kernel structure", EMPTY]  # fmt: skip
+    return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
+
+
+def gpu_bare_reads() -> str:
+    """Microseconds of attention of one query beside those of its launches, reads and writes alone."""
+    rows = []
+    records = _records("bare_reads_cuda")
+    for record in records:
+        figures = record["figures"]
+        seconds, ratios = figures["seconds"], figures["ratios"]
+        for name in (name for name in ratios if name.startswith(f"{SDPA} / {BARE} of ")):
+            bare = name.removeprefix(f"{SDPA} / ")
+            preset = bare.removeprefix(f"{BARE} of ")
+            rows.append(
+                [
+                    _decoding(figures["shape"]),
+                    f"`{preset}`",
+                    _us(seconds, SDPA),
+                    f"{_us(seconds, preset)}{_times(figures, f'{SDPA} / {preset}')}",
+                    f"{_us(seconds, bare)}{_times(figures, name)}",
+                    _us(seconds, EMPTY),
+                ]
+            )
+    head = ["batch x context, queries", "preset", "SDPA bf16", "attention", "its reads and writes alone", EMPTY]
     return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
 
 
@@ -516,9 +541,9 @@ def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
-        gpu_overview, gpu_calls, gpu_targets, gpu_attention, gpu_bandwidth, gpu_in_cache, gpu_profile, gpu_table_2,
-        gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_prefill_esmc, gpu_cold_start, gpu_extension,
-        gpu_memory, gpu_resident, gpu_peers, gpu_scoring, gpu_tests,
+        gpu_overview, gpu_calls, gpu_targets, gpu_attention, gpu_bare_reads, gpu_bandwidth, gpu_in_cache, gpu_profile,
+        gpu_table_2, gpu_table_3, gpu_table_4, gpu_table_5, gpu_table_6, gpu_prefill_esmc, gpu_cold_start,
+        gpu_extension, gpu_memory, gpu_resident, gpu_peers, gpu_scoring, gpu_tests,
     )
 }  # fmt: skip
 

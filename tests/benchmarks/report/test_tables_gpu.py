@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.cuda import calls, cold_start, decode_attention, peers
+from benchmarks.cuda import bare_reads, calls, cold_start, decode_attention, peers
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import steps as cuda_steps
@@ -34,6 +34,7 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
     target = {(2, 70, 2): {"SDPA bf16 / turbo3": 3.2}}
     made: dict[str, Iterator[Case]] = {
         "decode_attention_cuda": iter(decode_attention.attention_cases(((2, 70, 2), (1, 64, 3)), target)),
+        "bare_reads_cuda": bare_reads.read_cases(((2, 70, 1),), ("turbo3",)),
         "prefill_cuda": cuda_prefill.prefill_cases(TINY, (32, 40), ("turbo3", "paper"), {}),
         "prefill_esmc_600m_cuda": cuda_prefill.prefill_cases(TINY, (32,), ("turbo3",), {}),
         "cold_start_cuda": cold_start.cold_cases(TINY, 24, 30.0),
