@@ -342,6 +342,8 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         reason = str(error)
     except FileNotFoundError:
         reason = NO_SUCH_FILE
+        if _is_sequence(os.fspath(path)):
+            reason += "; if this is a sequence, write it to a FASTA file"
     except IsADirectoryError:
         reason = "is a folder; give a FASTA file"
     except OSError as error:
@@ -349,6 +351,10 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
     else:
         return
     raise FastaError(os.fspath(path), [BadRecord("", reason)]) from None
+
+
+def _is_sequence(text: str) -> bool:
+    return not _NOT_A_RESIDUE.search(text.translate(_TO_UPPER))
 
 
 def _is_alignment(path: str | os.PathLike[str]) -> bool:
@@ -368,9 +374,13 @@ def _checked_lines(lines: Iterable[str], comments: bool) -> Iterator[str]:
             raise _Rejected(_NOT_TEXT)
         if not in_records and line.strip():
             if not line.startswith(">"):
+                remedy = (
+                    "put one before each sequence"
+                    if _is_sequence(line.strip())
+                    else "give protein sequences in FASTA format"
+                )
                 raise _Rejected(
-                    f"is not FASTA: line {number} is {_shown(line.strip())}, not a header '>identifier'; "
-                    "give protein sequences in FASTA format"
+                    f"is not FASTA: line {number} is {_shown(line.strip())}, not a header '>identifier'; {remedy}"
                 )
             in_records = True
         yield line

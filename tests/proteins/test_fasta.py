@@ -389,6 +389,12 @@ def test_text_that_is_not_fasta_is_refused(write, content, line):
     assert f": is not FASTA: line {line} is " in one_line_error(write(content))
 
 
+def test_sequences_without_headers_are_told_what_they_lack(write):
+    message = one_line_error(write("mktayi\nACDEF\n", "peptides.txt"))
+    assert "line 1 is 'mktayi', not a header '>identifier'; put one before each sequence" in message
+    assert "put one" not in one_line_error(write("id,sequence\na,ACDEF\n"))
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -426,8 +432,12 @@ def test_a_damaged_gzip_file_is_refused(write, content):
     assert ": the gzip file is truncated or damaged (" in one_line_error(write(content, "x.fasta.gz"))
 
 
+def test_a_sequence_in_place_of_a_file_is_told_where_to_go():
+    assert "ACDEFG: there is no such file; check the path; if this is a sequence" in one_line_error("ACDEFG")
+
+
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    assert ": there is no such file; " in one_line_error(tmp_path / "none.fasta")
+    assert one_line_error(tmp_path / "none.fasta").endswith(": there is no such file; check the path")
     assert ": is a folder; " in one_line_error(tmp_path)
     (tmp_path / "file").write_text(">a\nMKT\n")
     assert ": cannot be read (" in one_line_error(tmp_path / "file" / "below")

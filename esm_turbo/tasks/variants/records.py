@@ -13,6 +13,7 @@ from esm_turbo.files.csv_files import CsvError, CsvRow, read_csv
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
+from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
@@ -31,6 +32,7 @@ from esm_turbo.tasks.variants.score import VariantScores, first_position_of
 from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
     MisnumberedError,
+    is_variant,
     likely_cause,
     parse_without_cause,
     parts_of,
@@ -243,6 +245,8 @@ def read_variants(
     """
     by_name = protein_column or PROTEIN_COLUMN
     required = ["mutant", *(name for name in (protein_column, measured) if name is not None)]
+    if is_variant(os.fspath(path)) and not os.path.exists(path):
+        raise CsvError(f"{os.fspath(path)}: {NO_SUCH_FILE}; variants belong in the column 'mutant' of a CSV file")
     rows = read_csv(path, required, [by_name, *_MEASURED_COLUMNS])
     if len(wild_types) > 1 and rows and by_name.lower() not in map(str.lower, rows[0].cells):
         raise CsvError(

@@ -43,6 +43,11 @@ class MisnumberedError(ValueError):
         self.found = found
 
 
+def is_variant(text: str) -> bool:
+    """Whether a text has the notation of a variant, such as `H24C` or `H24C:E26K`."""
+    return all(_SUBSTITUTION.fullmatch(part.strip()) for part in text.strip().split(":"))
+
+
 def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list[Substitution]:
     """Parse a variant such as `H24C`, or `H24C:E26K` for several substitutions.
 

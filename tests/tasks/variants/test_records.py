@@ -354,3 +354,8 @@ def test_a_protein_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, m
         assert [one.record for one in run.failed] == ["wt"]
     run = score_records(turbo, [WILD_TYPE], None, ["turbo"], journal=Journal(tmp_path))
     assert [one.wild_type.id for one in run.results] == ["wt"] and run.failed == []
+
+
+def test_a_variant_in_place_of_a_file_is_told_where_to_go():
+    with pytest.raises(CsvError, match=r"^R30A:K31E: .*no such file; .*; variants belong in the column 'mutant'"):
+        read_variants("R30A:K31E", [ProteinRecord("p", "MKT")])
