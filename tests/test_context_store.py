@@ -1211,7 +1211,7 @@ def test_tiers_on_a_device(tiny, tmp_path):
     for _ in range(2):
         for other in (host, disk):
             assert torch.equal(turbo.extend(other.get_or_prefill(turbo, SEQUENCES), ["GSGS"] * 5).logits, logits)
-    assert all(context.buffer.is_pinned() for context in host._host._contexts.values())
+    assert all(context.buffer.is_pinned() for context, _ in host._lookup._host._contexts.values())
     assert host.info()["memory"]["device"]["contexts"] == 0
 
 
