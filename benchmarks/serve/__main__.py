@@ -123,6 +123,7 @@ def _load(
         "errors": len(errors),
         "first_errors": errors[:3],
         "worst_difference": max(one.worst for one in outcomes),
+        "other_residues": sum(one.other_residues for one in outcomes),
         "requests_per_second": rate,
         "library_requests_per_second": own,
         "ratio": rate / own,

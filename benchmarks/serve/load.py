@@ -20,12 +20,14 @@ class Outcome:
         seconds: from each request to its answer, by kind.
         errors: answers other than 200, and connections that failed.
         worst: largest difference of a value from the library's.
+        other_residues: answers with other generated residues than the library's, see `difference`.
         elapsed: seconds from the first request to the last answer.
     """
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     worst: float = 0.0
+    other_residues: int = 0
     elapsed: float = 0.0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -47,10 +49,11 @@ class Outcome:
             with self._lock:
                 self.errors.append(f"{ask.kind}: {answer.status} {answer.body[:200]!r}")
             return
-        worst = difference(answered(ask.kind, answer.json), expected)
+        worst, other = difference(ask.kind, answered(ask.kind, answer.json), expected)
         with self._lock:
             self.seconds.setdefault(ask.kind, []).append(seconds)
             self.worst = max(self.worst, worst)
+            self.other_residues += other
 
 
 def busy(

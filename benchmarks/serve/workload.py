@@ -131,8 +131,21 @@ def answered(kind: str, answer: Any) -> list[float]:
     return [*one["log_probs"], *map(float, map(ord, one["new_residues"]))]
 
 
-def difference(own: Sequence[float], theirs: Sequence[float]) -> float:
-    """Largest absolute difference; infinite if their numbers differ."""
+def difference(kind: str, own: Sequence[float], theirs: Sequence[float]) -> tuple[float, bool]:
+    """Largest absolute difference, infinite if their numbers differ; and whether other residues were generated.
+
+    Of residues about as likely as each other rounding selects one, and what follows it is another protein's. Generated
+    residues are therefore compared up to the first that differs, by their log-probabilities.
+    """
     if len(own) != len(theirs):
-        return math.inf
+        return math.inf, False
+    if kind == "generate":
+        half = len(own) // 2
+        other = [i for i in range(half) if own[half + i] != theirs[half + i]]
+        compared = other[0] + 1 if other else half
+        return _largest(own[:compared], theirs[:compared]), bool(other)
+    return _largest(own, theirs), False
+
+
+def _largest(own: Sequence[float], theirs: Sequence[float]) -> float:
     return max(abs(a - b) for a, b in zip(own, theirs, strict=True))

@@ -45,6 +45,15 @@ def test_errors_are_noted(turbo, tmp_path, work):
 
 
 def test_answers_of_other_lengths_differ():
-    assert difference([1.0], [1.0, 2.0]) == float("inf")
-    assert difference([1.0, 2.0], [1.0, 2.5]) == 0.5
+    assert difference("score", [1.0], [1.0, 2.0]) == (float("inf"), False)
+    assert difference("score", [1.0, 2.0], [1.0, 2.5]) == (0.5, False)
     assert answered("variants", {"variants": [{"score": 1.5}]}) == [1.5]
+
+
+def test_generated_residues_are_compared_up_to_the_first_that_differs():
+    same, tie, wrong = [-1.0, -2.0, -3.0], [-1.0, -2.125, -9.0], [-1.5, -2.125, -9.0]
+    first, second = ([float(ord(residue)) for residue in residues] for residues in ("GPA", "GEA"))
+    assert difference("generate", same + first, tie + first) == (6.0, False)
+    # Rounding selected another residue, and what follows it is not compared.
+    assert difference("generate", same + first, tie + second) == (0.125, True)
+    assert difference("generate", same + first, wrong + second) == (0.5, True)
