@@ -20,6 +20,12 @@ from esm_turbo.cli.interrupts import interrupts
 if TYPE_CHECKING:
     from cyclopts import CycloptsError
 
+# What to give instead of one argument too many, by command.
+_INSTEAD_OF_ARGUMENTS = {
+    "embed": "the model, esm-extract's first argument, is --model here; ",
+    **dict.fromkeys(("score", "variants", "generate"), "results are written to --out; "),
+}
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit.
@@ -80,10 +86,10 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
     from esm_turbo.cli.console import say
 
     if isinstance(error, CycloptsError):
-        embeds = isinstance(error, UnusedCliTokensError) and arguments[:1] == ["embed"]
-        model = "the model, esm-extract's first argument, is --model here; " if embeds else ""
+        unused = isinstance(error, UnusedCliTokensError)
+        hint = _INSTEAD_OF_ARGUMENTS.get(arguments[0], "") if unused and arguments else ""
         chain = " ".join(error.command_chain or ())
-        say(f"error: {_wrong_arguments(error)}; {model}see {' '.join(['esm-turbo', chain]).strip()} --help")
+        say(f"error: {_wrong_arguments(error)}; {hint}see {' '.join(['esm-turbo', chain]).strip()} --help")
         return 2
     if not isinstance(error, ValueError):
         from esm_turbo.model.memory import is_out_of_memory
@@ -100,12 +106,14 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 def _wrong_arguments(error: CycloptsError) -> str:
     """What is wrong with the arguments."""
-    from cyclopts import MissingArgumentError
+    from cyclopts import MissingArgumentError, UnusedCliTokensError
 
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:
         name = error.argument.name
         if not error.argument.tokens:
             return f"missing {'option' if name.startswith('-') else 'argument'} {name}"
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"unexpected {', '.join(map(repr, error.unused_tokens))}"
     return str(error).removesuffix(".")
 
 

@@ -18,6 +18,7 @@ def status(out: Path, /, *, json: JsonFile = None) -> int:
     Args:
         out: The output that the shards were given.
     """
+    from esm_turbo.files.tabular import counted
     from esm_turbo.parallel.shards import shards_folder, shards_state
 
     state = shards_state(out)
@@ -28,8 +29,8 @@ def status(out: Path, /, *, json: JsonFile = None) -> int:
     missing = ", ".join(map(str, state.missing))
     lines = [f"{len(state.manifests)} of {state.of} shards in {shards_folder(out)} are done"]
     lines += [f"missing: {missing}"] if missing else []
-    lines += [f"{len(state.problems)} problems"] if state.problems else []
-    lines += [f"{len(state.failed)} records failed"] if state.failed else []
+    lines += [counted(len(state.problems), "problem")] if state.problems else []
+    lines += [f"{counted(len(state.failed), 'record')} failed"] if state.failed else []
     result = {
         "out": os.fspath(out),
         "shards": state.of,
