@@ -1,6 +1,6 @@
 """Scores of pairs in batches filled across targets against those of one target at a time, on real targets and peptides.
 
-All different targets of `screening.FILE` with some of its peptides: by length, evenly spaced in that order.
+All different targets of `screening.FILE` with all of its peptides.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from esm_turbo.tasks.scoring.score import Scores
 ARMS: tuple[Arm, ...] = ("frozen", "turbo")
 
 
-def pairs(peptides: int, max_targets: int | None = None) -> tuple[list[str], list[str]]:
-    """Different targets and different peptides, both by length; a number of each, evenly spaced in that order."""
+def pairs(peptides: int | None = None, max_targets: int | None = None) -> tuple[list[str], list[str]]:
+    """Different targets and different peptides, both by length: all, or a number of each, evenly spaced in that order."""
     screens = screening.screens()
     targets = list(dict.fromkeys(screen.target for screen in screens))
     own = sorted({screen.candidates[0] for screen in screens}, key=lambda one: (len(one), one))
     return _spaced(targets, max_targets), _spaced(own, peptides)
 
 
-def cases(peptides: int, max_targets: int | None = None) -> Iterator[Case]:
+def cases(peptides: int | None = None, max_targets: int | None = None) -> Iterator[Case]:
     """One case and row per arm.
 
     Args:
-        peptides: number of peptides that are scored on every target.
+        peptides: number of peptides that are scored on every target; None for all.
         max_targets: maximum number of targets; None for all.
     """
     for arm in ARMS:
@@ -45,7 +45,7 @@ def _spaced(items: list[str], count: int | None) -> list[str]:
     return [items[index * len(items) // count] for index in range(count)]
 
 
-def _case(arm: Arm, peptides: int, max_targets: int | None) -> Case:
+def _case(arm: Arm, peptides: int | None, max_targets: int | None) -> Case:
     return Case(
         name=f"{arm}: pairs of all targets against one target at a time",
         model=EMBEDDED_MODEL.name,
