@@ -478,8 +478,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: screening.cases(max_proteins=limit),
     ),
     "screen_pairs": Experiment(
-        "scores of all pairs of 90 targets and the peptides of their file, in batches filled across targets and one target at"
-        " a time",
+        "scores of all pairs of 90 targets and 92 peptides, in batches filled across targets and one target at a time",
         "screen_pairs",
         lambda limit: screen_pairs.cases(max_targets=limit),
     ),

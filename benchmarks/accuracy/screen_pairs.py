@@ -22,7 +22,7 @@ ARMS: tuple[Arm, ...] = ("frozen", "turbo")
 
 
 def pairs(peptides: int | None = None, max_targets: int | None = None) -> tuple[list[str], list[str]]:
-    """Different targets and different peptides, both by length: all, or a number of each, evenly spaced in that order."""
+    """Different targets and different peptides: all, or a number of each, the peptides by length, evenly spaced."""
     screens = screening.screens()
     targets = list(dict.fromkeys(screen.target for screen in screens))
     own = sorted({screen.candidates[0] for screen in screens}, key=lambda one: (len(one), one))
