@@ -224,11 +224,18 @@ def merge(
             mean += tl.load(residual_ptr + d, mask=in_head, other=0.0).to(tl.float32)
         component = tl.arange(0, VALUE_SIZE)
         map_ptr = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM)
+        map_ptrs = map_ptr + component[:, None] * HEAD_DIM + d[None, :]
+        in_map = in_head[None, :] & (component < stride_part)[:, None]
         map_scale = tl.load(value_scale_ptr + head)
         middle = tl.load(value_middle_ptr + component)
-        # The programs of other contexts find it in the L2 cache.
-        if OVERLAP and context == 0:
-            # It takes too many registers to be loaded before it is needed.
+        # Several parts at a time, in copies of the queries.
+        copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (QUERIES * VALUE_SIZE))
+        rows: tl.constexpr = copies * QUERIES
+        on_tensor_cores: tl.constexpr = rows >= MMA_ROWS and not CROWDED
+        # With several queries, or many programs, it takes too many registers to load the map before it is needed; the
+        # programs of other contexts find it in the L2 cache.
+        early_map: tl.constexpr = on_tensor_cores and QUERIES == 1
+        if OVERLAP and not early_map and context == 0:
             entry: tl.constexpr = map_ptr.dtype.element_ty.primitive_bitwidth // 8
             _prefetch(map_ptr, VALUE_SIZE * HEAD_DIM * entry, VALUE_SIZE * SIZE * entry)
         dense_max, dense_total, dense_acc = _attend_dense(
@@ -237,14 +244,14 @@ def merge(
             stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, num_slots, has_new_mask,
             has_protected_mask, protected_by_row, HEAD_DIM, SIZE, QUERIES, PRECISION,
         )  # fmt: skip
-        # Several parts at a time, in copies of the queries.
-        copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (QUERIES * VALUE_SIZE))
-        i = tl.arange(0, copies * QUERIES)
+        i = tl.arange(0, rows)
         query = first_query + i % QUERIES
         first_row = context_head.to(tl.int64) * max_parts * num_rows + query
-        row_max = tl.full((copies * QUERIES,), LOWEST, tl.float32)
-        total = tl.zeros((copies * QUERIES,), tl.float32)
-        acc = tl.zeros((copies * QUERIES, VALUE_SIZE), tl.float32)
+        row_max = tl.full((rows,), LOWEST, tl.float32)
+        total = tl.zeros((rows,), tl.float32)
+        acc = tl.zeros((rows, VALUE_SIZE), tl.float32)
+        if early_map:
+            value_map = tl.load(map_ptrs, mask=in_map, other=0.0)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         for first in tl.range(0, num_parts, copies, num_stages=1):
@@ -265,14 +272,22 @@ def merge(
         max_by_copy = tl.reshape(row_max, (copies, QUERIES))
         highest = tl.maximum(tl.max(max_by_copy, 0), dense_max)  # [QUERIES]
         weight = tl.exp2(max_by_copy - highest[None, :])
-        total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
-        acc = tl.sum(tl.reshape(acc, (copies, QUERIES, VALUE_SIZE)) * weight[:, :, None], 0)
         rescale = tl.exp2(dense_max - highest)
-        map_ptrs = map_ptr + component[:, None] * HEAD_DIM + d[None, :]
-        in_map = in_head[None, :] & (component < stride_part)[:, None]
-        value_map = tl.load(map_ptrs, mask=in_map, other=0.0).to(tl.float32)  # [VALUE_SIZE, SIZE]
-        acc = (acc - total[:, None] * middle[None, :]) * map_scale
-        output = _product(acc, value_map, total[:, None] * mean[None, :], PRECISION) + dense_acc * rescale[:, None]
+        if not early_map:
+            value_map = tl.load(map_ptrs, mask=in_map, other=0.0)
+        value_map = value_map.to(tl.float32)  # [VALUE_SIZE, SIZE]
+        if on_tensor_cores:
+            # Copies fill the operand, and are added up after the product.
+            acc = (acc - total[:, None] * middle[None, :]) * (tl.reshape(weight, (rows,)) * map_scale)[:, None]
+            mapped = dot(acc, value_map, tl.zeros((rows, SIZE), tl.float32), PRECISION)
+            total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
+            output = tl.sum(tl.reshape(mapped, (copies, QUERIES, SIZE)), 0) + total[:, None] * mean[None, :]
+        else:
+            total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
+            acc = tl.sum(tl.reshape(acc, (copies, QUERIES, VALUE_SIZE)) * weight[:, :, None], 0)
+            acc = (acc - total[:, None] * middle[None, :]) * map_scale
+            output = _product(acc, value_map, total[:, None] * mean[None, :], PRECISION)
+        output += dense_acc * rescale[:, None]
         output /= tl.maximum(total + dense_total * rescale, _MIN_TOTAL)[:, None]
         # [B, n, H, D]: the queries of a context follow each other.
         query = first_query + tl.arange(0, QUERIES)
