@@ -1,6 +1,6 @@
 """Scores of pairs in batches filled across targets against those of one target at a time, on real targets and peptides.
 
-All different targets of `screening.FILE` with all of its peptides.
+All different targets of `screening.FILE` with some of its peptides: by length, evenly spaced in that order.
 """
 
 from __future__ import annotations

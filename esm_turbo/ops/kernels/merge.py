@@ -46,6 +46,14 @@ def _load_rows(ptr, row, d, inside):
 
 
 @triton.jit
+def _load_map(map_ptr, component, d, stride_part, HEAD_DIM: tl.constexpr):
+    """A head's map from sums of fields to the output, [components, SIZE], zeros outside."""
+    map_ptrs = map_ptr + component[:, None] * HEAD_DIM + d[None, :]
+    in_map = (d < HEAD_DIM)[None, :] & (component < stride_part)[:, None]
+    return tl.load(map_ptrs, mask=in_map, other=0.0)
+
+
+@triton.jit
 def _attend_dense(
     first_query,
     end_query,
@@ -224,18 +232,16 @@ def merge(
             mean += tl.load(residual_ptr + d, mask=in_head, other=0.0).to(tl.float32)
         component = tl.arange(0, VALUE_SIZE)
         map_ptr = value_map_ptr + head * (VALUE_SIZE * HEAD_DIM)
-        map_ptrs = map_ptr + component[:, None] * HEAD_DIM + d[None, :]
-        in_map = in_head[None, :] & (component < stride_part)[:, None]
         map_scale = tl.load(value_scale_ptr + head)
         middle = tl.load(value_middle_ptr + component)
         # Several parts at a time, in copies of the queries.
         copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (QUERIES * VALUE_SIZE))
         rows: tl.constexpr = copies * QUERIES
-        on_tensor_cores: tl.constexpr = rows >= MMA_ROWS and not CROWDED
-        # With several queries, or many programs, it takes too many registers to load the map before it is needed; the
-        # programs of other contexts find it in the L2 cache.
-        early_map: tl.constexpr = on_tensor_cores and QUERIES == 1
-        if OVERLAP and not early_map and context == 0:
+        # Copies of a single query that fill one operand of a tensor core are mapped before they are added up.
+        fills_operand: tl.constexpr = QUERIES == 1 and rows == MMA_ROWS and not CROWDED
+        # Elsewhere the map takes too many registers to be loaded before it is needed; programs of other contexts then
+        # find it in the L2 cache.
+        if OVERLAP and not fills_operand and context == 0:
             entry: tl.constexpr = map_ptr.dtype.element_ty.primitive_bitwidth // 8
             _prefetch(map_ptr, VALUE_SIZE * HEAD_DIM * entry, VALUE_SIZE * SIZE * entry)
         dense_max, dense_total, dense_acc = _attend_dense(
@@ -250,8 +256,8 @@ def merge(
         row_max = tl.full((rows,), LOWEST, tl.float32)
         total = tl.zeros((rows,), tl.float32)
         acc = tl.zeros((rows, VALUE_SIZE), tl.float32)
-        if early_map:
-            value_map = tl.load(map_ptrs, mask=in_map, other=0.0)
+        if fills_operand:
+            value_map = _load_map(map_ptr, component, d, stride_part, HEAD_DIM)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         for first in tl.range(0, num_parts, copies, num_stages=1):
@@ -273,18 +279,15 @@ def merge(
         highest = tl.maximum(tl.max(max_by_copy, 0), dense_max)  # [QUERIES]
         weight = tl.exp2(max_by_copy - highest[None, :])
         rescale = tl.exp2(dense_max - highest)
-        if not early_map:
-            value_map = tl.load(map_ptrs, mask=in_map, other=0.0)
-        value_map = value_map.to(tl.float32)  # [VALUE_SIZE, SIZE]
-        if on_tensor_cores:
-            # Copies fill the operand, and are added up after the product.
+        if fills_operand:
             acc = (acc - total[:, None] * middle[None, :]) * (tl.reshape(weight, (rows,)) * map_scale)[:, None]
-            mapped = dot(acc, value_map, tl.zeros((rows, SIZE), tl.float32), PRECISION)
-            total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
-            output = tl.sum(tl.reshape(mapped, (copies, QUERIES, SIZE)), 0) + total[:, None] * mean[None, :]
+            mapped = dot(acc, value_map.to(tl.float32), tl.zeros((rows, SIZE), tl.float32), PRECISION)
+            total = tl.sum(total[:, None] * weight, 0)
+            output = tl.sum(mapped, 0)[None, :] + total[:, None] * mean[None, :]
         else:
             total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
             acc = tl.sum(tl.reshape(acc, (copies, QUERIES, VALUE_SIZE)) * weight[:, :, None], 0)
+            value_map = _load_map(map_ptr, component, d, stride_part, HEAD_DIM).to(tl.float32)
             acc = (acc - total[:, None] * middle[None, :]) * map_scale
             output = _product(acc, value_map, total[:, None] * mean[None, :], PRECISION)
         output += dense_acc * rescale[:, None]
