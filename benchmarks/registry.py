@@ -478,7 +478,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: screening.cases(max_proteins=limit),
     ),
     "screen_pairs": Experiment(
-        "scores of pairs in batches filled across 90 targets against those of one target at a time, 32 peptides on each",
+        "scores of pairs in batches filled across 90 targets against one target at a time, 32 peptides on each",
         "screen_pairs",
         lambda limit: screen_pairs.cases(peptides=32, max_targets=limit),
     ),
