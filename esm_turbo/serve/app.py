@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from fastapi.staticfiles import StaticFiles
+from starlette.exceptions import HTTPException
 
 from esm_turbo import __version__
 from esm_turbo.serve.errors import NO_CONTEXT, RequestError, printable
@@ -36,6 +37,11 @@ def make_app(service: Service, tokens: Sequence[str] = (), hosts: Sequence[str] 
     @app.exception_handler(RequestError)
     async def told(request: Request, error: RequestError) -> Response:
         return JSONResponse(error.to_dict(), error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        # Of the framework itself, such as for a path that there is not: in the shape of all other errors.
+        return JSONResponse(RequestError(error.status_code, error.detail).to_dict(), error.status_code, error.headers)
 
     @app.exception_handler(RequestValidationError)
     async def wrong_field(request: Request, error: RequestValidationError) -> Response:

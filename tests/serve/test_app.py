@@ -263,6 +263,13 @@ def test_the_pages_come_from_the_service_alone(client):
     assert client.get("/redoc").status == 404
 
 
+def test_errors_of_the_framework_have_the_documented_shape(client):
+    missing, wrong = client.get("/v1/nothing"), client.get("/v1/embeddings")
+    assert (missing.status, wrong.status) == (404, 405)
+    assert missing.json == {"detail": [{"loc": [], "msg": "Not Found", "type": "http_404"}]}
+    assert wrong.json == {"detail": [{"loc": [], "msg": "Method Not Allowed", "type": "http_405"}]}
+
+
 def test_the_documentation_names_every_endpoint(client):
     paths = client.get("/openapi.json").json["paths"]
     assert set(paths) == {
