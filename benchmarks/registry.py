@@ -478,9 +478,9 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: screening.cases(max_proteins=limit),
     ),
     "screen_pairs": Experiment(
-        "scores of pairs in batches filled across 90 targets against one target at a time, 32 peptides on each",
+        "scores of all pairs of 90 targets and 92 peptides in batches filled across targets against one at a time",
         "screen_pairs",
-        lambda limit: screen_pairs.cases(peptides=32, max_targets=limit),
+        lambda limit: screen_pairs.cases(max_targets=limit),
     ),
     "variants": Experiment(
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
