@@ -6,17 +6,20 @@ dies at once. PyTorch is imported with the model, after the number of its thread
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pickle
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.tasks.common.pieces import Work
@@ -30,6 +33,8 @@ LoadModel = Callable[[str], "ContextModel"]
 
 # Part of a device's memory that other processes hold when it counts as filled by them.
 _FILLED = 0.25
+# Contexts are read in threads, which may warn of a damaged one while a result is sent.
+_sending = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -126,22 +131,23 @@ def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
     work: Work[Any, Any] | None = None
     taken: deque[int] = deque()
     left: deque[NewWork] = deque()
+    inbox = _Inbox(connection)
 
     def incoming(piece: Piece) -> Iterator[Any]:
         """The pieces that arrive, this one first; ends where a work that looks ahead would wait in vain."""
         while True:
             taken.append(piece.number)
             yield piece.content
-            if taken and not connection.poll():
+            if taken and inbox.is_empty():
                 return
-            message = receive(connection)
+            message = inbox.receive()
             if isinstance(message, NewWork):
                 left.append(message)
                 return
             piece = message
 
     while True:
-        message = left.popleft() if left else receive(connection)
+        message = left.popleft() if left else inbox.receive()
         if isinstance(message, NewWork):
             work = message.work
             continue
@@ -160,9 +166,52 @@ def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
             taken.clear()
 
 
+class _Inbox:
+    """Messages that were sent to this process, in their order.
+
+    A thread takes them off the connection at once. Otherwise whoever sends a large piece would wait until this process
+    has computed the one before, and for ever if that has a large result: neither would read what the other sends.
+
+    Args:
+        connection: where they arrive.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
+        threading.Thread(target=self._take, args=(connection,), daemon=True).start()
+
+    def _take(self, connection: Connection) -> None:
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self._messages.put(connection.recv_bytes())
+        finally:
+            # Whatever stopped it, such as too little memory for a message: nothing arrives any more.
+            self._messages.put(None)
+
+    def is_empty(self) -> bool:
+        """Whether `receive` would wait."""
+        return self._messages.empty()
+
+    def receive(self) -> Any:
+        """Wait for a message.
+
+        Raises:
+            EOFError: no more can arrive.
+        """
+        message = self._messages.get()
+        if message is None:
+            # Nor is there another one, if somebody asks again.
+            self._messages.put(None)
+            raise EOFError
+        return pickle.loads(message)
+
+
 def send(connection: Connection, message: object) -> None:
-    """Send a message, by value."""
-    connection.send_bytes(pickle.dumps(message))
+    """Send a message, by value; whole, whatever other threads of this process send."""
+    content = pickle.dumps(message)
+    with _sending:
+        connection.send_bytes(content)
 
 
 def receive(connection: Connection) -> Any:

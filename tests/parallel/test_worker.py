@@ -85,6 +85,26 @@ def test_errors_are_sent() -> None:
     assert str(portable) == "Unportable: 1 and 2" and "Unportable: 1 and 2" in portable.__notes__[0]
 
 
+def test_a_message_that_cannot_be_read_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    class Large:
+        def recv_bytes(self) -> bytes:
+            raise MemoryError
+
+    ended: list[bool] = []
+
+    def run() -> None:
+        with pytest.raises(EOFError):
+            serve(Large(), None, "cpu")  # type: ignore[arg-type]
+        ended.append(True)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(30)
+    assert ended
+
+
 def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     assert filled_by_others("cpu") is None
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 * 2**30)

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from esm_turbo.tasks.embedding.records import embed_records
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants.records import score_records as score_variants
 from tests.helpers.embedding_files import files, h5_content, proteins
-from tests.helpers.numbers_to_square import Load, Squares, die_at_once
+from tests.helpers.numbers_to_square import Echo, Load, Squares, die_at_once
 
 EXPECTED = {
     "cpu:0 cannot be used: the model does not fit into its memory; the others go on without it",
@@ -80,6 +81,20 @@ def test_a_piece_that_kills_every_process_fails_alone(run: Run) -> None:
         found = run(workers, deadly=(5,))
     assert found.pop(5) == (-1, "its process died 3 times (signal SIGKILL)")
     assert {index: square for index, (square, _) in found.items()} == {n: n * n for n in range(12) if n != 5}
+
+
+@pytest.mark.parametrize("logs", [False, True])
+def test_pieces_and_results_larger_than_what_a_connection_holds(logs: bool) -> None:
+    """Neither process waits for the other to read, and what a thread logs is not mixed into a result."""
+    pieces = [str(number) * 1_000_000 for number in range(6)]
+    found: dict[int, str] = {}
+    with Workers(Load(), ["cpu"]) as workers:
+        run = threading.Thread(
+            target=lambda: found.update(workers.run(Echo(logs), pieces, stage="", units=[1] * 6)), daemon=True
+        )
+        run.start()
+        run.join(60)
+    assert found == dict(enumerate(pieces))
 
 
 def test_a_device_that_cannot_be_used_is_left_out(run: Run, caplog: pytest.LogCaptureFixture) -> None:

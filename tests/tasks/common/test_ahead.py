@@ -166,13 +166,13 @@ def test_a_read_that_fails_is_an_error_of_its_own_piece(
 
 
 class Messages:
-    """A connection on which everything has arrived."""
+    """In place of a worker's inbox: everything has arrived. Notes what is sent."""
 
     def __init__(self, *messages: object) -> None:
         self.left, self.sent = deque(messages), list[Any]()
 
-    def poll(self) -> bool:
-        return bool(self.left)
+    def is_empty(self) -> bool:
+        return not self.left
 
     def receive(self) -> Any:
         if not self.left:
@@ -184,7 +184,7 @@ def test_a_worker_tells_which_piece_could_not_be_read(
     turbo: TurboEsm, screen: Screen, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work, pieces = work_and_pieces(turbo, screen, shelf)
-    monkeypatch.setattr(worker, "receive", Messages.receive)
+    monkeypatch.setattr(worker, "_Inbox", lambda connection: connection)
     monkeypatch.setattr(worker, "send", lambda connection, message: connection.sent.append(message))
     shelf.before = shelf.failing_at(PROTEINS[1], turbo)
     connection = Messages(worker.NewWork(work), *map(worker.Piece, range(3), pieces))
