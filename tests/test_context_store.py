@@ -261,6 +261,17 @@ def test_presets_and_dtypes_have_their_own_partitions(tiny, tmp_path):
     assert usage(store, "missed", "disk", "host") == (5, 0, 0)
 
 
+def test_what_autocast_rounds_has_its_own_partition(tiny, tmp_path):
+    turbo, store = tiny(DEFAULT_PRESET), ContextStore(tmp_path)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = store.get_or_prefill(turbo, "MKTAYIAK")
+    assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), turbo.prefill("MKTAYIAK"))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), rounded)
+    assert {one["dtype"] for one in store.info()["presets"]} == {"float32", "float32-autocast-bfloat16"}
+    assert usage(store, "missed", "host") == (2, 1)
+
+
 def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
     from esm_turbo import KVCalibrator, TurboEsmForMaskedLM
 

@@ -242,7 +242,7 @@ class Partition:
     Attributes:
         folder: of its files.
         config: options under which the contexts are stored.
-        dtype: of the model that computed them.
+        dtype: of the model that computed them, and that of autocast if it was on.
         codec_fingerprint: of the calibration.
     """
 
@@ -472,7 +472,10 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
         ValueError: the model's preset needs a calibration, and there is none.
     """
     turbo.model.notice_changes()
-    esm = turbo.model.base_model
+    esm, dtype, device_type = turbo.model.base_model, str(turbo.model.dtype), turbo.model.device.type
+    if torch.is_autocast_enabled(device_type):
+        # It rounds what the model computes: these contexts are none of the model without it.
+        dtype += f"-autocast-{torch.get_autocast_dtype(device_type)}"
     config = esm.turbo_config if config is None else config
     return ContextSpec(
         config=config,
@@ -480,7 +483,7 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
         fingerprint=model_fingerprint(esm),
         codec=esm.codec(config),
         model=turbo.name,
-        dtype=str(turbo.model.dtype).removeprefix("torch."),
+        dtype=dtype.replace("torch.", ""),
     )
 
 

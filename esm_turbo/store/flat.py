@@ -42,7 +42,7 @@ class ContextSpec:
         fingerprint: of the model.
         codec: reads them.
         model: name of the model.
-        dtype: of the model's computations.
+        dtype: of the model's computations, with that of autocast if it is on.
     """
 
     config: TurboConfig

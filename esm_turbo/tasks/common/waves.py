@@ -211,6 +211,23 @@ def _waves(jobs: Iterable[Rows], contexts: _Contexts) -> Iterator[list[Rows]]:
         yield wave
 
 
+def _as_here(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """For another thread, which has its own: the CUDA stream and the autocast of this one."""
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if stream is not None:
+                stack.enter_context(torch.cuda.stream(stream))
+            if autocast is not None:
+                stack.enter_context(torch.autocast(device.type, autocast))
+            yield
+
+    return entered()
+
+
 class _Wave(NamedTuple):
     """Jobs whose contexts are held together.
 
@@ -260,20 +277,20 @@ class _Contexts:
             # On a device, decoded contexts are read fast only as a whole.
             decodes = device.type == "cpu" or not job.hides
             wanted[job.context] = wanted.get(job.context, 0) + decodes * job.count * job.width
-        stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        return _Wave(wave, self.ahead.readers.submit(self._stored, wanted, stream))
+        return _Wave(wave, self.ahead.readers.submit(self._stored, wanted, _as_here(device)))
 
-    def _stored(self, wanted: Mapping[TokenIds, int], stream: torch.cuda.Stream | None) -> dict[TokenIds, Held]:
+    def _stored(
+        self, wanted: Mapping[TokenIds, int], as_there: contextlib.AbstractContextManager[None]
+    ) -> dict[TokenIds, Held]:
         """Contexts that are in the store, for so many tokens that may read them decoded.
 
         Args:
             wanted: the contexts.
-            stream: on which they are read; None on the CPU.
+            as_there: lets this thread read as that which reads them next.
         """
         if self.store is None:
             return {}
-        # Another thread has a current stream of its own.
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        with as_there:
             few, found = list[TokenIds](), dict[TokenIds, Held]()
             if isinstance(self.store, HoldingSource):
                 few = [ids for ids, tokens in wanted.items() if not decoding_pays(self.turbo, self.config, tokens)]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
 from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.assets import evaluation_proteins
@@ -163,6 +164,16 @@ def test_contexts_come_from_a_store_and_go_into_it(turbo: TurboEsm, tmp_path: Pa
         assert store.info()["usage"]["missed"] == 8
     assert_close(first[0], one)
     assert again == first
+
+
+def test_contexts_that_autocast_rounds_are_found_ahead(
+    turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though another thread reads them, which has an autocast of its own."""
+    with ContextStore(tmp_path / "store") as store, torch.autocast("cpu", torch.bfloat16):
+        first = turbo.score_pairs(TARGETS, CANDIDATES[:2], store=store)
+        monkeypatch.setattr(waves, "prefill_rows", lambda *_: pytest.fail("computed again"))
+        assert turbo.score_pairs(TARGETS, CANDIDATES[:2], store=store) == first
 
 
 def watched_caches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
