@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from esm_turbo.parallel.worker import LoadModel
+from esm_turbo.parallel.worker import LoadModel, portable
 from esm_turbo.tasks.common.pieces import PieceProgress, Work
 from esm_turbo.tasks.common.progress import Progress, silent
 
@@ -162,6 +162,5 @@ class _Actor:
             pieces = [pickle.loads(piece) for piece in batch["piece"]]
             results = [pickle.dumps(result) for result in self._work.run(self._turbo, pieces, silent)]
         except Exception as error:
-            raised = RuntimeError(f"{type(error).__name__}: {error}") if not isinstance(error, ValueError) else error
-            results = [pickle.dumps(_Raised(raised))] * len(batch["number"])
+            results = [pickle.dumps(_Raised(portable(error)))] * len(batch["number"])
         return {"number": batch["number"], "result": results}

@@ -162,7 +162,7 @@ def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
         except (EOFError, BrokenPipeError, ConnectionResetError):
             raise
         except Exception as error:
-            send(connection, Raised(taken[0], _portable(error)))
+            send(connection, Raised(taken[0], portable(error)))
             taken.clear()
 
 
@@ -247,16 +247,18 @@ def _reason(error: Exception, device: str) -> str:
     return str(error) or type(error).__name__
 
 
-def _portable(error: Exception) -> Exception:
+def portable(error: Exception) -> Exception:
     """An error that can be sent, with this process's traceback as a note.
 
-    Some classes cannot be made again from their arguments, and become a RuntimeError.
+    Some classes cannot be made again from their arguments. Such an error becomes one of the built-in class by which
+    callers tell what it is, or a RuntimeError.
     """
     note = "in the worker:\n" + "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
+        known = next((kind for kind in (ValueError, ImportError, OSError) if isinstance(error, kind)), None)
+        error = RuntimeError(f"{type(error).__name__}: {error}") if known is None else known(str(error))
     error.add_note(note)
     return error
 

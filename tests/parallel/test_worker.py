@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import pickle
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 import torch
 
+from esm_turbo.files.writing import WritingError
 from esm_turbo.parallel import worker
+from esm_turbo.parallel.ray_actors import _Actor
 from esm_turbo.parallel.worker import (
     Done,
     NewWork,
@@ -44,6 +49,23 @@ class Halves:
 class Unportable(Exception):
     def __init__(self, a: int, b: int) -> None:
         super().__init__(f"{a} and {b}")
+
+
+class UnportableValue(ValueError):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__(f"{a} and {b}")
+
+
+@dataclass(frozen=True)
+class Raises(Halves):
+    """Raises an error, which is made in the worker."""
+
+    error: Callable[[], Exception]
+
+    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[int | None]:
+        for _ in pieces:
+            raise self.error()
+        yield None
 
 
 def served(*messages: object) -> list[Any]:
@@ -81,8 +103,28 @@ def test_errors_are_sent() -> None:
     [note] = first.error.__notes__
     assert note.startswith("in the worker:\nTraceback") and "in serve" in note
     assert second == Done(4, 2)
-    portable = worker._portable(Unportable(1, 2))
-    assert str(portable) == "Unportable: 1 and 2" and "Unportable: 1 and 2" in portable.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "message"),
+    [
+        (partial(Unportable, 1, 2), RuntimeError, "Unportable: 1 and 2"),
+        (partial(UnportableValue, 1, 2), ValueError, "1 and 2"),
+        (partial(WritingError, "a.pt", "full", 28), OSError, "a.pt: cannot be written (full)"),
+        (partial(KeyError, "a"), KeyError, "'a'"),
+    ],
+)
+def test_errors_are_of_the_same_kind_once_they_are_sent(
+    make: Callable[[], Exception], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A command reports those of a full disk, for example, in a line of their own."""
+    [sent] = served(NewWork(Raises(make)), Piece(3, 4))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    actor = _Actor(pickle.dumps(str), pickle.dumps(Raises(make)), "cpu", 1)
+    [result] = actor({"number": [3], "piece": [pickle.dumps(4)]})["result"]
+    for error in (sent.error, pickle.loads(result).error):
+        assert type(error) is kind and str(error) == message
+        assert error.__notes__[0].startswith("in the worker:\nTraceback")
 
 
 def test_a_message_that_cannot_be_read_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
