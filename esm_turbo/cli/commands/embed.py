@@ -146,7 +146,7 @@ def embed(
         done = [record for record in good if record.id not in {one.record for one in run.failed}]
         save_plot(plot, embedding_sheets(out, format, request.layers, done, truncation_seq_length, str(used), colours))
     for damaged in run.damaged:
-        say(f"warning: {damaged}: was damaged and has been replaced")
+        say(f"warning: {damaged}: was damaged, or of another sequence, and has been replaced")
     if cut:
         say(f"warning: {len(cut)} protein{'s' if len(cut) > 1 else ''} truncated to {truncation_seq_length} residues")
     written, total = len(good) - len(run.failed) if sharding.plan is None else len(run.numbers), len(good) + len(bad)

@@ -189,6 +189,18 @@ def test_a_second_file_is_added_with_the_same_settings_only(esm, fasta, tmp_path
     assert "made with model tiny, not esm2-mini" in result.error
 
 
+def test_a_protein_whose_sequence_changed_is_embedded_again(esm, tmp_path, tiny_folder):
+    for residues, warning in (
+        ("MKTAY", ""),
+        ("GSGS", "a.pt: was damaged, or of another sequence, and has been replaced"),
+    ):
+        path = tmp_path / "changed.fasta"
+        path.write_text(f">a\n{residues}\n")
+        result = esm("embed", path, tmp_path / "out", "--model", tiny_folder, "--include", "mean")
+        assert result.code == 0 and warning in result.err and bool(warning) == bool(result.err)
+    assert index_of(tmp_path / "out") == {"a": ["4", "a.pt", ""]}
+
+
 def test_a_non_finite_embedding_is_a_failed_record(esm, fasta, tmp_path, tiny_folder, monkeypatch):
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
 
