@@ -16,6 +16,7 @@ from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Work, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
@@ -111,6 +112,7 @@ def score_pairs_on(
     **options: Any,
 ) -> PairScores:
     """`tasks.scoring.pairs.score_pairs` on several devices, whose `options` are the others."""
+    check_count("refresh", refresh, 0)
     pairs = checked_pairs(turbo, targets, candidates)
     groups = _groups([sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs])
     pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
@@ -130,6 +132,7 @@ def score_many_variants_on(
     **options: Any,
 ) -> ManyVariantScores:
     """`tasks.variants.many.score_many_variants` on several devices, whose `options` are the others."""
+    check_count("refresh", refresh, 0)
     given, lists = checked_proteins(wild_types, variants)
     groups = _groups([len(one) * (refresh + 1) for one in as_list(given, "wild_type")])
     pieces = [

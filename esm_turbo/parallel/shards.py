@@ -96,7 +96,7 @@ class Manifest:
             manifest = cls(**content)
             if path.name != manifest_name(manifest.shard):
                 raise ValueError(f"the manifest of shard {manifest.shard}")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ShardError(f"{path}: damaged ({error}); remove it and run the shard again") from error
         return manifest
 

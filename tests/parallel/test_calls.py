@@ -82,6 +82,11 @@ def test_wrong_arguments_are_refused_before_a_process_starts(turbo: TurboEsm, mo
         turbo.score_pairs(SEQUENCES, ["ACD", "<mask>"], devices=devices)
     with pytest.raises(ValueError, match="`variants` must be one list per protein"):
         turbo.score_many_variants(SEQUENCES, [], devices=devices)
+    for wrong in (None, "8", 1.5, -1):
+        with pytest.raises(ValueError, match="`refresh` must be an integer of at least 0, got"):
+            turbo.score_pairs(SEQUENCES, PEPTIDES, refresh=wrong, devices=devices)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="`refresh` must be an integer of at least 0, got"):
+            turbo.score_many_variants(SEQUENCES, refresh=wrong, devices=devices)  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

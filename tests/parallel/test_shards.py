@@ -59,6 +59,18 @@ def test_a_manifest_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert "the manifest of shard 1/2" in shards_state(out).problems[0]
 
 
+@pytest.mark.parametrize("content", [b"", b"null", b"[]", b"{}", b"\xff\xfe", b'{"sha256": 1}', b"[" * 100_000])
+def test_a_damaged_manifest_is_named_and_its_shard_not_done(tmp_path: Path, content: bytes) -> None:
+    out = tmp_path / "x.csv"
+    made = manifest(tmp_path)
+    finish_shard(out, made)
+    path = shards_folder(out) / manifest_name(made.shard)
+    path.write_bytes(content)
+    assert not is_done(out, made)
+    [problem] = shards_state(out).problems
+    assert problem.startswith(f"{path}: damaged (") and problem.endswith("; remove it and run the shard again")
+
+
 def test_a_link_is_no_file_of_a_shard(tmp_path: Path) -> None:
     out, made = tmp_path / "x.csv", manifest(tmp_path)
     output = shard_output(out, made.shard)
