@@ -35,19 +35,21 @@ from esm_turbo.serve.service import Service
 
 _log = logging.getLogger("esm_turbo")
 _ERRORS: dict[int | str, dict[str, Any]] = {
+    400: {"model": ErrorAnswer, "description": "The body cannot be read."},
     401: {"model": ErrorAnswer, "description": "The token is missing or wrong."},
     404: {"model": ErrorAnswer, "description": "There is no such context."},
     413: {"model": ErrorAnswer, "description": "The body is too large."},
     422: {"model": ErrorAnswer, "description": "A field is wrong; `loc` names it."},
     429: {"model": ErrorAnswer, "description": "Too many requests are waiting; see Retry-After."},
 }
+_ANY_ERROR: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "Any other error."}}
 _CANDIDATE = ("candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability")
 Render = Callable[[Any], dict[str, Any]]
 
 
 def router(service: Service) -> APIRouter:
     """The endpoints of a service."""
-    routes = APIRouter()
+    routes = APIRouter(responses=_ANY_ERROR)
     version_1 = APIRouter(prefix="/v1", responses=_ERRORS)
 
     @version_1.post("/contexts", response_model=ContextAnswer, summary="Store a protein's context")
