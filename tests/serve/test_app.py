@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 
 from benchmarks.serve.process import Client
+from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
 from esm_turbo.serve.app import STATIC
 from esm_turbo.serve.jobs import RowJob
 from esm_turbo.serve.limits import Limits
+from esm_turbo.serve.schemas import ErrorAnswer
 from tests.helpers.service import running
 
 TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNL"
@@ -268,6 +270,48 @@ def test_errors_of_the_framework_have_the_documented_shape(client):
     assert (missing.status, wrong.status) == (404, 405)
     assert missing.json == {"detail": [{"loc": [], "msg": "Not Found", "type": "http_404"}]}
     assert wrong.json == {"detail": [{"loc": [], "msg": "Method Not Allowed", "type": "http_405"}]}
+
+
+def test_the_map_of_the_page_is_in_the_order_and_colours_of_pictures():
+    script, page = ((STATIC / name).read_text() for name in ("heatmap.js", "index.html"))
+    assert f'ORDER = "{RESIDUE_ORDER}"' in script
+    # `RdBu` is red below zero.
+    assert DIVERGING == "RdBu" and "x < 0 ? [[178, 24, 43], -x] : [[33, 102, 172], x]" in script
+    assert "Red: less likely than the wild type, blue: more likely" in page
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "documented"),
+    [
+        ("POST", "/v1/contexts", b"[" * 20_000, 400, "400"),
+        ("GET", "/v1/contexts/{id}", b"", 404, "404"),
+        ("PUT", "/v1/contexts", b"", 405, "default"),
+        ("POST", "/v1/contexts", b"A" * 60_000, 413, "413"),
+        ("POST", "/v1/contexts", b"{", 422, "422"),
+    ],
+)
+def test_errors_are_documented(client, method, path, body, status, documented):
+    answer = client.send(method, path.format(id="0" * 64), body, {"content-type": "application/json"})
+    assert answer.status == status
+    spec = client.get("/openapi.json").json
+    # What PUT is answered stands with the methods that there are.
+    responses = next(iter(spec["paths"][path].values()))["responses"]
+    assert (str(status) if str(status) in responses else "default") == documented
+    assert responses[documented]["content"]["application/json"]["schema"] == {
+        "$ref": "#/components/schemas/ErrorAnswer"
+    }
+    assert ErrorAnswer.model_validate(answer.json).model_dump() == answer.json
+
+
+def test_every_endpoint_documents_its_errors(client):
+    methods = [one for path in client.get("/openapi.json").json["paths"].values() for one in path.values()]
+    assert len(methods) == 9
+    for one in methods:
+        errors = [answer["content"] for status, answer in one["responses"].items() if status != "200"]
+        assert "default" in one["responses"]
+        assert {content["application/json"]["schema"]["$ref"] for content in errors} == {
+            "#/components/schemas/ErrorAnswer"
+        }
 
 
 def test_the_documentation_names_every_endpoint(client):

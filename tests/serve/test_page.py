@@ -9,12 +9,18 @@ import time
 
 import pytest
 
+from esm_turbo.pictures.palettes import RESIDUE_ORDER
 from esm_turbo.serve.limits import Limits
 from tests.helpers.service import running
 
 pytestmark = pytest.mark.browser
 
 TOKEN = "a-token-of-the-test"
+# The colour of a canvas at a place in CSS pixels.
+PIXEL = """
+const [canvas, x, y] = arguments, ratio = canvas.width / canvas.clientWidth;
+return [...canvas.getContext("2d").getImageData(x * ratio, y * ratio, 1, 1).data];
+"""
 
 
 @pytest.fixture(scope="module")
@@ -91,16 +97,22 @@ def test_a_protein_becomes_a_variant_map(page, turbo):
     )
     from selenium.webdriver.common.action_chains import ActionChains
 
-    # The cell of row A (the second) in column 3, beside the letters and below the numbers.
+    # The cell of row A in column 3, beside the letters and below the numbers.
+    row = RESIDUE_ORDER.index("A")
     canvas = page.find_element("id", "map")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    left, top = (22 + 12 * 2 + 6) - canvas.size["width"] / 2, (22 + 12 + 6) - canvas.size["height"] / 2
+    left, top = (22 + 12 * 2 + 6) - canvas.size["width"] / 2, (22 + 12 * row + 6) - canvas.size["height"] / 2
     ActionChains(page).move_to_element_with_offset(canvas, left, top).perform()
     name = f"{protein[2]}7A"
     [score] = [one.score for one in expected.scores if one.variant == name]
     tip = page.find_element("id", "tip").text.split("\n")
     assert tip[0] == name
     assert float(tip[1]) == pytest.approx(score, abs=1e-3)
+    lowest, highest = (find(expected.scores, key=lambda one: one.score) for find in (min, max))
+    for one, likelier in ((lowest, False), (highest, True)):
+        place = 22 + 12 * (int(one.variant[1:-1]) - 5) + 3, 22 + 12 * RESIDUE_ORDER.index(one.variant[-1]) + 3
+        red, _, blue, _ = page.execute_script(PIXEL, canvas, *place)
+        assert (blue > red) == likelier
     page.find_element("id", "csv-variants").click()
     rows = list(csv.DictReader(downloaded(page, "variants.csv").open()))
     assert [row["mutant"] for row in rows] == [one.variant for one in expected.scores]
@@ -134,7 +146,7 @@ def test_a_wrong_residue_is_told_and_can_be_corrected(page):
     page.find_element("id", "protein").send_keys(">a header\nMKTA1IAK")
     page.find_element("id", "run-variants").click()
     message = wait(lambda: page.find_element("id", "error-variants").text)
-    assert "sequence" in message and "position 5 is '1'" in message
+    assert message.startswith("sequence: position 5 is '1'")
     assert not page.find_element("id", "result-variants").is_displayed()
     page.find_element("id", "protein").clear()
     page.find_element("id", "protein").send_keys("MKTAYIAK")

@@ -12,7 +12,10 @@ function messageOf(status, body) {
   if (!items.length) return `the service answered with status ${status}`;
   return items.map(({ loc, msg }) => {
     const [where, ...field] = loc;
-    return where === "body" && field.length ? `${field.map(shown).join(" ")}: ${msg}` : msg;
+    if (where !== "body" || !field.length) return msg;
+    // Many messages begin with the field already, as in `candidates.1: `.
+    const begin = `${field.join(".")}: `;
+    return `${field.map(shown).join(" ")}: ${msg.startsWith(begin) ? msg.slice(begin.length) : msg}`;
   }).join("; ");
 }
 

@@ -1,15 +1,15 @@
-// The heat map of all single substitutions: positions across, amino acids down in an order by chemistry.
+// The heat map of all single substitutions: positions across, amino acids down by chemistry, colours as in `--plot`.
 
-export const ORDER = "GAVLIMFYWPSTCNQHKRDE";
+export const ORDER = "RKHDEQNSTYWFAILMVGPC";
 const CELL = 12;
 const LEFT = 22;
 const TOP = 22;
 const STEP = 10;
 
-// A diverging scale, blue over white to red; the ends are those of ColorBrewer's RdBu.
+// A diverging scale, red over white to blue; the ends are those of ColorBrewer's RdBu.
 export function colour(score, limit) {
   const x = Math.max(-1, Math.min(1, score / limit));
-  const [end, t] = x < 0 ? [[33, 102, 172], -x] : [[178, 24, 43], x];
+  const [end, t] = x < 0 ? [[178, 24, 43], -x] : [[33, 102, 172], x];
   const [r, g, b] = end.map((c) => Math.round(247 + (c - 247) * Math.sqrt(t)));
   return `rgb(${r},${g},${b})`;
 }
