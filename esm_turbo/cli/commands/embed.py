@@ -149,19 +149,19 @@ def embed(
         say(f"warning: {damaged}: was damaged, or of another sequence, and has been replaced")
     if cut:
         say(f"warning: {len(cut)} protein{'s' if len(cut) > 1 else ''} truncated to {truncation_seq_length} residues")
-    written, total = len(good) - len(run.failed) if sharding.plan is None else len(run.numbers), len(good) + len(bad)
+    total = len(good) + len(bad)
     bad = [*bad, *run.failed]
     list_bad(proteins, bad)
     result = {
         "run": used.to_dict(),
         "out": os.fspath(out),
         "format": format,
-        "written": written,
+        "written": run.written,
         "reused": run.reused,
         "damaged": run.damaged,
         "truncated": [record.id for record in cut],
         "failed": failures(bad),
     }
     reused = f" ({run.reused} of them earlier)" if run.reused else ""
-    show(f"{written} of {total} proteins embedded in {sharding.out}{reused}", to_json=json, result=result)
+    show(f"{run.written} of {total} proteins embedded in {sharding.out}{reused}", to_json=json, result=result)
     return sharding.exit_code(bad)

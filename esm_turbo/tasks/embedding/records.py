@@ -44,12 +44,15 @@ class EmbeddingRun:
     """Outcome of a run.
 
     Attributes:
+        written: number of proteins in the output, those of `reused` among them.
         reused: number of proteins embedded by an earlier run.
         failed: proteins that could not be embedded, and why.
         damaged: files and entries that were damaged and computed again.
-        numbers: numbers in the input of the proteins in the output, from 0; of each identifier, the first.
+        numbers: of a run with a plan, the numbers in the input of the proteins in the output, from 0; of each
+            identifier, the first.
     """
 
+    written: int = 0
     reused: int = 0
     failed: list[BadRecord] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
@@ -234,7 +237,7 @@ def embed_records(
     bad = [BadRecord(record.id, reason) for index, reason in sorted(failed.items()) for record in groups[index]]
     failed_ids = {one.record for one in bad}
     own = dict.fromkeys(numbers[record.id] for record in records if record.id in numbers.keys() - failed_ids)
-    return EmbeddingRun(reused, bad, damaged, list(own))
+    return EmbeddingRun(written, reused, bad, damaged, list(own))
 
 
 @contextlib.contextmanager

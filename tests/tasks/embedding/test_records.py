@@ -340,11 +340,11 @@ def test_embeddings_that_are_not_finite_are_not_written(run, tmp_path, monkeypat
         patch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != 18)
         result = run(out)
         assert [one.record for one in result.failed] == ["protein/4", "twin"]
-        assert result.reused == 0
+        assert (result.written, result.reused) == (8, 0)
     assert set(ids_of(out)) == {f"protein/{i}" for i in range(9) if i != 4}
     computed.clear()
     result = run(out)
-    assert (result.reused, result.failed) == (8, [])
+    assert (result.written, result.reused, result.failed) == (10, 8, [])
     assert computed == [[proteins()[4].sequence]]
 
 
