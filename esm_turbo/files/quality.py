@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+from esm_turbo.config import PRODUCT_PRESETS
+
 
 class InaccuratePresetWarning(UserWarning):
     """A preset is less accurate on a model than is expected of it."""
@@ -83,7 +85,10 @@ class Quality:
         Raises:
             KeyError, TypeError, ValueError: a field is missing, unknown or of another type.
         """
-        presets = {name: Figures(**figures) for name, figures in values["presets"].items()}
+        # JSON may have them in any order; those that are not judged come last.
+        order = {name: number for number, name in enumerate(PRODUCT_PRESETS)}
+        named = sorted(values["presets"].items(), key=lambda item: order.get(item[0], len(order)))
+        presets = {name: Figures(**figures) for name, figures in named}
         freezing = {int(refreshed): Figures(**figures) for refreshed, figures in values["freezing"].items()}
         return cls(**{**values, "presets": presets, "freezing": dict(sorted(freezing.items()))})
 

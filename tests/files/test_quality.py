@@ -14,16 +14,19 @@ from esm_turbo.files.quality import EXPECTED, Figures, Quality
 
 GOOD = Figures(cosine_mean=1.0, cosine_q01=1.0, kl_mean=0.0, kl_q99=0.0, top1_agreement=1.0)
 
+FAIR = dataclasses.replace(GOOD, kl_mean=0.1)
+
 
 def quality_of(**presets: Figures) -> Quality:
     return Quality(2, 90, "0" * 64, "float32", "cpu", presets, 8, {0: GOOD, 8: GOOD, 32: GOOD})
 
 
 def test_json_and_back() -> None:
-    quality = quality_of(turbo3=dataclasses.replace(GOOD, kl_mean=0.1), paper=GOOD)
+    quality = quality_of(**dict.fromkeys(("quarot", "turbo1", "turbo4", "paper"), GOOD), turbo3=FAIR)
     found = Quality.from_dict(json.loads(json.dumps(quality.to_dict(), allow_nan=False, sort_keys=True)))
     assert found == quality
     assert list(found.freezing) == [0, 8, 32]
+    assert list(found.presets) == ["paper", "turbo4", "turbo3", "turbo1", "quarot"]
 
 
 @pytest.mark.parametrize(
