@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 # What to give instead of one argument too many, by command.
 _INSTEAD_OF_ARGUMENTS = {
     "embed": "the model, esm-extract's first argument, is --model here; ",
-    **dict.fromkeys(("score", "variants", "generate"), "results are written to --out; "),
+    **dict.fromkeys(("score", "variants"), "results are written to --out; "),
+    "generate": "results are written to --out, and --positions takes a list such as 10-25,40; ",
 }
 
 

@@ -100,7 +100,7 @@ class Sharding:
         if not manifest.pieces:
             say(f"shard {self.plan.shard}: nothing to do, all shards share {counted(manifest.total, 'piece')}")
             return
-        say(f"shard {self.plan.shard}: {len(manifest.pieces)} of {manifest.total} pieces are in {self.out}")
+        say(f"shard {self.plan.shard}: {len(manifest.pieces)} of {manifest.total} pieces done, in {self.out}")
 
     def exit_code(self, failed: Sequence[object]) -> int:
         """Of the command. A shard with failed records has done its part: `status` and `merge` report them."""

@@ -133,7 +133,7 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
     at = {name: head.index(called[name].lower()) for name in wanted if called[name].lower() in head}
     missing = [name for name in required if name not in at]
     if missing:
-        raise ValueError(_missing_column(missing[0], aliases, head))
+        raise ValueError(_missing_column(missing[0], aliases, names))
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]
@@ -150,8 +150,12 @@ def _missing_column(name: str, aliases: Mapping[str, str], head: Sequence[str]) 
     """Why a table without a column cannot be used, and what may be the cause."""
     there = list(filter(None, head))
     alias = f" (or {aliases[name]!r})" if name in aliases else ""
-    reason = f"lacks the column {name!r}{alias}; there are {', '.join(map(repr, there))}"
-    other = next((mark for mark in _OTHER_SEPARATORS if mark in there[0]), None) if len(there) == 1 else None
+    lacks = f"lacks the column {name!r}{alias}"
+    if len(there) > 1:
+        return f"{lacks}; there are {', '.join(map(repr, there))}"
+    # Perhaps a list without a header, or another separator.
+    reason = f"{lacks}; its first line, which names the columns, is {there[0]!r}"
+    other = next((mark for mark in _OTHER_SEPARATORS if mark in there[0]), None)
     if other is None:
         return reason
     return f"{reason}; separate columns by commas, or by tabs in a .tsv file, not by {_OTHER_SEPARATORS[other]}"

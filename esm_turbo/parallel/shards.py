@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.files.writing import LOCK_FILE, file_errors, replacing
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
@@ -299,12 +300,14 @@ def new_manifest(
     """The manifest of a shard; the arguments are its attributes, `inputs` paths.
 
     Raises:
-        ValueError: an input is not a file, and so has no hash that others could compare.
+        ValueError: an input is not there, or not a file, and so has no hash that others could compare.
     """
     assert plan.shard is not None
     digests: dict[str, str] = {}
     names: Counter[str] = Counter()
     for path in map(Path, inputs):
+        if not path.exists():
+            raise ValueError(f"{path}: {NO_SUCH_FILE}")
         if not path.is_file():
             raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
         with path.open("rb") as file:

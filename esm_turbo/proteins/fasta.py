@@ -42,6 +42,8 @@ _CATH_CODE = re.compile(r"(?:^|\s)([1-4])\.\d+\.\d+\.\d+(?=\s|$)")
 _CLASS_OF_CATH = {"1": "mainly_alpha", "2": "mainly_beta", "3": "alpha_beta", "4": "little_structure"}
 _NOT_TEXT = "is not text; give protein sequences in FASTA format, encoded as UTF-8, plain or gzip"
 _SHOWN_CHARACTERS = 60
+# How the reason ends why sequences without headers are refused.
+ADD_HEADERS = "put one before each sequence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,11 +376,7 @@ def _checked_lines(lines: Iterable[str], comments: bool) -> Iterator[str]:
             raise _Rejected(_NOT_TEXT)
         if not in_records and line.strip():
             if not line.startswith(">"):
-                remedy = (
-                    "put one before each sequence"
-                    if _is_sequence(line.strip())
-                    else "give protein sequences in FASTA format"
-                )
+                remedy = ADD_HEADERS if _is_sequence(line.strip()) else "give protein sequences in FASTA format"
                 raise _Rejected(
                     f"is not FASTA: line {number} is {_shown(line.strip())}, not a header '>identifier'; {remedy}"
                 )

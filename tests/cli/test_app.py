@@ -60,6 +60,7 @@ def test_wrong_arguments_are_refused(esm, arguments, message):
         (["embed"], "missing argument PROTEINS; see esm-turbo embed --help"),
         (["embed", "a", "b", "c"], "unexpected 'c'; the model, esm-extract's first argument, is --model here; see"),
         (["score", "a", "b", "c"], "unexpected 'c'; results are written to --out; see esm-turbo score --help"),
+        (["generate", "a", "--positions", "3", "5"], "unexpected '5'; results are written to --out, and --positions"),
         (["info", "a", "b", "c"], "unexpected 'b', 'c'; see esm-turbo info --help"),
         (["calibrate", "x.fasta"], "missing option --out; see esm-turbo calibrate --help"),
         (["embed", "x.fasta", "out", "--zzzzzz"], "Unknown option: --zzzzzz; see esm-turbo embed --help"),

@@ -47,7 +47,7 @@ def test_a_column_may_have_another_name(tmp_path):
         [row] = read_csv(path, ["sequence"], aliases={"sequence": "binder"})
         assert row == {"sequence": "AC"}
     path.write_text("peptide\nAC\n")
-    with pytest.raises(CsvError, match=r"lacks the column 'sequence' \(or 'binder'\); there are 'peptide'$"):
+    with pytest.raises(CsvError, match=r"the column 'sequence' \(or 'binder'\); its first line, .*, is 'peptide'$"):
         read_csv(path, ["sequence"], aliases={"sequence": "binder"})
 
 
@@ -117,7 +117,7 @@ def test_a_failed_write_leaves_nothing(tmp_path):
         (b"", "is empty; its first line must name the columns"),
         (b"\n\n", "is empty"),
         (b"id,peptide\na,AC\n", "lacks the column 'sequence'; there are 'id', 'peptide'"),
-        (b">a\nMKT\n", "lacks the column 'sequence'; there are '>a'"),
+        (b">a\nMKT\n", "lacks the column 'sequence'; its first line, which names the columns, is '>a'"),
         (b"sequence\n\xff\xfe\n", "is not text"),
         (b'sequence\n"AC\n', "is not CSV (unexpected end of data)"),
         (gzip.compress(b"sequence\nAC\n" * 99)[:-9], "the gzip file is truncated or damaged"),

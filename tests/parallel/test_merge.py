@@ -64,7 +64,8 @@ def test_a_shard_says_what_it_wrote_and_where(run: Run, capsys: pytest.CaptureFi
     for number in (1, 2, 3):
         assert run(*COMMANDS[out], "--shard", f"{number}/3", "--json", f"{number}.json") == 0
         counts.append(json.loads(Path(f"{number}.json").read_text())[name])
-        printed = capsys.readouterr().out
+        printed, said = capsys.readouterr()
+        assert f"shard {number}/3: " in said and f"pieces done, in {out}.shards/shard-0000{number}-of-00003" in said
         assert printed.startswith(f"{counts[-1]} ") and f"{out}.shards/shard-0000{number}-of-00003" in printed
     assert 0 < max(counts) < whole
     assert sum(counts) == whole
@@ -219,3 +220,14 @@ def test_shards_that_are_none(run: Run, capsys: pytest.CaptureFixture[str], opti
     assert run("score", "t.fasta", "c.csv", *options) == 2
     assert message in capsys.readouterr().err
     assert set(Path().iterdir()) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("none.csv", "none.csv: there is no such file; check the path"), ("folder", "folder: is no file; with --shard, ")],
+)
+def test_inputs_of_shards_are_files(run: Run, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+    Path("folder").mkdir()
+    assert run("score", "t.fasta", name, "--shard", "1/2", "--out", "x.csv") == 2
+    assert message in capsys.readouterr().err
+    assert not list(Path().glob("x.csv*"))

@@ -21,6 +21,7 @@ from esm_turbo.cli.options import (
 from esm_turbo.cli.parallel import Spread
 from esm_turbo.cli.report import bytes_text, failures
 from esm_turbo.cli.sharding import Sharding, model_settings
+from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import BadRecord
 
 
@@ -38,7 +39,8 @@ def store(
     """Add compressed contexts of proteins to a store.
 
     Contexts that the store already holds are not computed again: after an interruption, the same command continues
-    where it stopped. Bad records are reported at the end; all others are stored.
+    where it stopped. Bad records are reported at the end; all others are stored. They serve generate --max-new-tokens,
+    embed --include cache and score --place empty; score and variants add those that they need to a --store themselves.
 
     Args:
         proteins: FASTA file, plain or gzip.
@@ -91,6 +93,6 @@ def store(
         "failed": failures(bad),
     }
     size = bytes_text(held["bytes"])
-    text = f"{computed:,} contexts computed; {sharding.out} holds {held['contexts']:,}, {size}"
+    text = f"{counted(computed, 'context')} computed; {sharding.out} holds {held['contexts']:,}, {size}"
     show(text, to_json=json, result=result)
     return sharding.exit_code(bad)

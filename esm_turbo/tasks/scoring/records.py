@@ -12,7 +12,14 @@ from esm_turbo.files.csv_files import CsvError, CsvRow, is_table, read_csv
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
+from esm_turbo.proteins.fasta import (
+    ADD_HEADERS,
+    BadRecord,
+    FastaError,
+    ProteinRecord,
+    normalize_sequence,
+    read_fasta,
+)
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource
@@ -208,7 +215,14 @@ def read_candidates(
         ValueError: the file as a whole cannot be used.
     """
     if not is_table(path):
-        records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions)
+        try:
+            records, bad = read_fasta(path, unknown=unknown, remove_gaps=remove_gaps, accessions=accessions)
+        except FastaError as error:
+            reason = error.problems[0].reason
+            if not reason.endswith(ADD_HEADERS):
+                raise
+            reason += ", or write 'sequence' above them in a file that ends in .csv"
+            raise FastaError(error.path, [BadRecord("", reason)]) from None
         return [Candidate(record.id, record.sequence) for record in records], bad
     proteins = ProteinIndex(targets, "target")
 

@@ -12,7 +12,7 @@ import pytest
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.proteins.fasta import BadRecord, FastaError, ProteinRecord
 from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm
@@ -44,6 +44,19 @@ def test_candidates_of_a_csv_file(tmp_path: Path) -> None:
     assert [one.record for one in bad] == ["b (line 4)", "c (line 5)", "d (line 6)"]
     assert bad[1].reason.startswith("position 3 is '-'")
     assert bad[2].reason == "there is no usable target 'three'; there are 'one', 'two'"
+
+
+def test_a_list_of_candidates_is_told_what_it_lacks(tmp_path: Path) -> None:
+    path = tmp_path / "candidates.txt"
+    path.write_text("ACDEF\nWTC\n")
+    with pytest.raises(FastaError, match="put one before each sequence, or write 'sequence' above them in a file"):
+        read_candidates(path, TARGETS)
+    path.write_text("sequence\nACDEF\nWTC\n")
+    good, bad = read_candidates(path.rename(path.with_suffix(".csv")), TARGETS)
+    assert ([one.sequence for one in good], bad) == (["ACDEF", "WTC"], [])
+    path.write_text("a note\n")
+    with pytest.raises(FastaError, match=r"give protein sequences in FASTA format$"):
+        read_candidates(path, TARGETS)
 
 
 def test_a_space_inside_a_candidate_is_refused(tmp_path: Path) -> None:
