@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -55,7 +55,7 @@ def tracks_figure(tracks: Tracks) -> go.Figure:
         else:
             if panel.filled:
                 figure.add_traces([_area(values, at, f"y{axis}") for values in panel.series.values()])
-            for trace in _line_traces(*_in_pieces(panel, at, tracks.breaks), shape="hvh"):
+            for trace in _step_traces(panel, tracks.breaks):
                 trace.update(yaxis=f"y{axis}", showlegend=len(panel.series) > 1)
                 figure.add_trace(trace)
             options |= {"title": _broken(panel.y_label), "fixedrange": True, "nticks": 4}
@@ -207,28 +207,48 @@ def _area(values: Array, at: Sequence[int], axis: str) -> go.Bar:
     )
 
 
-def _in_pieces(panel: Lines, at: Sequence[int], breaks: Sequence[int]) -> tuple[Lines, list[float]]:
-    """Lines with a gap before each of some columns, and where their values lie."""
-    series = {name: np.insert(values, breaks, np.nan) for name, values in panel.series.items()}
-    x = np.insert(np.array(panel.x, dtype=object), breaks, "")
-    places = np.insert(np.array(at, dtype=np.float64), breaks, np.array(breaks) - 0.5)
-    return replace(panel, series=series, x=x.tolist()), places.tolist()
-
-
-def _line_traces(panel: Lines, x: Sequence[Any], shape: str = "linear") -> list[go.Scatter]:
+def _step_traces(panel: Lines, breaks: Sequence[int]) -> list[go.Scatter]:
+    """Lines over whole columns, with gaps before some of them and where values are missing."""
     return [
-        go.Scatter(
-            x=x,
-            customdata=list(panel.x),
-            y=_plain(values),
-            name=_safe(name),
-            mode="lines+markers" if panel.markers or _any_alone(values) else "lines",
-            marker={"size": 6 if panel.markers else 3},
-            line={"color": colour, "width": 1.5, "shape": shape},
-            hovertemplate=f"{_safe(panel.x_label)} %{{customdata}}<br>{_safe(name)} %{{y:.4g}}<extra></extra>",
-        )
+        _line_trace(panel, name, colour, *_steps(panel.x, values, breaks)).update(mode="lines", line_shape="hvh")
         for colour, (name, values) in zip(cycle(SERIES), panel.series.items())
     ]
+
+
+def _steps(labels: Sequence[Any], values: Array, breaks: Sequence[int]) -> tuple[list[float], list[Any], list[float]]:
+    """Places, labels and values; each piece begins and ends at the edge of a column."""
+    places: list[float] = []
+    columns: list[int] = []
+    known = np.isfinite(values)
+    for index in np.flatnonzero(known).tolist():
+        first = index == 0 or not known[index - 1] or index in breaks
+        last = index + 1 == len(values) or not known[index + 1] or index + 1 in breaks
+        places += [index - 0.5] * first + [index] + [index + 0.5] * last + [index + 0.5] * last
+        columns += [index] * first + [index] + [index] * last + [-1] * last
+    drawn = [math.nan if index < 0 else float(values[index]) for index in columns]
+    return places, ["" if index < 0 else labels[index] for index in columns], drawn
+
+
+def _line_traces(panel: Lines, x: Sequence[Any]) -> list[go.Scatter]:
+    return [
+        _line_trace(panel, name, colour, x, panel.x, values)
+        for colour, (name, values) in zip(cycle(SERIES), panel.series.items())
+    ]
+
+
+def _line_trace(
+    panel: Lines, name: str, colour: str, x: Sequence[Any], labels: Sequence[Any], values: Array | list[float]
+) -> go.Scatter:
+    return go.Scatter(
+        x=x,
+        customdata=list(labels),
+        y=_plain(values),
+        name=_safe(name),
+        mode="lines+markers" if panel.markers or _any_alone(np.asarray(values)) else "lines",
+        marker={"size": 6 if panel.markers else 3},
+        line={"color": colour, "width": 1.5},
+        hovertemplate=f"{_safe(panel.x_label)} %{{customdata}}<br>{_safe(name)} %{{y:.4g}}<extra></extra>",
+    )
 
 
 def _any_alone(values: Array) -> bool:

@@ -53,8 +53,12 @@ def test_filled_tracks_are_empty_where_there_is_no_value() -> None:
     panel = Lines([1, 2, 3, 4, 5], {"a": values}, "position", "y", filled=True)
     area, line = tracks_figure(Tracks([panel], [1, 2, 3, 4, 5], list("ACDEF"))).data
     # An area of plotly would span the gap; bars as wide as their columns do not.
-    assert area.type == "bar" and area.y == line.y == (-1.0, -2.0, None, None, -3.0) and area.x == line.x
-    assert line.fill is None
+    assert area.type == "bar" and area.y == (-1.0, -2.0, None, None, -3.0) and area.x == (0, 1, 2, 3, 4)
+    # As wide as the bars; a lone value, too.
+    assert line.x == (-0.5, 0, 1, 1.5, 1.5, 3.5, 4, 4.5, 4.5)
+    assert line.y == (-1.0, -1.0, -2.0, -2.0, None, -3.0, -3.0, -3.0, None)
+    assert line.customdata == (1, 1, 2, 2, "", 5, 5, 5, "")
+    assert (line.fill, line.mode, line.line.shape) == (None, "lines", "hvh")
 
 
 def test_positions_left_out_are_gaps() -> None:
@@ -63,7 +67,8 @@ def test_positions_left_out_are_gaps() -> None:
               Heatmap(np.ones((2, 3)), ["a", "b"], columns, "nats", "position")]  # fmt: skip
     figure = tracks_figure(Tracks(panels, columns, letters))
     line, cells = figure.data[:2]
-    assert line.x == (0, 0.5, 1, 2) and line.y == (1, None, 2, 3) and line.customdata == (3, "", 7, 8)
+    assert line.x == (-0.5, 0, 0.5, 0.5, 0.5, 1, 2, 2.5, 2.5)
+    assert line.y == (1, 1, 1, None, 2, 2, 3, 3, None) and line.customdata == (3, 3, 3, "", 7, 7, 8, 8, "")
     assert list(cells.x) == [0, 1, 2] and figure.layout.meta == {"positions": columns, "letters": letters}
     [gap] = figure.layout.shapes
     # As tall as the map.
