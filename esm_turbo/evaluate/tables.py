@@ -75,8 +75,8 @@ def _overview(evaluation: Evaluation) -> Table:
     """Bits and accuracy of every preset by arm; full precision is the frozen arm."""
     tokens = evaluation.presets[0].memory.tokens
     table = _table(
-        "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>.\n"
-        f"Bits per element of {tokens:,} tokens, overhead included",
+        "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>;"
+        f" bits per element of {tokens:,} tokens, overhead included",
         *("arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>"),
     )
     exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]

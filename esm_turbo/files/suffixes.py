@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -32,8 +32,14 @@ def check_suffix(path: str | os.PathLike[str], allowed: Iterable[str]) -> str:
     """
     suffix, allowed = Path(path).suffix.lower(), tuple(allowed)
     if suffix and suffix not in allowed:
-        raise SuffixError(f"{os.fspath(path)}: must end in {' or '.join(allowed)}, or have no suffix; got {suffix}")
+        raise SuffixError(f"{os.fspath(path)}: must end in {one_of(allowed)}, or have no suffix; got {suffix}")
     return suffix
+
+
+def one_of(names: Sequence[str]) -> str:
+    """Names as a choice in words, such as `.csv, .tsv or .parquet`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def embedding_format(

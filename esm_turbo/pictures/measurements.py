@@ -149,8 +149,8 @@ def _quality(measured: Quality) -> list[Panel]:
     if measured.freezing:
         errors = np.array([1 - one.cosine_mean for one in measured.freezing.values()])
         panels.append(Lines(list(measured.freezing), {"freezing error": _floored(errors.tolist())},
-                            f"residues refreshed, {counted(measured.new_residues, 'new residue')}", _ERROR,
-                            log_y=True, markers=True))  # fmt: skip
+                            f"residues refreshed, {counted(measured.new_residues, 'new residue')}",
+                            f"freezing error, {_ERROR}", log_y=True, markers=True))  # fmt: skip
     return panels if shown else panels[1:]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.files.suffixes import PICTURES, SuffixError
+from esm_turbo.files.suffixes import PICTURES, SuffixError, one_of
 from esm_turbo.files.writing import replacing
 from esm_turbo.pictures.panels import Sheet
 
@@ -95,9 +95,7 @@ def check_picture(out: str | os.PathLike[str], sheets: int) -> str:
     """
     suffix = Path(out).suffix.lower()
     if suffix not in PICTURES:
-        raise SuffixError(
-            f"{os.fspath(out)}: must end in {', '.join(PICTURES[:-1])} or {PICTURES[-1]}; got {suffix or 'no suffix'}"
-        )
+        raise SuffixError(f"{os.fspath(out)}: must end in {one_of(PICTURES)}; got {suffix or 'no suffix'}")
     if sheets > 1 and suffix in (".png", ".svg"):
         raise SuffixError(
             f"{os.fspath(out)}: a {suffix[1:].upper()} holds one picture, there are {sheets}; use .html or .pdf"

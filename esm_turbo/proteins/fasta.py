@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from esm_turbo.files.csv_files import is_table
 from esm_turbo.files.text_files import NO_SUCH_FILE, DamagedGzipError, text_lines
 
 RESIDUES = "LAGVSERTIDPKQNFYMHWCXBUZO"
@@ -337,7 +338,7 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         # Windows would report a folder as a missing permission.
         if Path(path).is_dir():
             raise IsADirectoryError(path)
-        yield from parse(_checked_lines(text_lines(path), comments=_is_alignment(path)))
+        yield from parse(_checked_lines(text_lines(path), comments=_is_alignment(path), table=is_table(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
     except (DamagedGzipError, _Rejected) as error:
@@ -363,7 +364,7 @@ def _is_alignment(path: str | os.PathLike[str]) -> bool:
     return os.fspath(path).lower().removesuffix(".gz").endswith(".a3m")
 
 
-def _checked_lines(lines: Iterable[str], comments: bool) -> Iterator[str]:
+def _checked_lines(lines: Iterable[str], comments: bool, table: bool) -> Iterator[str]:
     """Pass lines on; reject a file without records or with text before the first header.
 
     The parser would skip such text silently. Alignments may begin with lines of comments.
@@ -376,7 +377,9 @@ def _checked_lines(lines: Iterable[str], comments: bool) -> Iterator[str]:
             raise _Rejected(_NOT_TEXT)
         if not in_records and line.strip():
             if not line.startswith(">"):
-                remedy = ADD_HEADERS if _is_sequence(line.strip()) else "give protein sequences in FASTA format"
+                # A column's name may consist of residues, too.
+                bare = _is_sequence(line.strip()) and not table
+                remedy = ADD_HEADERS if bare else "give protein sequences in FASTA format"
                 raise _Rejected(
                     f"is not FASTA: line {number} is {_shown(line.strip())}, not a header '>identifier'; {remedy}"
                 )

@@ -456,9 +456,9 @@ def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["score", "IN", "IN", "--out", "x.json"], "must end in .csv or .tsv or .parquet"),
-        (["variants", "IN", "--out", "x.xlsx"], "must end in .csv or .tsv"),
-        (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta or .fa or .faa or .fas"),
+        (["score", "IN", "IN", "--out", "x.json"], "must end in .csv, .tsv or .parquet"),
+        (["variants", "IN", "--out", "x.xlsx"], "must end in .csv, .tsv or .parquet"),
+        (["generate", "IN", "--max-new-tokens", "1", "--out", "x.csv"], "must end in .fasta, .fa, .faa or .fas"),
         (["calibrate", "IN", "--out", "x.pt"], "must end in .safetensors"),
         (["embed", "IN", "x.h5", "--format", "pt"], "ends in .h5, but pt embeddings are a folder"),
         (["embed", "IN", "x.parquet"], "a Parquet file holds means: give --include mean, not mean per_tok"),

@@ -31,6 +31,8 @@ def test_table_shows_the_three_arms_with_their_figures(evaluation: Evaluation) -
     [row] = [line for line in text.splitlines() if line.strip().startswith("paper  ") and line.count(".") == 2]
     assert row.split()[1:] == [f"{error:.4f}" for error in errors]
     assert "mainly_alpha" in text
+    # No control character is shown as an escape.
+    assert "\\x" not in text
 
 
 @pytest.mark.parametrize("width", [None, 120, 60, 20])

@@ -19,7 +19,7 @@ def test_suffixes_of_what_is_written(name: str, suffix: str) -> None:
 @pytest.mark.parametrize("name", ["a.xlsx", "a.csv.gz", "a.json"])
 def test_other_suffixes_are_refused(name: str) -> None:
     with pytest.raises(
-        SuffixError, match=rf"{name}: must end in \.csv or \.tsv or \.parquet, or have no suffix; got \.\w+$"
+        SuffixError, match=rf"{name}: must end in \.csv, \.tsv or \.parquet, or have no suffix; got \.\w+$"
     ):
         check_suffix(name, TABLES)
 

@@ -25,6 +25,6 @@ def test_every_format_has_the_same_rows(tmp_path: Path) -> None:
 
 
 def test_other_suffixes_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SuffixError, match=r"must end in \.csv or \.tsv or \.parquet"):
+    with pytest.raises(SuffixError, match=r"must end in \.csv, \.tsv or \.parquet"):
         write_table(tmp_path / "x.xlsx", *TABLE)
     assert not list(tmp_path.iterdir())

@@ -61,3 +61,5 @@ def test_what_was_measured_of_a_calibration(turbo, monkeypatch) -> None:
     bars, lines = calibration_sheet(turbo.calibration).layout[0]
     assert (bars.names, bars.values.tolist()) == (["turbo3"], [0.002])
     assert isinstance(lines, Lines) and lines.series["freezing error"].tolist() == pytest.approx([0.01, 0.01])
+    # One line has no legend, so its axis says what it is.
+    assert lines.y_label == "freezing error, 1 - mean cosine"

@@ -393,6 +393,7 @@ def test_sequences_without_headers_are_told_what_they_lack(write):
     message = one_line_error(write("mktayi\nACDEF\n", "peptides.txt"))
     assert "line 1 is 'mktayi', not a header '>identifier'; put one before each sequence" in message
     assert "put one" not in one_line_error(write("id,sequence\na,ACDEF\n"))
+    assert "put one" not in one_line_error(write("sequence\nACDEF\n", "peptides.csv"))
 
 
 @pytest.mark.parametrize(
