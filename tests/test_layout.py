@@ -20,6 +20,8 @@ TESTED_IN = {
     "__init__.py": "test_public_api.py",
     # What the models of all families share, seen through the models.
     "model/cached_model.py": "test_modeling_esm_turbo.py",
+    # What the pool of graphs captures, seen through the pool.
+    "model/captured.py": "model/test_graph_pool.py",
     "model/chains.py": "test_modeling_esmc_turbo.py",
     "model/rotary.py": "test_modeling_esm_turbo.py",
     # Parts of a cache, seen through the cache.

@@ -13,24 +13,27 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
+from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
+from esm_turbo.model import captured
+from esm_turbo.model.buckets import (
+    MAX_COLUMNS,
+    MAX_GROWING_TOKENS,
+    MIN_COLUMNS,
+    Bucket,
+    bucket_of,
+    rounded_up,
+    rounded_up_growing_rows,
+)
+from esm_turbo.model.captured import DecodingGraph, ExtensionGraph, PrefillGraph
+from esm_turbo.model.graphs import StaticKVCache, layer_rows
 from esm_turbo.model.growth import Growth, StepKind
-from esm_turbo.model.packed_encoder import Packing
-from esm_turbo.ops.copies import Rows
 
-# With more tokens the device takes longer than the host, and padding costs more than a graph saves.
-_MAX_TOKENS = 4096
-_MAX_COLUMNS = 4096
-# A step that grows rows launches more and computes less.
-_MAX_GROWING_TOKENS = 16384
-_MIN_ROWS, _MIN_TOKENS, _MIN_COLUMNS = 8, 8, 128
 # Capturing takes as long as about ten calls.
 _USES_BEFORE_CAPTURE = 2
 # Rows that name their contexts come from many requests at once, in many shapes, few of which recur soon.
@@ -41,67 +44,8 @@ _USES_BEFORE_RECAPTURE = 10
 _MAX_GRAPHS = 64
 # Fraction of a device's memory that contexts and results of graphs may take.
 _MEMORY_SHARE = 0.05
-_WARM_UPS = 2
 # One capture at a time, in whichever thread and of whichever model.
 _capturing = threading.Lock()
-
-
-class Bucket(NamedTuple):
-    """Shapes of a graph.
-
-    Attributes:
-        rows: of the extension, 1 or at least 8: fewer take as long as 8.
-        tokens: per row.
-        contexts: rows of the cache: `rows`, or 1 that all share, or up to `rows` that rows name.
-        columns: of the cache.
-        named: whether rows name their contexts.
-    """
-
-    rows: int
-    tokens: int
-    contexts: int
-    columns: int
-    named: bool = False
-
-
-def bucket_of(rows: int, tokens: int, contexts: int, columns: int, named: bool = False) -> Bucket | None:
-    """The smallest bucket for these shapes; None if a graph would not make them faster."""
-    if named and contexts > rows:
-        # All contexts of a cache are copied.
-        return None
-    rows = _rounded_up_rows(rows)
-    tokens, columns = rounded_up(tokens, _MIN_TOKENS), rounded_up(columns, _MIN_COLUMNS)
-    if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
-        return None
-    if named:
-        return Bucket(rows, tokens, min(rows, _power(contexts, 4)), columns, named)
-    return Bucket(rows, tokens, 1 if contexts == 1 else rows, columns)
-
-
-def rounded_up(number: int, step: int) -> int:
-    """The next multiple of `step` up to four of them, then the next power of two or one and a half times one."""
-    if number <= 4 * step:
-        return max(1, -(-number // step)) * step
-    power = 1 << (number - 1).bit_length()
-    return power * 3 // 4 if number <= power * 3 // 4 else power
-
-
-def _power(number: int, base: int) -> int:
-    """The smallest power of `base` that is no less."""
-    power = 1
-    while power < number:
-        power *= base
-    return power
-
-
-def _rounded_up_rows(rows: int) -> int:
-    """One row, or a power of two from eight on."""
-    return 1 if rows == 1 else max(_MIN_ROWS, _power(rows, 2))
-
-
-def _rounded_up_growing_rows(rows: int) -> int:
-    """A power of two up to eight rows, then closer: with many rows the device is what takes the time."""
-    return _power(rows, 2) if rows <= _MIN_ROWS else rounded_up(rows, _MIN_ROWS)
 
 
 class GraphPool:
@@ -119,7 +63,7 @@ class GraphPool:
 
     def _clear(self) -> None:
         self._finish()
-        self._graphs: OrderedDict[Any, _Extension | _Prefill | _Decoding | Growth] = OrderedDict()
+        self._graphs: OrderedDict[Any, ExtensionGraph | PrefillGraph | DecodingGraph | Growth] = OrderedDict()
         self._uses: Counter[Any] = Counter()
         self._addresses: tuple[int, ...] = ()
         self._memory: Any = None
@@ -177,8 +121,8 @@ class GraphPool:
         names, source = layer_rows(cache)
         layout = (id(cache.codec), names, cache.positions is None)
 
-        def make(memory: Any) -> _Extension:
-            return _Extension(model, self._contexts(bucket, cache, layout), bucket, memory)
+        def make(memory: Any) -> ExtensionGraph:
+            return ExtensionGraph(model, self._contexts(bucket, cache, layout), bucket, memory)
 
         before = _USES_BEFORE_CAPTURE_NAMED if bucket.named else _USES_BEFORE_CAPTURE
         with self._graph((bucket, *layout), model.device, addresses, uses, make, before) as graph:
@@ -216,8 +160,8 @@ class GraphPool:
         if bucket is None:
             return None
 
-        def make(memory: Any) -> _Prefill:
-            return _Prefill(model, cache, bucket.columns, memory)
+        def make(memory: Any) -> PrefillGraph:
+            return PrefillGraph(model, cache, bucket.columns, memory)
 
         key = (bucket.columns, id(cache.codec), cache.config)
         with self._graph(key, model.device, addresses, uses, make) as graph:
@@ -244,8 +188,8 @@ class GraphPool:
         names, source = layer_rows(cache)
         layout = (id(cache.codec), names, cache.positions is None)
 
-        def make(memory: Any) -> _Decoding:
-            return _Decoding(model, self._contexts(bucket, cache, layout), memory)
+        def make(memory: Any) -> DecodingGraph:
+            return DecodingGraph(model, self._contexts(bucket, cache, layout), memory)
 
         with self._graph((bucket.columns, *layout), model.device, addresses, uses, make) as graph:
             if graph is None:
@@ -278,17 +222,17 @@ class GraphPool:
         """
         device = model.device
         rows, columns = (
-            _rounded_up_growing_rows(cache.batch_size),
-            rounded_up(max(columns, cache.columns), _MIN_COLUMNS),
+            rounded_up_growing_rows(cache.batch_size),
+            rounded_up(max(columns, cache.columns), MIN_COLUMNS),
         )
         share = rows / cache.batch_size * columns / max(1, cache.columns)
         too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > _memory_limit(device)
-        if too_large or columns > _MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > _MAX_GROWING_TOKENS:
+        if too_large or columns > MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > MAX_GROWING_TOKENS:
             yield None
             return
 
         def make(memory: Any) -> Growth:
-            return Growth(model, cache, rows, columns, kinds, lambda run: capture(run, device, memory))
+            return Growth(model, cache, rows, columns, kinds, lambda run: captured.capture(run, device, memory))
 
         key = (Growth, rows, columns, tuple(kinds), id(cache.codec), layer_rows(cache)[0], cache.positions is None)
         with self._lock:
@@ -386,7 +330,7 @@ class GraphPool:
     def _contexts(self, bucket: Bucket, cache: TurboKVCache, layout: Any) -> StaticKVCache:
         """Static contexts for a graph, shared by all graphs with as many of the same length and layout."""
         for (other, *own_layout), graph in self._graphs.items():
-            if isinstance(graph, _Extension) and other[2:4] == bucket[2:4] and tuple(own_layout) == layout:
+            if isinstance(graph, ExtensionGraph) and other[2:4] == bucket[2:4] and tuple(own_layout) == layout:
                 # Those of a model whose weights have changed would be refused.
                 graph.contexts.fingerprint = cache.fingerprint
                 return graph.contexts
@@ -401,7 +345,7 @@ class GraphPool:
     def _bytes(self) -> int:
         """Bytes of all contexts, also of decoded ones."""
         caches = [graph.contexts for graph in self._graphs.values()]
-        caches += [graph.decoded for graph in self._graphs.values() if isinstance(graph, _Decoding)]
+        caches += [graph.decoded for graph in self._graphs.values() if isinstance(graph, DecodingGraph)]
         tensors = {id(tensor): tensor for cache in caches for _, tensor in cache.named_tensors()}
         return sum(tensor.nbytes for tensor in tensors.values())
 
@@ -436,169 +380,3 @@ def _is_mask_of(attention_mask: Tensor, input_ids: Tensor, cache: TurboKVCache) 
 def _memory_limit(device: torch.device) -> int:
     total: int = torch.cuda.get_device_properties(device).total_memory
     return int(total * _MEMORY_SHARE)
-
-
-class _Extension:
-    """An extension of one bucket.
-
-    Args:
-        model: `CachedModel` that computes it.
-        contexts: read by the graph.
-        bucket: shapes.
-        memory: handle of the memory that graphs share.
-    """
-
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def __init__(self, model: Any, contexts: StaticKVCache, bucket: Bucket, memory: Any) -> None:
-        device = model.device
-        self.contexts = contexts
-        # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
-        self._padding = model.special_ids[0]
-        self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
-        self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.bool, device=device)
-        self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
-        self._index = StaticRowIndex(bucket.rows, bucket.contexts) if bucket.named else None
-
-        def run() -> Tensor:
-            output = model(
-                self._input_ids,
-                self._mask,
-                self._position_ids,
-                past_key_values=contexts,
-                context_index=self._index,
-            )
-            states: Tensor = output.last_hidden_state
-            return states
-
-        self.replay = capture(run, device, memory)
-        self._read = [model.codec(contexts.config), *weights_of(model)]
-
-    def load(
-        self,
-        cache: TurboKVCache,
-        rows: Rows,
-        input_ids: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor,
-        index: RowIndex | None,
-    ) -> None:
-        """Loads contexts and the inputs of a call."""
-        batch_size, n = input_ids.shape
-        past = self.contexts.columns
-        self.contexts.load_(cache, rows)
-        self._input_ids.fill_(self._padding)
-        self._input_ids[:batch_size, :n] = input_ids
-        self._position_ids[:batch_size, :n] = position_ids
-        if self._index is not None:
-            assert index is not None
-            self._index.load(index)
-        self._mask[:, :past] = of_rows(self.contexts.valid(), self._index)
-        self._mask[:, past:] = 1
-        self._mask[:batch_size, past + n :] = 0
-        if attention_mask is not None:
-            self._mask[:batch_size, past : past + n] = attention_mask[:, -n:]
-            given = attention_mask.shape[1] - n
-            self._mask[:batch_size, :given] = attention_mask[:, :given]
-
-
-class _Prefill:
-    """A prefill of one row of up to so many tokens.
-
-    Args:
-        model: `CachedModel` that computes it.
-        cache: empty; says how contexts are stored.
-        tokens: of the longest row.
-        memory: handle of the memory that graphs share.
-
-    Attributes:
-        contexts: what the graph encodes; overwritten by the next replay.
-    """
-
-    contexts: TurboKVCache
-
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def __init__(self, model: Any, cache: TurboKVCache, tokens: int, memory: Any) -> None:
-        device = model.device
-        self._padding = model.special_ids[0]
-        self._input_ids = torch.full((1, tokens), self._padding, device=device)
-        self._mask = torch.ones(1, tokens, dtype=torch.int64, device=device)
-        self._counts = (torch.full((1,), tokens, device=device), torch.zeros(1, dtype=torch.int64, device=device))
-        # The row, and its padding as another one.
-        self._offsets = torch.tensor([0, tokens, tokens], dtype=torch.int32, device=device)
-        positions = torch.arange(tokens, dtype=torch.int32, device=device)
-        packing = Packing(1, tokens, tokens, positions, self._offsets, None, None)
-
-        def run() -> Tensor:
-            self.contexts = TurboKVCache(cache.config, cache.geometry, cache.fingerprint, cache.codec, device)
-            output = model.fill(self.contexts, self._input_ids, self._mask, packing, self._counts)
-            states: Tensor = output.last_hidden_state
-            return states
-
-        self.replay = capture(run, device, memory)
-        self._read = [cache.codec, *weights_of(model)]
-
-    def load(self, input_ids: Tensor, token_counts: tuple[Tensor, Tensor]) -> None:
-        """Loads the inputs of a call."""
-        n = input_ids.shape[1]
-        self._input_ids.fill_(self._padding)
-        self._input_ids[:, :n] = input_ids
-        self._mask[:, :n] = 1
-        self._mask[:, n:] = 0
-        self._offsets[1] = n
-        for own, given in zip(self._counts, token_counts, strict=True):
-            own.copy_(given)
-
-
-class _Decoding:
-    """Contexts at full precision.
-
-    Args:
-        model: `CachedModel` whose contexts they are.
-        contexts: read by the graph.
-        memory: handle of the memory that graphs share.
-
-    Attributes:
-        decoded: what the graph writes; overwritten by the next replay.
-    """
-
-    decoded: TurboKVCache
-
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def __init__(self, model: Any, contexts: StaticKVCache, memory: Any) -> None:
-        self.contexts = contexts
-
-        def run() -> Tensor:
-            self.decoded = model.decode_eagerly(contexts)
-            return self.decoded.lengths
-
-        self.replay = capture(run, model.device, memory)
-        self._read = model.codec(contexts.config)
-
-
-def capture(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
-    """Captures a computation; the result replays it and returns the same tensor every time.
-
-    It keeps `run` with all that it refers to, since the graph knows only addresses.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        # Compiles kernels and fills caches.
-        for _ in range(_WARM_UPS):
-            run()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
-        output = run()
-
-    def replay(run: Callable[[], Tensor] = run) -> Tensor:
-        graph.replay()
-        return output
-
-    return replay

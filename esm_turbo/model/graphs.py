@@ -1,6 +1,6 @@
 """`CapturedExtension`, a CUDA graph that the user captures, and the static cache that all graphs read.
 
-`graph_pool` captures calls that recur by itself.
+`graph_pool` captures calls that recur by itself; what it captures is in `captured`.
 """
 
 from __future__ import annotations

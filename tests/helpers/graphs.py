@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.model import graph_pool
+from esm_turbo.model import captured, graph_pool
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
@@ -23,6 +23,6 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
         made.append(run)
         return run
 
-    monkeypatch.setattr(graph_pool, "capture", capture)
+    monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: 2**40)
     return made

@@ -1,4 +1,4 @@
-"""Graphs that calls share: buckets, padding, and what makes a graph unusable."""
+"""Graphs that calls share: padding, and what makes a graph unusable."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch import Tensor
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.model import graph_pool
-from esm_turbo.model.graph_pool import Bucket, GraphPool, bucket_of
+from esm_turbo.model import captured, graph_pool
+from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.ops import torch_encoder, triton_encoder
 from tests.helpers.graphs import stand_in
 from tests.helpers.models import MASK, make_config, random_ids, rounding
@@ -51,45 +51,6 @@ def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[in
     ids, mask = (x.to(model.device) for x in random_ids(lengths, cls=False, seed=seed, masks=1))
     positions = cache.next_positions[:, None] + torch.arange(ids.shape[1], device=model.device)
     return ids, mask, positions.expand(len(ids), -1)
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ((1, 21, 1, 501), Bucket(1, 24, 1, 512)),
-        ((2, 1, 2, 129), Bucket(8, 8, 8, 256)),
-        ((9, 1, 9, 129), Bucket(16, 8, 16, 256)),
-        ((64, 33, 1, 513), Bucket(64, 48, 1, 768)),
-        ((5, 49, 1, 1025), Bucket(8, 64, 1, 1536)),
-        ((1, 4096, 1, 1), Bucket(1, 4096, 1, 128)),
-        ((129, 24, 1, 4), None),
-        ((1, 8, 1, 4097), None),
-    ],
-)
-def test_buckets(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
-    assert bucket_of(*shapes) == expected
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ((1, 9, 1, 9), Bucket(1, 16, 1, 128, named=True)),
-        ((6, 9, 2, 9), Bucket(8, 16, 4, 128, named=True)),
-        ((20, 9, 5, 9), Bucket(32, 16, 16, 128, named=True)),
-        ((6, 9, 5, 9), Bucket(8, 16, 8, 128, named=True)),
-        ((6, 9, 7, 9), None),
-    ],
-)
-def test_buckets_of_rows_that_name_their_contexts(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
-    assert bucket_of(*shapes, named=True) == expected
-
-
-def test_buckets_hold_what_they_are_for() -> None:
-    for number in range(1, 4097):
-        bucket = bucket_of(1, number, 1, number)
-        assert bucket is not None
-        assert number <= bucket.tokens <= max(number + 7, 1.5 * number)
-        assert number <= bucket.columns <= max(number + 127, 1.5 * number)
 
 
 @pytest.mark.parametrize("preset", ["exact", "paper", "turbo3"])
@@ -232,7 +193,7 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(
     def refuse(*args: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB\nmore lines")
 
-    monkeypatch.setattr(graph_pool, "capture", refuse)
+    monkeypatch.setattr(captured, "capture", refuse)
     model, pool = tiny_model(), GraphPool()
     cache = contexts(model, [12])
     inputs = inputs_for(model, cache, [4])
@@ -492,8 +453,8 @@ def test_replays_of_named_contexts_equal_eager_calls(
         ids, mask = (x.cuda() for x in random_ids([5, 3, 4, 5, 1, 2, 5, 5][: len(index)], cls=False, seed=seed))
         outputs = []
         # Once eagerly, then until it is captured, and a replay.
-        for captured in (False, *[True] * 11):
-            model.esm.captures = captured
+        for captures in (False, *[True] * 11):
+            model.esm.captures = captures
             outputs.append(model.esm(ids, mask, past_key_values=cache, context_index=index).last_hidden_state)
         for output in outputs[1:]:
             assert_same(output[mask.bool()], outputs[0][mask.bool()])
@@ -508,8 +469,8 @@ def test_replayed_prefills_equal_eager_ones(on_cuda: MakeModel, preset: str) -> 
     for n in (1, 60, 128, 3):
         ids = random_ids([n], masks=min(1, n - 1), seed=n)[0].cuda()
         outputs = []
-        for captured in (False, True, True, True):
-            model.esm.captures = captured
+        for captures in (False, True, True, True):
+            model.esm.captures = captures
             outputs.append(model.esm(ids, use_cache=True, row_lengths=[n]))
         expected = outputs[0]
         inputs = inputs_for(model, expected.past_key_values, [5])
