@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from esm_turbo.calibration import Calibration
     from esm_turbo.kv_cache import TurboKVCache
-    from esm_turbo.model.cached_model import CachedMaskedLM
+    from esm_turbo.model.masked_lm import CachedMaskedLM
 
 __all__ = ["ContextModel", "ExtendOutput"]
 

@@ -34,10 +34,11 @@ from transformers.models.esm.modeling_esm import (
 
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
+from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
 from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import check_not_all_masked
+from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.packed_encoder import Attend, packed_encoder
 from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.rotary import Float32Frequencies

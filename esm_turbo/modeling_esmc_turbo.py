@@ -23,10 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.cached_model import CachedMaskedLM, CachedModel, TurboMaskedLMOutput
+from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extension
 from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
 from esm_turbo.model.inputs import contexts_of_rows
+from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.packed_encoder import Attend
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies

@@ -19,7 +19,10 @@ TESTED_IN = {
     # Lazy imports of the public names.
     "__init__.py": "test_public_api.py",
     # What the models of all families share, seen through the models.
+    "model/cache_owner.py": "test_modeling_esm_turbo.py",
     "model/cached_model.py": "test_modeling_esm_turbo.py",
+    "model/family_encoder.py": "test_modeling_esm_turbo.py",
+    "model/masked_lm.py": "test_modeling_esm_turbo.py",
     # What the pool of graphs captures, seen through the pool.
     "model/captured.py": "model/test_graph_pool.py",
     "model/chains.py": "test_modeling_esmc_turbo.py",

@@ -3,8 +3,8 @@
     python -m benchmarks.speed.run_lengths --device cpu --embed 20 40 --store 20 40 --score 10 20
     python -m benchmarks.speed.run_lengths --device cuda:0 --dtype bfloat16 --store 500 1000
 
-Two devices take at least as long as one does for half of the proteins. One worker runs, as in `benchmarks.speed.devices`:
-it has loaded the model, and runs every task once before.
+Two devices take at least as long as one does for half of the proteins. One worker runs, which has loaded the model and
+has run every task once, as in `benchmarks.speed.devices`.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.sessions import KVSession, Prefill
 
 if TYPE_CHECKING:
-    from esm_turbo.model.cached_model import CachedMaskedLM, TurboMaskedLMOutput
+    from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 
 
 class _PrefillEach(KVSession):

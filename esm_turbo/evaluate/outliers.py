@@ -19,7 +19,7 @@ from esm_turbo.config import Geometry
 from esm_turbo.files.families import projections_of
 
 if TYPE_CHECKING:
-    from esm_turbo.model.cached_model import CachedMaskedLM
+    from esm_turbo.model.masked_lm import CachedMaskedLM
 
 
 def with_outliers(model: CachedMaskedLM, scale: float, seed: int = 0) -> CachedMaskedLM:

@@ -23,7 +23,7 @@ from esm_turbo.tasks.common.arms import FROZEN
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
-    from esm_turbo.model.cached_model import CachedMaskedLM
+    from esm_turbo.model.masked_lm import CachedMaskedLM
     from esm_turbo.proteins.tokens import TokenCodes
 
 # Rows per leave-one-out forward pass: with a context of a thousand residues, scores take a few megabytes per head.

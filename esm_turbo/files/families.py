@@ -1,7 +1,7 @@
 """The table of model families: where their classes are, and where a model of the library keeps its attention.
 
 Nothing outside a family's own modules may branch on the family. What differs besides is asked of the model, see
-`model/cached_model.py`.
+`model/family_encoder.py`.
 """
 
 from __future__ import annotations

@@ -1,33 +1,25 @@
 """What the encoders of all families share: a cache is written, extended and decoded alike.
 
 A family's class derives from `CachedModel` and from the library's class, whose computation stays the library's own. It
-answers what differs: how tokens are embedded, what the library's forward takes, which tokens are special.
+answers what differs between families (`FamilyEncoder`).
 """
 
 from __future__ import annotations
 
-import os
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from transformers.modeling_outputs import MaskedLMOutput
+from torch import Tensor
 
-from esm_turbo.calibration import Calibration
-from esm_turbo.codecs import KVCodec, Packed, PackedContext, codec_class, codec_without_calibration
+from esm_turbo.codecs import Packed, PackedContext
 from esm_turbo.codecs.row_index import RowIndex, of_rows
-from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from esm_turbo.files.fingerprint import Fingerprint, known_fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.checkpoints import CheckpointMixin
-from esm_turbo.model.graph_pool import GraphPool
+from esm_turbo.model.cache_owner import CacheOwner
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.inputs import (
@@ -36,6 +28,7 @@ from esm_turbo.model.inputs import (
     check_positions,
     contexts_of_rows,
     count_tokens,
+    count_tokens_with_past,
     in_order,
     positions_to_store,
     split_attention_mask,
@@ -53,279 +46,21 @@ from esm_turbo.model.packed_encoder import (
 )
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, PooledExtension, Prefill
-from esm_turbo.model.spread import layer_devices
 from esm_turbo.ops import decoded_attention, triton_attention
-from esm_turbo.ops.backends import KVBackend, resolve_backend
-from esm_turbo.ops.copies import Gatherer
-from esm_turbo.ops.warmup import Sizes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel as _LibraryModel
     from transformers.modeling_outputs import ModelOutput
-else:
-    _LibraryModel = object
 
 # Options of a forward that the packed encoder supports.
 _PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states", "kv_session"}
 
 
-class CachedModel(CheckpointMixin, _LibraryModel):
+class CachedModel(CacheOwner):
     """An encoder with a key/value cache; comes before the library's class among the bases.
 
     A forward with `use_cache=True` returns a `TurboKVCache` in `past_key_values`; one with `past_key_values` extends
     it. `set_turbo` sets how caches are stored.
-
-    Attributes:
-        preset_chosen: whether `set_turbo` was given a preset; then it is used or refused, never left aside.
-        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
-            and a fraction of a second to capture. Set it to False for eager calls only.
-        peptide_notice: what to warn of, once per model, where a peptide is put after a target.
-        gated: see `ops.warmup.Sizes`.
-        plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
-        is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
-
-    is_spread: bool = False
-    gated: ClassVar[bool] = False
-    peptide_notice: str | None = None
-    plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
-
-    @property
-    def packs(self) -> bool:
-        """Whether there is a packed encoder, `run_packed`, for this model."""
-        return False
-
-    @property
-    def token_dropout(self) -> bool:
-        """Whether embeddings depend on how many tokens and masks the whole input has."""
-        return False
-
-    @property
-    @abstractmethod
-    def special_ids(self) -> tuple[int, int]:
-        """Ids of `<cls>` and `<eos>`, whose keys and values presets may protect."""
-
-    @property
-    @abstractmethod
-    def rotary_frequencies(self) -> Tensor:
-        """Inverse frequencies of the rotary positions, float32 [head_dim / 2]."""
-
-    @property
-    @abstractmethod
-    def parts(self) -> Sequence[nn.Module]:
-        """The modules that compute hidden states."""
-
-    @abstractmethod
-    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Parameters of a layer whose rows are the channels of its queries, of its keys and of its values.
-
-        A row that is multiplied in all of them multiplies that channel, and no other.
-        """
-
-    @abstractmethod
-    def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Embeddings of tokens.
-
-        Args:
-            input_ids: [batch, n].
-            mask: which of them are real, bool [batch, n].
-            counts: number of tokens and of masks in the whole input, int64 [batch] each; None for those of this one.
-
-        Returns:
-            [batch, n, hidden_size].
-        """
-
-    @abstractmethod
-    def library_forward(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        embeddings: Tensor | None,
-        **kwargs: Any,
-    ) -> ModelOutput:
-        """The library's own forward, which passes a `kv_session` on to the attention.
-
-        Args:
-            input_ids: [batch, n].
-            attention_mask: [batch, n].
-            position_ids: [batch, n] or [1, n].
-            embeddings: of the tokens, as by `embed`; where given, they stand for `input_ids`.
-            **kwargs: of the library's forward.
-        """
-
-    @abstractmethod
-    def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> ModelOutput:
-        """The output of `library_forward`, of the last hidden states and, if asked for, of all."""
-
-    def run_packed(
-        self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The layers on packed tokens; only where `packs` says so. See `packed_encoder`."""
-        raise NotImplementedError
-
-    def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
-        """Predict contacts, where the family has a head for it.
-
-        Raises:
-            ValueError: it has none.
-        """
-        raise ValueError(f"{self.family.name} has no contact head: contacts cannot be predicted")
-
-    def prepare_turbo(self) -> None:
-        """Set the defaults of `set_turbo`; called by the class's `__init__`."""
-        self.calibration: Calibration | None = None
-        # Fingerprint of the weights for which the calibration has been checked.
-        self._calibrated: Fingerprint | None = None
-        self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
-        self.preset_chosen = False
-        self.backend: str | Backend = Backend.AUTO
-        self.captures = True
-        self._graphs = GraphPool()
-
-    def set_turbo(
-        self,
-        *,
-        calibration: str | os.PathLike[str] | Calibration | None = None,
-        preset: str | TurboConfig | None = None,
-        backend: str | Backend = Backend.AUTO,
-    ) -> None:
-        """Set how new caches are stored and how caches are read.
-
-        Args:
-            calibration: a `Calibration` of this model or its path.
-            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
-            backend: implementation of encoding and packed attention, see `Backend`.
-
-        Raises:
-            ValueError: the calibration is unreadable or another model's, or an option is wrong.
-        """
-        config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
-        codec_class(config)
-        resolve_backend(backend, self.device)
-        if isinstance(calibration, str | os.PathLike):
-            calibration = Calibration.load(calibration)
-        if calibration is not None:
-            if not isinstance(calibration, Calibration):
-                raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
-            calibration.check_model(self)
-            calibration.warn_if_inaccurate(config)
-            self._calibrated = model_fingerprint(self)
-        self.calibration, self.turbo_config, self.backend = calibration, config, backend
-        self.preset_chosen = preset is not None
-        self._graphs.clear()
-
-    @property
-    def kv_backend(self) -> KVBackend:
-        """The backend that `backend` names on the model's device.
-
-        Raises:
-            ValueError: it cannot run there.
-        """
-        return resolve_backend(self.backend, self.device)
-
-    def codec(self, config: TurboConfig) -> KVCodec:
-        """The codec for these options.
-
-        Raises:
-            ValueError: the options need a calibration and the model has none, or another model's.
-        """
-        return self._codec(config, model_fingerprint(self))
-
-    def _codec(self, config: TurboConfig, fingerprint: Fingerprint) -> KVCodec:
-        """See `codec`; the fingerprint is the model's."""
-        if self.calibration is not None:
-            if self._calibrated is not fingerprint:
-                self.calibration.check_model(self)
-                self._calibrated = fingerprint
-            return self.calibration.codec(config)
-        codec = codec_without_calibration(config, Geometry.of(self.config))
-        if codec is not None:
-            return codec
-        raise ValueError(
-            f"preset {config.name!r} needs a calibration of this model: make one with `esm-turbo calibrate"
-            " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=, or pass"
-            " calibration='auto' (--calibration auto); preset 'exact' and the arms 'frozen' and 'full' need none"
-        )
-
-    def warmup(self) -> int:
-        """Compile the GPU kernels that this model needs for caches of its preset, side by side; once on a machine.
-
-        They are compiled at the latest when a call first needs them. They are few, whatever the lengths and the numbers
-        of sequences, and other ones for each dtype and preset.
-
-        Returns:
-            Number of kernels; 0 where there are none, as on a CPU.
-
-        Raises:
-            ValueError: the preset needs a calibration and the model has none.
-            KernelError: (a RuntimeError) a kernel does not compile.
-            KernelCacheError: (an OSError) the folder of compiled kernels cannot be used.
-        """
-        return self._compile_ahead(self.codec(self.turbo_config))
-
-    def _compile_ahead(self, codec: KVCodec | None) -> int:
-        if torch.compiler.is_compiling():
-            return 0
-        geometry = Geometry.of(self.config)
-        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.gated)
-        return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
-
-    def new_cache(self) -> TurboKVCache:
-        """An empty cache of this model."""
-        fingerprint = model_fingerprint(self)
-        codec = self._codec(self.turbo_config, fingerprint)
-        return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
-
-    def notice_changes(self) -> bool:
-        """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
-
-        Waits for the device. Caches that were written with other weights are refused afterwards.
-
-        Returns:
-            Whether there were any since the last forward.
-        """
-        fast = self.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
-        before = known_fingerprint(self)
-        return model_fingerprint(self, sampled=True, gather=Gatherer if fast else None) is not before
-
-    def claim_cache(self, cache: TurboKVCache) -> None:
-        """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
-
-        Raises:
-            ValueError: the cache is another model's, or this model has no calibration or another one.
-        """
-        self.notice_changes()
-        self._claim(cache)
-
-    def _claim(self, cache: TurboKVCache) -> None:
-        if isinstance(cache, PooledContexts):
-            for slab in cache.slabs_read:
-                self._claim(slab)
-        fingerprint, codec = model_fingerprint(self), cache.codec
-        if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
-            self._place(cache)
-            return
-        geometry = Geometry.of(self.config)
-        if difference := cache.geometry.unlike(geometry):
-            raise ValueError(f"the cache is {difference}")
-        if not same_model(cache.fingerprint, fingerprint):
-            raise ValueError("the cache belongs to another model: the weights differ")
-        codec = self._codec(cache.config, fingerprint)
-        if not same_codec(cache.codec_fingerprint, codec.fingerprint):
-            raise ValueError("the cache was written with another calibration: this one cannot read its codes")
-        cache.check_layout(codec)
-        # The same array, so that the next check is one of identity.
-        cache.codec, cache.fingerprint = codec, fingerprint
-        self._place(cache)
-
-    def _place(self, cache: TurboKVCache) -> None:
-        """Put what a cache stores of each layer beside the layer, where they lie on several devices."""
-        if not self.is_spread:
-            return
-        if isinstance(cache, PooledContexts):
-            raise ValueError("the model lies on several devices, but contexts of a pool on one: read them from a cache")
-        cache.place(self.device, layer_devices(self))
 
     def forward(
         self,
@@ -691,7 +426,9 @@ class CachedModel(CheckpointMixin, _LibraryModel):
                 return replayed
         past_mask, new_mask = split_attention_mask(cache, input_ids, attention_mask, index)
         if token_counts is None and self.token_dropout:
-            token_counts = self._counts_with_past(cache, past_mask, input_ids, new_mask, index)
+            token_counts = count_tokens_with_past(
+                cache, past_mask, input_ids, new_mask, self.config.mask_token_id, index
+            )
         embeddings = self.embed(input_ids, new_mask, token_counts)
         given = position_ids
         if position_ids is None:
@@ -793,82 +530,3 @@ class CachedModel(CheckpointMixin, _LibraryModel):
         self._compile_ahead(cache.codec)
         with self._graphs.growing(self, addresses, cache, kinds, columns, uses) as growth:
             yield growth
-
-    def _counts_with_past(
-        self,
-        cache: TurboKVCache,
-        past_mask: Tensor | None,
-        input_ids: Tensor,
-        new_mask: Tensor,
-        index: RowIndex | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Number of tokens and of masks that each row sees, past and new together."""
-        seen = of_rows(cache.valid(), index) if past_mask is None else past_mask
-        tokens, masks = count_tokens(input_ids, new_mask, self.config.mask_token_id)
-        masked = seen & of_rows(cache.token_ids == self.config.mask_token_id, index)
-        return tokens + seen.sum(1), masks + masked.sum(1)
-
-
-@dataclass
-class TurboMaskedLMOutput(MaskedLMOutput):
-    """`MaskedLMOutput` with the cache, where one was written."""
-
-    past_key_values: TurboKVCache | None = None
-
-
-class CachedMaskedLM(CheckpointMixin, _LibraryModel):
-    """A `CachedModel` with a language-model head; comes before the library's class among the bases."""
-
-    def set_turbo(self, **turbo: Any) -> None:
-        """See `CachedModel.set_turbo`."""
-        self.base_model.set_turbo(**turbo)
-
-    @property
-    def kv_backend(self) -> KVBackend:
-        """See `CachedModel.kv_backend`."""
-        backend: KVBackend = self.base_model.kv_backend
-        return backend
-
-    def notice_changes(self) -> bool:
-        """See `CachedModel.notice_changes`."""
-        changed: bool = self.base_model.notice_changes()
-        return changed
-
-    def claim_cache(self, cache: TurboKVCache) -> None:
-        """See `CachedModel.claim_cache`."""
-        self.base_model.claim_cache(cache)
-
-    def new_cache(self) -> TurboKVCache:
-        """See `CachedModel.new_cache`."""
-        cache: TurboKVCache = self.base_model.new_cache()
-        return cache
-
-    @contextmanager
-    def growing(
-        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
-    ) -> Iterator[Growth | None]:
-        """See `CachedModel.growing`."""
-        if not is_unhooked(self):
-            yield None
-            return
-        with self.base_model.growing(cache, kinds, columns, uses) as growth:
-            yield growth
-
-    def forward_with_head(
-        self,
-        library_forward: Callable[..., Any],
-        *args: Any,
-        past_key_values: TurboKVCache | None,
-        use_cache: bool | None,
-        return_dict: bool | None,
-        **kwargs: Any,
-    ) -> TurboMaskedLMOutput | tuple[Any, ...]:
-        """Run the library's forward, and optionally with a cache: see `CachedModel.forward`."""
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
-        output = library_forward(
-            self, *args, past_key_values=past_key_values, use_cache=bool(use_cache), return_dict=True, **kwargs
-        )
-        result = TurboMaskedLMOutput(**output, past_key_values=past_key_values if use_cache else None)
-        wants_dict = self.config.return_dict if return_dict is None else return_dict
-        return result if wants_dict else result.to_tuple()

@@ -118,6 +118,30 @@ def count_tokens(input_ids: Tensor, mask: Tensor, mask_token_id: int) -> tuple[T
     return mask.sum(1), (mask & (input_ids == mask_token_id)).sum(1)
 
 
+def count_tokens_with_past(
+    cache: TurboKVCache,
+    past_mask: Tensor | None,
+    input_ids: Tensor,
+    mask: Tensor,
+    mask_token_id: int,
+    index: RowIndex | None,
+) -> tuple[Tensor, Tensor]:
+    """Number of tokens and of `<mask>` tokens that each row sees, past and new together, int64 [batch] each.
+
+    Args:
+        cache: the past.
+        past_mask: which of its tokens each row sees, bool [batch, past]; None for all.
+        input_ids: the new tokens, [batch, n].
+        mask: which of them are real, bool [batch, n].
+        mask_token_id: id of `<mask>`.
+        index: row of the cache that each row reads.
+    """
+    seen = of_rows(cache.valid(), index) if past_mask is None else past_mask
+    tokens, masks = count_tokens(input_ids, mask, mask_token_id)
+    masked = seen & of_rows(cache.token_ids == mask_token_id, index)
+    return tokens + seen.sum(1), masks + masked.sum(1)
+
+
 def check_not_all_masked(counts: tuple[Tensor, Tensor]) -> None:
     """Check that token dropout has a scale for every row (counts on the CPU only).
 

@@ -1,0 +1,188 @@
+"""How an encoder stores caches, and which caches are its own."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from esm_turbo.calibration import Calibration
+from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
+from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
+from esm_turbo.files.fingerprint import Fingerprint, known_fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.family_encoder import FamilyEncoder
+from esm_turbo.model.graph_pool import GraphPool
+from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.model.spread import layer_devices
+from esm_turbo.ops.backends import KVBackend, resolve_backend
+from esm_turbo.ops.copies import Gatherer
+from esm_turbo.ops.warmup import Sizes
+
+
+class CacheOwner(FamilyEncoder):
+    """An encoder with the options of its caches, their codec, and the checks that a cache belongs to it.
+
+    Attributes:
+        preset_chosen: whether `set_turbo` was given a preset; then it is used or refused, never left aside.
+        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
+            and a fraction of a second to capture. Set it to False for eager calls only.
+        is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
+    """
+
+    is_spread: bool = False
+
+    def prepare_turbo(self) -> None:
+        """Set the defaults of `set_turbo`; called by the class's `__init__`."""
+        self.calibration: Calibration | None = None
+        # Fingerprint of the weights for which the calibration has been checked.
+        self._calibrated: Fingerprint | None = None
+        self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
+        self.preset_chosen = False
+        self.backend: str | Backend = Backend.AUTO
+        self.captures = True
+        self._graphs = GraphPool()
+
+    def set_turbo(
+        self,
+        *,
+        calibration: str | os.PathLike[str] | Calibration | None = None,
+        preset: str | TurboConfig | None = None,
+        backend: str | Backend = Backend.AUTO,
+    ) -> None:
+        """Set how new caches are stored and how caches are read.
+
+        Args:
+            calibration: a `Calibration` of this model or its path.
+            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
+            backend: implementation of encoding and packed attention, see `Backend`.
+
+        Raises:
+            ValueError: the calibration is unreadable or another model's, or an option is wrong.
+        """
+        config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
+        codec_class(config)
+        resolve_backend(backend, self.device)
+        if isinstance(calibration, str | os.PathLike):
+            calibration = Calibration.load(calibration)
+        if calibration is not None:
+            if not isinstance(calibration, Calibration):
+                raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
+            calibration.check_model(self)
+            calibration.warn_if_inaccurate(config)
+            self._calibrated = model_fingerprint(self)
+        self.calibration, self.turbo_config, self.backend = calibration, config, backend
+        self.preset_chosen = preset is not None
+        self._graphs.clear()
+
+    @property
+    def kv_backend(self) -> KVBackend:
+        """The backend that `backend` names on the model's device.
+
+        Raises:
+            ValueError: it cannot run there.
+        """
+        return resolve_backend(self.backend, self.device)
+
+    def codec(self, config: TurboConfig) -> KVCodec:
+        """The codec for these options.
+
+        Raises:
+            ValueError: the options need a calibration and the model has none, or another model's.
+        """
+        return self._codec(config, model_fingerprint(self))
+
+    def _codec(self, config: TurboConfig, fingerprint: Fingerprint) -> KVCodec:
+        """See `codec`; the fingerprint is the model's."""
+        if self.calibration is not None:
+            if self._calibrated is not fingerprint:
+                self.calibration.check_model(self)
+                self._calibrated = fingerprint
+            return self.calibration.codec(config)
+        codec = codec_without_calibration(config, Geometry.of(self.config))
+        if codec is not None:
+            return codec
+        raise ValueError(
+            f"preset {config.name!r} needs a calibration of this model: make one with `esm-turbo calibrate"
+            " PROTEINS.fasta --model MODEL --out calibration.safetensors` and pass calibration=, or pass"
+            " calibration='auto' (--calibration auto); preset 'exact' and the arms 'frozen' and 'full' need none"
+        )
+
+    def warmup(self) -> int:
+        """Compile the GPU kernels that this model needs for caches of its preset, side by side; once on a machine.
+
+        They are compiled at the latest when a call first needs them. They are few, whatever the lengths and the numbers
+        of sequences, and other ones for each dtype and preset.
+
+        Returns:
+            Number of kernels; 0 where there are none, as on a CPU.
+
+        Raises:
+            ValueError: the preset needs a calibration and the model has none.
+            KernelError: (a RuntimeError) a kernel does not compile.
+            KernelCacheError: (an OSError) the folder of compiled kernels cannot be used.
+        """
+        return self._compile_ahead(self.codec(self.turbo_config))
+
+    def _compile_ahead(self, codec: KVCodec | None) -> int:
+        if torch.compiler.is_compiling():
+            return 0
+        geometry = Geometry.of(self.config)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.gated)
+        return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
+
+    def new_cache(self) -> TurboKVCache:
+        """An empty cache of this model."""
+        fingerprint = model_fingerprint(self)
+        codec = self._codec(self.turbo_config, fingerprint)
+        return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
+
+    def notice_changes(self) -> bool:
+        """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
+
+        Waits for the device. Caches that were written with other weights are refused afterwards.
+
+        Returns:
+            Whether there were any since the last forward.
+        """
+        fast = self.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
+        before = known_fingerprint(self)
+        return model_fingerprint(self, sampled=True, gather=Gatherer if fast else None) is not before
+
+    def claim_cache(self, cache: TurboKVCache) -> None:
+        """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
+
+        Raises:
+            ValueError: the cache is another model's, or this model has no calibration or another one.
+        """
+        self.notice_changes()
+        self._claim(cache)
+
+    def _claim(self, cache: TurboKVCache) -> None:
+        if isinstance(cache, PooledContexts):
+            for slab in cache.slabs_read:
+                self._claim(slab)
+        fingerprint, codec = model_fingerprint(self), cache.codec
+        if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
+            self._place(cache)
+            return
+        geometry = Geometry.of(self.config)
+        if difference := cache.geometry.unlike(geometry):
+            raise ValueError(f"the cache is {difference}")
+        if not same_model(cache.fingerprint, fingerprint):
+            raise ValueError("the cache belongs to another model: the weights differ")
+        codec = self._codec(cache.config, fingerprint)
+        if not same_codec(cache.codec_fingerprint, codec.fingerprint):
+            raise ValueError("the cache was written with another calibration: this one cannot read its codes")
+        cache.check_layout(codec)
+        # The same array, so that the next check is one of identity.
+        cache.codec, cache.fingerprint = codec, fingerprint
+        self._place(cache)
+
+    def _place(self, cache: TurboKVCache) -> None:
+        """Put what a cache stores of each layer beside the layer, where they lie on several devices."""
+        if not self.is_spread:
+            return
+        if isinstance(cache, PooledContexts):
+            raise ValueError("the model lies on several devices, but contexts of a pool on one: read them from a cache")
+        cache.place(self.device, layer_devices(self))
