@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -45,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     start = time.perf_counter()
                     task(turbo, proteins, work / "out", workers)
                     seconds.setdefault(name, {})[str(count)] = time.perf_counter() - start
+                    print(f"{name} of {count}: {seconds[name][str(count)]:.2f} s", file=sys.stderr, flush=True)
                     shutil.rmtree(work)
     figures = {
         "seconds": seconds,
