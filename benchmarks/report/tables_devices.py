@@ -40,25 +40,6 @@ def devices() -> str:
     return table(head, rows) + f"{'; '.join(sources)}; `benchmarks/results/devices.jsonl`.\n"
 
 
-def run_lengths() -> str:
-    """Runs on one device beside those of half as many proteins, which two devices cannot fall below."""
-    [record] = stored.newest("run_lengths", lambda _: "newest").values()
-    rows = []
-    for task, by_count in sorted(record["figures"]["seconds"].items()):
-        seconds = {int(count): own for count, own in by_count.items()}
-        for count in sorted(seconds):
-            if 2 * count in seconds:
-                whole, half = seconds[2 * count], seconds[count]
-                rows.append([f"`{task}`", f"{2 * count:,}", f"{whole:.2f}", f"{half:.2f}", f"{whole / half:.2f}x"])
-    where = record["environment"]
-    said = (
-        f"One worker on {where['device_name']}, {_model(record['figures'])}, {record['figures']['dtype']}, torch"
-        f" {where['versions']['torch']}, commit {record['revision']['commit'][:10]};"
-        " `benchmarks/results/run_lengths.jsonl`.\n"
-    )
-    return table(["task", "proteins", "seconds", "of half as many", "two devices at most"], rows) + said
-
-
 def large_model() -> str:
     """Calls of a model of 15 billion parameters on one device and over several, and what lies on each."""
     found = stored.newest(
@@ -124,4 +105,4 @@ def _model(figures: dict[str, Any]) -> str:
     return f"random weights, {layers} layers of {hidden_size:,} in {heads} heads"
 
 
-TABLES = {"devices": devices, "kills": kills, "large_model": large_model, "run_lengths": run_lengths}
+TABLES = {"devices": devices, "kills": kills, "large_model": large_model}

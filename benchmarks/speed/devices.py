@@ -183,7 +183,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--proteins", type=int, default=2000)
     parser.add_argument("--embedded", type=int, help="proteins of `embed`, which is fast; by default as many")
     parser.add_argument("--stored", type=int, default=500, help="proteins at most of `store`, whose files are large")
-    add_model_options(parser)
+    parser.add_argument("--folder", type=Path, help="for what is written; one for temporary files by default")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--hidden", type=int)
+    parser.add_argument("--heads", type=int)
+    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
+    parser.add_argument("--save", action="store_true")
     options = parser.parse_args(arguments)
     counts = {
         "embed": options.embedded or options.proteins,
@@ -195,7 +200,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     differences: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         file_system = subprocess.run(["stat", "-f", "-c", "%T", temporary], check=True, capture_output=True, text=True)
-        load = loader(options, Path(temporary), options.devices[0])
+        folder = str(EMBEDDED_MODEL)
+        if options.layers is not None:
+            folder = str(Path(temporary) / "model")
+            _save_random(folder, options)
+        load = Load(folder, options.dtype)
         turbo = load("cpu")
         found: dict[str, Results] = {}
         for count in (1, len(options.devices)):
@@ -237,23 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"the results of one device and of several differ: {', '.join(differ)}")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Options of the model, of where is written, and whether the figures are saved."""
-    parser.add_argument("--folder", type=Path, help="for what is written; one for temporary files by default")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--hidden", type=int)
-    parser.add_argument("--heads", type=int)
-    parser.add_argument("--dtype", choices=TOLERANCES, default="float32")
-    parser.add_argument("--save", action="store_true")
-
-
-def loader(options: argparse.Namespace, folder: Path, device: str) -> Load:
-    """What loads the model that the options name; one of random weights is saved in a folder before.
-
-    Such a model is made on `device`, in the dtype in which it runs, with a calibration.
-    """
-    if options.layers is None:
-        return Load(str(EMBEDDED_MODEL), options.dtype)
+def _save_random(folder: str, options: argparse.Namespace) -> None:
+    """Save a model of random weights with a calibration, made on the first device in the dtype in which it runs."""
     architecture = Architecture(
         "random weights",
         num_layers=options.layers,
@@ -265,13 +259,11 @@ def loader(options: argparse.Namespace, folder: Path, device: str) -> Load:
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, options.dtype))
     try:
-        with torch.device(device):
+        with torch.device(options.devices[0]):
             model = EsmForMaskedLM(architecture.config()).eval()
     finally:
         torch.set_default_dtype(before)
-    path = str(folder / "model")
-    turbo_of(model, random_calibration(model.esm, [_PRESET]), _PRESET).save_pretrained(path)
-    return Load(path, options.dtype)
+    turbo_of(model, random_calibration(model.esm, [_PRESET]), _PRESET).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -36,17 +36,6 @@ def test_every_number_of_devices_is_shown_with_its_newest_run(results: Path, mon
     assert lines[6].endswith("`benchmarks/results/devices.jsonl`.")
 
 
-def test_runs_stand_beside_those_of_half_as_many(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "device_name", lambda device: "NVIDIA H200")
-    for seconds in ({"embed": {"1": 1.0}}, {"store": {"500": 2.0, "1000": 3.0, "2000": 5.7}, "score": {"8": 1.0}}):
-        figures = {"seconds": seconds, "geometry": [33, 1280, 20], "dtype": "bfloat16"}
-        records.append(results / "run_lengths.jsonl", "run_lengths", figures)
-    stored.forget()
-    lines = tables_devices.run_lengths().splitlines()
-    assert lines[2:4] == ["| `store` | 1,000 | 3.00 | 2.00 | 1.50x |", "| `store` | 2,000 | 5.70 | 3.00 | 1.90x |"]
-    assert len(lines) == 6 and lines[5].startswith("One worker on NVIDIA H200, random weights, 33 layers of 1,280")
-
-
 def test_kills_of_all_runs_are_added(results: Path) -> None:
     counts = {"trials": 2, "kills": 3, "findings": 0, "seconds": 1.0}
     one = {"workers": {"embed": counts, "embed h5": counts}, "shards": {"store": counts | {"findings": 1}}}
