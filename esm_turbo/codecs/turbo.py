@@ -43,7 +43,7 @@ FIELDS = (8, 4, 2, 1)
 # Slabs are whole 32-bit words for heads of at least this size, where the restriction costs little.
 _WORD_BYTES, _WORDS_FROM_HEAD_DIM = 4, 64
 # A GPU's work per token grows with the columns of its operands, here in units of `head_dim`: the limits cost a fifth of
-# the accuracy and save half of the work (docs/kernels.md).
+# the accuracy and save half of the work (docs/notes/kernels.md).
 _MAX_OPERAND_COLUMNS = {"key": 1.0, "value": 0.75}
 _MIN_SLAB_COLUMNS = 16
 # Fraction of a component's variance that remains as error, by width.

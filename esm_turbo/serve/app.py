@@ -92,4 +92,4 @@ def _is_json(content_type: str) -> bool:
     return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))
 
 
-_SUMMARY = "Protein language model ESM-2 with cached contexts: scores, variant effects, embeddings, generation."
+_SUMMARY = "ESM-2 and ESM-C with cached contexts: scores, variant effects, embeddings, generation."

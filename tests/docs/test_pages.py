@@ -36,7 +36,7 @@ NOT_RUN = {
         ("turbo =", "needs a checkpoint from the hub"),
         ("biotrainer train", "a command of biotrainer"),
     ],
-    "docs/kernels.md": [
+    "docs/notes/kernels.md": [
         ("TRITON_INTERPRET=1 python", "the first command is `make test-interpreter`, the second needs an NVIDIA GPU")
     ],
     "docs/math.md": [("esm-turbo calibrate", CHECKPOINT)],

@@ -1,4 +1,4 @@
-"""Triton kernel that reads packed contexts. Imported only where it runs; docs/kernels.md explains the algorithm.
+"""Triton kernel that reads packed contexts. Imported only where it runs; docs/notes/kernels.md explains the algorithm.
 
 `attend_context` maps the queries into the space of the stored keys and reads the contexts, whose blocks are distributed
 evenly over programs of one warp. `merge` combines the parts.

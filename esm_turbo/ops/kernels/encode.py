@@ -1,4 +1,4 @@
-"""Triton kernel that encodes a layer's keys and values. Imported only where it runs; docs/kernels.md explains it.
+"""Triton kernel that encodes a layer's keys and values. Imported only where it runs; docs/notes/kernels.md explains it.
 
 A program takes the keys or the values of one head of one row, tile by tile. It rotates keys back by the first column
 of their block, centres them, multiplies them with the map on the tensor cores, rounds them to codes, and writes the

@@ -1,4 +1,4 @@
-"""Packed words become operands of `tl.dot`, in registers. Imported only where kernels run; see docs/kernels.md.
+"""Packed words become operands of `tl.dot`, in registers. Imported only where kernels run; see docs/notes/kernels.md.
 
 Bytes are moved two at a time. A field is then masked in place, where its bits are a subnormal half-precision number, or
 looked up in a table held in registers. The order of components in an operand follows from which field of which word a

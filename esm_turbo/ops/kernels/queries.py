@@ -1,4 +1,4 @@
-"""Queries in the space of the stored keys. Imported only where kernels run; docs/kernels.md gives the reasons.
+"""Queries in the space of the stored keys. Imported only where kernels run; docs/notes/kernels.md gives the reasons.
 
 A query is scaled by a power of two, rotated back by the first column of a block, and mapped. These steps are matrix
 products, and so is the bias of its scores: the keys' mean and the bias of their fields are columns of an operand.
