@@ -17,7 +17,7 @@ from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import protein_tokens
 from esm_turbo.tasks.common.checks import check_count
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Work, piece_limit
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Task, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
 from esm_turbo.tasks.scoring.pairs import PairScores, checked_pairs, score_pairs
@@ -92,7 +92,7 @@ def embed_on(
     found: dict[int, ProteinEmbedding] = {}
     failed: dict[int, str] = {}
     units = [sum(map(len, piece)) for piece in pieces]
-    for number, (embeddings, reasons) in _run(turbo, devices, _EmbedWork(request), pieces, "embed", units):
+    for number, (embeddings, reasons) in _run(turbo, devices, _EmbedTask(request), pieces, "embed", units):
         found |= {batches[number][row]: embedding for row, embedding in embeddings}
         failed |= {batches[number][row]: reason for row, reason in reasons.items()}
     if failed:
@@ -117,8 +117,8 @@ def score_pairs_on(
     groups = _groups([sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs])
     pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
     units = [sum(len(one) for i in group for one in pairs[i].candidates) for group in groups]
-    work = _Call(score_pairs, PairScores, {"refresh": refresh, **options})
-    return PairScores(*_joined(groups, _run(turbo, devices, work, pieces, "score", units, progress)))
+    task = _Call(score_pairs, PairScores, {"refresh": refresh, **options})
+    return PairScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
 
 
 def score_many_variants_on(
@@ -138,22 +138,22 @@ def score_many_variants_on(
     pieces = [
         ([given[i] for i in group], None if lists is None else [list(lists[i]) for i in group]) for group in groups
     ]
-    work = _Call(score_many_variants, ManyVariantScores, {"refresh": refresh, **options})
+    task = _Call(score_many_variants, ManyVariantScores, {"refresh": refresh, **options})
     units = list(map(len, groups))
-    return ManyVariantScores(*_joined(groups, _run(turbo, devices, work, pieces, "score", units, progress)))
+    return ManyVariantScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
 
 
 def _run(
     turbo: ContextModel,
     devices: Devices,
-    work: Work[PieceT, ResultT],
+    task: Task[PieceT, ResultT],
     pieces: Sequence[PieceT],
     stage: str,
     units: Sequence[int],
     progress: Progress | None = None,
 ) -> Iterator[tuple[int, ResultT]]:
     with workers_on(turbo, devices) as workers:
-        yield from workers.run(work, pieces, stage=stage, units=units, progress=progress)
+        yield from workers.run(task, pieces, stage=stage, units=units, progress=progress)
 
 
 def _groups(costs: Sequence[int]) -> list[list[int]]:
@@ -188,7 +188,7 @@ _Embedded = tuple[list[tuple[int, ProteinEmbedding]], dict[int, str]]
 
 
 @dataclass(frozen=True)
-class _EmbedWork:
+class _EmbedTask:
     """Embeds batches."""
 
     request: EmbeddingRequest

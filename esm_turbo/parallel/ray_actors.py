@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from esm_turbo.parallel.worker import LoadModel, portable
-from esm_turbo.tasks.common.pieces import PieceProgress, Work
+from esm_turbo.tasks.common.pieces import PieceProgress, Task
 from esm_turbo.tasks.common.progress import Progress, silent
 
 PieceT = TypeVar("PieceT")
@@ -89,7 +89,7 @@ class RayActors:
 
     def run(
         self,
-        work: Work[PieceT, ResultT],
+        work: Task[PieceT, ResultT],
         pieces: Sequence[PieceT],
         *,
         stage: str,
@@ -154,7 +154,7 @@ class _Actor:
 
         torch.set_num_threads(threads)
         self._turbo = pickle.loads(load)(device)
-        self._work: Work[Any, Any] = pickle.loads(work)
+        self._work: Task[Any, Any] = pickle.loads(work)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         results = []

@@ -21,7 +21,7 @@ _Stored = tuple[int, dict[str, str]]
 
 
 @dataclass(frozen=True)
-class _StoreWork:
+class _StoreTask:
     """Adds the contexts of batches to a store."""
 
     store: ContextStore
@@ -88,8 +88,8 @@ def store_sequences(
     computed, failed = 0, dict[str, str]()
     pieces = [[sequences[index] for index in batch] for batch in batches]
     units = [sum(len(rows[index]) - 1 for index in batch) for batch in batches]
-    work = _StoreWork(store)
-    for _, (count, reasons) in runner.run(work, pieces, stage="prefill", units=units, progress=progress):
+    task = _StoreTask(store)
+    for _, (count, reasons) in runner.run(task, pieces, stage="prefill", units=units, progress=progress):
         computed += count
         failed |= reasons
     for sequence, reason in failed.items():

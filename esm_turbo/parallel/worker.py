@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from esm_turbo.tasks.common.pieces import Work
+from esm_turbo.tasks.common.pieces import Task
 from esm_turbo.tasks.common.progress import silent
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ _sending = threading.Lock()
 class NewWork:
     """From here on, pieces are of this work."""
 
-    work: Work[Any, Any]
+    work: Task[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
     Raises:
         EOFError: it was closed.
     """
-    work: Work[Any, Any] | None = None
+    work: Task[Any, Any] | None = None
     taken: deque[int] = deque()
     left: deque[NewWork] = deque()
     inbox = _Inbox(connection)

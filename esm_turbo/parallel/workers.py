@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from esm_turbo.parallel import worker
 from esm_turbo.parallel.worker import Done, LoadModel, NewWork, Piece, Raised, Ready, Unusable, Warned, receive
-from esm_turbo.tasks.common.pieces import PieceProgress, Work
+from esm_turbo.tasks.common.pieces import PieceProgress, Task
 from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Workers:
 
     def run(
         self,
-        work: Work[PieceT, ResultT],
+        work: Task[PieceT, ResultT],
         pieces: Sequence[PieceT],
         *,
         stage: str,
@@ -257,7 +257,7 @@ class _Slot:
         self._process: SpawnProcess | None = None
         self._given_up = False
 
-    def begin(self, load: bytes, threads: int, work: Work[Any, Any]) -> None:
+    def begin(self, load: bytes, threads: int, work: Task[Any, Any]) -> None:
         """Start the process unless it runs, and tell it the work."""
         if self._given_up:
             return
@@ -273,7 +273,7 @@ class _Slot:
             self._send_bytes(load)
         self.send(NewWork(work))
 
-    def restart(self, load: bytes, threads: int, work: Work[Any, Any]) -> bool:
+    def restart(self, load: bytes, threads: int, work: Task[Any, Any]) -> bool:
         """Replace a process that has died; False if too many have."""
         self.end()
         self.deaths += 1

@@ -12,7 +12,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.parallel import calls
 from esm_turbo.parallel.workers import NoWorkersError, Workers
 from esm_turbo.tasks.common import arms
-from esm_turbo.tasks.common.pieces import Here
+from esm_turbo.tasks.common.pieces import InProcessRunner
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFS", "MSILVTRPSPAG", "GHIKLMNPQRSTVWYACD", "MKV", "ACDEFGHIKLMNP"]
 PEPTIDES = ["ACDK", "GHI"]
@@ -93,7 +93,7 @@ def test_wrong_arguments_are_refused_before_a_process_starts(turbo: TurboEsm, mo
 def test_what_fails_in_a_process_is_named(turbo: TurboEsm, workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="`place` must be"):
         turbo.score_pairs(SEQUENCES, PEPTIDES, place="anywhere", devices=workers)  # type: ignore[arg-type]
-    work = calls._EmbedWork(None)  # type: ignore[arg-type]
+    work = calls._EmbedTask(None)  # type: ignore[arg-type]
     assert work.failed(["A", "C"], "it died") == ([], {0: "it died", 1: "it died"})
     with (
         caplog.at_level(logging.WARNING, "esm_turbo"),
@@ -126,7 +126,7 @@ def test_batches_follow_from_the_kind_of_device(turbo: TurboEsm, monkeypatch: py
 
         def run(self, work, pieces, **_):  # type: ignore[no-untyped-def,override]
             sizes.append(sorted(map(len, pieces)))
-            return Here(turbo).run(work, pieces, stage="embed", units=[1] * len(pieces))
+            return InProcessRunner(turbo).run(work, pieces, stage="embed", units=[1] * len(pieces))
 
     sizes: list[list[int]] = []
     monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 45)

@@ -11,12 +11,12 @@ import pytest
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.parallel.storing import store_sequences
 from esm_turbo.tasks.common import arms
-from esm_turbo.tasks.common.pieces import Here, Plan, Shard
+from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Shard
 
 SEQUENCES = ["MKTAYIAKQR", "QISFVKSHFSRQ", "MKTAYIAKQR", "LEERLGLIEVQAPILSRVGDG"]
 
 
-class Elsewhere(Here):
+class Elsewhere(InProcessRunner):
     """Computes into folders of its own, or finds one protein too large."""
 
     def __init__(self, turbo: TurboEsm, lost: bool) -> None:
@@ -60,7 +60,7 @@ def test_a_folder_that_is_not_shared_is_noticed(frozen: TurboEsm, tmp_path: Path
         store_sequences(frozen, store, SEQUENCES, on_failure=pytest.fail, runner=Elsewhere(frozen, lost=True))
 
 
-class Noting(Here):
+class Noting(InProcessRunner):
     """Notes the pieces, as if they were computed elsewhere."""
 
     def __init__(self, turbo: TurboEsm, devices: str) -> None:
@@ -86,7 +86,7 @@ def test_pieces_follow_from_the_kind_of_device(
     assert found == {"cpu": [[21], [12], [10]], "cuda:0 cuda:1": [[10, 12, 21]], "cuda": [[21], [12], [10]]}
 
 
-class Killed(Here):
+class Killed(InProcessRunner):
     """Its process is killed after the last piece, and leaves a claim."""
 
     def run(self, work: Any, pieces: Any, **options: Any) -> Iterator[tuple[int, Any]]:

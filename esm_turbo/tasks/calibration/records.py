@@ -16,7 +16,7 @@ from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
 from esm_turbo.proteins.limits import length_bin, warn_if_long
-from esm_turbo.tasks.common.pieces import Here, Runner
+from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Failed:
 
 
 @dataclass(frozen=True)
-class _CalibrationWork:
+class _CalibrationTask:
     """Gathers the statistics of pieces."""
 
     def run(
@@ -111,10 +111,10 @@ def calibrate_records(
     batched = [[records[i] for i in batch] for batch in reversed(batches)]
     pieces = [batched[first : first + _BATCHES_PER_PIECE] for first in range(0, len(batched), _BATCHES_PER_PIECE)]
     arrived: dict[int, PartialStatistics] = {}
-    runner = Here(turbo) if runner is None else runner
+    runner = InProcessRunner(turbo) if runner is None else runner
     units = [_residues(piece) for piece in pieces]
     following = 0
-    for number, result in runner.run(_CalibrationWork(), pieces, stage=_STAGE, units=units, progress=progress):
+    for number, result in runner.run(_CalibrationTask(), pieces, stage=_STAGE, units=units, progress=progress):
         if isinstance(result, _Failed):
             names = ", ".join(record.id for batch in pieces[number] for record in batch)
             raise RuntimeError(f"the calibration cannot be finished: {result.reason}, with these proteins: {names}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from esm_turbo.files.journal import Journal, key_of
 from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.pieces import Here, Runner, Work
+from esm_turbo.tasks.common.pieces import InProcessRunner, Runner, Task
 from esm_turbo.tasks.common.progress import Progress
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ _Piece = TypeVar("_Piece", contravariant=True)
 _Result = TypeVar("_Result")
 
 
-class KeptWork(Work[_Piece, _Result], Protocol[_Piece, _Result]):
-    """A `Work` whose results can be kept as JSON values."""
+class ResumableTask(Task[_Piece, _Result], Protocol[_Piece, _Result]):
+    """A `Task` whose results can be kept as JSON values."""
 
     def settings(self, turbo: ContextModel) -> Any:
         """Everything that results depend on besides the pieces, as JSON values."""
@@ -59,8 +59,8 @@ class Scored(Generic[ScoresT]):
     failed: str | None = None
 
 
-class ScoringWork(Generic[ProteinT, ScoresT]):
-    """What all works share whose pieces are several proteins and whose results are a `Scored` of each.
+class ScoringTask(Generic[ProteinT, ScoresT]):
+    """What all tasks share whose pieces are several proteins and whose results are a `Scored` of each.
 
     Attributes:
         arms: in which every protein is scored, at least one.
@@ -111,9 +111,9 @@ class ScoringWork(Generic[ProteinT, ScoresT]):
         return [{arm: scores.to_dict() for arm, scores in one.scores.items()} for one in result]
 
 
-def run_kept(
+def run_resumable(
     turbo: ContextModel,
-    work: KeptWork[PieceT, ResultT],
+    task: ResumableTask[PieceT, ResultT],
     pieces: Sequence[PieceT],
     *,
     stage: str,
@@ -128,7 +128,7 @@ def run_kept(
 
     Args:
         turbo: the model.
-        work: what is done with a piece.
+        task: what is done with a piece.
         pieces: the pieces.
         stage: name of the run for `progress`.
         units: size of each piece, by which progress is counted.
@@ -139,18 +139,18 @@ def run_kept(
     found: dict[int, ResultT] = {}
     keys: list[str] = []
     if journal is not None:
-        settings = work.settings(turbo)
+        settings = task.settings(turbo)
         for number, piece in enumerate(pieces):
-            keys.append(key_of(settings, work.content(piece)))
+            keys.append(key_of(settings, task.content(piece)))
             value = journal.get(keys[number])
             if value is not None:
-                found[number] = work.from_json(piece, value)
+                found[number] = task.from_json(piece, value)
     left = [number for number in range(len(pieces)) if number not in found]
-    runner = Here(turbo) if runner is None else runner
+    runner = InProcessRunner(turbo) if runner is None else runner
     rest, sizes = [pieces[number] for number in left], [units[number] for number in left]
-    for index, result in runner.run(work, rest, stage=stage, units=sizes, progress=progress):
+    for index, result in runner.run(task, rest, stage=stage, units=sizes, progress=progress):
         number = left[index]
         found[number] = result
-        if journal is not None and not work.has_failed(result):
-            journal.add(keys[number], work.to_json(result))
+        if journal is not None and not task.has_failed(result):
+            journal.add(keys[number], task.to_json(result))
     return [found[number] for number in range(len(pieces))]

@@ -30,8 +30,8 @@ TOKENS_PER_PIECE = 2**17
 _PIECES, _FEWEST, _LARGER = 64, 8, 4
 
 
-class Work(Protocol[_Piece, _Result]):
-    """What is done with every piece of a run. Works, pieces and results can be pickled."""
+class Task(Protocol[_Piece, _Result]):
+    """What is done with every piece of a run. Tasks, pieces and results can be pickled."""
 
     def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Result]:
         """Yield the result of every piece, in order.
@@ -65,7 +65,7 @@ class Runner(Protocol):
 
     def run(
         self,
-        work: Work[PieceT, ResultT],
+        task: Task[PieceT, ResultT],
         pieces: Sequence[PieceT],
         *,
         stage: str,
@@ -75,7 +75,7 @@ class Runner(Protocol):
         """Yield the result of every piece once, with its index, in any order.
 
         Args:
-            work: what is done with a piece.
+            task: what is done with a piece.
             pieces: the pieces.
             stage: name of the run for `progress`.
             units: size of each piece, by which progress is counted; the largest are best begun first.
@@ -83,7 +83,7 @@ class Runner(Protocol):
         """
 
 
-class Here:
+class InProcessRunner:
     """Runs pieces in this process, in their order."""
 
     shares_files = True
@@ -94,7 +94,7 @@ class Here:
 
     def run(
         self,
-        work: Work[PieceT, ResultT],
+        task: Task[PieceT, ResultT],
         pieces: Sequence[PieceT],
         *,
         stage: str,
@@ -103,7 +103,7 @@ class Here:
     ) -> Iterator[tuple[int, ResultT]]:
         """See `Runner.run`."""
         counter = PieceProgress(stage, units, progress)
-        for index, result in enumerate(work.run(self.turbo, pieces, counter.inside)):
+        for index, result in enumerate(task.run(self.turbo, pieces, counter.inside)):
             yield index, result
             # After the result was used: when it was written, for example.
             counter.finish(index)

@@ -148,7 +148,7 @@ def _by_owner(
         yield owner, failure or [value for value in values if isinstance(value, Tensor)]
 
 
-def with_invalid(
+def merge_errors(
     results: Iterator[tuple[int, ResultT]], invalid: Mapping[int, ValueError], count: int
 ) -> Iterator[tuple[int, ResultT | ValueError]]:
     """Results of proteins in order, and in their places the errors of those that have no rows.

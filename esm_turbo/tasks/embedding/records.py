@@ -21,7 +21,7 @@ from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.arms import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
-from esm_turbo.tasks.common.pieces import Here, Plan, Runner, forward_cost
+from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.embedding.embed import (
     EmbeddingRequest,
@@ -93,7 +93,7 @@ class _Embedded:
 
 
 @dataclass(frozen=True)
-class _EmbedWork:
+class _EmbedTask:
     """Embeds batches, and writes their files.
 
     Attributes:
@@ -190,7 +190,7 @@ def embed_records(
         by_sequence.setdefault(record.sequence, []).append(record)
     groups: list[SameSequence] = list(by_sequence.values())
     numbers: dict[str, int] = {}
-    runner = Here(turbo) if runner is None else runner
+    runner = InProcessRunner(turbo) if runner is None else runner
     toks_per_batch = protein_tokens(toks_per_batch, turbo, runner.devices)
     # Of all proteins, so that those of a shard have the names that they have among all.
     labels = safe_labels(groups)
@@ -209,7 +209,7 @@ def embed_records(
             for batch in embedding_batches(turbo, rows, request, toks_per_batch, done)
         ]
         residues = [sum(len(item.sequence) for item in piece) for piece in pieces]
-        work = _EmbedWork(request, writer.files if runner.shares_files else None)
+        work = _EmbedTask(request, writer.files if runner.shares_files else None)
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:

@@ -21,7 +21,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, Place
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows, with_invalid
+from esm_turbo.tasks.common.waves import Extensions, Rows, merge_errors, predict_rows
 from esm_turbo.tasks.scoring.score import (
     CandidateScore,
     Scores,
@@ -239,7 +239,7 @@ class _CachedTargets:
             (index, values if isinstance(values, Exception) else self._scores(index, values))
             for index, values in predicted
         )
-        return with_invalid(scored, self.invalid, len(self.pairs))
+        return merge_errors(scored, self.invalid, len(self.pairs))
 
     def _jobs(self) -> Iterator[Rows]:
         codes = self.turbo.codes

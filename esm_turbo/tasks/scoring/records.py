@@ -23,7 +23,7 @@ from esm_turbo.proteins.fasta import (
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource
-from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
+from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
@@ -334,9 +334,9 @@ def score_records(
         for piece in all_pieces
     ]
     pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    scored = run_kept(
+    scored = run_resumable(
         turbo,
-        _ScoreWork(tuple(arms), refresh, place, toks_per_batch, store),
+        _ScoreTask(tuple(arms), refresh, place, toks_per_batch, store),
         pieces,
         stage="score",
         units=[len(arms) * sum(part.residues for part in piece) for piece in pieces],
@@ -394,7 +394,7 @@ _Piece = tuple[_Part, ...]
 
 
 @dataclass(frozen=True)
-class _ScoreWork(ScoringWork[_Part, Scores]):
+class _ScoreTask(ScoringTask[_Part, Scores]):
     """Scores pieces; its attributes are options of `score.score`."""
 
     arms: tuple[Arm, ...]

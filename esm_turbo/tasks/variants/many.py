@@ -24,7 +24,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import check_memory, failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows, with_invalid
+from esm_turbo.tasks.common.waves import Extensions, Rows, merge_errors, predict_rows
 from esm_turbo.tasks.variants.score import VariantScores, added_up, first_position_of, score_variants, window_rows
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, Substitutions, all_substitutions
 
@@ -258,7 +258,7 @@ class _Proteins:
             (index, values if isinstance(values, Exception) else self._scores(index, values[0]))
             for index, values in predicted
         )
-        return with_invalid(scored, self.invalid, len(self.wild_types))
+        return merge_errors(scored, self.invalid, len(self.wild_types))
 
     def _jobs(self) -> Iterator[Rows]:
         codes = self.turbo.codes

@@ -18,7 +18,7 @@ from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ARMS, ReadableSource
-from esm_turbo.tasks.common.kept import Scored, ScoringWork, run_kept
+from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
@@ -353,9 +353,9 @@ def score_records(
         sum(forward_cost(turbo, p.tokens(arms, refresh), len(p.record.sequence)) for p in piece) for piece in all_pieces
     ]
     pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    scored = run_kept(
+    scored = run_resumable(
         turbo,
-        _VariantsWork(tuple(arms), method, refresh, toks_per_batch, store),
+        _VariantsTask(tuple(arms), method, refresh, toks_per_batch, store),
         pieces,
         stage="score",
         units=[len(arms) * sum(protein.positions for protein in piece) for piece in pieces],
@@ -401,7 +401,7 @@ _Piece = tuple[_Protein, ...]
 
 
 @dataclass(frozen=True)
-class _VariantsWork(ScoringWork[_Protein, VariantScores]):
+class _VariantsTask(ScoringTask[_Protein, VariantScores]):
     """Scores pieces; its attributes are options of `many.iter_variants`."""
 
     arms: tuple[Arm, ...]

@@ -17,7 +17,7 @@ from esm_turbo.parallel import worker
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import waves
 from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.pieces import Here
+from esm_turbo.tasks.common.pieces import InProcessRunner
 from esm_turbo.tasks.common.progress import silent
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.scoring.records import Candidate
@@ -96,7 +96,7 @@ def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if thread.is_alive()}
 
 
-class OneByOne(Here):
+class OneByOne(InProcessRunner):
     """Runs each piece by itself, so that nothing is read ahead."""
 
     def run(self, work: Any, pieces: Any, **options: Any) -> Iterator[Any]:
@@ -105,7 +105,7 @@ class OneByOne(Here):
             yield index, result
 
 
-class Taken(Here):
+class Taken(InProcessRunner):
     """Keeps the work and the pieces of a run, and runs nothing."""
 
     work: Any

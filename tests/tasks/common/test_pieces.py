@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from esm_turbo.tasks.common.pieces import (
     TOKENS_PER_PIECE,
-    Here,
+    InProcessRunner,
     PieceProgress,
     Plan,
     Shard,
@@ -67,7 +67,7 @@ def test_pieces_in_this_process(turbo) -> None:
                 yield len(piece)
 
     calls: list[int] = []
-    runner = Here(turbo)
+    runner = InProcessRunner(turbo)
     found = dict(
         runner.run(
             Lengths(), ["ab", "c"], stage="s", units=[2, 1], progress=lambda stage, done, total: calls.append(done)

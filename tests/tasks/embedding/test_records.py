@@ -21,7 +21,7 @@ from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import arms
-from esm_turbo.tasks.common.pieces import Here
+from esm_turbo.tasks.common.pieces import InProcessRunner
 from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
 from esm_turbo.tasks.embedding.files import sequence_hash
@@ -356,7 +356,7 @@ def test_batches_follow_from_the_kind_of_device(run, tiny, tmp_path, monkeypatch
     one = [sorted((sequence for batch in expected for sequence in batch), key=len)]
     for devices, wanted in ((None, expected), ("cpu", expected), ("cuda:0 cuda:1", one)):
         computed.clear()
-        runner = Here(tiny)
+        runner = InProcessRunner(tiny)
         runner.devices = devices
         run(tmp_path / f"out {devices}", toks_per_batch=None, runner=runner)
         assert computed == wanted
