@@ -36,6 +36,7 @@ from esm_turbo.model.collectors import (
     SampleCollector,
     SensitivityCollector,
 )
+from esm_turbo.model.plan import ForwardInputs
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -143,8 +144,10 @@ class KVCalibrator:
             ids, mask = ids.to(device), mask.to(device)
             embeddings = self._encoder.embed(ids, mask, None)
             # All proteins in one row: padding would cost as much as tokens.
-            packed = (ids[mask][None], None, positions[None].to(device), embeddings[mask][None])
-            self._encoder.library_forward(*packed, kv_session=session)
+            packed = ForwardInputs(
+                ids[mask][None], position_ids=positions[None].to(device), inputs_embeds=embeddings[mask][None]
+            )
+            self._encoder.executor.observe(packed, session)
         (residues, specials), sensitivities = moments.result(), sensitivity.result()
         self._residues = self._residues.merge(residues)
         self._specials = self._specials.merge(specials)

@@ -8,7 +8,7 @@ cache (extension). The rotations of stored keys are those of their codec (codecs
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -35,11 +35,12 @@ from transformers.models.esm.modeling_esm import (
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedModel
-from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
+from esm_turbo.model.checkpoints import CheckpointMixin, PicklableHooksMixin
 from esm_turbo.model.heads import UntrainedHeadWarning, untrained
 from esm_turbo.model.inputs import check_not_all_masked
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
-from esm_turbo.model.packed_encoder import Attend, packed_encoder
+from esm_turbo.model.packed_encoder import packed_encoder
+from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
@@ -51,7 +52,7 @@ _PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embe
 _TRAINED_MASK_RATIO = 0.15 * 0.8
 
 
-class TurboEsmSelfAttention(WithoutRecorders, QKVProjections, EsmSelfAttention):
+class TurboEsmSelfAttention(PicklableHooksMixin, QKVProjections, EsmSelfAttention):
     """Self-attention that passes queries, keys and values to a session where there is one."""
 
     def forward(
@@ -107,7 +108,7 @@ class TurboEsmSelfAttention(WithoutRecorders, QKVProjections, EsmSelfAttention):
         return output.reshape(*hidden_states.shape[:-1], -1).contiguous(), weights
 
 
-class TurboEsmLayer(WithoutRecorders, EsmLayer):
+class TurboEsmLayer(PicklableHooksMixin, EsmLayer):
     """Transformer layer that lets a session compute the activation."""
 
     def forward(self, hidden_states: Tensor, *args: Any, kv_session: KVSession | None = None, **kwargs: Any) -> Tensor:
@@ -227,27 +228,27 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
 
     @property
     def packs(self) -> bool:
-        """See `CachedModel.packs`."""
+        """See `FamilyEncoder.packs`."""
         return True
 
     @property
     def token_dropout(self) -> bool:
-        """See `CachedModel.token_dropout`."""
+        """See `FamilyEncoder.token_dropout`."""
         return bool(self.embeddings.token_dropout)
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """See `CachedModel.rotary_frequencies`."""
+        """See `FamilyEncoder.rotary_frequencies`."""
         frequencies: Tensor = self.rotary_embeddings.inv_freq
         return frequencies
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
-        """See `CachedModel.parts`."""
+        """See `FamilyEncoder.parts`."""
         return self.embeddings, self.encoder, self.rotary_embeddings
 
     def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `CachedModel.channel_parameters`."""
+        """See `FamilyEncoder.channel_parameters`."""
         attention = self.encoder.layer[layer_idx].attention.self
         query, keys, values = (
             (linear.weight, linear.bias) for linear in (attention.query, attention.key, attention.value)
@@ -271,34 +272,27 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
             embeddings = self.embeddings.layer_norm(embeddings)
         return embeddings * mask[..., None].to(embeddings.dtype)
 
-    def library_forward(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        embeddings: Tensor | None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """See `CachedModel.library_forward`."""
-        input_ids = input_ids if embeddings is None else None
+    def library_forward(self, plan: ForwardPlan) -> BaseModelOutputWithPoolingAndCrossAttentions:
+        """See `FamilyEncoder.library_forward`."""
+        input_ids = plan.input_ids if plan.embeddings is None else None
         output: BaseModelOutputWithPoolingAndCrossAttentions = EsmModel.forward(
-            self, input_ids, attention_mask, position_ids, embeddings, **kwargs
+            self, input_ids, plan.attention_mask, plan.positions, plan.embeddings, **plan.library_options
         )
         return output
 
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPoolingAndCrossAttentions:
-        """See `CachedModel.output`."""
+        """See `FamilyEncoder.output`."""
         pooled = None if self.pooler is None else self.pooler(last)
         return BaseModelOutputWithPoolingAndCrossAttentions(last, pooled, hidden_states=states)
 
-    def run_packed(
-        self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `CachedModel.run_packed`."""
-        return packed_encoder(self.encoder, self.rotary_frequencies, embeddings, positions, ops, attend, layers)
+    def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `FamilyEncoder.run_packed`."""
+        return packed_encoder(self.encoder, tokens, ops)
 
-    def _capturable(self) -> tuple[int, ...] | None:
-        return None if self.pooler is not None else super()._capturable()
+    @property
+    def capturable(self) -> bool:
+        """See `FamilyEncoder.capturable`."""
+        return self.pooler is None
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:
         """Predict contacts as `EsmModel` does, under any attention implementation.

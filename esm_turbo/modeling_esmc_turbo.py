@@ -10,7 +10,7 @@ chains from attending to each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -25,14 +25,14 @@ from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.chains import check_chains, mask_of_chains, mask_of_extension
-from esm_turbo.model.checkpoints import CheckpointMixin, WithoutRecorders
+from esm_turbo.model.checkpoints import CheckpointMixin, PicklableHooksMixin
 from esm_turbo.model.inputs import contexts_of_rows
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
-from esm_turbo.model.packed_encoder import Attend
+from esm_turbo.model.plan import ForwardPlan, PackedTokens
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
-from esm_turbo.model.spread import beside
+from esm_turbo.model.spread import to_weight_device
 
 try:
     from transformers import EsmcConfig, EsmcForMaskedLM, EsmcModel
@@ -50,7 +50,7 @@ except ImportError as error:
     raise ImportError(str(FAMILIES["esmc"].too_old())) from error
 
 
-class TurboEsmcAttention(WithoutRecorders, EsmcAttention):
+class TurboEsmcAttention(PicklableHooksMixin, EsmcAttention):
     """Self-attention that passes queries, keys and values to a session where there is one."""
 
     def forward(
@@ -97,7 +97,7 @@ class TurboEsmcAttention(WithoutRecorders, EsmcAttention):
         return self.o_proj(output), weights
 
 
-class TurboEsmcLayer(WithoutRecorders, EsmcLayer):
+class TurboEsmcLayer(PicklableHooksMixin, EsmcLayer):
     """Transformer layer that can be pickled after a forward which recorded hidden states."""
 
 
@@ -181,42 +181,35 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
 
     @property
     def special_ids(self) -> tuple[int, int]:
-        """See `CachedModel.special_ids`."""
+        """See `FamilyEncoder.special_ids`."""
         return self.config.bos_token_id, self.config.eos_token_id
 
     @property
     def rotary_frequencies(self) -> Tensor:
-        """See `CachedModel.rotary_frequencies`."""
+        """See `FamilyEncoder.rotary_frequencies`."""
         frequencies: Tensor = self.rotary_emb.inv_freq
         return frequencies
 
     @property
     def parts(self) -> Sequence[nn.Module]:
-        """See `CachedModel.parts`."""
+        """See `FamilyEncoder.parts`."""
         return self.embed_tokens, self.layers, self.norm, self.rotary_emb
 
     def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `CachedModel.channel_parameters`."""
+        """See `FamilyEncoder.channel_parameters`."""
         attention = self.layers[layer_idx].self_attn
         # Scaled before the norms, a channel of queries or keys would change the others.
         return (attention.q_norm.weight,), (attention.k_norm.weight,), (attention.v_proj.weight,)
 
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
-        """See `CachedModel.embed`."""
+        """See `FamilyEncoder.embed`."""
         embeddings: Tensor = self.embed_tokens(input_ids)
         return embeddings
 
-    def library_forward(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        embeddings: Tensor | None,
-        **kwargs: Any,
-    ) -> BaseModelOutputWithPast:
-        """See `CachedModel.library_forward`."""
+    def library_forward(self, plan: ForwardPlan) -> BaseModelOutputWithPast:
+        """See `FamilyEncoder.library_forward`."""
         # The library's forward embeds the tokens itself.
-        output = EsmcModel.forward(self, input_ids, attention_mask, position_ids, **kwargs)
+        output = EsmcModel.forward(self, plan.input_ids, plan.attention_mask, plan.positions, **plan.library_options)
         return BaseModelOutputWithPast(**output)
 
     @property
@@ -224,34 +217,30 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
         """See `CachedModel`; not with biases, which no published checkpoint has."""
         return not (self.config.attention_bias or self.config.mlp_bias) and self.config.hidden_act == "silu"
 
-    def run_packed(
-        self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """See `CachedModel.run_packed`. Residuals are scaled and added by the matrix products that make them."""
-        angle = positions[:, None] * self.rotary_frequencies
-        cos, sin = angle.cos(), angle.sin()
-        hidden, states = embeddings, {}
+    def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `FamilyEncoder.run_packed`. Residuals are scaled and added by the matrix products that make them."""
+        hidden, states = tokens.embeddings, {}
         for index, layer in enumerate(self.layers):
-            if index in layers:
+            if index in tokens.layers:
                 states[index] = hidden
             attention, mlp, scale = layer.self_attn, layer.mlp, 1 / layer.scaling_factor
             # Layers may lie on several devices.
-            hidden, cos, sin = beside(layer.input_layernorm.weight, hidden, cos, sin)
+            (hidden,) = to_weight_device(layer.input_layernorm.weight, hidden)
             normed = _normed(ops, hidden, layer.input_layernorm)
             weight = stacked_weight(attention, (attention.q_proj, attention.k_proj, attention.v_proj))
             qkv = functional.linear(normed, weight).view(len(hidden), 3, -1, attention.head_dim)
             norms = (attention.q_norm.weight, attention.k_norm.weight, attention.q_norm.eps)
-            ops.norm_rotate_(qkv, *norms, cos, sin, attention.scaling)
-            attended = attend(index, qkv)
+            ops.norm_rotate_(qkv, *norms, *tokens.rotary.at(index, qkv.device), attention.scaling)
+            attended = tokens.attend(index, qkv)
             hidden = torch.addmm(hidden, attended, attention.o_proj.weight.t(), alpha=scale)
             normed = _normed(ops, hidden, layer.post_attention_layernorm)
             gate_up = functional.linear(normed, stacked_weight(mlp, (mlp.gate_proj, mlp.up_proj)))
             hidden = torch.addmm(hidden, ops.swiglu(gate_up), mlp.down_proj.weight.t(), alpha=scale)
-        (hidden,) = beside(self.norm.weight, hidden)
+        (hidden,) = to_weight_device(self.norm.weight, hidden)
         return _normed(ops, hidden, self.norm), states
 
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
-        """See `CachedModel.output`."""
+        """See `FamilyEncoder.output`."""
         return BaseModelOutputWithPast(last, hidden_states=states)
 
     def forward(  # type: ignore[override]

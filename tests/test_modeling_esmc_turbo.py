@@ -14,12 +14,13 @@ from transformers import EsmcForMaskedLM, EsmcModel, PreTrainedModel
 
 from esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET, PRODUCT_PRESETS
-from esm_turbo.model.packed_encoder import Packing, attention_of_rows
+from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.model.projections import stacked_weight
 from esm_turbo.model.sessions import KVSession
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
-from esm_turbo.ops import torch_encoder
+from tests.helpers import torch_encoder
 from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
+from tests.helpers.packed import packed_tokens
 
 # Heads of the three published models, all of 64 components.
 GEOMETRIES = {"300M": 15, "600M": 18, "6B": 40}
@@ -229,7 +230,8 @@ def test_the_packed_encoder_computes_the_same(lengths: list[int]) -> None:
 
     attend = attention_of_rows(packing, torch_encoder, Recorder())
     embeddings = packing.pack(ours.embed(ids, mask.bool(), None))
-    last, states = ours.run_packed(embeddings, packing.positions, torch_encoder, attend, range(3))
+    tokens = packed_tokens(embeddings, packing.positions, ours.rotary_frequencies, attend, range(3))
+    last, states = ours.run_packed(tokens, torch_encoder)
     expected = hf.esmc(ids, mask, output_hidden_states=True).hidden_states
     for found, other in zip([*states.values(), last], expected, strict=True):
         assert (packing.unpack(found) - other)[mask.bool()].abs().max() <= 2e-5
@@ -287,7 +289,7 @@ def test_extensions_and_captures_on_cuda(
         for _ in range(3):
             cache = model(ids, use_cache=True, row_lengths=[100]).past_key_values
             found = model(new, past_key_values=cache).logits
-        assert (len(model.base_model._graphs) > 0) == captures
+        assert (len(model.base_model.executor.graphs) > 0) == captures
         states[f"{backend} {captures}"] = found.float()
     model.base_model.captures = True
     expected = states["torch False"]

@@ -23,7 +23,7 @@ from esm_turbo import Calibration, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import attention_fingerprint, model_fingerprint
-from esm_turbo.model.spread import layer_devices, plan, settle
+from esm_turbo.model.spread import finalize_dispatch, layer_devices, plan
 
 PRESETS = ("exact", DEFAULT_PRESET)
 # Of the norm of hidden states, by two paths in bfloat16. Rounding makes a few of several million differences large, an
@@ -184,7 +184,7 @@ def _random_model(architecture: Architecture, devices: Sequence[str]) -> Any:
         # With the default initialisation attention is nearly a plain mean, which would hide errors.
         layer.attention.self.query.weight *= 2
         layer.attention.self.key.weight *= 2
-    settle(model)
+    finalize_dispatch(model)
     return model
 
 

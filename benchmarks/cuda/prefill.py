@@ -81,7 +81,7 @@ def encoding(model: TurboEsmModel, ids: Tensor) -> Callable[[], Append]:
     """A call that encodes the keys and values of all layers; they and the plan are computed in advance."""
     record = gpu_models.Recorder()
     with torch.no_grad():
-        model.library_forward(ids, None, None, None, kv_session=record)
+        model(ids, kv_session=record)
     cache = model.new_cache()
     append = cache.plan_append(ids, torch.ones_like(ids, dtype=torch.bool), None, model.special_ids)
 
@@ -105,7 +105,7 @@ def _planned(model: TurboEsmModel, ids: Tensor) -> Callable[[], Tensor]:
         append.counters = None
         with torch.no_grad():
             session = Prefill(cache, append, model.kv_backend)
-            output: Tensor = model.library_forward(ids, None, None, None, kv_session=session).last_hidden_state
+            output: Tensor = model(ids, kv_session=session).last_hidden_state
         return output
 
     return prefill

@@ -82,11 +82,11 @@ def _check(models: dict[str, TurboEsmModel], caches: dict[str, TurboKVCache], ne
     errors = []
     for preset, model in models.items():
         output = extend(model, caches[preset], new)
-        model.backend = "torch"
+        model.kv.backend = "torch"
         try:
             expected = extend(model, caches[preset], new)
         finally:
-            model.backend = "auto"
+            model.kv.backend = "auto"
         errors.append(largest_difference(output, expected))
     what = "hidden states of the new tokens, kernels against PyTorch in bfloat16, largest difference over all presets"
     return Check(what, worst(errors), _TOLERANCE)

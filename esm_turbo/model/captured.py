@@ -12,7 +12,8 @@ from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.buckets import Bucket
 from esm_turbo.model.graphs import StaticKVCache, weights_of
-from esm_turbo.model.packed_encoder import Packing
+from esm_turbo.model.packing import Packing
+from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops.copies import Rows
 
 _WARM_UPS = 2
@@ -22,7 +23,7 @@ class ExtensionGraph:
     """An extension of one bucket.
 
     Args:
-        model: `CachedModel` that computes it.
+        executor: `Executor` that runs it.
         contexts: read by the graph.
         bucket: shapes.
         memory: handle of the memory that graphs share.
@@ -31,29 +32,23 @@ class ExtensionGraph:
     # These tensors are written into later, in any mode, which inference tensors do not allow.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def __init__(self, model: Any, contexts: StaticKVCache, bucket: Bucket, memory: Any) -> None:
-        device = model.device
+    def __init__(self, executor: Any, contexts: StaticKVCache, bucket: Bucket, memory: Any) -> None:
+        device = executor.encoder.device
         self.contexts = contexts
         # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
-        self._padding = model.special_ids[0]
+        self._padding = executor.encoder.special_ids[0]
         self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
         self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.bool, device=device)
         self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
         self._index = StaticRowIndex(bucket.rows, bucket.contexts) if bucket.named else None
 
         def run() -> Tensor:
-            output = model(
-                self._input_ids,
-                self._mask,
-                self._position_ids,
-                past_key_values=contexts,
-                context_index=self._index,
-            )
-            states: Tensor = output.last_hidden_state
+            inputs = ForwardInputs(self._input_ids, self._mask, self._position_ids, context_index=self._index)
+            states: Tensor = executor.run(executor.plan(inputs, contexts)).last_hidden_state
             return states
 
         self.replay = capture(run, device, memory)
-        self._read = [model.codec(contexts.config), *weights_of(model)]
+        self._read = [executor.kv.codec(contexts.config), *weights_of(executor.encoder)]
 
     def load(
         self,
@@ -87,7 +82,7 @@ class PrefillGraph:
     """A prefill of one row of up to so many tokens.
 
     Args:
-        model: `CachedModel` that computes it.
+        executor: `Executor` that runs it.
         cache: empty; says how contexts are stored.
         tokens: of the longest row.
         memory: handle of the memory that graphs share.
@@ -101,9 +96,9 @@ class PrefillGraph:
     # These tensors are written into later, in any mode, which inference tensors do not allow.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def __init__(self, model: Any, cache: TurboKVCache, tokens: int, memory: Any) -> None:
-        device = model.device
-        self._padding = model.special_ids[0]
+    def __init__(self, executor: Any, cache: TurboKVCache, tokens: int, memory: Any) -> None:
+        device = executor.encoder.device
+        self._padding = executor.encoder.special_ids[0]
         self._input_ids = torch.full((1, tokens), self._padding, device=device)
         self._mask = torch.ones(1, tokens, dtype=torch.int64, device=device)
         self._counts = (torch.full((1,), tokens, device=device), torch.zeros(1, dtype=torch.int64, device=device))
@@ -114,12 +109,12 @@ class PrefillGraph:
 
         def run() -> Tensor:
             self.contexts = TurboKVCache(cache.config, cache.geometry, cache.fingerprint, cache.codec, device)
-            output = model.fill(self.contexts, self._input_ids, self._mask, packing, self._counts)
+            output = executor.fill(self.contexts, self._input_ids, self._mask, packing, self._counts)
             states: Tensor = output.last_hidden_state
             return states
 
         self.replay = capture(run, device, memory)
-        self._read = [cache.codec, *weights_of(model)]
+        self._read = [cache.codec, *weights_of(executor.encoder)]
 
     def load(self, input_ids: Tensor, token_counts: tuple[Tensor, Tensor]) -> None:
         """Loads the inputs of a call."""
@@ -137,7 +132,7 @@ class DecodingGraph:
     """Contexts at full precision.
 
     Args:
-        model: `CachedModel` whose contexts they are.
+        executor: `Executor` of the model whose contexts they are.
         contexts: read by the graph.
         memory: handle of the memory that graphs share.
 
@@ -150,15 +145,15 @@ class DecodingGraph:
     # These tensors are written into later, in any mode, which inference tensors do not allow.
     @torch.inference_mode(mode=False)
     @torch.no_grad()
-    def __init__(self, model: Any, contexts: StaticKVCache, memory: Any) -> None:
+    def __init__(self, executor: Any, contexts: StaticKVCache, memory: Any) -> None:
         self.contexts = contexts
 
         def run() -> Tensor:
-            self.decoded = model.decode_eagerly(contexts)
+            self.decoded = executor.kv.decode(contexts)
             return self.decoded.lengths
 
-        self.replay = capture(run, model.device, memory)
-        self._read = model.codec(contexts.config)
+        self.replay = capture(run, executor.encoder.device, memory)
+        self._read = executor.kv.codec(contexts.config)
 
 
 def capture(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:

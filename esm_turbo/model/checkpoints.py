@@ -21,8 +21,8 @@ from esm_turbo.files.fingerprint import OUTSIDE_ENCODER
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.model.packed_encoder import is_recorder
-from esm_turbo.model.spread import STRATEGIES, needs_accelerate, plan, settle
+from esm_turbo.model.plain import is_recorder
+from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ _CONVERT = (
 _SAME_SIZE = ({"BF16", "F16", "I16", "U16"}, {"F32", "I32", "U32"})
 
 
-class WithoutRecorders:
+class PicklableHooksMixin:
     """Pickles and copies a module without what transformers installs to record hidden states, which is not picklable.
 
     The next forward that needs it installs it again.
@@ -50,7 +50,7 @@ class WithoutRecorders:
         return state
 
 
-class CheckpointMixin(WithoutRecorders):
+class CheckpointMixin(PicklableHooksMixin):
     """How models of all families and classes are made and saved.
 
     Attributes:
@@ -105,7 +105,7 @@ class CheckpointMixin(WithoutRecorders):
             module._parameters.update(source._parameters)
             module._buffers.update(source._buffers)
             module.training = source.training
-        settle(converted)
+        finalize_dispatch(converted)
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
         return converted
 
@@ -176,7 +176,7 @@ class CheckpointMixin(WithoutRecorders):
                 f" {missing[0]}; is it {cls.family.name}, and complete?"
             )
         mark_missing_heads(loaded.config, report["missing_keys"])
-        settle(loaded)
+        finalize_dispatch(loaded)
         check_weights(loaded)
         check_stored_dtypes(pretrained_model_name_or_path)
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)

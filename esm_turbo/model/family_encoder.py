@@ -1,16 +1,16 @@
-"""What an encoder answers about its family: how tokens are embedded, what the library's forward takes, and the like."""
+"""The hooks of a model family: how tokens are embedded, how layers attend, what the library's forward takes."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
 
 from esm_turbo.model.checkpoints import CheckpointMixin
-from esm_turbo.model.packed_encoder import Attend
+from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _LibraryModel
@@ -26,16 +26,35 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
         gated: see `ops.warmup.Sizes`.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
+        exact_contexts: contexts never see what follows them, so that reusing them changes nothing.
+        is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
     gated: ClassVar[bool] = False
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
+    exact_contexts: ClassVar[bool] = False
+    is_spread: bool = False
+
+    @property
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """How each layer attends; by default every token sees its row and the context, and every layer is stored."""
+        count: int = self.config.num_hidden_layers
+        return (LayerKind(),) * count
+
+    def frequencies(self, kind: LayerKind) -> Tensor:
+        """Inverse frequencies of the rotary positions in layers of a kind, float32 [head_dim / 2]."""
+        return self.rotary_frequencies
 
     @property
     def packs(self) -> bool:
         """Whether there is a packed encoder, `run_packed`, for this model."""
         return False
+
+    @property
+    def capturable(self) -> bool:
+        """Whether extensions and prefills of this model may be captured as CUDA graphs."""
+        return True
 
     @property
     def token_dropout(self) -> bool:
@@ -78,32 +97,23 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         """
 
     @abstractmethod
-    def library_forward(
-        self,
-        input_ids: Tensor | None,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        embeddings: Tensor | None,
-        **kwargs: Any,
-    ) -> ModelOutput:
-        """The library's own forward, which passes a `kv_session` on to the attention.
-
-        Args:
-            input_ids: [batch, n].
-            attention_mask: [batch, n].
-            position_ids: [batch, n] or [1, n].
-            embeddings: of the tokens, as by `embed`; where given, they stand for `input_ids`.
-            **kwargs: of the library's forward.
-        """
+    def library_forward(self, plan: ForwardPlan) -> ModelOutput:
+        """The library's own forward of a plan, which passes its session on to the attention."""
 
     @abstractmethod
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> ModelOutput:
         """The output of `library_forward`, of the last hidden states and, if asked for, of all."""
 
-    def run_packed(
-        self, embeddings: Tensor, positions: Tensor, ops: ModuleType, attend: Attend, layers: Collection[int]
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The layers on packed tokens; only where `packs` says so. See `packed_encoder`."""
+    def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
+        """The layers on packed tokens; only where `packs` says so.
+
+        Args:
+            tokens: of all rows.
+            ops: `triton_encoder`, or another module with its operations.
+
+        Returns:
+            The last hidden states after the final norm, [T, hidden_size], and the inputs of the layers asked for.
+        """
         raise NotImplementedError
 
     def predict_contacts(self, tokens: Tensor, attention_mask: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class GraphPool:
     @torch.no_grad()
     def extend(
         self,
-        model: Any,
+        executor: Any,
         addresses: tuple[int, ...],
         cache: TurboKVCache,
         input_ids: Tensor,
@@ -94,7 +94,7 @@ class GraphPool:
         """The last hidden states of an extension, by a graph if there is one or if the call has recurred.
 
         Args:
-            model: `CachedModel` on a CUDA device.
+            executor: of a model on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: the contexts, claimed by the model.
             input_ids: [batch, n].
@@ -122,10 +122,10 @@ class GraphPool:
         layout = (id(cache.codec), names, cache.positions is None)
 
         def make(memory: Any) -> ExtensionGraph:
-            return ExtensionGraph(model, self._contexts(bucket, cache, layout), bucket, memory)
+            return ExtensionGraph(executor, self._contexts(bucket, cache, layout), bucket, memory)
 
         before = _USES_BEFORE_CAPTURE_NAMED if bucket.named else _USES_BEFORE_CAPTURE
-        with self._graph((bucket, *layout), model.device, addresses, uses, make, before) as graph:
+        with self._graph((bucket, *layout), executor.encoder.device, addresses, uses, make, before) as graph:
             if graph is None:
                 return None
             graph.load(cache, source, input_ids, attention_mask, position_ids, index)
@@ -135,7 +135,7 @@ class GraphPool:
     @torch.no_grad()
     def prefill(
         self,
-        model: Any,
+        executor: Any,
         addresses: tuple[int, ...],
         cache: TurboKVCache,
         input_ids: Tensor,
@@ -145,7 +145,7 @@ class GraphPool:
         """The last hidden states of a single row, and its context, by a graph like those of `extend`.
 
         Args:
-            model: `CachedModel` on a CUDA device.
+            executor: of a model on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: empty; says how the context is stored.
             input_ids: [1, n], without padding.
@@ -161,10 +161,10 @@ class GraphPool:
             return None
 
         def make(memory: Any) -> PrefillGraph:
-            return PrefillGraph(model, cache, bucket.columns, memory)
+            return PrefillGraph(executor, cache, bucket.columns, memory)
 
         key = (bucket.columns, id(cache.codec), cache.config)
-        with self._graph(key, model.device, addresses, uses, make) as graph:
+        with self._graph(key, executor.encoder.device, addresses, uses, make) as graph:
             if graph is None:
                 return None
             graph.load(input_ids, token_counts)
@@ -172,11 +172,13 @@ class GraphPool:
             return states, graph.contexts.cut([n])[0]
 
     @torch.no_grad()
-    def decode(self, model: Any, addresses: tuple[int, ...], cache: TurboKVCache, uses: int = 1) -> TurboKVCache | None:
+    def decode(
+        self, executor: Any, addresses: tuple[int, ...], cache: TurboKVCache, uses: int = 1
+    ) -> TurboKVCache | None:
         """A context of one row at full precision, by a graph like those of `extend`; None if there is none for it.
 
         Args:
-            model: `CachedModel` on a CUDA device.
+            executor: of a model on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: of one row, claimed by the model.
             uses: number of calls that this one counts for.
@@ -189,9 +191,9 @@ class GraphPool:
         layout = (id(cache.codec), names, cache.positions is None)
 
         def make(memory: Any) -> DecodingGraph:
-            return DecodingGraph(model, self._contexts(bucket, cache, layout), memory)
+            return DecodingGraph(executor, self._contexts(bucket, cache, layout), memory)
 
-        with self._graph((bucket.columns, *layout), model.device, addresses, uses, make) as graph:
+        with self._graph((bucket.columns, *layout), executor.encoder.device, addresses, uses, make) as graph:
             if graph is None:
                 return None
             graph.contexts.load_(cache, source)
@@ -203,7 +205,7 @@ class GraphPool:
     @contextmanager
     def growing(
         self,
-        model: Any,
+        executor: Any,
         addresses: tuple[int, ...],
         cache: TurboKVCache,
         kinds: Sequence[StepKind],
@@ -213,14 +215,14 @@ class GraphPool:
         """Rows that grow by graphs, for the caller alone; None if there are none. Others may use the pool meanwhile.
 
         Args:
-            model: `CachedModel` on a CUDA device.
+            executor: of a model on a CUDA device.
             addresses: of the model's parameters, see `plain_addresses`.
             cache: claimed by the model: how rows are stored, and their number.
             kinds: of the steps to come.
             columns: of the longest row to come, and one for the mask after it.
             uses: number of calls that this one counts for.
         """
-        device = model.device
+        device = executor.encoder.device
         rows, columns = (
             rounded_up_growing_rows(cache.batch_size),
             rounded_up(max(columns, cache.columns), MIN_COLUMNS),
@@ -232,7 +234,7 @@ class GraphPool:
             return
 
         def make(memory: Any) -> Growth:
-            return Growth(model, cache, rows, columns, kinds, lambda run: captured.capture(run, device, memory))
+            return Growth(executor, cache, rows, columns, kinds, lambda run: captured.capture(run, device, memory))
 
         key = (Growth, rows, columns, tuple(kinds), id(cache.codec), layer_rows(cache)[0], cache.positions is None)
         with self._lock:

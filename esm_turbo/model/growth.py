@@ -40,7 +40,7 @@ class Growth:
     """Captured steps over a static cache.
 
     Args:
-        model: `CachedModel` that computes them.
+        executor: `Executor` that runs them.
         cache: how rows are stored.
         rows: most rows to come.
         columns: tokens of the longest row to come, and one for the mask after it.
@@ -57,7 +57,7 @@ class Growth:
     @torch.no_grad()
     def __init__(
         self,
-        model: Any,
+        executor: Any,
         cache: TurboKVCache,
         rows: int,
         columns: int,
@@ -71,7 +71,9 @@ class Growth:
         # Some rows that can run every kind of step.
         self._known = torch.full((rows,), max(kind.tokens for kind in kinds), device=device)
         self._masks = torch.zeros_like(self._known)
-        self._states = torch.zeros(rows, model.config.hidden_size, dtype=model.dtype, device=device)
+        self._states = torch.zeros(
+            rows, executor.encoder.config.hidden_size, dtype=executor.encoder.dtype, device=device
+        )
 
         def run(kind: StepKind) -> Tensor:
             lengths = self.contexts.lengths
@@ -79,12 +81,12 @@ class Growth:
             lengths.copy_(self._known - (kind.tokens - 1))
             store = writer.at(lengths[:, None] + torch.arange(kind.stored, device=device))
             counts = (self._known + 1, self._masks + 1)
-            self._states.copy_(model.run_tail(self.contexts, kind.tokens, kind.stored, store, counts))
+            self._states.copy_(executor.run_tail(self.contexts, kind.tokens, kind.stored, store, counts))
             lengths.add_(kind.stored)
             return self._states
 
         self._replays = {kind: capture(lambda kind=kind: run(kind)) for kind in kinds}  # type: ignore[misc]
-        self._read = [model.codec(cache.config), *weights_of(model)]
+        self._read = [executor.kv.codec(cache.config), *weights_of(executor.encoder)]
 
     @torch.no_grad()
     def load(

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import ModelOutput
 
-from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.kv_cache import MAX_POSITION, TurboKVCache
 from esm_turbo.model.pooled import PooledContexts
 
@@ -84,7 +84,7 @@ def check_context_index(context_index: Sequence[int] | Tensor, batch_size: int, 
 
 
 def contexts_of_rows(
-    cache: TurboKVCache, context_index: Sequence[int] | Tensor | StaticRowIndex | None, batch_size: int
+    cache: TurboKVCache, context_index: Sequence[int] | Tensor | RowIndex | None, batch_size: int
 ) -> RowIndex | None:
     """The context of each row; None if row i reads context i, or all share one, and nothing has to be looked up.
 
@@ -92,8 +92,7 @@ def contexts_of_rows(
         ValueError: of `check_context_index`, or there is none and the numbers of rows and of contexts differ.
     """
     contexts = cache.batch_size
-    if isinstance(context_index, StaticRowIndex):
-        # Of a graph, which has checked it.
+    if isinstance(context_index, RowIndex):
         return context_index
     if context_index is None and contexts not in (1, batch_size):
         raise ValueError(

@@ -12,7 +12,7 @@ from transformers.modeling_outputs import MaskedLMOutput
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.growth import Growth, StepKind
-from esm_turbo.model.packed_encoder import is_unhooked
+from esm_turbo.model.plain import is_unhooked
 from esm_turbo.ops.backends import KVBackend
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ def _moved(value: Any, device: torch.device) -> Any:
     return tuple(_moved(part, device) for part in value) if type(value) is tuple else value
 
 
-def beside(weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+def to_weight_device(weight: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
     """Tensors on the device of a weight; as they are if they are there."""
     device = weight.device
     return tensors if tensors[0].device == device else tuple(tensor.to(device) for tensor in tensors)
@@ -181,7 +181,7 @@ def _beside_layers(model: nn.Module, layers: Iterable[str]) -> list[str]:
     return found
 
 
-def settle(model: Any) -> None:
+def finalize_dispatch(model: Any) -> None:
     """Make a model whose layers have been loaded to several devices run there; nothing changes for one device.
 
     Raises:
@@ -202,7 +202,7 @@ def settle(model: Any) -> None:
     if devices == {home}:
         return
     for name in _beside_layers(model, layers):
-        _bring(model.get_submodule(name), home)
+        move_module(model.get_submodule(name), home)
     for name in (*layers, *_beside_layers(model, layers)):
         module = model.get_submodule(name)
         if any(True for _ in module.parameters()):
@@ -210,7 +210,7 @@ def settle(model: Any) -> None:
     encoder_of(model).is_spread = True
 
 
-def _bring(module: nn.Module, device: torch.device) -> None:
+def move_module(module: nn.Module, device: torch.device) -> None:
     """Put the tensors of a module on a device; other modules that share them keep theirs where they are."""
     for own in module.modules():
         for name, parameter in own._parameters.items():

@@ -34,7 +34,18 @@ _by_shape = functools.lru_cache(maxsize=256)
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `torch_encoder.add_layer_norm`; one launch."""
+    """The residual sum x + delta and its layer norm; one launch.
+
+    Args:
+        x: [T, hidden_size].
+        delta: likewise, or parts to be summed, float32 [P, T, hidden_size]; None for the layer norm of x alone.
+        weight: [hidden_size].
+        bias: [hidden_size].
+        eps: added to the variance.
+
+    Returns:
+        The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x.
+    """
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     num_parts = 0 if delta is None or delta.dim() == 2 else len(delta)
@@ -73,7 +84,17 @@ def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: b
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
-    """See `torch_encoder.linear`; one launch for few tokens."""
+    """The linear layer x W^T + b, or its GELU; one launch for few tokens.
+
+    Args:
+        x: [T, inputs].
+        weight: [outputs, inputs].
+        bias: [outputs].
+        activates: whether the activation follows, see `gelu_`.
+
+    Returns:
+        [T, outputs], in the dtype of x.
+    """
     tiling = _tiling_for(x, weight, bias, weight.shape[1])
     if tiling is None:
         outputs = functional.linear(x, weight, bias)
@@ -88,7 +109,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> 
 
 
 def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """See `torch_encoder.linear_parts`; one launch for few tokens."""
+    """The linear layer as a delta of `add_layer_norm`: [T, outputs], or parts of its sum, float32 [P, T, outputs].
+
+    One launch for few tokens.
+    """
     tiling = _tiling_for(x, weight, bias, len(weight))
     if tiling is None:
         return functional.linear(x, weight, bias)
@@ -160,7 +184,14 @@ def _linear(
 
 
 def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
-    """See `torch_encoder.rotate_`; one launch."""
+    """Scales queries, and rotates queries and keys (RoPE, Su et al. 2021), in place and in float32; one launch.
+
+    Args:
+        qkv: [T, 3, heads, head_dim], contiguous.
+        cos: of the angles of every token, float32 [T, head_dim / 2].
+        sin: likewise.
+        scale: of the queries.
+    """
     _rotate_(qkv.shape, qkv.device, scale)(qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin)
 
 
@@ -187,7 +218,19 @@ def _rotate_(shape: torch.Size, device: torch.device, scale: float) -> PreparedL
 def norm_rotate_(
     qkv: Tensor, query_weight: Tensor, key_weight: Tensor, eps: float, cos: Tensor, sin: Tensor, scale: float
 ) -> None:
-    """See `torch_encoder.norm_rotate_`; one launch."""
+    """Layer norm of queries and of keys over all heads, without bias, then `rotate_`; in place and in float32.
+
+    One launch.
+
+    Args:
+        qkv: [T, 3, heads, head_dim], contiguous.
+        query_weight: [heads * head_dim].
+        key_weight: likewise.
+        eps: added to the variance.
+        cos: as in `rotate_`.
+        sin: likewise.
+        scale: of the queries.
+    """
     _norm_rotate_(qkv.shape, qkv.device, eps, scale)(
         qkv_ptr=qkv, query_weight_ptr=query_weight, key_weight_ptr=key_weight, cos_ptr=cos, sin_ptr=sin
     )
@@ -213,7 +256,7 @@ def _norm_rotate_(shape: torch.Size, device: torch.device, eps: float, scale: fl
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See `torch_encoder.swiglu`; one launch."""
+    """The gated activation silu(gate) up (Shazeer 2020) of gate and up, [T, 2 * size], as [T, size]. One launch."""
     activated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _swiglu(activated.shape, activated.device)(gate_up_ptr=gate_up, out_ptr=activated)
     return activated
@@ -229,7 +272,7 @@ def _swiglu(shape: torch.Size, device: torch.device) -> PreparedLaunch:
 
 
 def gelu_(x: Tensor) -> None:
-    """See `torch_encoder.gelu_`; one launch."""
+    """The activation x / 2 (1 + erf(x / sqrt(2))) (Hendrycks and Gimpel 2016), in place; one launch."""
     _gelu_(x.shape, x.device)(x_ptr=x)
 
 
@@ -242,9 +285,17 @@ def _gelu_(shape: torch.Size, device: torch.device) -> PreparedLaunch:
 
 
 def attend(qkv: Tensor, offsets: Tensor, longest: int) -> Tensor:
-    """See `torch_encoder.attend`; one launch.
+    """Attention of every row's tokens to each other; one launch.
 
     Flash attention (Dao 2023), as `torch.nn.attention.varlen` calls it, at less cost for the host.
+
+    Args:
+        qkv: after scaling and rotation, [T, 3, heads, head_dim].
+        offsets: of every row's first token, and T, int32 [rows + 1].
+        longest: tokens of the longest row.
+
+    Returns:
+        [T, heads, head_dim].
     """
     query, keys, values = qkv.unbind(1)
     output: Tensor = torch.ops.aten._flash_attention_forward(

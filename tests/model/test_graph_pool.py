@@ -19,7 +19,8 @@ from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.model import captured, graph_pool
 from esm_turbo.model.graph_pool import GraphPool
-from esm_turbo.ops import torch_encoder, triton_encoder
+from esm_turbo.ops import triton_encoder
+from tests.helpers import torch_encoder
 from tests.helpers.graphs import stand_in
 from tests.helpers.models import MASK, make_config, random_ids, rounding
 
@@ -44,7 +45,7 @@ def eager(model: TurboEsmForMaskedLM, *inputs: object) -> Tensor:
 
 
 def pooled(pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, *inputs: object, **options: int):
-    return pool.extend(model.esm, (1,), cache, *inputs, **options)
+    return pool.extend(model.esm.executor, (1,), cache, *inputs, **options)
 
 
 def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[int], seed: int = 1):
@@ -148,7 +149,7 @@ def test_moved_parameters_drop_all_graphs(tiny_model: MakeModel, captures: list)
     cache = contexts(model, [12])
     inputs = inputs_for(model, cache, [4])
     pooled(pool, model, cache, *inputs, uses=2)
-    assert pool.extend(model.esm, (2,), cache, *inputs) is None
+    assert pool.extend(model.esm.executor, (2,), cache, *inputs) is None
     assert len(pool) == 0
 
 
@@ -219,12 +220,12 @@ def test_a_graph_keeps_what_it_reads(tiny_model: MakeModel, captures: list) -> N
 def test_copies_of_a_model_have_their_own_graphs(tiny_model: MakeModel, captures: list) -> None:
     model = tiny_model()
     cache = contexts(model, [12])
-    pooled(model.esm._graphs, model, cache, *inputs_for(model, cache, [4]), uses=2)
-    assert len(model.esm._graphs) == 1
-    assert len(copy.deepcopy(model).esm._graphs) == 0
-    assert len(pickle.loads(pickle.dumps(model.esm._graphs))) == 0
+    pooled(model.esm.executor.graphs, model, cache, *inputs_for(model, cache, [4]), uses=2)
+    assert len(model.esm.executor.graphs) == 1
+    assert len(copy.deepcopy(model).esm.executor.graphs) == 0
+    assert len(pickle.loads(pickle.dumps(model.esm.executor.graphs))) == 0
     model.set_turbo(preset="exact")
-    assert len(model.esm._graphs) == 0
+    assert len(model.esm.executor.graphs) == 0
 
 
 @pytest.fixture
@@ -236,7 +237,7 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def prefilled(pool: GraphPool, model: TurboEsmForMaskedLM, ids: Tensor, **options: int):
     counts = (torch.tensor([ids.shape[1]]), (ids == MASK).sum(1))
-    return pool.prefill(model.esm, (1,), model.new_cache(), ids, counts, **options)
+    return pool.prefill(model.esm.executor, (1,), model.new_cache(), ids, counts, **options)
 
 
 @pytest.mark.parametrize("preset", ["exact", "turbo3"])
@@ -280,7 +281,7 @@ def test_decoded_contexts_are_read_alike(tiny_model: MakeModel, captures: list, 
         cache = contexts(model, lengths)
         inputs = inputs_for(model, cache, [6] * 3)
         expected = eager(model, cache, *inputs)
-        by_graph = pool.decode(model.esm, (1,), cache, uses=2)
+        by_graph = pool.decode(model.esm.executor, (1,), cache, uses=2)
         for decoded in (model.esm.decoded(cache), by_graph):
             assert decoded.config.codec == "exact"
             assert decoded.lengths.tolist() == lengths
@@ -303,7 +304,7 @@ def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
     cache = contexts(model, [12])
     pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)
     others = GraphPool()
-    others.decode(model.esm, (1,), cache, uses=2)
+    others.decode(model.esm.executor, (1,), cache, uses=2)
     model.esm.encoder.layer[1].output.dense.weight.mul_(1.5)
     model.notice_changes()
     with pytest.warns(OtherWeightsWarning):
@@ -311,7 +312,7 @@ def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
     for n in (20, 4):
         inputs = inputs_for(model, cache, [n])
         expected = eager(model, cache, *inputs)
-        decoded = others.decode(model.esm, (1,), cache)
+        decoded = others.decode(model.esm.executor, (1,), cache)
         for found in (pooled(pool, model, cache, *inputs, uses=2), eager(model, decoded, *inputs)):
             assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
     assert len({id(graph.contexts) for graph in pool._graphs.values()}) == 1
@@ -385,7 +386,7 @@ def test_shapes_in_turn_are_rarely_captured_again(
 def test_decoded_contexts_count_towards_the_limit(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(preset="turbo3"), GraphPool()
     cache = contexts(model, [12])
-    pool.decode(model.esm, (1,), cache, uses=2)
+    pool.decode(model.esm.executor, (1,), cache, uses=2)
     (graph,) = pool._graphs.values()
     assert pool._bytes() >= graph.contexts.nbytes + graph.decoded.nbytes
 
@@ -434,7 +435,7 @@ def test_replays_equal_eager_calls(on_cuda: MakeModel, preset: str, dtype: torch
             for _ in range(3):
                 found = states(model, cache, ids, one, positions)
                 assert_same(found[mask.bool()], expected[mask.bool()])
-    assert len(model.esm._graphs) == 2
+    assert len(model.esm.executor.graphs) == 2
 
 
 @pytest.mark.gpu
@@ -458,7 +459,7 @@ def test_replays_of_named_contexts_equal_eager_calls(
             outputs.append(model.esm(ids, mask, past_key_values=cache, context_index=index).last_hidden_state)
         for output in outputs[1:]:
             assert_same(output[mask.bool()], outputs[0][mask.bool()])
-    assert len(model.esm._graphs) == graphs
+    assert len(model.esm.executor.graphs) == graphs
 
 
 @pytest.mark.gpu
@@ -481,7 +482,7 @@ def test_replayed_prefills_equal_eager_ones(on_cuda: MakeModel, preset: str) -> 
             assert cache.get_seq_length() == n
             assert torch.equal(cache.token_ids, expected.past_key_values.token_ids)
             assert_same(states(model, cache, *inputs, captures=False), wanted)
-    assert len(model.esm._graphs) == 1
+    assert len(model.esm.executor.graphs) == 1
 
 
 @pytest.mark.gpu
@@ -504,7 +505,7 @@ def test_weights_changed_between_calls(on_cuda: MakeModel) -> None:
         assert_same(found, states(model, cache, *inputs, captures=False))
         assert (found - first).float().abs().max() > 10 * ON_DEVICE[torch.bfloat16]
         first = found
-    assert len(model.esm._graphs) == 1
+    assert len(model.esm.executor.graphs) == 1
 
 
 @pytest.mark.gpu
@@ -524,7 +525,7 @@ def test_hooks_and_autocast_run_eagerly(on_cuda: MakeModel) -> None:
     with torch.autocast("cuda", torch.bfloat16):
         for _ in range(3):
             states(uncaptured, cache, *inputs_for(uncaptured, cache, [5]))
-    assert len(uncaptured.esm._graphs) == 0
+    assert len(uncaptured.esm.executor.graphs) == 0
 
 
 @pytest.mark.gpu
@@ -537,7 +538,7 @@ def test_inference_mode(on_cuda: MakeModel) -> None:
     outside = contexts(model, [30])
     for one in (*found[2:], eager(model, outside, *inputs)):
         assert_same(one, found[0])
-    assert len(model.esm._graphs) == 1
+    assert len(model.esm.executor.graphs) == 1
 
 
 @pytest.mark.gpu

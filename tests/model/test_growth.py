@@ -85,7 +85,7 @@ def grown(
     pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, coming: Tensor, kinds: list[StepKind]
 ) -> tuple[list[Tensor], TurboKVCache] | None:
     columns = columns_for(cache, len(kinds))
-    with pool.growing(model.esm, (1,), cache, list(dict.fromkeys(kinds)), columns, 2) as growth:
+    with pool.growing(model.esm.executor, (1,), cache, list(dict.fromkeys(kinds)), columns, 2) as growth:
         if growth is None:
             return None
         load(growth, cache, columns)
@@ -181,10 +181,10 @@ def test_what_does_not_fit_is_not_captured(
     model, pool = tiny_model(), GraphPool()
     cache = contexts(model, [9])
     for columns, kind in ((4097, KINDS[1]), (9, StepKind(16385, 1))):
-        with pool.growing(model.esm, (1,), cache, [kind], columns, 2) as growth:
+        with pool.growing(model.esm.executor, (1,), cache, [kind], columns, 2) as growth:
             assert growth is None
     monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: cache.nbytes)
-    with pool.growing(model.esm, (1,), cache, KINDS, 20, 2) as growth:
+    with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
         assert growth is None
     assert not captures
 
@@ -195,7 +195,7 @@ def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list)
     cache = contexts(model, [9])
     found = []
     for uses in (0, 1, 0, 1, 0):
-        with pool.growing(model.esm, (1,), cache, KINDS, 20, uses) as growth:
+        with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, uses) as growth:
             found.append(growth is not None)
     assert found == [False, False, False, True, True]
 
@@ -204,14 +204,14 @@ def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list)
 def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(), GraphPool()
     cache = contexts(model, [9])
-    arguments = (model.esm, (1,), cache, KINDS, 20, 2)
+    arguments = (model.esm.executor, (1,), cache, KINDS, 20, 2)
     with pool.growing(*arguments) as one:
         # Nor does a graph in use keep other calls from the pool.
         with pool.growing(*arguments) as other:
             assert other is not one
         assert len(pool) == 1
         ids, _ = random_ids([4], cls=False)
-        assert pool.extend(model.esm, (1,), cache, ids, None, torch.arange(9, 13)[None], uses=2) is not None
+        assert pool.extend(model.esm.executor, (1,), cache, ids, None, torch.arange(9, 13)[None], uses=2) is not None
     assert len(pool) == 2
     with pool.growing(*arguments) as again:
         assert again is other
@@ -221,13 +221,13 @@ def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel
 def test_a_failed_call_and_moved_parameters(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(), GraphPool()
     cache = contexts(model, [9])
-    with pytest.raises(KeyboardInterrupt), pool.growing(model.esm, (1,), cache, KINDS, 20, 2):
+    with pytest.raises(KeyboardInterrupt), pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2):
         raise KeyboardInterrupt
     assert len(pool) == 1
-    with pool.growing(model.esm, (1,), cache, KINDS, 20, 2) as growth:
+    with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
         ids, _ = random_ids([4], cls=False)
         # Parameters move while the graph is in use: it must not come back.
-        pool.extend(model.esm, (2,), cache, ids, None, torch.arange(9, 13)[None])
+        pool.extend(model.esm.executor, (2,), cache, ids, None, torch.arange(9, 13)[None])
         assert growth is not None
     assert len(pool) == 0
 
@@ -309,7 +309,7 @@ def test_replays_equal_eager_steps(on_cuda: MakeModel, preset: str, dtype: torch
         coming = tokens_to_come(len(lengths), len(kinds), "cuda")
         found = captured(model, cache, coming, kinds)
         assert_same(found, eager(model, cache, coming, kinds))
-    assert len(model.esm._graphs) == 1
+    assert len(model.esm.executor.graphs) == 1
 
 
 @pytest.mark.gpu
@@ -363,7 +363,7 @@ def test_inference_mode(on_cuda: MakeModel) -> None:
         third = captured(model, inside, coming, kinds)
     for one, other in ((first, second), (first, third)):
         assert_same(one, other)
-    assert len(model.esm._graphs) == 1
+    assert len(model.esm.executor.graphs) == 1
 
 
 @pytest.mark.gpu

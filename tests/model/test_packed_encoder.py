@@ -9,6 +9,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import ModuleType
 
 import pytest
 import torch
@@ -17,16 +18,14 @@ from transformers import EsmForMaskedLM, EsmModel
 from transformers.modeling_outputs import MaskedLMOutput
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache, modeling_esm_turbo
-from esm_turbo.model.packed_encoder import (
-    Packing,
-    attention_of_rows,
-    attention_to_cache,
-    packed_encoder,
-    plain_addresses,
-)
+from esm_turbo.model.packed_encoder import packed_encoder
+from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
+from esm_turbo.model.plain import plain_addresses
+from esm_turbo.model.plan import PackedTokens
 from esm_turbo.model.sessions import Extension, KVSession
-from esm_turbo.ops import torch_encoder
+from tests.helpers import torch_encoder
 from tests.helpers.models import random_ids
+from tests.helpers.packed import packed_tokens
 
 LENGTHS = [17, 5, 30, 1]
 # Both sum in float32, in other orders.
@@ -54,9 +53,8 @@ def run(
     embeddings = packing.pack(model.esm.embeddings(ids, mask))
     inv_freq = model.esm.rotary_embeddings.inv_freq
     attend = attention_of_rows(packing, torch_encoder, session)
-    return packing, packed_encoder(
-        model.esm.encoder, inv_freq, embeddings, packing.positions, torch_encoder, attend, layers
-    )
+    tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
+    return packing, packed_encoder(model.esm.encoder, tokens, torch_encoder)
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, [12, 12], [40]], ids=["ragged", "full", "single"])
@@ -112,14 +110,13 @@ def test_extensions_are_those_of_hugging_face_s_modules(
     expected = EsmModel.forward(
         model.esm, position_ids=positions, inputs_embeds=embeddings, kv_session=sessions[0]
     ).last_hidden_state
-    found, _ = packed_encoder(
-        model.esm.encoder,
-        model.esm.rotary_embeddings.inv_freq,
+    tokens = packed_tokens(
         embeddings.flatten(0, 1),
         positions.flatten(),
-        torch_encoder,
+        model.esm.rotary_embeddings.inv_freq,
         attention_to_cache(sessions[1], len(ids)),
     )
+    found, _ = packed_encoder(model.esm.encoder, tokens, torch_encoder)
     assert (found.view_as(expected) - expected)[mask.bool()].abs().max() <= TOLERANCE
 
 
@@ -215,9 +212,9 @@ def packed_calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of tokens of every packed forward."""
     calls: list[int] = []
 
-    def spy(encoder: nn.Module, inv_freq: Tensor, hidden_states: Tensor, *rest: object) -> object:
-        calls.append(len(hidden_states))
-        return packed_encoder(encoder, inv_freq, hidden_states, *rest)
+    def spy(encoder: nn.Module, tokens: PackedTokens, ops: ModuleType) -> object:
+        calls.append(len(tokens.embeddings))
+        return packed_encoder(encoder, tokens, ops)
 
     monkeypatch.setattr(modeling_esm_turbo, "packed_encoder", spy)
     return calls

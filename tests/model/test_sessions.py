@@ -664,7 +664,7 @@ def test_tables_of_a_codec_are_exact_under_autocast(tiny_model: object, cache_co
     for inside in (False, True):
         model = copy.deepcopy(tiny_model(preset=cache_config, calibrated=True))
         if model.esm.calibration is not None:
-            model.esm.calibration = copy.deepcopy(model.esm.calibration)
+            model.esm.kv.calibration = copy.deepcopy(model.esm.calibration)
             for codec in model.esm.calibration._codecs.values():
                 codec._on_device.clear()
         with torch.autocast("cpu", enabled=inside):

@@ -18,11 +18,12 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.model import spread
-from esm_turbo.model.packed_encoder import Packing, attention_of_rows
-from esm_turbo.ops import torch_encoder
+from esm_turbo.model.packing import Packing, attention_of_rows
 from esm_turbo.parallel.workers import Workers
+from tests.helpers import torch_encoder
 from tests.helpers.models import make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
+from tests.helpers.packed import packed_tokens
 
 FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": Path(__file__).parents[2] / "models" / "esmc-mini"}
 # Older versions of transformers lack a family.
@@ -55,7 +56,7 @@ def spread_once(one: TurboEsm) -> TurboEsm:
         layers = _layers(made)
         for layer in layers[len(layers) // 2 :]:
             layer.to("cpu:1")
-        spread.settle(made.model)
+        spread.finalize_dispatch(made.model)
     return made
 
 
@@ -164,13 +165,13 @@ def test_packed_rows_follow_the_layers(one: TurboEsm, spread_out: TurboEsm) -> N
     ids, mask = random_ids(lengths)
     for turbo in (one, spread_out):
         encoder = turbo.model.base_model
-        assert encoder._plain_addresses() is not None and encoder._capturable() is None
+        assert encoder.executor.plain_addresses() is not None and encoder.executor.addresses() is None
         packing = Packing.of(lengths, ids.shape[1], ids.device)
         embeddings = packing.pack(encoder.embed(ids, mask.bool(), None))
         attend = attention_of_rows(packing, torch_encoder, None)
-        last, states = encoder.run_packed(
-            embeddings, packing.positions, torch_encoder, attend, range(len(_layers(turbo)))
-        )
+        inv_freq, layers = encoder.rotary_frequencies, range(len(_layers(turbo)))
+        tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
+        last, states = encoder.run_packed(tokens, torch_encoder)
         assert number_of(last) == 0
         found.append([packing.unpack(x).cpu() for x in (*states.values(), last)])
     torch.testing.assert_close(found[1], found[0], **EXACTLY)
@@ -235,10 +236,10 @@ def test_the_hooks_of_accelerate_compute_the_same() -> None:
         expected = model(ids, mask, use_cache=True)
         dispatch_model(model, {"": "cpu"}, force_hooks=True)
         found = model(ids, mask, use_cache=True)
-        assert model.esm._plain_addresses() is None
+        assert model.esm.executor.plain_addresses() is None
         # Where a model was loaded, they are not left behind.
-        spread.settle(model)
-        assert model.esm._plain_addresses() is not None and not {"to", "forward"} & model.__dict__.keys()
+        spread.finalize_dispatch(model)
+        assert model.esm.executor.plain_addresses() is not None and not {"to", "forward"} & model.__dict__.keys()
         again = model(ids, mask, use_cache=True)
     torch.testing.assert_close(found.logits, expected.logits, **EXACTLY)
     torch.testing.assert_close(again.logits, expected.logits, **EXACTLY)

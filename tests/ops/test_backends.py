@@ -232,7 +232,7 @@ def test_operations_on_a_gpu_are_those_of_the_backend(
 
     monkeypatch.setattr(triton_launch, "_run", counted)
     model = tiny_model(preset=preset).to("cuda")
-    model.esm.backend = backend
+    model.esm.kv.backend = backend
     # Contexts that graphs decode are read by other operations.
     model.esm.captures = False
     # Which kernels to compile is found by calling every operation.

@@ -672,7 +672,7 @@ def test_whole_model(device: str, preset: str, shared: bool, tiny_model: object)
     config = replace(TurboConfig.from_preset(preset), protect_special_tokens=True)
     models = [tiny_model(preset=config, heads=2).to(device) for _ in range(2)]
     for model, backend in zip(models, ("triton", "torch"), strict=True):
-        model.esm.backend = backend
+        model.esm.kv.backend = backend
     ids, mask = (x.to(device) for x in random_ids([21] if shared else [21, 9, 13], masks=1))
     new_ids, new_mask = (x.to(device) for x in random_ids([4, 2, 3], seed=1, cls=False))
     both = torch.ones(3, 21 + 4, dtype=torch.int64, device=device)

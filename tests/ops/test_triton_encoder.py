@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops import torch_encoder, triton_encoder
+from esm_turbo.ops import triton_encoder
+from tests.helpers import torch_encoder
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 
 # The interpreter truncates to bfloat16 instead of rounding.

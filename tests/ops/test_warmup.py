@@ -17,13 +17,13 @@ from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.model.cached_model import CachedModel
+from esm_turbo.model.executor import Executor
 from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
+from esm_turbo.model.plan import ForwardPlan
 from esm_turbo.ops import (
     copies,
     decoded_attention,
-    torch_encoder,
     torch_ops,
     triton_attention,
     triton_encode,
@@ -34,6 +34,7 @@ from esm_turbo.ops.backends import TritonBackend
 from esm_turbo.ops.triton_launch import recorded
 from esm_turbo.ops.variants import Variant
 from esm_turbo.ops.warmup import Sizes, cache_variants, encoder_variants
+from tests.helpers import torch_encoder
 from tests.helpers.models import make_calibration, make_esmc
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -64,9 +65,9 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     def past(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         return torch.empty_like(query.transpose(1, 2)).transpose(1, 2), torch.empty(query.shape[:3])
 
-    def can_pack(self: CachedModel, kwargs: dict[str, Any]) -> bool:
-        return self.dtype == torch.bfloat16 and not {n for n, x in kwargs.items() if x} - {
-            "return_dict", "use_cache", "output_hidden_states", "kv_session",
+    def can_pack(self: Executor, plan: ForwardPlan) -> bool:
+        return self.encoder.dtype == torch.bfloat16 and not {n for n, x in plan.options.items() if x} - {
+            "return_dict", "use_cache", "output_hidden_states",
         }  # fmt: skip
 
     def copy_rows(sources: copies.Rows, targets: copies.Rows) -> None:
@@ -87,7 +88,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
     monkeypatch.setattr("esm_turbo.model.graphs.copy_rows", listing(copy_rows, copies.copy_rows))
     monkeypatch.setattr(decoded_attention, "pays", pays)
     monkeypatch.setattr(decoded_attention, "_attend_masked", past)
-    monkeypatch.setattr(CachedModel, "_can_pack", can_pack)
+    monkeypatch.setattr(Executor, "_can_pack", can_pack)
     return variants
 
 
@@ -107,7 +108,7 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
         turbo.extend(several, [PROTEIN[:new]] * 3, refresh=new % 3)
     static = StaticKVCache.like(several, 128, 4)
     turbo.model(torch.randint(4, 24, (4, 8)), past_key_values=static)
-    growth = Growth(turbo.model.base_model, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
+    growth = Growth(turbo.model.base_model.executor, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
     growth.step(StepKind(9, 1))
     growth.step(StepKind(2, 1))
     yield "several contexts, as in a graph"
@@ -158,7 +159,7 @@ def test_calls_launch_few_variants_which_are_all_compiled_ahead(
         model = tiny_model(preset=preset, heads=heads, head_dim=head_dim, layers=3).to(dtype)
         tokenizer = EsmTokenizer.from_pretrained(EMBEDDED_MODEL)
     encoder = model.base_model
-    encoder.backend = "triton"
+    encoder.kv.backend = "triton"
     turbo = TurboEsm(model, tokenizer)
     sizes = Sizes(heads, head_dim, encoder.gated)
     codec = encoder.codec(encoder.turbo_config)

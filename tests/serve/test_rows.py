@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from esm_turbo.model.executor import Executor
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.serve import rows as rows_module
 from esm_turbo.serve.rows import Rows, run_rows
@@ -78,7 +79,7 @@ def test_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, parts, monke
     assert not turbo.model.base_model.replays
     monkeypatch.setattr(esm, "replays", True)
     # There are no graphs on a CPU.
-    monkeypatch.setattr(esm, "_capturable", lambda self: None)
+    monkeypatch.setattr(Executor, "addresses", lambda self: None)
     in_turn = predictions(turbo, parts)
     # Rows of requests on the same context share a forward still.
     assert sorted(calls) == [2, 3, 3, 5, 15]

@@ -10,7 +10,7 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.modeling_esm_turbo import TurboEsmModel
+from esm_turbo.model.executor import Executor
 from esm_turbo.tasks.generation.generate import GenerationOutput
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -167,8 +167,8 @@ def test_a_short_prefix_does_not_depend_on_its_batch(turbo: TurboEsm, preset: st
 
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], torch.Tensor]]:
-    """Steps are captured as on CUDA, see `stand_in`, while `TurboEsmModel.captures` is set."""
-    monkeypatch.setattr(TurboEsmModel, "_capturable", lambda model: (1,) if model.captures else None)
+    """Steps are captured as on CUDA, see `stand_in`, while `captures` is set."""
+    monkeypatch.setattr(Executor, "addresses", lambda executor: (1,) if executor.captures else None)
     return stand_in(monkeypatch)
 
 
@@ -300,7 +300,7 @@ def test_replayed_steps_are_eager_ones(
         allowed = given(lengths, 12)
         graphs, eager = by_graphs_and_eagerly(cuda, sequences, max_new_tokens=12, allowed=allowed, **options)
         assert_same_output(graphs, eager, atol)
-    assert len(cuda.model.esm._graphs) >= 2
+    assert len(cuda.model.esm.executor.graphs) >= 2
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.modeling_esm_turbo import TurboEsmModel
+from esm_turbo.model.executor import Executor
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.unmasking import MaskedBatch
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -118,7 +118,7 @@ def test_a_refresh_of_more_than_the_protein_is_all_of_it(exact: TurboEsm) -> Non
 
 def test_captured_steps_draw_what_eager_ones_draw(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = stand_in(monkeypatch)
-    monkeypatch.setattr(TurboEsmModel, "_capturable", lambda model: (1,) if model.captures else None)
+    monkeypatch.setattr(Executor, "addresses", lambda executor: (1,) if executor.captures else None)
     outputs = []
     for captured in (True, False):
         exact.model.esm.captures = captured
@@ -145,7 +145,7 @@ def test_a_seed_draws_the_same_by_graphs(turbo: TurboEsm, tiny_model: MakeModel,
                 [PREFIX, "MKTAYIAKQR"], positions=[2, 5, 6, 9], order=order, sweeps=3, refresh=1, refresh_every=3
             )
         )
-    assert len(cuda.model.esm._graphs) > 0
+    assert len(cuda.model.esm.executor.graphs) > 0
     assert outputs[0].sequences == outputs[1].sequences
     torch.testing.assert_close(
         torch.tensor(outputs[0].log_probs), torch.tensor(outputs[1].log_probs), rtol=0, atol=ATOL

@@ -1,4 +1,4 @@
-"""How an encoder stores caches, and which caches are its own."""
+"""The caches of an encoder: how they are stored, and which are its own."""
 
 from __future__ import annotations
 
@@ -7,73 +7,62 @@ import os
 import torch
 
 from esm_turbo.calibration import Calibration
-from esm_turbo.codecs import KVCodec, codec_class, codec_without_calibration
+from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import Fingerprint, known_fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.family_encoder import FamilyEncoder
-from esm_turbo.model.graph_pool import GraphPool
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.spread import layer_devices
+from esm_turbo.ops import decoded_attention
 from esm_turbo.ops.backends import KVBackend, resolve_backend
 from esm_turbo.ops.copies import Gatherer
 from esm_turbo.ops.warmup import Sizes
 
 
-class CacheOwner(FamilyEncoder):
-    """An encoder with the options of its caches, their codec, and the checks that a cache belongs to it.
+class CacheEngine:
+    """The options of an encoder's caches, their codec, and the checks that a cache belongs to the encoder.
+
+    Args:
+        encoder: whose caches they are.
 
     Attributes:
-        preset_chosen: whether `set_turbo` was given a preset; then it is used or refused, never left aside.
-        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
-            and a fraction of a second to capture. Set it to False for eager calls only.
-        is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
+        calibration: from which codecs are made; None for none.
+        config: options of new caches.
+        preset_chosen: whether `configure` was given a preset; then it is used or refused, never left aside.
+        backend: implementation of encoding and packed attention, see `Backend`.
     """
 
-    is_spread: bool = False
-
-    def prepare_turbo(self) -> None:
-        """Set the defaults of `set_turbo`; called by the class's `__init__`."""
+    def __init__(self, encoder: FamilyEncoder) -> None:
+        self.encoder = encoder
         self.calibration: Calibration | None = None
         # Fingerprint of the weights for which the calibration has been checked.
         self._calibrated: Fingerprint | None = None
-        self.turbo_config = TurboConfig.from_preset(DEFAULT_PRESET)
+        self.config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.preset_chosen = False
         self.backend: str | Backend = Backend.AUTO
-        self.captures = True
-        self._graphs = GraphPool()
 
-    def set_turbo(
+    def configure(
         self,
-        *,
-        calibration: str | os.PathLike[str] | Calibration | None = None,
-        preset: str | TurboConfig | None = None,
-        backend: str | Backend = Backend.AUTO,
+        calibration: str | os.PathLike[str] | Calibration | None,
+        preset: str | TurboConfig | None,
+        backend: str | Backend,
     ) -> None:
-        """Set how new caches are stored and how caches are read.
-
-        Args:
-            calibration: a `Calibration` of this model or its path.
-            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
-            backend: implementation of encoding and packed attention, see `Backend`.
-
-        Raises:
-            ValueError: the calibration is unreadable or another model's, or an option is wrong.
-        """
+        """See `CachedModel.set_turbo`."""
         config = TurboConfig.from_preset(DEFAULT_PRESET if preset is None else preset)
         codec_class(config)
-        resolve_backend(backend, self.device)
+        resolve_backend(backend, self.encoder.device)
         if isinstance(calibration, str | os.PathLike):
             calibration = Calibration.load(calibration)
         if calibration is not None:
             if not isinstance(calibration, Calibration):
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
-            calibration.check_model(self)
+            calibration.check_model(self.encoder)
             calibration.warn_if_inaccurate(config)
-            self._calibrated = model_fingerprint(self)
-        self.calibration, self.turbo_config, self.backend = calibration, config, backend
+            self._calibrated = model_fingerprint(self.encoder)
+        self.calibration, self.config, self.backend = calibration, config, backend
         self.preset_chosen = preset is not None
-        self._graphs.clear()
 
     @property
     def kv_backend(self) -> KVBackend:
@@ -82,7 +71,7 @@ class CacheOwner(FamilyEncoder):
         Raises:
             ValueError: it cannot run there.
         """
-        return resolve_backend(self.backend, self.device)
+        return resolve_backend(self.backend, self.encoder.device)
 
     def codec(self, config: TurboConfig) -> KVCodec:
         """The codec for these options.
@@ -90,16 +79,16 @@ class CacheOwner(FamilyEncoder):
         Raises:
             ValueError: the options need a calibration and the model has none, or another model's.
         """
-        return self._codec(config, model_fingerprint(self))
+        return self._codec(config, model_fingerprint(self.encoder))
 
     def _codec(self, config: TurboConfig, fingerprint: Fingerprint) -> KVCodec:
         """See `codec`; the fingerprint is the model's."""
         if self.calibration is not None:
             if self._calibrated is not fingerprint:
-                self.calibration.check_model(self)
+                self.calibration.check_model(self.encoder)
                 self._calibrated = fingerprint
             return self.calibration.codec(config)
-        codec = codec_without_calibration(config, Geometry.of(self.config))
+        codec = codec_without_calibration(config, Geometry.of(self.encoder.config))
         if codec is not None:
             return codec
         raise ValueError(
@@ -122,20 +111,21 @@ class CacheOwner(FamilyEncoder):
             KernelError: (a RuntimeError) a kernel does not compile.
             KernelCacheError: (an OSError) the folder of compiled kernels cannot be used.
         """
-        return self._compile_ahead(self.codec(self.turbo_config))
+        return self.compile_ahead(self.codec(self.config))
 
-    def _compile_ahead(self, codec: KVCodec | None) -> int:
+    def compile_ahead(self, codec: KVCodec | None) -> int:
+        """Compile the kernels of calls with caches of a codec, or of forwards without caches; their number."""
         if torch.compiler.is_compiling():
             return 0
-        geometry = Geometry.of(self.config)
-        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.gated)
-        return self.kv_backend.compile_ahead(sizes, codec, self.dtype, self.device)
+        geometry = Geometry.of(self.encoder.config)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.encoder.gated)
+        return self.kv_backend.compile_ahead(sizes, codec, self.encoder.dtype, self.encoder.device)
 
     def new_cache(self) -> TurboKVCache:
         """An empty cache of this model."""
-        fingerprint = model_fingerprint(self)
-        codec = self._codec(self.turbo_config, fingerprint)
-        return TurboKVCache(self.turbo_config, Geometry.of(self.config), fingerprint, codec, self.device)
+        fingerprint = model_fingerprint(self.encoder)
+        codec = self._codec(self.config, fingerprint)
+        return TurboKVCache(self.config, Geometry.of(self.encoder.config), fingerprint, codec, self.encoder.device)
 
     def notice_changes(self) -> bool:
         """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
@@ -145,9 +135,9 @@ class CacheOwner(FamilyEncoder):
         Returns:
             Whether there were any since the last forward.
         """
-        fast = self.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
-        before = known_fingerprint(self)
-        return model_fingerprint(self, sampled=True, gather=Gatherer if fast else None) is not before
+        fast = self.encoder.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
+        before = known_fingerprint(self.encoder)
+        return model_fingerprint(self.encoder, sampled=True, gather=Gatherer if fast else None) is not before
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
@@ -156,17 +146,18 @@ class CacheOwner(FamilyEncoder):
             ValueError: the cache is another model's, or this model has no calibration or another one.
         """
         self.notice_changes()
-        self._claim(cache)
+        self.claim(cache)
 
-    def _claim(self, cache: TurboKVCache) -> None:
+    def claim(self, cache: TurboKVCache) -> None:
+        """See `claim_cache`; does not wait for the device."""
         if isinstance(cache, PooledContexts):
             for slab in cache.slabs_read:
-                self._claim(slab)
-        fingerprint, codec = model_fingerprint(self), cache.codec
+                self.claim(slab)
+        fingerprint, codec = model_fingerprint(self.encoder), cache.codec
         if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
             self._place(cache)
             return
-        geometry = Geometry.of(self.config)
+        geometry = Geometry.of(self.encoder.config)
         if difference := cache.geometry.unlike(geometry):
             raise ValueError(f"the cache is {difference}")
         if not same_model(cache.fingerprint, fingerprint):
@@ -179,10 +170,31 @@ class CacheOwner(FamilyEncoder):
         cache.codec, cache.fingerprint = codec, fingerprint
         self._place(cache)
 
+    def decode(self, cache: TurboKVCache) -> TurboKVCache:
+        """See `CachedModel.decoded`; nothing is checked, and nothing waits for a device."""
+        codec = cache.codec
+        assert codec is not None
+        own = {name: tensor for name, tensor in cache.named_tensors() if name in OWN_TENSORS}
+        tensors = {**own, "protected_columns": cache.protected_columns[:, :0]}
+        for index, layer in enumerate(cache.layers):
+            context = PackedContext(
+                layer.packed,
+                None,
+                layer.protected,
+                None,
+                layer.rows,
+                # A model may be spread over several devices.
+                protected_columns=cache.protected_columns.to(next(iter(layer.packed.values())).device),
+            )
+            keys, values = decoded_attention.decode(codec, index, context, self.encoder.dtype)
+            tensors |= {f"layers.{index}.packed.keys": keys, f"layers.{index}.packed.values": values}
+        config = TurboConfig.from_preset("exact")
+        return TurboKVCache.from_tensors(config, cache.geometry, cache.fingerprint, self.codec(config), tensors)
+
     def _place(self, cache: TurboKVCache) -> None:
         """Put what a cache stores of each layer beside the layer, where they lie on several devices."""
-        if not self.is_spread:
+        if not self.encoder.is_spread:
             return
         if isinstance(cache, PooledContexts):
             raise ValueError("the model lies on several devices, but contexts of a pool on one: read them from a cache")
-        cache.place(self.device, layer_devices(self))
+        cache.place(self.encoder.device, layer_devices(self.encoder))

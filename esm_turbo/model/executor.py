@@ -1,0 +1,434 @@
+"""Forwards of an encoder: each is planned, and run eagerly, on packed tokens, or as a captured graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs import Packed
+from esm_turbo.codecs.row_index import RowIndex, of_rows
+from esm_turbo.config import Backend
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.cache_engine import CacheEngine
+from esm_turbo.model.family_encoder import FamilyEncoder
+from esm_turbo.model.graph_pool import GraphPool
+from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.model.growth import Growth, StepKind
+from esm_turbo.model.inputs import (
+    check_not_all_masked,
+    check_positions,
+    contexts_of_rows,
+    count_tokens,
+    count_tokens_with_past,
+    in_order,
+    positions_to_store,
+    split_attention_mask,
+    token_mask,
+)
+from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
+from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
+from esm_turbo.model.plain import is_plain, is_unhooked, plain_addresses
+from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary
+from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, PooledExtension, Prefill
+from esm_turbo.ops import triton_attention
+
+if TYPE_CHECKING:
+    from transformers.modeling_outputs import ModelOutput
+
+# Options of a forward that packed tokens support.
+_PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states"}
+
+
+class Executor:
+    """Plans and runs the forwards of an encoder.
+
+    Args:
+        encoder: that runs.
+        kv: its caches.
+
+    Attributes:
+        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
+            and a fraction of a second to capture.
+        graphs: those that have been captured.
+    """
+
+    def __init__(self, encoder: FamilyEncoder, kv: CacheEngine) -> None:
+        self.encoder = encoder
+        self.kv = kv
+        self.captures = True
+        self.graphs = GraphPool()
+
+    # Planning.
+
+    def plan(self, inputs: ForwardInputs, cache: TurboKVCache | None) -> ForwardPlan:
+        """Plan a forward: without a cache, one that fills an empty cache, or one that extends its contexts.
+
+        Raises:
+            ValueError: the inputs contradict each other or the cache.
+        """
+        if cache is None:
+            return self._plan_plain(inputs)
+        return self._plan_extension(inputs, cache) if cache.batch_size else self._plan_prefill(inputs, cache)
+
+    def _new_plan(self, inputs: ForwardInputs) -> ForwardPlan:
+        encoder, options = self.encoder, dict(inputs.options)
+        session = options.pop("kv_session", None)
+        return ForwardPlan(
+            encoder.layer_kinds,
+            encoder.frequencies,
+            inputs.input_ids,
+            chains=inputs.chains,
+            session=session,
+            options=options,
+        )
+
+    def _plan_plain(self, inputs: ForwardInputs) -> ForwardPlan:
+        ids, embeddings = inputs.input_ids, inputs.inputs_embeds
+        if (ids is None) == (embeddings is None):
+            raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
+        if inputs.token_counts is not None and ids is not None:
+            embeddings = self.encoder.embed(ids, token_mask(ids, inputs.attention_mask), inputs.token_counts)
+        plan = self._new_plan(inputs)
+        plan.options["use_cache"] = False
+        plan.attention_mask, plan.positions, plan.embeddings = inputs.attention_mask, inputs.position_ids, embeddings
+        self._pack_rows(plan, inputs.row_lengths)
+        return plan
+
+    def _plan_prefill(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
+        ids, attention_mask, positions = inputs.ids, inputs.attention_mask, inputs.position_ids
+        mask = token_mask(ids, attention_mask)
+        keep, stored_positions = mask, positions
+        if inputs.append_mask is not None:
+            computed = torch.arange(mask.shape[1], device=mask.device) if positions is None else positions
+            keep = inputs.append_mask
+            stored_positions = positions_to_store(keep, mask, positions, computed.expand_as(ids))
+        plan = self._new_plan(inputs)
+        plan.attention_mask, plan.positions, plan.cache = attention_mask, positions, cache
+        plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, inputs.chains)
+        plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
+        if inputs.token_counts is not None:
+            plan.embeddings = self.encoder.embed(ids, mask, inputs.token_counts)
+        elif self.encoder.token_dropout:
+            check_not_all_masked(count_tokens(ids, mask, self.encoder.config.mask_token_id))
+        self._pack_rows(plan, inputs.row_lengths)
+        return plan
+
+    def _pack_rows(self, plan: ForwardPlan, row_lengths: Sequence[int] | None) -> None:
+        """Pack the rows of a plan where the host knows their lengths and the packed encoder supports it."""
+        if row_lengths is None:
+            return
+        rows, width = (plan.input_ids if plan.embeddings is None else plan.embeddings).shape[:2]  # type: ignore[union-attr]
+        if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
+            raise ValueError(f"`row_lengths` must be {rows} numbers of 1 to {width}, got {list(row_lengths)}")
+        if plan.positions is None and self._can_pack(plan):
+            plan.packing = Packing.of(row_lengths, width, self.encoder.device)
+
+    def _plan_extension(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
+        ids, attention_mask, positions = inputs.ids, inputs.attention_mask, inputs.position_ids
+        batch_size, n = ids.shape
+        index = inputs.context_index
+        assert index is None or isinstance(index, RowIndex)
+        past_mask, new_mask = split_attention_mask(cache, ids, attention_mask, index)
+        counts = inputs.token_counts
+        if counts is None and self.encoder.token_dropout:
+            mask_id = self.encoder.config.mask_token_id
+            counts = count_tokens_with_past(cache, past_mask, ids, new_mask, mask_id, index)
+        plan = self._new_plan(inputs)
+        embeddings = self.encoder.embed(ids, new_mask, counts)
+        if positions is None:
+            positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
+            check_positions(positions)
+        if inputs.use_cache:
+            keep = new_mask if inputs.append_mask is None else inputs.append_mask
+            stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
+            plan.cache = cache
+            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, inputs.chains)
+        seen = None if attention_mask is None else new_mask
+        visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
+        positions = positions.expand(batch_size, n)
+        order = None
+        if index is not None:
+            ranks = cache.ranks if isinstance(cache, PooledContexts) else None
+            index, order = index.grouped(ids.device, ranks)
+        if order is not None:
+            ids, embeddings, positions = (x[order] for x in (ids, embeddings, positions))
+            past_mask, seen, visible = (None if x is None else x[order] for x in (past_mask, seen, visible))
+        backend = self.kv.kv_backend
+        if isinstance(cache, PooledContexts):
+            assert index is not None
+            plan.session = PooledExtension(cache, backend, past_mask, seen, visible, index)
+        else:
+            plan.session = Extension(cache, backend, past_mask, seen, plan.append, visible, index)
+        plan.input_ids, plan.embeddings, plan.positions, plan.order = ids, embeddings, positions, order
+        plan.reads_context = True
+        return plan
+
+    # Running.
+
+    def forward(self, inputs: ForwardInputs, cache: TurboKVCache | None) -> ModelOutput:
+        """Run a forward, by a captured graph where there is one for it.
+
+        Args:
+            inputs: whose shapes and dtypes have been checked.
+            cache: to be read, or filled if it is empty; None for a forward without one.
+
+        Raises:
+            ValueError: the inputs contradict each other or the cache, or the cache is another model's.
+        """
+        if cache is not None:
+            if cache.batch_size and inputs.options.get("output_attentions"):
+                raise ValueError(
+                    "`output_attentions` is not available for an extension: its scores are never materialised"
+                )
+            self.kv.claim(cache)
+            self.kv.compile_ahead(cache.codec)
+            inputs = _checked(inputs, cache)
+            replayed = (
+                self._extend_by_graph(inputs, cache) if cache.batch_size else self._prefill_by_graph(inputs, cache)
+            )
+            if replayed is not None:
+                return replayed
+        return self.run(self.plan(inputs, cache))
+
+    def run(self, plan: ForwardPlan) -> ModelOutput:
+        """Run a plan, on packed tokens where it can be, else by the library's forward."""
+        packs = plan.packing is not None or (plan.reads_context and self._can_pack(plan))
+        output = self._run_packed(plan) if packs else self.encoder.library_forward(plan)
+        if plan.append is not None:
+            assert plan.cache is not None
+            plan.cache.commit(plan.append)
+        return output if plan.order is None else in_order(output, plan.order.argsort())
+
+    def observe(self, inputs: ForwardInputs, session: KVSession) -> None:
+        """Run the library's forward for a session that only collects; ids and embeddings may both be given."""
+        plan = self._new_plan(inputs)
+        plan.attention_mask, plan.positions = inputs.attention_mask, inputs.position_ids
+        plan.embeddings, plan.session = inputs.inputs_embeds, session
+        self.encoder.library_forward(plan)
+
+    def _run_packed(self, plan: ForwardPlan) -> ModelOutput:
+        from esm_turbo.ops import triton_encoder
+
+        embeddings, packing, session = plan.embeddings, plan.packing, plan.session
+        unpack: Callable[[Tensor], Tensor]
+        if packing is not None:
+            self.kv.compile_ahead(None)
+            if embeddings is None:
+                assert plan.input_ids is not None
+                mask = token_mask(plan.input_ids, plan.attention_mask)
+                embeddings = self.encoder.embed(plan.input_ids, mask, None)
+            embeddings, positions, unpack = packing.pack(embeddings), packing.positions, packing.unpack
+            attend = attention_of_rows(packing, triton_encoder, session)
+        else:
+            assert isinstance(session, Extension) and embeddings is not None and plan.positions is not None
+            shape = plan.positions.shape
+            embeddings, positions = embeddings.flatten(0, 1), plan.positions.flatten()
+            attend = attention_to_cache(session, shape[0])
+
+            def unpack(x: Tensor) -> Tensor:
+                batch: Tensor = x.unflatten(0, shape)
+                return batch
+
+        wants_states = bool(plan.options.get("output_hidden_states"))
+        wanted = range(self.encoder.config.num_hidden_layers) if wants_states else ()
+        rotary = Rotary(plan.kinds, plan.frequencies, lambda scope: positions)
+        tokens = PackedTokens(embeddings, rotary, attend, wanted)
+        last, states = self.encoder.run_packed(tokens, triton_encoder)
+        last = unpack(last)
+        return self.encoder.output(last, (*map(unpack, states.values()), last) if wants_states else None)
+
+    def _can_pack(self, plan: ForwardPlan) -> bool:
+        """Whether packed tokens give what the library's forward of a plan would."""
+        encoder = self.encoder
+        return (
+            encoder.packs
+            and encoder.device.type == "cuda"
+            and encoder.dtype in PACKED_DTYPES
+            and not (torch.is_grad_enabled() or encoder.training or torch.is_autocast_enabled("cuda"))
+            and not torch.compiler.is_compiling()
+            and not {name for name, value in plan.options.items() if value is not None} - _PACKED_OPTIONS
+            and encoder.config._attn_implementation in ("sdpa", "flash_attention_2")
+            and self.kv.kv_backend.name is Backend.TRITON
+            and all(is_plain(module, encoder.plain_modules) for module in encoder.parts)
+        )
+
+    # Captured graphs.
+
+    @property
+    def replays(self) -> bool:
+        """Whether calls that recur are replayed as CUDA graphs, unless something of the call itself forbids it."""
+        return (
+            self.captures
+            and self.encoder.capturable
+            and not self.encoder.is_spread
+            and self.encoder.device.type == "cuda"
+            and not self.encoder.training
+            and self.kv.kv_backend.name is Backend.TRITON
+        )
+
+    def addresses(self) -> tuple[int, ...] | None:
+        """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None."""
+        if (
+            not self.replays
+            or torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cuda")
+            or torch.compiler.is_compiling()
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return None
+        return self.plain_addresses()
+
+    def plain_addresses(self) -> tuple[int, ...] | None:
+        """Addresses of all weights if every module is the library's or this package's own; else None."""
+        encoder = self.encoder
+        parts = [plain_addresses(module, encoder.plain_modules) for module in encoder.parts]
+        return None if None in parts else tuple(chain.from_iterable(parts))  # type: ignore[arg-type]
+
+    def _extend_by_graph(self, inputs: ForwardInputs, cache: TurboKVCache) -> ModelOutput | None:
+        """An extension by a captured graph; None where it has to run eagerly."""
+        # A static cache is read where it lies, within a graph.
+        if not inputs.is_plain or inputs.use_cache or inputs.token_counts is not None:
+            return None
+        if isinstance(cache, StaticKVCache):
+            return None
+        index = inputs.context_index
+        # Only kernels read an index that changes between replays, and slots are too many to be copied.
+        assert cache.codec is not None and (index is None or isinstance(index, RowIndex))
+        if index is not None and (isinstance(cache, PooledContexts) or not triton_attention.can_run(cache.codec)):
+            return None
+        if (addresses := self.addresses()) is None:
+            return None
+        ids, positions = inputs.ids, inputs.position_ids
+        if positions is None:
+            steps = torch.arange(ids.shape[1], device=ids.device)
+            positions = of_rows(cache.next_positions, index)[:, None] + steps
+        states = self.graphs.extend(self, addresses, cache, ids, inputs.attention_mask, positions, index=index)
+        return None if states is None else self.encoder.output(states, None)
+
+    def _prefill_by_graph(self, inputs: ForwardInputs, cache: TurboKVCache) -> ModelOutput | None:
+        """A prefill of one whole row by a captured graph; None where it has to run eagerly."""
+        ids, lengths, counts = inputs.ids, inputs.row_lengths, inputs.token_counts
+        if lengths is None or list(lengths) != [ids.shape[1]] or cache.columns:
+            return None
+        if inputs.position_ids is not None or inputs.append_mask is not None or not inputs.is_plain:
+            return None
+        if not self.encoder.packs or self.encoder.dtype not in PACKED_DTYPES:
+            return None
+        if (addresses := self.addresses()) is None:
+            return None
+        if counts is None:
+            mask = token_mask(ids, inputs.attention_mask)
+            counts = count_tokens(ids, mask, self.encoder.config.mask_token_id)
+        replayed = self.graphs.prefill(self, addresses, cache, ids, counts)
+        if replayed is None:
+            return None
+        states, filled = replayed
+        cache.take_over(filled)
+        return self.encoder.output(states, None)
+
+    def fill(
+        self,
+        cache: TurboKVCache,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        packing: Packing,
+        token_counts: tuple[Tensor, Tensor],
+    ) -> ModelOutput:
+        """Fill an empty cache of this model with packed rows; nothing is checked, and nothing waits for the device."""
+        mask = attention_mask != 0
+        plan = self._new_plan(ForwardInputs(input_ids))
+        plan.cache, plan.packing = cache, packing
+        plan.append = cache.plan_append(input_ids, mask, None, self.encoder.special_ids)
+        plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
+        plan.embeddings = self.encoder.embed(input_ids, mask, token_counts)
+        return self.run(plan)
+
+    def run_tail(
+        self,
+        cache: TurboKVCache,
+        num_tokens: int,
+        num_stored: int,
+        store: Callable[[int, Packed], None],
+        counts: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Run the last tokens of rows that grow, and a mask after them; nothing is checked, or waits for the device.
+
+        Args:
+            cache: of this model, with a column for every token and for the mask. Its `token_ids`, and `positions` if it
+                has them, are known beyond its `lengths`.
+            num_tokens: n, tokens that run: those from each row's length on, and the mask.
+            num_stored: number of these, from the first on, whose keys and values are stored.
+            store: stores them, see `GrowingExtension`.
+            counts: number of tokens and of masks that each row has in the end, int64 [batch] each.
+
+        Returns:
+            The mask's last hidden states, [batch, hidden_size].
+        """
+        columns = cache.lengths[:, None] + torch.arange(num_tokens, device=cache.device)
+        input_ids = cache.token_ids.gather(1, columns).long()
+        input_ids[:, -1].fill_(self.encoder.config.mask_token_id)
+        plan = self._new_plan(ForwardInputs(input_ids, options={"return_dict": True}))
+        plan.reads_context = True
+        plan.positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
+        plan.session = GrowingExtension(cache, self.kv.kv_backend, num_stored, store)
+        plan.embeddings = self.encoder.embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)
+        states: Tensor = self.run(plan).last_hidden_state
+        last: Tensor = states[:, -1]
+        return last
+
+    @contextmanager
+    def growing(
+        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
+    ) -> Iterator[Growth | None]:
+        """See `CachedModel.growing`."""
+        addresses = self.addresses() if is_unhooked(self.encoder) and cache.chains is None else None
+        if addresses is None:
+            yield None
+            return
+        self.kv.claim(cache)
+        self.kv.compile_ahead(cache.codec)
+        with self.graphs.growing(self, addresses, cache, kinds, columns, uses) as growth:
+            yield growth
+
+    def decoded(self, cache: TurboKVCache) -> TurboKVCache:
+        """See `CachedModel.decoded`."""
+        if isinstance(cache, PooledContexts):
+            raise ValueError("contexts in a pool are read as they are stored: only a cache of its own can be decoded")
+        self.kv.claim(cache)
+        if not cache.batch_size:
+            raise ValueError("the cache is empty: prefill a context first")
+        if cache.config.codec == "exact":
+            return cache
+        if cache.batch_size == 1 and cache.chains is None and (addresses := self.addresses()) is not None:
+            made = self.graphs.decode(self, addresses, cache)
+            if made is not None:
+                return made
+        return self.kv.decode(cache)
+
+
+def _checked(inputs: ForwardInputs, cache: TurboKVCache) -> ForwardInputs:
+    """The inputs of a forward with a cache, with the contexts of rows looked up.
+
+    Raises:
+        ValueError: they contradict the cache.
+    """
+    ids, mask = inputs.ids, inputs.attention_mask
+    if not cache.batch_size:
+        if mask is not None and mask.shape != ids.shape:
+            raise ValueError(f"`attention_mask` must be [batch, n] = {list(ids.shape)}, got {list(mask.shape)}")
+        return inputs
+    index = contexts_of_rows(cache, inputs.context_index, len(ids))
+    if inputs.use_cache and inputs.context_index is not None:
+        raise ValueError("nothing can be appended to contexts that rows name: leave out `context_index`")
+    if inputs.use_cache and cache.batch_size != len(ids):
+        raise ValueError(
+            f"cannot append {len(ids)} rows to a cache of one: repeat it first, cache.batch_repeat_interleave"
+        )
+    return replace(inputs, context_index=index)

@@ -1,0 +1,116 @@
+"""Rows packed along one dimension without padding (Dao 2023), and the attention of packed tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs.transfers import to_device
+from esm_turbo.model.sessions import Extension, KVSession
+
+DTYPES = (torch.bfloat16, torch.float16)
+"""Of models that run on packed tokens."""
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Where the tokens of a padded batch lie when its rows are packed one after the other.
+
+    Attributes:
+        batch_size: rows.
+        width: columns of the padded batch.
+        longest: tokens of the longest row.
+        positions: of every token in its row, int32 [T].
+        offsets: of every row's first token, and T, int32 [rows + 1].
+        index: of every token in the flattened padded batch, int32 [T]; None where there is no padding.
+        slots: for every place of the padded batch the token that lies there, 0 for padding, int32 [rows * width]; None
+            where there is no padding.
+        elsewhere: copies on other devices.
+    """
+
+    batch_size: int
+    width: int
+    longest: int
+    positions: Tensor
+    offsets: Tensor
+    index: Tensor | None
+    slots: Tensor | None
+    elsewhere: dict[torch.device, Packing] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> Packing:
+        """The packing of rows of these lengths, padded on the right to `width` columns; one copy to the device."""
+        rows = np.asarray(lengths, dtype=np.int64)
+        offsets = np.concatenate([[0], np.cumsum(rows)])
+        row = np.repeat(np.arange(len(rows)), rows)
+        positions = np.arange(offsets[-1]) - offsets[:-1][row]
+        parts = [positions, offsets]
+        padded = bool((rows < width).any())
+        if padded:
+            column = np.arange(width)
+            slots = np.where(column < rows[:, None], offsets[:-1, None] + column, 0)
+            parts += [row * width + positions, slots.ravel()]
+        host = torch.from_numpy(np.concatenate(parts).astype(np.int32))
+        on_device = to_device(host, device).split([len(part) for part in parts])
+        index, slot = on_device[2:] if padded else (None, None)
+        return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
+
+    def on(self, device: torch.device) -> Packing:
+        """The same packing on a device, copied there once."""
+        if self.offsets.device == device:
+            return self
+        if device not in self.elsewhere:
+            names = ("positions", "offsets", "index", "slots")
+            moved = {name: x.to(device) for name in names if (x := getattr(self, name)) is not None}
+            self.elsewhere[device] = replace(self, **moved, elsewhere={})
+        return self.elsewhere[device]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[rows, width, ...] as [T, ...]."""
+        flat = x.flatten(0, 1)
+        return flat if self.index is None else flat.index_select(0, self.index)
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[T, ...] as [rows, width, ...], on the device of x; padding repeats the first token."""
+        slots = self.on(x.device).slots
+        flat = x if slots is None else x.index_select(0, slots)
+        return flat.view(self.batch_size, self.width, *x.shape[1:])
+
+
+Attend = Callable[[int, Tensor], Tensor]
+"""Attention of a layer: its index, and scaled queries, keys and values, after RoPE, [T, 3, heads, head_dim], give
+[T, heads * head_dim]."""
+
+
+def attention_of_rows(packing: Packing, ops: ModuleType, session: KVSession | None) -> Attend:
+    """Attention of every row's tokens to each other.
+
+    Args:
+        packing: of the rows.
+        ops: `triton_encoder`, or another module with its operations.
+        session: is shown the keys and values of every layer as a padded batch.
+    """
+
+    def attend(layer_idx: int, qkv: Tensor) -> Tensor:
+        if session is not None:
+            keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
+            session.attend(layer_idx, keys, keys, values)
+        attended: Tensor = ops.attend(qkv, packing.on(qkv.device).offsets, packing.longest)
+        return attended.flatten(1)
+
+    return attend
+
+
+def attention_to_cache(session: Extension, batch_size: int) -> Attend:
+    """Attention of the tokens of `batch_size` rows of equal length to a cache and to each other."""
+
+    def attend(layer_idx: int, qkv: Tensor) -> Tensor:
+        query, keys, values = qkv.view(batch_size, -1, *qkv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        return session.attend(layer_idx, query, keys, values).transpose(1, 2).reshape(len(qkv), -1)
+
+    return attend

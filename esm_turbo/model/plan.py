@@ -1,0 +1,176 @@
+"""The plan of a forward: what runs, where it stands, and what each layer sees and stores.
+
+A plan is made once per forward (`Executor.plan`) and then run eagerly, on packed tokens or as a captured graph. Masks
+and rotary positions are decided per layer, by its `LayerKind`; nothing here depends on the model family.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from esm_turbo.codecs.row_index import RowIndex
+from esm_turbo.kv.append import Append
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.packing import Attend, Packing
+from esm_turbo.model.sessions import KVSession
+
+
+class Scope(enum.Enum):
+    """The tokens that a token of a layer sees, and from where positions count.
+
+    Attributes:
+        ROW: all tokens of its row and its context; positions count over both.
+        SEQUENCE: those of its own sequence, never a context; positions count from 0 in each sequence.
+        PREFIX: those of its own sequence and of all before it, the context included (block-causal); positions count
+            over all sequences.
+    """
+
+    ROW = "row"
+    SEQUENCE = "sequence"
+    PREFIX = "prefix"
+
+
+@dataclass(frozen=True)
+class LayerKind:
+    """How a layer attends.
+
+    Attributes:
+        scope: what its tokens see.
+        rotary: which of the family's rotary tables it uses, see `FamilyEncoder.frequencies`.
+        stored: whether caches keep its keys and values. A layer that is not stored reads no context.
+    """
+
+    scope: Scope = Scope.ROW
+    rotary: int = 0
+    stored: bool = True
+
+
+@dataclass(frozen=True)
+class ForwardInputs:
+    """The arguments of `CachedModel.forward`, where they are explained.
+
+    Attributes:
+        options: the library's further arguments.
+    """
+
+    input_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    inputs_embeds: Tensor | None = None
+    context_index: Sequence[int] | Tensor | RowIndex | None = None
+    use_cache: bool = False
+    token_counts: tuple[Tensor, Tensor] | None = None
+    append_mask: Tensor | None = None
+    row_lengths: Sequence[int] | None = None
+    chains: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ids(self) -> Tensor:
+        """`input_ids`, which a forward with a cache always has."""
+        assert self.input_ids is not None
+        return self.input_ids
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the library's options ask for nothing but the last hidden states."""
+        return not {name for name, value in self.options.items() if value} - {"return_dict"}
+
+
+class Rotary:
+    """Cosines and sines of the angles of tokens, computed once for all layers of a kind.
+
+    Args:
+        kinds: of all layers.
+        frequencies: inverse frequencies of a kind, float32 [head_dim / 2].
+        positions: of the tokens in a scope, integers [...].
+    """
+
+    def __init__(
+        self,
+        kinds: Sequence[LayerKind],
+        frequencies: Callable[[LayerKind], Tensor],
+        positions: Callable[[Scope], Tensor],
+    ) -> None:
+        self._kinds = kinds
+        self._frequencies = frequencies
+        self._positions = positions
+        self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
+
+    def at(self, layer_idx: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for a layer on a device, float32 [..., head_dim / 2] each."""
+        kind = self._kinds[layer_idx]
+        key = kind.scope, kind.rotary
+        if key not in self._tables:
+            angle = self._positions(kind.scope)[..., None] * self._frequencies(kind)
+            self._tables[key] = angle.cos(), angle.sin()
+        cos, sin = self._tables[key]
+        if cos.device != device:
+            # Layers may lie on several devices.
+            cos, sin = self._tables[key] = cos.to(device), sin.to(device)
+        return cos, sin
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Tokens of all rows along one dimension, T in all, and how layers attend.
+
+    Attributes:
+        embeddings: [T, hidden_size].
+        rotary: of their positions.
+        attend: computes attention.
+        layers: whose input is asked for as well, 0 for the embeddings.
+    """
+
+    embeddings: Tensor
+    rotary: Rotary
+    attend: Attend
+    layers: Collection[int] = ()
+
+
+@dataclass
+class ForwardPlan:
+    """One forward of an encoder.
+
+    Attributes:
+        kinds: of all layers.
+        frequencies: inverse frequencies of a kind, float32 [head_dim / 2].
+        input_ids: [batch, n]; None where the caller gave embeddings.
+        embeddings: [batch, n, hidden_size]; None where the forward embeds the tokens.
+        attention_mask: of the real tokens, [batch, n]; None for all, and in an extension, whose session knows it.
+        positions: [batch, n] or [1, n]; None for 0, 1, 2, ...
+        chains: number of each token's sequence, [batch, n]; None for one sequence per row.
+        session: receives queries, keys and values of the stored layers; None without a cache.
+        cache: to be written; None for none.
+        append: what is written into it.
+        reads_context: whether the session lets tokens see contexts.
+        packing: of rows whose lengths the host knows; None where rows run padded.
+        order: of the rows, where it differs from the caller's, int64 [batch].
+        options: the library's further arguments.
+    """
+
+    kinds: Sequence[LayerKind]
+    frequencies: Callable[[LayerKind], Tensor]
+    input_ids: Tensor | None = None
+    embeddings: Tensor | None = None
+    attention_mask: Tensor | None = None
+    positions: Tensor | None = None
+    chains: Tensor | None = None
+    session: KVSession | None = None
+    cache: TurboKVCache | None = None
+    append: Append | None = None
+    reads_context: bool = False
+    packing: Packing | None = None
+    order: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def library_options(self) -> dict[str, Any]:
+        """Keyword arguments of the library's forward, with the session where there is one."""
+        return self.options if self.session is None else {**self.options, "kv_session": self.session}
