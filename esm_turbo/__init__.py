@@ -20,7 +20,6 @@ _PUBLIC = {
     "KVCalibrator": "calibrate",
     "Calibration": "calibration",
     "ContextStore": "context_store",
-    "CapturedExtension": "model.graphs",
 }
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -35,7 +34,6 @@ __all__ = [  # noqa: RUF022 - in reading order
     "KVCalibrator",
     "Calibration",
     "ContextStore",
-    "CapturedExtension",
     "__version__",
 ]
 
@@ -45,7 +43,6 @@ if TYPE_CHECKING:
     from esm_turbo.config import TurboConfig
     from esm_turbo.context_store import ContextStore
     from esm_turbo.kv_cache import TurboKVCache
-    from esm_turbo.model.graphs import CapturedExtension
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
     from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
     from esm_turbo.turbo_esm import TurboEsm

@@ -41,7 +41,6 @@ from esm_turbo.model.inputs import check_not_all_masked
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
 from esm_turbo.model.packed_encoder import packed_encoder
 from esm_turbo.model.plan import ForwardPlan, PackedTokens
-from esm_turbo.model.projections import QKVProjections
 from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sessions import Extension, KVSession, attend_by
 
@@ -52,7 +51,7 @@ _PUBLISHED_INV_FREQ = r"encoder\.layer\.(?:\d+|\*)\.attention\.self\.rotary_embe
 _TRAINED_MASK_RATIO = 0.15 * 0.8
 
 
-class TurboEsmSelfAttention(PicklableHooksMixin, QKVProjections, EsmSelfAttention):
+class TurboEsmSelfAttention(PicklableHooksMixin, EsmSelfAttention):
     """Self-attention that passes queries, keys and values to a session where there is one."""
 
     def forward(
@@ -77,8 +76,7 @@ class TurboEsmSelfAttention(PicklableHooksMixin, QKVProjections, EsmSelfAttentio
             )
             return plain
         assert position_embeddings is not None
-        # Prefill computes exactly what Hugging Face does: projections are fused in extensions only.
-        projected = self.project(hidden_states, allow_fused=isinstance(kv_session, Extension))
+        projected = (self.query(hidden_states), self.key(hidden_states), self.value(hidden_states))
         heads = (-1, self.attention_head_size)
         query, keys, values = (x.unflatten(-1, heads).transpose(1, 2) for x in projected)  # [batch, heads, n, head_dim]
         scale = self.attention_head_size**-0.5

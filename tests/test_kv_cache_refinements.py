@@ -13,7 +13,7 @@ import torch
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.model.graphs import StaticKVCache
+from esm_turbo.model.static_cache import StaticKVCache
 from tests.helpers.models import CACHE_CONFIGS, random_ids
 from tests.test_kv_cache import append, assert_caches_equal, assert_rows_equal, new_cache, prefill, probe, rewrite
 

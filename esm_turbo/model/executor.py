@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs import Packed
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
-from esm_turbo.model.graph_pool import GraphPool
-from esm_turbo.model.graphs import StaticKVCache
-from esm_turbo.model.growth import Growth, StepKind
+from esm_turbo.model.graphs import GraphPool
+from esm_turbo.model.growth import Growth, StepKind, Store
 from esm_turbo.model.inputs import (
     check_not_all_masked,
     check_positions,
@@ -37,6 +35,7 @@ from esm_turbo.model.plain import is_plain, is_unhooked, plain_addresses
 from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, PooledExtension, Prefill
+from esm_turbo.model.static_cache import StaticKVCache
 from esm_turbo.ops import triton_attention
 
 if TYPE_CHECKING:
@@ -54,7 +53,7 @@ class Executor:
         kv: its caches.
 
     Attributes:
-        captures: whether calls that recur are captured as CUDA graphs (model/graph_pool.py), which take device memory,
+        captures: whether calls that recur are captured as CUDA graphs (model/graphs.py), which take device memory,
             and a fraction of a second to capture.
         graphs: those that have been captured.
     """
@@ -305,16 +304,15 @@ class Executor:
             return None
         if (addresses := self.addresses()) is None:
             return None
-        ids, positions = inputs.ids, inputs.position_ids
-        if positions is None:
-            steps = torch.arange(ids.shape[1], device=ids.device)
-            positions = of_rows(cache.next_positions, index)[:, None] + steps
-        states = self.graphs.extend(self, addresses, cache, ids, inputs.attention_mask, positions, index=index)
+        if inputs.position_ids is None:
+            steps = torch.arange(inputs.ids.shape[1], device=inputs.ids.device)
+            inputs = replace(inputs, position_ids=of_rows(cache.next_positions, index)[:, None] + steps)
+        states = self.graphs.extend(self, addresses, cache, inputs)
         return None if states is None else self.encoder.output(states, None)
 
     def _prefill_by_graph(self, inputs: ForwardInputs, cache: TurboKVCache) -> ModelOutput | None:
         """A prefill of one whole row by a captured graph; None where it has to run eagerly."""
-        ids, lengths, counts = inputs.ids, inputs.row_lengths, inputs.token_counts
+        ids, lengths = inputs.ids, inputs.row_lengths
         if lengths is None or list(lengths) != [ids.shape[1]] or cache.columns:
             return None
         if inputs.position_ids is not None or inputs.append_mask is not None or not inputs.is_plain:
@@ -323,61 +321,46 @@ class Executor:
             return None
         if (addresses := self.addresses()) is None:
             return None
-        if counts is None:
+        if inputs.token_counts is None:
             mask = token_mask(ids, inputs.attention_mask)
-            counts = count_tokens(ids, mask, self.encoder.config.mask_token_id)
-        replayed = self.graphs.prefill(self, addresses, cache, ids, counts)
+            inputs = replace(inputs, token_counts=count_tokens(ids, mask, self.encoder.config.mask_token_id))
+        replayed = self.graphs.prefill(self, addresses, cache, inputs)
         if replayed is None:
             return None
         states, filled = replayed
         cache.take_over(filled)
         return self.encoder.output(states, None)
 
-    def fill(
-        self,
-        cache: TurboKVCache,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        packing: Packing,
-        token_counts: tuple[Tensor, Tensor],
-    ) -> ModelOutput:
+    def fill(self, cache: TurboKVCache, inputs: ForwardInputs, packing: Packing) -> ModelOutput:
         """Fill an empty cache of this model with packed rows; nothing is checked, and nothing waits for the device."""
-        mask = attention_mask != 0
-        plan = self._new_plan(ForwardInputs(input_ids))
+        mask = token_mask(inputs.ids, inputs.attention_mask)
+        plan = self._new_plan(inputs)
         plan.cache, plan.packing = cache, packing
-        plan.append = cache.plan_append(input_ids, mask, None, self.encoder.special_ids)
+        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.special_ids)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
-        plan.embeddings = self.encoder.embed(input_ids, mask, token_counts)
+        plan.embeddings = self.encoder.embed(inputs.ids, mask, inputs.token_counts)
         return self.run(plan)
 
-    def run_tail(
-        self,
-        cache: TurboKVCache,
-        num_tokens: int,
-        num_stored: int,
-        store: Callable[[int, Packed], None],
-        counts: tuple[Tensor, Tensor],
-    ) -> Tensor:
+    def run_tail(self, cache: TurboKVCache, kind: StepKind, store: Store, counts: tuple[Tensor, Tensor]) -> Tensor:
         """Run the last tokens of rows that grow, and a mask after them; nothing is checked, or waits for the device.
 
         Args:
             cache: of this model, with a column for every token and for the mask. Its `token_ids`, and `positions` if it
                 has them, are known beyond its `lengths`.
-            num_tokens: n, tokens that run: those from each row's length on, and the mask.
-            num_stored: number of these, from the first on, whose keys and values are stored.
-            store: stores them, see `GrowingExtension`.
+            kind: numbers of tokens that run, from each row's length on, and of those that are stored.
+            store: stores them.
             counts: number of tokens and of masks that each row has in the end, int64 [batch] each.
 
         Returns:
             The mask's last hidden states, [batch, hidden_size].
         """
-        columns = cache.lengths[:, None] + torch.arange(num_tokens, device=cache.device)
+        columns = cache.lengths[:, None] + torch.arange(kind.tokens, device=cache.device)
         input_ids = cache.token_ids.gather(1, columns).long()
         input_ids[:, -1].fill_(self.encoder.config.mask_token_id)
         plan = self._new_plan(ForwardInputs(input_ids, options={"return_dict": True}))
         plan.reads_context = True
         plan.positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
-        plan.session = GrowingExtension(cache, self.kv.kv_backend, num_stored, store)
+        plan.session = GrowingExtension(cache, self.kv.kv_backend, kind.stored, store)
         plan.embeddings = self.encoder.embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)
         states: Tensor = self.run(plan).last_hidden_state
         last: Tensor = states[:, -1]

@@ -1,242 +1,574 @@
-"""`CapturedExtension`, a CUDA graph that the user captures, and the static cache that all graphs read.
+"""Calls that recur are captured as CUDA graphs, and replayed for any tokens and contexts.
 
-`graph_pool` captures calls that recur by itself; what it captures is in `captured`.
+With few tokens a forward takes the host several times as long to launch as the device to compute. A graph is launched
+as a whole. Its shapes are fixed: a call is padded to the next bucket of shapes. The contexts of an extension are copied
+into the graph's own, and those that a prefill encodes are cut out of the graph's, in one launch each.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esm_turbo.files.fingerprint import same_model
-from esm_turbo.kv.append import Append
-from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of
+from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.projections import fused_projections
-from esm_turbo.ops.copies import Rows, copy_rows
+from esm_turbo.model.growth import Growth, Runner, StepKind
+from esm_turbo.model.packing import Packing
+from esm_turbo.model.plan import ForwardInputs
+from esm_turbo.model.static_cache import StaticKVCache, layer_rows
+from esm_turbo.ops.copies import Rows
 
-__all__ = ["CapturedExtension", "StaticKVCache"]
+# Capturing takes as long as about ten calls.
+_USES_BEFORE_CAPTURE = 2
+# Rows that name their contexts come from many requests at once, in many shapes, few of which recur soon.
+_USES_BEFORE_CAPTURE_NAMED = 10
+# Uses before a graph that had to go is captured again, so that shapes in turn do not spend their time on captures.
+_USES_BEFORE_RECAPTURE = 10
+# A service meets a few dozen shapes.
+_MOST_GRAPHS = 64
+# Fraction of a device's memory that contexts and results of graphs may take.
+_MEMORY_SHARE = 0.05
+_WARM_UPS = 2
+# With more tokens the device takes longer than the host, and padding costs more than a graph saves.
+_MAX_TOKENS = 4096
+_MAX_COLUMNS = 4096
+# A step that grows rows launches more and computes less.
+_MAX_GROWING_TOKENS = 16384
+_MIN_ROWS, _MIN_TOKENS, _MIN_COLUMNS = 8, 8, 128
+# One capture at a time, in whichever thread and of whichever model.
+_capturing = threading.Lock()
 
-# A protein has one <cls> and at most one <eos>.
-PROTECTED_SLOTS = 2
-_WARM_UPS = 3
-
-
-class StaticKVCache(TurboKVCache):
-    """A cache in tensors with fixed addresses and fixed numbers of rows and columns, for graphs to read.
-
-    Other contexts can be loaded into it (`copy_`); nothing can be appended to it. Masks over the past have all columns,
-    whatever the lengths of the contexts.
-    """
-
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @classmethod
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
-    def like(cls, cache: TurboKVCache, columns: int | None = None, rows: int | None = None) -> Self:
-        """Allocates a static cache for contexts like those of a cache, and copies these into it.
-
-        Args:
-            cache: claimed by a model, with at least one row.
-            columns: length of the longest context to come; None for the columns of `cache`.
-            rows: most contexts to come; None for the rows of `cache`.
-
-        Raises:
-            ValueError: the cache is empty or unclaimed, or has more columns.
-        """
-        if cache.codec is None or not cache.batch_size:
-            raise ValueError("a static cache needs a context: the cache is empty, or no model has claimed it")
-        columns = cache.columns if columns is None else columns
-        if columns < cache.columns:
-            raise ValueError(f"`columns` must be at least the context's {cache.columns}, got {columns}")
-        sizes = {Axis.COLUMN: columns, Axis.SLOT: PROTECTED_SLOTS if cache.config.protect_special_tokens else 0}
-        rows = cache.batch_size if rows is None else rows
-        tensors = {
-            name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors() if name != "chains"
-        }
-        made = cls.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, tensors)
-        made.copy_(cache)
-        return made
-
-    def copy_(self, cache: TurboKVCache) -> None:
-        """Loads other contexts of the same model and options. Rows beyond theirs become empty.
-
-        Raises:
-            ValueError: they are of another model or stored otherwise, too many or too long.
-        """
-        same = cache.codec is self.codec and cache.config == self.config
-        if not same or not same_model(cache.fingerprint, self.fingerprint):
-            raise ValueError("the contexts must be of the same model, options and calibration")
-        if cache.batch_size > self.batch_size or cache.columns > self.columns:
-            raise ValueError(
-                f"there is room for {self.batch_size} rows of up to {self.columns} columns, got {cache.batch_size} of"
-                f" {cache.columns}"
-            )
-        slots = cache.protected_columns.shape[1]
-        if (cache.positions is None) != (self.positions is None) or slots > self.protected_columns.shape[1]:
-            raise ValueError("all contexts or none must store positions, and each may protect two tokens at most")
-        names, rows = layer_rows(cache)
-        if names != layer_rows(self)[0]:
-            raise ValueError("refinements were dropped (drop_refinements) from some of the contexts only")
-        # All checks are done: a refused cache must change nothing.
-        self.load_(cache, rows)
-
-    def load_(self, cache: TurboKVCache, rows: Rows) -> None:
-        """Loads contexts that are known to fit; `rows` are those of their layers."""
-        # The model may have noticed changes of its weights since.
-        self.fingerprint = cache.fingerprint
-        self.lengths.zero_()
-        self.protected_columns.fill_(-1)
-        for name in OWN_TENSORS:
-            given = getattr(cache, name)
-            # Which chains a token sees is in the masks.
-            if given is not None and name != "chains":
-                getattr(self, name)[tuple(map(slice, given.shape))] = given
-        copy_rows(rows, layer_rows(self)[1])
-
-    def get_seq_length(self, layer_idx: int = 0, *args: Any) -> int:
-        """Number of columns. Lengths are known to the device only."""
-        return self.columns
-
-    def plan_append(self, *args: Any, **kwargs: Any) -> Append:
-        raise ValueError("nothing can be appended to a static cache")
-
-    def _changed(self, at_most: int | None = None) -> None:
-        """Keeps all columns and slots."""
+Capture = Callable[[Callable[[], Tensor], torch.device, Any], Callable[[], Tensor]]
 
 
-def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
-    """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
-    tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
-
-    def make() -> tuple[tuple[tuple[str, ...], Rows], bool]:
-        named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
-        rows = Rows(tensors, [dim_of(name) for name, _ in named])
-        return (tuple(f"{name} {tensor.dtype}" for name, tensor in named), rows), rows.copied
-
-    return cache.described("rows", tensors, make)
-
-
-def weights_of(model: Any) -> list[Tensor]:
-    """What a graph of the model reads and must keep alive, since it knows only addresses."""
-    return [x.detach() for x in (*model.parameters(), *model.buffers())]
-
-
-def _zeros(name: str, tensor: Tensor, rows: int, sizes: dict[Axis, int]) -> Tensor:
-    """Zeros in the shape of a cache's tensor, with other numbers of rows, columns and slots."""
-    shape = [rows, *tensor.shape[1:]]
-    if (axis := axis_of(name)) in sizes:
-        shape[dim_of(name)] = sizes[axis]
-    return tensor.new_zeros(shape)
-
-
-def _check_device(device: torch.device) -> None:
-    if device.type != "cuda":
-        raise ValueError(f"a CUDA graph needs a CUDA device, the model is on {device}")
-
-
-class CapturedExtension:
-    """Extensions of one shape, captured once as a CUDA graph and replayed for any tokens and any contexts.
-
-    The graph reads the model's parameters at the addresses they had at capture, and keeps them alive. It sees values
-    written into them, but not new tensors in their place (`model.to`, `load_state_dict` with `assign`): capture again
-    then. The first capture of a model moves its parameters (`fused_projections`): other graphs that read them must be
-    captured after it.
-
-    Args:
-        model: a `CachedModel`, or a model with a head and one, on a CUDA device.
-        context: one row for each of the extension's, or one that they share. It is copied, see `copy_`.
-        num_new_tokens: n, per row.
-        batch_size: B, rows of the extension; None for the context's.
-        columns: length of the longest context to be loaded; None for the context's columns.
-        masked: whether calls pass an `attention_mask`.
-        **kwargs: of the model's forward, such as `output_hidden_states`.
+class Bucket(NamedTuple):
+    """Shapes of a graph: those of a call are padded to the next ones, so that few graphs serve many calls.
 
     Attributes:
-        cache: the contexts that the graph reads.
-        output: return value of the last call.
-
-    Raises:
-        ValueError: the model is not on a CUDA device, or the context does not fit.
+        rows: of the extension, 1 or at least 8: fewer take as long as 8.
+        tokens: per row.
+        contexts: rows of the cache: `rows`, or 1 that all share, or up to `rows` that rows name.
+        columns: of the cache.
+        named: whether rows name their contexts.
     """
 
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
+    rows: int
+    tokens: int
+    contexts: int
+    columns: int
+    named: bool = False
+
+    @classmethod
+    def of(cls, rows: int, tokens: int, contexts: int, columns: int, named: bool = False) -> Bucket | None:
+        """The smallest bucket for these shapes; None if a graph would not make them faster."""
+        if named and contexts > rows:
+            # All contexts of a cache are copied.
+            return None
+        rows = 1 if rows == 1 else max(_MIN_ROWS, _power(rows, 2))
+        tokens, columns = rounded_up(tokens, _MIN_TOKENS), rounded_up(columns, _MIN_COLUMNS)
+        if rows * tokens > _MAX_TOKENS or columns > _MAX_COLUMNS:
+            return None
+        if named:
+            return cls(rows, tokens, min(rows, _power(contexts, 4)), columns, named)
+        return cls(rows, tokens, 1 if contexts == 1 else rows, columns)
+
+
+def rounded_up(number: int, step: int) -> int:
+    """The next multiple of `step` up to four of them, then the next power of two or one and a half times one."""
+    if number <= 4 * step:
+        return max(1, -(-number // step)) * step
+    power = 1 << (number - 1).bit_length()
+    return power * 3 // 4 if number <= power * 3 // 4 else power
+
+
+def _power(number: int, base: int) -> int:
+    """The smallest power of `base` that is no less."""
+    power = 1
+    while power < number:
+        power *= base
+    return power
+
+
+def growing_rows(rows: int) -> int:
+    """Rows of a graph that grows: a power of two up to eight, then closer, as the device is what takes the time."""
+    return _power(rows, 2) if rows <= _MIN_ROWS else rounded_up(rows, _MIN_ROWS)
+
+
+def capture_graph(run: Callable[[], Tensor], device: torch.device, memory: Any) -> Callable[[], Tensor]:
+    """Capture a computation; the result replays it and returns the same tensor every time.
+
+    It keeps `run` with all that it refers to, since the graph knows only addresses.
+    """
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Compiles kernels and fills caches.
+        for _ in range(_WARM_UPS):
+            run()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
+        output = run()
+
+    def replay(run: Callable[[], Tensor] = run) -> Tensor:
+        graph.replay()
+        return output
+
+    return replay
+
+
+class _Graph(ABC):
+    """A captured call: inputs of its own, loaded before a replay.
+
+    Attributes:
+        contexts: what the graph reads or encodes.
+        replay: runs it; the result is overwritten by the next replay.
+        read: what must be kept alive.
+    """
+
+    contexts: TurboKVCache
+    replay: Callable[[], Tensor]
+    read: list[Any]
+
+    @abstractmethod
+    def run(self) -> Tensor:
+        """What is captured."""
+
+    def capture(self, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
+        """Capture `run`."""
+        self.replay = capture(self.run)
+
+    @property
+    def caches(self) -> list[TurboKVCache]:
+        """All caches that the graph holds."""
+        return [self.contexts]
+
+
+class _ExtensionGraph(_Graph):
+    """An extension of one bucket."""
+
+    contexts: StaticKVCache
+
+    def __init__(self, executor: Runner, contexts: StaticKVCache, bucket: Bucket) -> None:
+        device = executor.encoder.device
+        self.contexts = contexts
+        # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
+        self._padding = executor.encoder.special_ids[0]
+        self._input_ids = torch.full((bucket.rows, bucket.tokens), self._padding, device=device)
+        self._mask = torch.ones(bucket.rows, contexts.columns + bucket.tokens, dtype=torch.bool, device=device)
+        self._position_ids = torch.zeros(bucket.rows, bucket.tokens, dtype=torch.int64, device=device)
+        self._index = StaticRowIndex(bucket.rows, bucket.contexts) if bucket.named else None
+        self._inputs = ForwardInputs(self._input_ids, self._mask, self._position_ids, context_index=self._index)
+        self._executor = executor
+
+    def run(self) -> Tensor:
+        states: Tensor = self._executor.run(self._executor.plan(self._inputs, self.contexts)).last_hidden_state
+        return states
+
+    def load(self, cache: TurboKVCache, rows: Rows, inputs: ForwardInputs, index: RowIndex | None) -> None:
+        """Load contexts and the inputs of a call."""
+        batch_size, n = inputs.ids.shape
+        past, mask, positions = self.contexts.columns, inputs.attention_mask, inputs.position_ids
+        assert positions is not None
+        self.contexts.load_(cache, rows)
+        self._input_ids.fill_(self._padding)
+        self._input_ids[:batch_size, :n] = inputs.ids
+        self._position_ids[:batch_size, :n] = positions
+        if self._index is not None:
+            assert index is not None
+            self._index.load(index)
+        self._mask[:, :past] = of_rows(self.contexts.valid(), self._index)
+        self._mask[:, past:] = 1
+        self._mask[:batch_size, past + n :] = 0
+        if mask is not None:
+            self._mask[:batch_size, past : past + n] = mask[:, -n:]
+            given = mask.shape[1] - n
+            self._mask[:batch_size, :given] = mask[:, :given]
+
+
+class _PrefillGraph(_Graph):
+    """A prefill of one row of up to so many tokens, stored as in an empty cache."""
+
+    def __init__(self, executor: Runner, cache: TurboKVCache, tokens: int) -> None:
+        device = executor.encoder.device
+        self._padding = executor.encoder.special_ids[0]
+        self._input_ids = torch.full((1, tokens), self._padding, device=device)
+        self._mask = torch.ones(1, tokens, dtype=torch.int64, device=device)
+        self._counts = (torch.full((1,), tokens, device=device), torch.zeros(1, dtype=torch.int64, device=device))
+        # The row, and its padding as another one.
+        self._offsets = torch.tensor([0, tokens, tokens], dtype=torch.int32, device=device)
+        positions = torch.arange(tokens, dtype=torch.int32, device=device)
+        self._packing = Packing(1, tokens, tokens, positions, self._offsets, None, None)
+        self._inputs = ForwardInputs(self._input_ids, self._mask, token_counts=self._counts)
+        self._executor = executor
+        self._like = (cache.config, cache.geometry, cache.fingerprint, cache.codec, device)
+        self.contexts = cache
+
+    def run(self) -> Tensor:
+        self.contexts = TurboKVCache(*self._like)
+        states: Tensor = self._executor.fill(self.contexts, self._inputs, self._packing).last_hidden_state
+        return states
+
+    def load(self, inputs: ForwardInputs) -> None:
+        """Load the inputs of a call."""
+        n = inputs.ids.shape[1]
+        self._input_ids.fill_(self._padding)
+        self._input_ids[:, :n] = inputs.ids
+        self._mask[:, :n] = 1
+        self._mask[:, n:] = 0
+        self._offsets[1] = n
+        assert inputs.token_counts is not None
+        for own, given in zip(self._counts, inputs.token_counts, strict=True):
+            own.copy_(given)
+
+
+class _DecodingGraph(_Graph):
+    """Contexts at full precision.
+
+    Attributes:
+        decoded: what the graph writes; overwritten by the next replay.
+    """
+
+    decoded: TurboKVCache
+
+    def __init__(self, executor: Runner, contexts: StaticKVCache) -> None:
+        self.contexts = contexts
+        self._executor = executor
+
+    @property
+    def caches(self) -> list[TurboKVCache]:
+        return [self.contexts, self.decoded]
+
+    def run(self) -> Tensor:
+        self.decoded = self._executor.kv.decode(self.contexts)
+        return self.decoded.lengths
+
+
+class GraphPool:
+    """The graphs of a model. They are dropped when its parameters move, least recently used ones when they get many.
+
+    Methods take the `executor` of a model on a CUDA device; the `addresses` of its parameters, see `plain_addresses`; a
+    cache that the model has claimed; and `uses`, the number of calls that this one counts for: a call that is known to
+    recur counts more. They answer None where there is no graph, and none is captured.
+
+    Args:
+        capture: captures a computation, and returns what replays it.
+        most: graphs that are kept.
+        memory_limit: bytes that contexts and results of graphs may take; None for a share of the device's.
+    """
+
     def __init__(
-        self,
-        model: Any,
-        context: TurboKVCache,
-        num_new_tokens: int,
-        batch_size: int | None = None,
-        *,
-        columns: int | None = None,
-        masked: bool = False,
-        **kwargs: Any,
+        self, capture: Capture = capture_graph, most: int = _MOST_GRAPHS, memory_limit: int | None = None
     ) -> None:
-        device: torch.device = model.device
-        if kwargs.get("context_index") is not None:
-            raise ValueError("rows cannot name their contexts in a graph by hand: give a context for each row")
-        _check_device(device)
-        batch_size = context.batch_size if batch_size is None else batch_size
-        model.claim_cache(context)
-        self.cache = StaticKVCache.like(context, columns)
-        self._input_ids = torch.full((batch_size, num_new_tokens), model.config.mask_token_id, device=device)
-        seen = self.cache.columns + num_new_tokens
-        self._mask = torch.ones(batch_size, seen, dtype=torch.int64, device=device) if masked else None
-        options = {"past_key_values": self.cache, **kwargs}
-        with fused_projections(model) as fused:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                # Compiles kernels and fills caches.
-                for _ in range(_WARM_UPS):
-                    model(self._input_ids, self._mask, **options)
-            torch.cuda.current_stream(device).wait_stream(stream)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.output = model(self._input_ids, self._mask, **options)
-            self._read = [fused, kwargs, *weights_of(model)]
+        self.capture = capture
+        self.most = most
+        self.memory_limit = memory_limit
+        self._lock = threading.Lock()
+        self._done: torch.cuda.Event | None = None
+        self._clear()
 
-    def copy_(self, context: TurboKVCache) -> None:
-        """Loads other contexts for the calls that follow, as many as before, see `StaticKVCache.copy_`."""
-        if context.batch_size != self.cache.batch_size:
-            raise ValueError(f"captured for {self.cache.batch_size} contexts, got {context.batch_size}")
-        self.cache.copy_(context)
+    def clear(self) -> None:
+        """Drop all graphs and their memory."""
+        with self._lock:
+            self._clear()
 
-    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> Any:
-        """Extends the contexts.
+    def _clear(self) -> None:
+        self._finish()
+        self._graphs: OrderedDict[Any, _Graph | Growth] = OrderedDict()
+        self._uses: Counter[Any] = Counter()
+        self._addresses: tuple[int, ...] = ()
+        self._memory: Any = None
+        self._done = None
+
+    # Copies of a model capture their own.
+    def __deepcopy__(self, memo: object) -> GraphPool:
+        return GraphPool(self.capture, self.most, self.memory_limit)
+
+    def __reduce__(self) -> tuple[type[GraphPool], tuple[()]]:
+        return GraphPool, ()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    @property
+    def caches(self) -> list[TurboKVCache]:
+        """All caches that graphs hold."""
+        return [cache for graph in self._graphs.values() for cache in graph.caches]
+
+    @torch.no_grad()
+    def extend(
+        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, inputs: ForwardInputs, uses: int = 1
+    ) -> Tensor | None:
+        """The last hidden states of an extension, [batch, n, hidden_size].
 
         Args:
-            input_ids: [B, n].
-            attention_mask: [B, n], or [B, columns + n] with all columns of the cache; None for all tokens. Only if
-                captured with `masked`.
-
-        Returns:
-            The model's output. The next call overwrites its tensors: clone what you keep.
-
-        Raises:
-            ValueError: a shape differs from the captured one, there is a mask and none was captured, or ids are not
-                integers.
+            executor: see the class.
+            addresses: see the class.
+            cache: the contexts.
+            inputs: with `position_ids`, and contexts named by a `RowIndex` or not at all.
+            uses: see the class.
         """
-        if input_ids.shape != self._input_ids.shape:
-            raise ValueError(f"captured for `input_ids` {list(self._input_ids.shape)}, got {list(input_ids.shape)}")
-        if input_ids.is_floating_point():
-            raise ValueError(f"`input_ids` must be integers, got {input_ids.dtype}")
-        self._input_ids.copy_(input_ids)
-        if self._mask is not None:
-            self._mask.fill_(1)
-            if attention_mask is not None:
-                whole = attention_mask.shape == self._mask.shape
-                if not whole and attention_mask.shape != input_ids.shape:
-                    raise ValueError(
-                        f"`attention_mask` must be {list(self._input_ids.shape)} or {list(self._mask.shape)}, got"
-                        f" {list(attention_mask.shape)}"
-                    )
-                self._mask[:, -attention_mask.shape[1] :].copy_(attention_mask != 0)
-        elif attention_mask is not None:
-            raise ValueError("captured without masks: capture with masked=True")
-        self._graph.replay()
-        return self.output
+        ids, index = inputs.ids, inputs.context_index
+        assert index is None or isinstance(index, RowIndex)
+        (batch_size, n), mask = ids.shape, inputs.attention_mask
+        if mask is not None and mask.shape not in (ids.shape, (batch_size, cache.get_seq_length() + n)):
+            return None
+        bucket = Bucket.of(batch_size, n, cache.batch_size, cache.columns, index is not None)
+        if bucket is None:
+            return None
+        order = None
+        if index is not None:
+            index, order = index.grouped(ids.device)
+        if order is not None:
+            inputs = inputs.in_order(order)
+        names, source = layer_rows(cache)
+        layout = (id(cache.codec), names, cache.positions is None)
+
+        def make() -> _Graph:
+            return _ExtensionGraph(executor, self._contexts(bucket, cache, layout), bucket)
+
+        before = _USES_BEFORE_CAPTURE_NAMED if bucket.named else _USES_BEFORE_CAPTURE
+        with self._use((bucket, *layout), executor, addresses, make, uses, before) as graph:
+            if graph is None:
+                return None
+            graph.load(cache, source, inputs, index)
+            states: Tensor = graph.replay()[:batch_size, :n]
+            return states.clone() if order is None else states[order.argsort()]
+
+    @torch.no_grad()
+    def prefill(
+        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, inputs: ForwardInputs, uses: int = 1
+    ) -> tuple[Tensor, TurboKVCache] | None:
+        """The last hidden states of a single row, [1, n, hidden_size], and its context.
+
+        Args:
+            executor: see the class.
+            addresses: see the class.
+            cache: empty; says how the context is stored.
+            inputs: a row without padding, and its `token_counts`.
+            uses: see the class.
+        """
+        n = inputs.ids.shape[1]
+        bucket = Bucket.of(1, n, 1, n)
+        if bucket is None:
+            return None
+
+        def make() -> _Graph:
+            return _PrefillGraph(executor, cache, bucket.columns)
+
+        key = (bucket.columns, id(cache.codec), cache.config)
+        with self._use(key, executor, addresses, make, uses) as graph:
+            if graph is None:
+                return None
+            graph.load(inputs)
+            states = graph.replay()[:, :n].clone()
+            return states, graph.contexts.cut([n])[0]
+
+    @torch.no_grad()
+    def decode(
+        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, uses: int = 1
+    ) -> TurboKVCache | None:
+        """A context of one row at full precision."""
+        n = cache.get_seq_length()
+        bucket = Bucket.of(1, 1, 1, max(n, cache.columns))
+        if bucket is None:
+            return None
+        names, source = layer_rows(cache)
+        layout = (id(cache.codec), names, cache.positions is None)
+
+        def make() -> _Graph:
+            return _DecodingGraph(executor, self._contexts(bucket, cache, layout))
+
+        with self._use((bucket.columns, *layout), executor, addresses, make, uses) as graph:
+            if graph is None:
+                return None
+            graph.contexts.load_(cache, source)
+            graph.replay()
+            decoded: TurboKVCache = graph.decoded.cut([n])[0]
+            decoded.fingerprint = cache.fingerprint
+            return decoded
+
+    @contextmanager
+    def growing(
+        self,
+        executor: Runner,
+        addresses: tuple[int, ...],
+        cache: TurboKVCache,
+        kinds: Sequence[StepKind],
+        columns: int,
+        uses: int = 1,
+    ) -> Iterator[Growth | None]:
+        """Rows that grow by graphs, for the caller alone. Others may use the pool meanwhile.
+
+        Args:
+            executor: see the class.
+            addresses: see the class.
+            cache: how rows are stored, and their number.
+            kinds: of the steps to come.
+            columns: of the longest row to come, and one for the mask after it.
+            uses: see the class.
+        """
+        device = executor.encoder.device
+        rows, columns = growing_rows(cache.batch_size), rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
+        share = rows / cache.batch_size * columns / max(1, cache.columns)
+        too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > self._limit(device)
+        if too_large or columns > _MAX_COLUMNS or rows * max(kind.tokens for kind in kinds) > _MAX_GROWING_TOKENS:
+            yield None
+            return
+
+        def make() -> Growth:
+            return Growth(executor, cache, rows, columns, kinds)
+
+        key = (Growth, rows, columns, tuple(kinds), id(cache.codec), layer_rows(cache)[0], cache.positions is None)
+        with self._lock:
+            growth: Growth | None = self._find(key, executor, addresses, make, uses)
+            self._graphs.pop(key, None)
+        if growth is None:
+            yield None
+            return
+        growth.alone = partial(self._alone, device)
+        try:
+            with self._alone(device):
+                # What the last caller wrote is there.
+                pass
+            yield growth
+        finally:
+            with self._lock:
+                with self._exclusive(device):
+                    # And what this one wrote, before anything is dropped or handed on.
+                    pass
+                if addresses == self._addresses and key not in self._graphs:
+                    self._graphs[key] = growth
+                    self._shrink(device)
+                else:
+                    self._finish()
+
+    @contextmanager
+    def _alone(self, device: torch.device) -> Iterator[None]:
+        """For a replay outside `_use`."""
+        with self._lock, self._exclusive(device):
+            yield
+
+    @contextmanager
+    def _use(
+        self,
+        key: Any,
+        executor: Runner,
+        addresses: tuple[int, ...],
+        make: Callable[[], Any],
+        uses: int,
+        before: int = _USES_BEFORE_CAPTURE,
+    ) -> Iterator[Any]:
+        """The graph of a key, captured once it was used `before` times, for the caller alone; None if there is none."""
+        with self._lock:
+            graph = self._find(key, executor, addresses, make, uses, before)
+            if graph is None:
+                yield None
+                return
+            with self._exclusive(executor.encoder.device):
+                yield graph
+
+    def _find(
+        self,
+        key: Any,
+        executor: Runner,
+        addresses: tuple[int, ...],
+        make: Callable[[], Any],
+        uses: int,
+        before: int = _USES_BEFORE_CAPTURE,
+    ) -> Any:
+        """See `_use`; to be called with the lock held."""
+        if addresses != self._addresses:
+            self._clear()
+            self._addresses = addresses
+        if key not in self._graphs:
+            self._uses[key] += uses
+            if self._uses[key] >= before:
+                self._add(key, executor, make)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        return self._graphs.get(key)
+
+    def _add(self, key: Any, executor: Runner, make: Callable[[], Any]) -> None:
+        """Capture the graph of a key, unless it cannot be; then it is not tried again."""
+        device = executor.encoder.device
+        if self._memory is None and torch.cuda.is_available():
+            # Graphs are replayed one after the other, so that one may use the memory of another.
+            self._memory = torch.cuda.graph_pool_handle()
+        try:
+            # Tensors are written into later, in any mode, which inference tensors do not allow.
+            with _capturing, torch.inference_mode(mode=False), torch.no_grad():
+                graph = make()
+                graph.capture(lambda run: self.capture(run, device, self._memory))
+                # The graph knows only addresses. Weights may have moved when they were fused, in the first run.
+                encoder = executor.encoder
+                weights = [x.detach() for x in (*encoder.parameters(), *encoder.buffers())]
+                graph.read = [executor.kv.codec(graph.contexts.config), *weights]
+                self._graphs[key] = graph
+        except RuntimeError as error:
+            # Graphs of other shapes may still fit.
+            self._uses[key] = -(2**62)
+            warnings.warn(
+                f"a forward could not be captured as a CUDA graph and runs uncaptured: {str(error).splitlines()[0]}",
+                stacklevel=2,
+            )
+            return
+        self._shrink(device)
+
+    def _shrink(self, device: torch.device) -> None:
+        """Drop the graphs that have been used least recently, as long as there are too many."""
+        limit = self._limit(device)
+        while len(self._graphs) > self.most or (len(self._graphs) > 1 and self._bytes() > limit):
+            self._finish()
+            dropped, _ = self._graphs.popitem(last=False)
+            self._uses[dropped] = _USES_BEFORE_CAPTURE - _USES_BEFORE_RECAPTURE
+
+    def _limit(self, device: torch.device) -> int:
+        if self.memory_limit is not None:
+            return self.memory_limit
+        total: int = torch.cuda.get_device_properties(device).total_memory
+        return int(total * _MEMORY_SHARE)
+
+    def _contexts(self, bucket: Bucket, cache: TurboKVCache, layout: Any) -> StaticKVCache:
+        """Static contexts for a graph, shared by all graphs with as many of the same length and layout."""
+        for (other, *own_layout), graph in self._graphs.items():
+            if isinstance(graph, _ExtensionGraph) and other[2:4] == bucket[2:4] and tuple(own_layout) == layout:
+                # Those of a model whose weights have changed would be refused.
+                graph.contexts.fingerprint = cache.fingerprint
+                return graph.contexts
+        return StaticKVCache.like(cache, bucket.columns, bucket.contexts)
+
+    def _bytes(self) -> int:
+        """Bytes of all contexts, also of decoded ones."""
+        tensors = {id(tensor): tensor for cache in self.caches for _, tensor in cache.named_tensors()}
+        return sum(tensor.nbytes for tensor in tensors.values())
+
+    def _finish(self) -> None:
+        """Wait for the last replay: what it reads may be freed then, whatever the stream."""
+        if self._done is not None:
+            self._done.synchronize()
+
+    @contextmanager
+    def _exclusive(self, device: torch.device) -> Iterator[None]:
+        """Wait until the last replay, on whatever stream, is done with what graphs share."""
+        if device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.current_stream(device)
+        if self._done is None:
+            self._done = torch.cuda.Event()
+        else:
+            stream.wait_event(self._done)
+        try:
+            yield
+        finally:
+            self._done.record(stream)

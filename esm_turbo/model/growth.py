@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +19,18 @@ from esm_turbo.codecs import Packed
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.graphs import StaticKVCache, layer_rows, weights_of
+from esm_turbo.model.cache_engine import CacheEngine
+from esm_turbo.model.family_encoder import FamilyEncoder
+from esm_turbo.model.packing import Packing
+from esm_turbo.model.plan import ForwardInputs, ForwardPlan
+from esm_turbo.model.static_cache import StaticKVCache, layer_rows
 
 # Tensors begin at multiples of this number of bytes, as kernels assume.
 _ALIGNMENT = 256
+
+
+Store = Callable[[int, Packed], None]
+"""Is given the index of each layer, and what it stores of new tokens, [batch, heads, stored, ...]."""
 
 
 class StepKind(NamedTuple):
@@ -36,57 +45,74 @@ class StepKind(NamedTuple):
     stored: int
 
 
+class Runner(Protocol):
+    """The part of an `Executor` that graphs need: see there."""
+
+    encoder: FamilyEncoder
+    kv: CacheEngine
+
+    def plan(self, inputs: ForwardInputs, cache: TurboKVCache | None) -> ForwardPlan: ...
+
+    def run(self, plan: ForwardPlan) -> Any: ...
+
+    def fill(self, cache: TurboKVCache, inputs: ForwardInputs, packing: Packing) -> Any: ...
+
+    def run_tail(self, cache: TurboKVCache, kind: StepKind, store: Store, counts: tuple[Tensor, Tensor]) -> Tensor: ...
+
+
 class Growth:
     """Captured steps over a static cache.
 
     Args:
-        executor: `Executor` that runs them.
+        executor: runs them.
         cache: how rows are stored.
         rows: most rows to come.
         columns: tokens of the longest row to come, and one for the mask after it.
         kinds: of steps.
-        capture: captures a computation, and returns what replays it.
 
     Attributes:
         contexts: the rows.
         alone: what a replay has to happen within, as graphs share memory.
+        read: what must be kept alive.
     """
 
-    # These tensors are written into later, in any mode, which inference tensors do not allow.
-    @torch.inference_mode(mode=False)
-    @torch.no_grad()
+    read: list[Any]
+
     def __init__(
-        self,
-        executor: Any,
-        cache: TurboKVCache,
-        rows: int,
-        columns: int,
-        kinds: Sequence[StepKind],
-        capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]],
+        self, executor: Runner, cache: TurboKVCache, rows: int, columns: int, kinds: Sequence[StepKind]
     ) -> None:
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self.contexts = StaticKVCache.like(cache, max(columns, cache.columns), rows)
-        writer = _ColumnWriter(self.contexts)
+        self._kinds = kinds
+        self._executor = executor
+        self._writer = _ColumnWriter(self.contexts)
         device = self.contexts.device
         # Some rows that can run every kind of step.
         self._known = torch.full((rows,), max(kind.tokens for kind in kinds), device=device)
         self._masks = torch.zeros_like(self._known)
-        self._states = torch.zeros(
-            rows, executor.encoder.config.hidden_size, dtype=executor.encoder.dtype, device=device
-        )
+        encoder = executor.encoder
+        self._states = torch.zeros(rows, encoder.config.hidden_size, dtype=encoder.dtype, device=device)
+        self._replays: dict[StepKind, Callable[[], Tensor]] = {}
 
-        def run(kind: StepKind) -> Tensor:
-            lengths = self.contexts.lengths
-            # A repeated step computes the same: warming up before a capture changes nothing.
-            lengths.copy_(self._known - (kind.tokens - 1))
-            store = writer.at(lengths[:, None] + torch.arange(kind.stored, device=device))
-            counts = (self._known + 1, self._masks + 1)
-            self._states.copy_(executor.run_tail(self.contexts, kind.tokens, kind.stored, store, counts))
-            lengths.add_(kind.stored)
-            return self._states
+    @property
+    def caches(self) -> list[TurboKVCache]:
+        """All caches that the graphs hold."""
+        return [self.contexts]
 
-        self._replays = {kind: capture(lambda kind=kind: run(kind)) for kind in kinds}  # type: ignore[misc]
-        self._read = [executor.kv.codec(cache.config), *weights_of(executor.encoder)]
+    def capture(self, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
+        """Capture a step of each kind."""
+        self._replays = {kind: capture(partial(self.run, kind)) for kind in self._kinds}
+
+    def run(self, kind: StepKind) -> Tensor:
+        """What is captured of a kind."""
+        lengths = self.contexts.lengths
+        # A repeated step computes the same: warming up before a capture changes nothing.
+        lengths.copy_(self._known - (kind.tokens - 1))
+        store = self._writer.at(lengths[:, None] + torch.arange(kind.stored, device=lengths.device))
+        counts = (self._known + 1, self._masks + 1)
+        self._states.copy_(self._executor.run_tail(self.contexts, kind, store, counts))
+        lengths.add_(kind.stored)
+        return self._states
 
     @torch.no_grad()
     def load(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -76,6 +76,15 @@ class ForwardInputs:
         """`input_ids`, which a forward with a cache always has."""
         assert self.input_ids is not None
         return self.input_ids
+
+    def in_order(self, order: Tensor) -> ForwardInputs:
+        """The inputs with their rows in another order, int64 [batch]; positions are given."""
+        assert self.position_ids is not None
+        ids, mask = self.ids[order], self.attention_mask
+        positions = self.position_ids.expand(len(order), -1)[order]
+        return replace(
+            self, input_ids=ids, position_ids=positions, attention_mask=None if mask is None else mask[order]
+        )
 
     @property
     def is_plain(self) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,48 +10,6 @@ from torch import Tensor, nn
 
 # Not in the modules, whose copies would each copy the weight.
 _STACKED: WeakKeyDictionary[nn.Module, tuple[list[int], Tensor]] = WeakKeyDictionary()
-
-
-class QKVProjections:
-    """Mixin of a self-attention whose `query`, `key` and `value` projections can be computed by one multiplication.
-
-    Attributes:
-        fused: weight [3 * all_head_size, hidden_size] and bias [3 * all_head_size] of all three projections while
-            `fused_projections` is active; else None.
-    """
-
-    query: nn.Module
-    key: nn.Module
-    value: nn.Module
-    fused: tuple[Tensor, Tensor] | None = None
-
-    def project(self, hidden_states: Tensor, allow_fused: bool) -> tuple[Tensor, ...]:
-        """Queries, keys and values, [batch, n, all_head_size] each."""
-        if allow_fused and self.fused is not None:
-            return nn.functional.linear(hidden_states, *self.fused).chunk(3, dim=-1)
-        return self.query(hidden_states), self.key(hidden_states), self.value(hidden_states)
-
-
-@contextmanager
-def fused_projections(model: nn.Module) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Fuse the projections of a model: with few tokens, one fused multiplication costs about as much as one of three.
-
-    The parameters keep their values but move into shared storage, in which query, key and value lie side by side.
-    Writes into a parameter are therefore seen by the fused one, also in a captured graph, which must keep the yielded
-    tensors alive. A graph captured before the parameters moved still reads their old addresses, whose memory may be
-    reused by then. Projections other than plain linear layers, such as adapters', are left as they are.
-
-    Yields:
-        Weight and bias of every fused attention, in the order of the layers.
-    """
-    attentions = [module for module in model.modules() if isinstance(module, QKVProjections)]
-    for attention in attentions:
-        attention.fused = fuse_linears([attention.query, attention.key, attention.value])
-    try:
-        yield [attention.fused for attention in attentions if attention.fused is not None]
-    finally:
-        for attention in attentions:
-            attention.fused = None
 
 
 def fuse_linears(linears: Sequence[nn.Module]) -> tuple[Tensor, Tensor] | None:

@@ -8,21 +8,31 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.model import captured, graph_pool
+from esm_turbo.model import executor
+from esm_turbo.model.graphs import GraphPool
+
+Computations = list[Callable[[], Tensor]]
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
-    """Stands in for CUDA: a graph runs its computation anew, which also sees nothing but the graph's own tensors.
+def pool_without_cuda(captures: Computations, most: int = 64, memory_limit: int = 2**40) -> GraphPool:
+    """A pool whose graphs run their computation anew, which also sees nothing but the graph's own tensors.
 
-    Returns:
-        The computations captured, so far and from now on.
+    Args:
+        captures: is extended by what is captured.
+        most: as in `GraphPool`.
+        memory_limit: as in `GraphPool`.
     """
-    made: list[Callable[[], Tensor]] = []
 
     def capture(run: Callable[[], Tensor], device: torch.device, memory: object) -> Callable[[], Tensor]:
-        made.append(run)
+        captures.append(run)
         return run
 
-    monkeypatch.setattr(captured, "capture", capture)
-    monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: 2**40)
-    return made
+    return GraphPool(capture, most, memory_limit)
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Computations:
+    """Lets the forwards of models made from now on be captured by `pool_without_cuda`; returns its `captures`."""
+    captures: Computations = []
+    monkeypatch.setattr(executor.Executor, "addresses", lambda self: (1,) if self.captures else None)
+    monkeypatch.setattr(executor, "GraphPool", lambda: pool_without_cuda(captures))
+    return captures

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
-from esm_turbo.model import graph_pool
-from esm_turbo.model.buckets import rounded_up_growing_rows
-from esm_turbo.model.graph_pool import GraphPool
+from esm_turbo.model.graphs import GraphPool, growing_rows
 from esm_turbo.model.growth import Growth, StepKind
-from tests.helpers.graphs import stand_in
+from esm_turbo.model.plan import ForwardInputs
+from tests.helpers.graphs import pool_without_cuda
 from tests.helpers.models import MASK, make_config, random_ids, rounding
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -27,8 +26,8 @@ KINDS = [StepKind(TAIL + 1, TAIL), StepKind(2, 1)]
 
 
 @pytest.fixture
-def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], Tensor]]:
-    return stand_in(monkeypatch)
+def captures() -> list[Callable[[], Tensor]]:
+    return []
 
 
 @torch.no_grad()
@@ -97,6 +96,13 @@ def grown(
         return found, growth.copy(len(coming), int(cache.lengths.max()) + len(kinds) - 1)
 
 
+def extended(
+    pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, ids: Tensor, address: int, uses: int = 1
+) -> Tensor | None:
+    inputs = ForwardInputs(ids, position_ids=torch.arange(9, 13)[None])
+    return pool.extend(model.esm.executor, (address,), cache, inputs, uses)
+
+
 def tokens_to_come(rows: int, steps: int, device: torch.device | str = "cpu") -> Tensor:
     return random_ids([steps] * rows, seed=9, cls=False)[0].to(device)
 
@@ -114,7 +120,7 @@ def test_steps_are_those_of_a_cache_that_appends(
     tiny_model: MakeModel, captures: list, preset: str, gap: int, kinds: list[StepKind]
 ) -> None:
     """For rows of other lengths, and other numbers of rows, in the same graphs."""
-    model, pool = tiny_model(preset=preset), GraphPool()
+    model, pool = tiny_model(preset=preset), pool_without_cuda(captures)
     for seed, lengths in enumerate(([21, 9, 13], [5, 30, 8, 6])):
         cache = contexts(model, lengths, seed, gap)
         coming = tokens_to_come(len(lengths), len(kinds))
@@ -139,7 +145,7 @@ def test_steps_are_those_of_a_cache_that_appends(
 @torch.no_grad()
 def test_a_step_reads_what_earlier_ones_stored(tiny_model: MakeModel, captures: list) -> None:
     """The comparison above could not tell otherwise that keys and values of the right tokens are stored."""
-    model, pool = tiny_model(), GraphPool()
+    model, pool = tiny_model(), pool_without_cuda(captures)
     cache, kinds = contexts(model, [9]), [KINDS[1]] * 4
     coming = tokens_to_come(1, 4)
     one, _ = grown(pool, model, cache, coming, kinds)
@@ -150,7 +156,7 @@ def test_a_step_reads_what_earlier_ones_stored(tiny_model: MakeModel, captures: 
 
 @torch.no_grad()
 def test_nothing_is_left_of_an_earlier_call(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    model, pool = tiny_model(preset="turbo3"), pool_without_cuda(captures)
     short, long = contexts(model, [9], 1), contexts(model, [60, 70, 80], 2)
     kinds, coming = SCHEDULES["refresh at every third step"], tokens_to_come(3, 6)
     # As many rows as the second call needs.
@@ -164,26 +170,24 @@ def test_nothing_is_left_of_an_earlier_call(tiny_model: MakeModel, captures: lis
 
 @torch.no_grad()
 def test_rows_and_columns_have_few_sizes(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(), GraphPool()
+    model, pool = tiny_model(), pool_without_cuda(captures)
     for rows in (5, 8, 7):
         for length in (9, 100):
             cache = contexts(model, [length] * rows)
             assert grown(pool, model, cache, tokens_to_come(rows, 2), [KINDS[1]] * 2) is not None
     assert len(captures) == 1
-    found = [rounded_up_growing_rows(rows) for rows in (1, 2, 3, 9, 33, 64, 65)]
+    found = [growing_rows(rows) for rows in (1, 2, 3, 9, 33, 64, 65)]
     assert found == [1, 2, 4, 16, 48, 64, 96]
 
 
 @torch.no_grad()
-def test_what_does_not_fit_is_not_captured(
-    tiny_model: MakeModel, captures: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, pool = tiny_model(), GraphPool()
+def test_what_does_not_fit_is_not_captured(tiny_model: MakeModel, captures: list) -> None:
+    model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
     for columns, kind in ((4097, KINDS[1]), (9, StepKind(16385, 1))):
         with pool.growing(model.esm.executor, (1,), cache, [kind], columns, 2) as growth:
             assert growth is None
-    monkeypatch.setattr(graph_pool, "_memory_limit", lambda device: cache.nbytes)
+    pool.memory_limit = cache.nbytes
     with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
         assert growth is None
     assert not captures
@@ -191,7 +195,7 @@ def test_what_does_not_fit_is_not_captured(
 
 @torch.no_grad()
 def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(), GraphPool()
+    model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
     found = []
     for uses in (0, 1, 0, 1, 0):
@@ -202,7 +206,7 @@ def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list)
 
 @torch.no_grad()
 def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(), GraphPool()
+    model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
     arguments = (model.esm.executor, (1,), cache, KINDS, 20, 2)
     with pool.growing(*arguments) as one:
@@ -211,7 +215,7 @@ def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel
             assert other is not one
         assert len(pool) == 1
         ids, _ = random_ids([4], cls=False)
-        assert pool.extend(model.esm.executor, (1,), cache, ids, None, torch.arange(9, 13)[None], uses=2) is not None
+        assert extended(pool, model, cache, ids, 1, uses=2) is not None
     assert len(pool) == 2
     with pool.growing(*arguments) as again:
         assert again is other
@@ -219,7 +223,7 @@ def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel
 
 @torch.no_grad()
 def test_a_failed_call_and_moved_parameters(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(), GraphPool()
+    model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
     with pytest.raises(KeyboardInterrupt), pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2):
         raise KeyboardInterrupt
@@ -227,14 +231,14 @@ def test_a_failed_call_and_moved_parameters(tiny_model: MakeModel, captures: lis
     with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
         ids, _ = random_ids([4], cls=False)
         # Parameters move while the graph is in use: it must not come back.
-        pool.extend(model.esm.executor, (2,), cache, ids, None, torch.arange(9, 13)[None])
+        extended(pool, model, cache, ids, 2)
         assert growth is not None
     assert len(pool) == 0
 
 
 @torch.no_grad()
 def test_a_graph_does_not_keep_the_caller_s_cache(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(preset="turbo3"), GraphPool()
+    model, pool = tiny_model(preset="turbo3"), pool_without_cuda(captures)
     cache = contexts(model, [9])
     assert grown(pool, model, cache, tokens_to_come(1, 2), [KINDS[1]] * 2) is not None
     kept = weakref.ref(cache)
@@ -246,7 +250,7 @@ def test_a_graph_does_not_keep_the_caller_s_cache(tiny_model: MakeModel, capture
 @pytest.mark.interpreter
 @torch.no_grad()
 def test_steps_by_kernels(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(preset="turbo3", backend="triton"), GraphPool()
+    model, pool = tiny_model(preset="turbo3", backend="triton"), pool_without_cuda(captures)
     cache, kinds = contexts(model, [12, 6]), KINDS
     coming = tokens_to_come(2, 2)
     found, _ = grown(pool, model, cache, coming, kinds)

@@ -12,8 +12,8 @@ import torch
 
 from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.pooled import PooledContexts
+from esm_turbo.model.static_cache import StaticKVCache
 from tests.helpers.models import random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]

@@ -18,9 +18,9 @@ from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import ExactCodec, KVCodec, PackedContext
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.model.executor import Executor
-from esm_turbo.model.graphs import StaticKVCache
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.plan import ForwardPlan
+from esm_turbo.model.static_cache import StaticKVCache
 from esm_turbo.ops import (
     copies,
     decoded_attention,
@@ -85,7 +85,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
         compute = getattr(torch_encoder, name)
         launch = compute if name == "attend" else getattr(triton_encoder, name)
         monkeypatch.setattr(triton_encoder, name, listing(launch, compute))
-    monkeypatch.setattr("esm_turbo.model.graphs.copy_rows", listing(copy_rows, copies.copy_rows))
+    monkeypatch.setattr("esm_turbo.model.static_cache.copy_rows", listing(copy_rows, copies.copy_rows))
     monkeypatch.setattr(decoded_attention, "pays", pays)
     monkeypatch.setattr(decoded_attention, "_attend_masked", past)
     monkeypatch.setattr(Executor, "_can_pack", can_pack)
@@ -108,7 +108,8 @@ def call_everything(turbo: TurboEsm) -> Iterator[str]:
         turbo.extend(several, [PROTEIN[:new]] * 3, refresh=new % 3)
     static = StaticKVCache.like(several, 128, 4)
     turbo.model(torch.randint(4, 24, (4, 8)), past_key_values=static)
-    growth = Growth(turbo.model.base_model.executor, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)], lambda run: run)
+    growth = Growth(turbo.model.base_model.executor, several, 4, 128, [StepKind(9, 1), StepKind(2, 1)])
+    growth.capture(lambda run: run)
     growth.step(StepKind(9, 1))
     growth.step(StepKind(2, 1))
     yield "several contexts, as in a graph"

@@ -10,11 +10,10 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.model.executor import Executor
 from esm_turbo.tasks.generation.generate import GenerationOutput
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from tests.helpers.frozen_esm2 import FrozenEsm2
-from tests.helpers.graphs import stand_in
+from tests.helpers.graphs import pool_without_cuda, stand_in
 from tests.helpers.models import CLS, MASK, random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX, full_logits, plain_draw
 
@@ -168,7 +167,6 @@ def test_a_short_prefix_does_not_depend_on_its_batch(turbo: TurboEsm, preset: st
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], torch.Tensor]]:
     """Steps are captured as on CUDA, see `stand_in`, while `captures` is set."""
-    monkeypatch.setattr(Executor, "addresses", lambda executor: (1,) if executor.captures else None)
     return stand_in(monkeypatch)
 
 
@@ -239,7 +237,10 @@ def test_the_cache_after_captured_steps(
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=ATOL if preset == "exact" else 2e-1)
 
 
-def test_captured_steps_keep_a_gap_in_the_positions(exact: TurboEsm, captures: list) -> None:
+def test_captured_steps_keep_a_gap_in_the_positions(
+    exact: TurboEsm, captures: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exact.model.esm.executor, "graphs", pool_without_cuda(captures))
     ids = exact.codes.encode(PREFIX, "it")
     positions = [0, *range(1, 11), *range(61, 61 + len(ids) - 10)]
     with torch.no_grad():

@@ -9,11 +9,10 @@ import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.model.executor import Executor
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.unmasking import MaskedBatch
 from tests.helpers.frozen_esm2 import FrozenEsm2
-from tests.helpers.graphs import stand_in
+from tests.helpers.graphs import pool_without_cuda, stand_in
 from tests.helpers.models import CLS, EOS, MASK, random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX, STANDARD, full_logits, plain_draw
 
@@ -118,7 +117,7 @@ def test_a_refresh_of_more_than_the_protein_is_all_of_it(exact: TurboEsm) -> Non
 
 def test_captured_steps_draw_what_eager_ones_draw(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     captures = stand_in(monkeypatch)
-    monkeypatch.setattr(Executor, "addresses", lambda executor: (1,) if executor.captures else None)
+    monkeypatch.setattr(exact.model.esm.executor, "graphs", pool_without_cuda(captures))
     outputs = []
     for captured in (True, False):
         exact.model.esm.captures = captured
