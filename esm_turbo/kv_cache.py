@@ -158,6 +158,14 @@ class TurboKVCache(CacheStorage):
         after = torch.where(self.valid(), self.positions.long() + 1, 0)
         return after.amax(dim=1) if self.columns else self.lengths
 
+    @property
+    def next_chains(self) -> Tensor:
+        """The number after that of each row's last chain, int64 [batch]."""
+        if self.chains is None:
+            return (self.lengths > 0).long()
+        after = torch.where(self.valid(), self.chains.long() + 1, 0)
+        return after.amax(dim=1) if self.columns else torch.zeros_like(self.lengths)
+
     def valid(self) -> Tensor:
         """Which columns hold a token of the row, bool [batch, columns]."""
         return torch.arange(self.columns, device=self.device) < self.lengths[:, None]

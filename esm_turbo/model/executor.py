@@ -144,11 +144,15 @@ class Executor:
         if positions is None:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
             check_positions(positions)
+        if self.encoder.exact_contexts:
+            # New sequences follow those of the context.
+            following = of_rows(cache.next_chains, index)[:, None]
+            plan.chains = (following if plan.chains is None else following + plan.chains).expand(batch_size, n)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
             stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
             plan.cache = cache
-            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, inputs.chains)
+            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, plan.chains)
         seen = None if attention_mask is None else new_mask
         visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
         positions = positions.expand(batch_size, n)
@@ -158,14 +162,17 @@ class Executor:
             index, order = index.grouped(ids.device, ranks)
         if order is not None:
             ids, embeddings, positions = (x[order] for x in (ids, embeddings, positions))
-            past_mask, seen, visible = (None if x is None else x[order] for x in (past_mask, seen, visible))
+            past_mask, seen, visible, plan.chains = (
+                None if x is None else x[order] for x in (past_mask, seen, visible, plan.chains)
+            )
         backend = self.kv.kv_backend
         if isinstance(cache, PooledContexts):
             assert index is not None
             plan.session = PooledExtension(cache, backend, past_mask, seen, visible, index)
         else:
             plan.session = Extension(cache, backend, past_mask, seen, plan.append, visible, index)
-        plan.input_ids, plan.embeddings, plan.positions, plan.order = ids, embeddings, positions, order
+        plan.input_ids, plan.embeddings, plan.positions, plan.seen = ids, embeddings, positions, seen
+        plan.order = order
         plan.reads_context = True
         return plan
 

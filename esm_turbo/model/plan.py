@@ -9,16 +9,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.packing import Attend, Packing
-from esm_turbo.model.sessions import KVSession
+from esm_turbo.model.sessions import KVSession, attend_by
 
 
 class Scope(enum.Enum):
@@ -99,6 +101,7 @@ class Rotary:
         kinds: of all layers.
         frequencies: inverse frequencies of a kind, float32 [head_dim / 2].
         positions: of the tokens in a scope, integers [...].
+        halves: how often angles are repeated, 2 for operations that take them for both halves of a head.
     """
 
     def __init__(
@@ -106,18 +109,22 @@ class Rotary:
         kinds: Sequence[LayerKind],
         frequencies: Callable[[LayerKind], Tensor],
         positions: Callable[[Scope], Tensor],
+        halves: int = 1,
     ) -> None:
         self._kinds = kinds
         self._frequencies = frequencies
         self._positions = positions
+        self._halves = halves
         self._tables: dict[Any, tuple[Tensor, Tensor]] = {}
 
     def at(self, layer_idx: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for a layer on a device, float32 [..., head_dim / 2] each."""
+        """Cosines and sines for a layer on a device, float32 [..., halves * head_dim / 2] each."""
         kind = self._kinds[layer_idx]
         key = kind.scope, kind.rotary
         if key not in self._tables:
             angle = self._positions(kind.scope)[..., None] * self._frequencies(kind)
+            if self._halves > 1:
+                angle = torch.cat([angle] * self._halves, dim=-1)
             self._tables[key] = angle.cos(), angle.sin()
         cos, sin = self._tables[key]
         if cos.device != device:
@@ -152,9 +159,11 @@ class ForwardPlan:
         frequencies: inverse frequencies of a kind, float32 [head_dim / 2].
         input_ids: [batch, n]; None where the caller gave embeddings.
         embeddings: [batch, n, hidden_size]; None where the forward embeds the tokens.
-        attention_mask: of the real tokens, [batch, n]; None for all, and in an extension, whose session knows it.
+        attention_mask: of the real tokens, [batch, n]; None for all, and in an extension, see `seen`.
+        seen: real tokens of an extension, bool [batch, n]; None for all.
         positions: [batch, n] or [1, n]; None for 0, 1, 2, ...
-        chains: number of each token's sequence, [batch, n]; None for one sequence per row.
+        chains: number of each token's sequence in its row, [batch, n]; None for one sequence per row. Those of an
+            extension follow the context's where contexts are exact.
         session: receives queries, keys and values of the stored layers; None without a cache.
         cache: to be written; None for none.
         append: what is written into it.
@@ -169,6 +178,7 @@ class ForwardPlan:
     input_ids: Tensor | None = None
     embeddings: Tensor | None = None
     attention_mask: Tensor | None = None
+    seen: Tensor | None = None
     positions: Tensor | None = None
     chains: Tensor | None = None
     session: KVSession | None = None
@@ -183,3 +193,62 @@ class ForwardPlan:
     def library_options(self) -> dict[str, Any]:
         """Keyword arguments of the library's forward, with the session where there is one."""
         return self.options if self.session is None else {**self.options, "kv_session": self.session}
+
+    def session_at(self, layer_idx: int) -> KVSession | None:
+        """The session of a layer; None for a layer that is not stored."""
+        return self.session if self.kinds[layer_idx].stored else None
+
+    def stored_index(self, layer_idx: int) -> int:
+        """The number of a layer among those that are stored, by which sessions and caches know it."""
+        return sum(kind.stored for kind in self.kinds[:layer_idx])
+
+    def positions_at(self, scope: Scope) -> Tensor:
+        """Positions of the tokens as layers of a scope count them, integers [batch, n] or [1, n]."""
+        tokens = self.input_ids if self.input_ids is not None else self.embeddings
+        assert tokens is not None
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        if scope is not Scope.SEQUENCE:
+            return positions
+        if self.chains is None:
+            return positions - positions[:, :1]
+        begins = torch.ones_like(self.chains, dtype=torch.bool)
+        begins[:, 1:] = self.chains[:, 1:] != self.chains[:, :-1]
+        # Positions ascend along a row: that of the last sequence so far is the largest.
+        return positions - torch.where(begins, positions, 0).cummax(dim=1).values
+
+    @cached_property
+    def rotary(self) -> Rotary:
+        """Cosines and sines of the tokens in every layer, as `KVBackend.rotate` takes them."""
+        return Rotary(self.kinds, self.frequencies, self.positions_at, halves=2)
+
+    def mask_at(self, scope: Scope) -> Tensor | None:
+        """The tokens of its row that each token sees in layers of a scope, bool [batch, 1, n or 1, n]; None for all."""
+        real = self.seen if self.attention_mask is None else self.attention_mask != 0
+        mask = None if real is None else real[:, None, None, :]
+        if scope is Scope.ROW or self.chains is None:
+            return mask
+        query, key = self.chains[:, None, :, None], self.chains[:, None, None, :]
+        within = query == key if scope is Scope.SEQUENCE else query >= key
+        return within if mask is None else within & mask
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attention of a layer to what its kind lets it see; keys and values are stored where the plan stores them.
+
+        Args:
+            layer_idx: which layer.
+            query: scaled and after RoPE, [batch, heads, n, head_dim].
+            keys: after RoPE, [batch, heads, n, head_dim].
+            values: [batch, heads, n, head_dim].
+
+        Returns:
+            [batch, heads, n, head_dim]; undefined for padding.
+        """
+        session = self.session_at(layer_idx)
+        if session is not None:
+            output = attend_by(session, self.stored_index(layer_idx), query, keys, values)
+            if output is not None:
+                return output
+        mask = self.mask_at(self.kinds[layer_idx].scope)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0)
