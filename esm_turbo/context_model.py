@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from esm_turbo.codecs.row_index import of_rows
+from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
@@ -52,6 +52,26 @@ class ExtendOutput:
 
     def __repr__(self) -> str:
         return named(self, **{name: list(value.shape) for name, value in vars(self).items()})
+
+
+class _NewRows(NamedTuple):
+    """The tokens of an extension.
+
+    Attributes:
+        input_ids: [batch, n].
+        mask: real tokens, int64 [batch, n].
+        positions: [batch, n].
+        first: columns of the cache that each row reads, those before this one, [batch, 1].
+        begin: first column of the new tokens, [batch, 1].
+        end: column after the last token that an append stores, [batch, 1].
+    """
+
+    input_ids: Tensor
+    mask: Tensor
+    positions: Tensor
+    first: Tensor
+    begin: Tensor
+    end: Tensor
 
 
 class ContextModel:
@@ -207,7 +227,34 @@ class ContextModel:
             raise ValueError(f"the cache has {cache.batch_size} rows, but there are {len(sequences)} sequences")
         if not bool((cache.lengths > 0).all()):
             raise ValueError("the cache has an empty row: prefill a context first")
-        # The end of each context runs again; `<cls>` is never part of it.
+        rows = self._rows_after(cache, sequences, eos, refresh, index)
+        device, mask = self.model.device, rows.mask
+        past = torch.arange(cache.get_seq_length()) < rows.first
+        steps = torch.arange(mask.shape[1])
+        states = self.model.base_model(
+            to_device(rows.input_ids, device),
+            to_device(torch.cat([past.long(), mask], dim=1), device),
+            to_device(rows.positions, device),
+            past_key_values=cache,
+            context_index=None if index is None else index.contexts.tolist(),
+            use_cache=append,
+            append_mask=to_device((steps >= rows.begin) & (steps < rows.end), device),
+        ).last_hidden_state
+        # The new tokens of each row follow its refreshed ones.
+        counts = mask.sum(1, keepdim=True)
+        column = rows.begin + torch.arange(int((counts - rows.begin).max()))
+        at = to_device(column.clamp_max(len(steps) - 1)[..., None], device)
+        logits = self.model.lm_head(states)
+        return ExtendOutput(
+            states.gather(1, at.expand(-1, -1, states.shape[2])),
+            logits.gather(1, at.expand(-1, -1, logits.shape[2])),
+            to_device((column < counts).long(), device),
+        )
+
+    def _rows_after(
+        self, cache: TurboKVCache, sequences: list[str], eos: bool, refresh: int, index: RowIndex | None
+    ) -> _NewRows:
+        """The rows of an extension: the end of each context, which runs again without `<cls>`, and the new tokens."""
         ids, lengths, nexts = (x.cpu() for x in (cache.token_ids, cache.lengths, cache.next_positions))
         first = torch.maximum(lengths - refresh, (ids[:, 0] == self.codes.cls).long())
         bounds = zip(ids.tolist(), first.tolist(), lengths.tolist(), strict=True)
@@ -220,37 +267,14 @@ class ContextModel:
             rows.append([*tail, *new, *([self.codes.eos] if eos else [])])
             ends.append(len(tail) + len(new))
         input_ids, mask = self.codes.batch(rows)
-        begin, end = lengths - first, torch.tensor(ends)[:, None]
-        steps = torch.arange(input_ids.shape[1])
-        columns = first + steps
+        columns = first + torch.arange(input_ids.shape[1])
         positions = nexts + columns - lengths
         if cache.positions is not None:
             stored = of_rows(cache.positions.cpu().long(), index).expand(len(sequences), -1)
             positions = torch.where(
                 columns < lengths, stored.gather(1, columns.clamp_max(cache.columns - 1)), positions
             )
-        past = torch.arange(cache.get_seq_length()) < first
-        device = self.model.device
-        states = self.model.base_model(
-            to_device(input_ids, device),
-            to_device(torch.cat([past.long(), mask], dim=1), device),
-            to_device(positions, device),
-            past_key_values=cache,
-            context_index=None if index is None else index.contexts.tolist(),
-            use_cache=append,
-            append_mask=to_device((steps >= begin) & (steps < end), device),
-        ).last_hidden_state
-        # The new tokens of each row follow its refreshed ones.
-        width = int((mask.sum(1, keepdim=True) - begin).max())
-        column = begin + torch.arange(width)
-        new_mask = (column < mask.sum(1, keepdim=True)).long()
-        at = to_device(column.clamp_max(len(steps) - 1)[..., None], device)
-        logits = self.model.lm_head(states)
-        return ExtendOutput(
-            states.gather(1, at.expand(-1, -1, states.shape[2])),
-            logits.gather(1, at.expand(-1, -1, logits.shape[2])),
-            to_device(new_mask, device),
-        )
+        return _NewRows(input_ids, mask, positions, first, lengths - first, torch.tensor(ends)[:, None])
 
 
 def as_list(items: Sequences, noun: str = "sequence") -> list[str]:

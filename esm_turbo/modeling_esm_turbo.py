@@ -184,6 +184,7 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
     _no_split_modules = ("TurboEsmLayer", "EsmEmbeddings")
+    packed_operations = frozenset({"add_layer_norm", "gelu_", "linear", "rotate_"})
     plain_modules = frozenset(
         {
             EsmEmbeddings,

@@ -149,7 +149,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
 
     _keep_in_fp32_modules_strict = ("rotary_emb",)
     _no_split_modules = ("TurboEsmcLayer",)
-    gated = True
+    packed_operations = frozenset({"add_layer_norm", "norm_rotate_", "swiglu"})
     peptide_notice = (
         "ESM-C was trained on single chains: it never saw a peptide after a target, with a chain break `|` between them"
         " or without one"

@@ -118,7 +118,7 @@ class CacheEngine:
         if torch.compiler.is_compiling():
             return 0
         geometry = Geometry.of(self.encoder.config)
-        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.encoder.gated)
+        sizes = Sizes(geometry.num_heads, geometry.head_dim, self.encoder.packed_operations)
         return self.kv_backend.compile_ahead(sizes, codec, self.encoder.dtype, self.encoder.device)
 
     def new_cache(self) -> TurboKVCache:

@@ -24,13 +24,13 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
 
     Attributes:
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
-        gated: see `ops.warmup.Sizes`.
+        packed_operations: names of the operations of `triton_encoder` that `run_packed` calls, to be compiled ahead.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
         exact_contexts: contexts never see what follows them, so that reusing them changes nothing.
         is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
-    gated: ClassVar[bool] = False
+    packed_operations: ClassVar[frozenset[str]] = frozenset()
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
     exact_contexts: ClassVar[bool] = False

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -34,12 +35,12 @@ class Sizes:
     Attributes:
         heads: per layer.
         head_dim: components per head.
-        gated: whether queries and keys pass layer norms, and the feed-forward network is gated, as in ESM-C.
+        operations: names of those that packed layers run, see `triton_encoder`; empty where nothing runs packed.
     """
 
     heads: int
     head_dim: int
-    gated: bool = False
+    operations: frozenset[str] = frozenset()
 
 
 def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device) -> int:
@@ -100,15 +101,17 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
     x = torch.empty(16, sizes.heads * sizes.head_dim, dtype=dtype, device=device)
     angles = torch.empty(16, sizes.head_dim // 2, device=device)
     with recorded(capability) as variants:
-        triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5)
         qkv = _qkv(1, 16, sizes, dtype, device)[0]
-        if sizes.gated:
-            triton_encoder.norm_rotate_(qkv, x[0], x[0], 1e-5, angles, angles, 1.0)
-            triton_encoder.swiglu(x)
-        else:
-            triton_encoder.rotate_(qkv, angles, angles, 1.0)
-            triton_encoder.gelu_(x)
-            triton_encoder.linear(x, x.new_empty(x.shape[1], x.shape[1]), x[0])
+        launches: dict[str, Callable[[], object]] = {
+            "add_layer_norm": lambda: triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5),
+            "norm_rotate_": lambda: triton_encoder.norm_rotate_(qkv, x[0], x[0], 1e-5, angles, angles, 1.0),
+            "rotate_": lambda: triton_encoder.rotate_(qkv, angles, angles, 1.0),
+            "swiglu": lambda: triton_encoder.swiglu(x),
+            "gelu_": lambda: triton_encoder.gelu_(x),
+            "linear": lambda: triton_encoder.linear(x, x.new_empty(x.shape[1], x.shape[1]), x[0]),
+        }
+        for name in sorted(sizes.operations):
+            launches[name]()
     return variants
 
 

@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from esm_turbo import TurboConfig
 from esm_turbo.codecs import LutCodec
 from esm_turbo.config import Geometry
-from esm_turbo.ops import reference
+from tests.helpers import reference
 from tests.helpers.codec_samples import (
     HEADS,
     LAYERS,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from esm_turbo.codecs import packing
-from esm_turbo.ops import reference
+from tests.helpers import reference
 
 ALL_BITS = range(1, 9)
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, PackedContext
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.ops import decoded_attention, reference, torch_ops
+from esm_turbo.ops import decoded_attention, torch_ops
+from tests.helpers import reference
 from tests.helpers.triton_devices import DTYPES, on_devices, right_triton  # noqa: F401
 
 # Each operand is rounded once; in float32, sums differ in order.

@@ -162,7 +162,7 @@ def test_calls_launch_few_variants_which_are_all_compiled_ahead(
     encoder = model.base_model
     encoder.kv.backend = "triton"
     turbo = TurboEsm(model, tokenizer)
-    sizes = Sizes(heads, head_dim, encoder.gated)
+    sizes = Sizes(heads, head_dim, encoder.packed_operations)
     codec = encoder.codec(encoder.turbo_config)
     ahead = {
         *encoder_variants(sizes, dtype, CPU, CAPABILITY),
