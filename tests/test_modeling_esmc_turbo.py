@@ -20,7 +20,7 @@ from esm_turbo.model.sessions import KVSession
 from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
 from tests.helpers import torch_encoder
 from tests.helpers.models import EOS, MASK, make_calibration, make_esm, make_esmc, random_ids
-from tests.helpers.packed import packed_tokens
+from tests.helpers.packed import packed_tokens, plan_with
 
 # Heads of the three published models, all of 64 components.
 GEOMETRIES = {"300M": 15, "600M": 18, "6B": 40}
@@ -228,7 +228,7 @@ def test_the_packed_encoder_computes_the_same(lengths: list[int]) -> None:
         def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
             recorded.append(keys)
 
-    attend = attention_of_rows(packing, torch_encoder, Recorder())
+    attend = attention_of_rows(packing, torch_encoder, plan_with(Recorder()))
     embeddings = packing.pack(ours.embed(ids, mask.bool(), None))
     tokens = packed_tokens(embeddings, packing.positions, ours.rotary_frequencies, attend, range(3))
     last, states = ours.run_packed(tokens, torch_encoder)

@@ -32,7 +32,7 @@ from esm_turbo.model.inputs import (
 from esm_turbo.model.packing import DTYPES as PACKED_DTYPES
 from esm_turbo.model.packing import Packing, attention_of_rows, attention_to_cache
 from esm_turbo.model.plain import is_plain, is_unhooked, plain_addresses
-from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary
+from esm_turbo.model.plan import ForwardInputs, ForwardPlan, PackedTokens, Rotary, Scope
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.sessions import Extension, GrowingExtension, KVSession, PooledExtension, Prefill
 from esm_turbo.model.static_cache import StaticKVCache
@@ -88,12 +88,17 @@ class Executor:
             options=options,
         )
 
+    def _embed(
+        self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None, chains: Tensor | None
+    ) -> Tensor:
+        return self.encoder.embed_sequences(self.encoder.embed(input_ids, mask, counts), chains)
+
     def _plan_plain(self, inputs: ForwardInputs) -> ForwardPlan:
         ids, embeddings = inputs.input_ids, inputs.inputs_embeds
         if (ids is None) == (embeddings is None):
             raise ValueError("exactly one of `input_ids` and `inputs_embeds` must be given")
         if inputs.token_counts is not None and ids is not None:
-            embeddings = self.encoder.embed(ids, token_mask(ids, inputs.attention_mask), inputs.token_counts)
+            embeddings = self._embed(ids, token_mask(ids, inputs.attention_mask), inputs.token_counts, inputs.chains)
         plan = self._new_plan(inputs)
         plan.options["use_cache"] = False
         plan.attention_mask, plan.positions, plan.embeddings = inputs.attention_mask, inputs.position_ids, embeddings
@@ -113,7 +118,7 @@ class Executor:
         plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, inputs.chains)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         if inputs.token_counts is not None:
-            plan.embeddings = self.encoder.embed(ids, mask, inputs.token_counts)
+            plan.embeddings = self._embed(ids, mask, inputs.token_counts, inputs.chains)
         elif self.encoder.token_dropout:
             check_not_all_masked(count_tokens(ids, mask, self.encoder.config.mask_token_id))
         self._pack_rows(plan, inputs.row_lengths)
@@ -126,7 +131,9 @@ class Executor:
         rows, width = (plan.input_ids if plan.embeddings is None else plan.embeddings).shape[:2]  # type: ignore[union-attr]
         if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
             raise ValueError(f"`row_lengths` must be {rows} numbers of 1 to {width}, got {list(row_lengths)}")
-        if plan.positions is None and self._can_pack(plan):
+        # Attention of packed rows knows no sequences within them.
+        whole = plan.chains is None or all(kind.scope is Scope.ROW for kind in plan.kinds)
+        if plan.positions is None and whole and self._can_pack(plan):
             plan.packing = Packing.of(row_lengths, width, self.encoder.device)
 
     def _plan_extension(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
@@ -140,7 +147,6 @@ class Executor:
             mask_id = self.encoder.config.mask_token_id
             counts = count_tokens_with_past(cache, past_mask, ids, new_mask, mask_id, index)
         plan = self._new_plan(inputs)
-        embeddings = self.encoder.embed(ids, new_mask, counts)
         if positions is None:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
             check_positions(positions)
@@ -148,6 +154,7 @@ class Executor:
             # New sequences follow those of the context.
             following = of_rows(cache.next_chains, index)[:, None]
             plan.chains = (following if plan.chains is None else following + plan.chains).expand(batch_size, n)
+        embeddings = self._embed(ids, new_mask, counts, plan.chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
             stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
@@ -222,21 +229,21 @@ class Executor:
     def _run_packed(self, plan: ForwardPlan) -> ModelOutput:
         from esm_turbo.ops import triton_encoder
 
-        embeddings, packing, session = plan.embeddings, plan.packing, plan.session
+        embeddings, packing = plan.embeddings, plan.packing
         unpack: Callable[[Tensor], Tensor]
         if packing is not None:
             self.kv.compile_ahead(None)
             if embeddings is None:
                 assert plan.input_ids is not None
                 mask = token_mask(plan.input_ids, plan.attention_mask)
-                embeddings = self.encoder.embed(plan.input_ids, mask, None)
-            embeddings, positions, unpack = packing.pack(embeddings), packing.positions, packing.unpack
-            attend = attention_of_rows(packing, triton_encoder, session)
+                embeddings = self._embed(plan.input_ids, mask, None, plan.chains)
+            embeddings, unpack = packing.pack(embeddings), packing.unpack
+            attend = attention_of_rows(packing, triton_encoder, plan)
         else:
-            assert isinstance(session, Extension) and embeddings is not None and plan.positions is not None
-            shape = plan.positions.shape
-            embeddings, positions = embeddings.flatten(0, 1), plan.positions.flatten()
-            attend = attention_to_cache(session, shape[0])
+            assert embeddings is not None
+            shape = embeddings.shape[:2]
+            embeddings = embeddings.flatten(0, 1)
+            attend = attention_to_cache(plan, shape[0])
 
             def unpack(x: Tensor) -> Tensor:
                 batch: Tensor = x.unflatten(0, shape)
@@ -244,7 +251,11 @@ class Executor:
 
         wants_states = bool(plan.options.get("output_hidden_states"))
         wanted = range(self.encoder.config.num_hidden_layers) if wants_states else ()
-        rotary = Rotary(plan.kinds, plan.frequencies, lambda scope: positions)
+
+        def positions(scope: Scope) -> Tensor:
+            return plan.positions_at(scope).flatten() if packing is None else packing.positions
+
+        rotary = Rotary(plan.kinds, plan.frequencies, positions)
         tokens = PackedTokens(embeddings, rotary, attend, wanted)
         last, states = self.encoder.run_packed(tokens, triton_encoder)
         last = unpack(last)
@@ -345,7 +356,7 @@ class Executor:
         plan.cache, plan.packing = cache, packing
         plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.special_ids)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
-        plan.embeddings = self.encoder.embed(inputs.ids, mask, inputs.token_counts)
+        plan.embeddings = self._embed(inputs.ids, mask, inputs.token_counts, None)
         return self.run(plan)
 
     def run_tail(self, cache: TurboKVCache, kind: StepKind, store: Store, counts: tuple[Tensor, Tensor]) -> Tensor:
@@ -368,7 +379,7 @@ class Executor:
         plan.reads_context = True
         plan.positions = columns if cache.positions is None else cache.positions.gather(1, columns).long()
         plan.session = GrowingExtension(cache, self.kv.kv_backend, kind.stored, store)
-        plan.embeddings = self.encoder.embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts)
+        plan.embeddings = self._embed(input_ids, torch.ones_like(input_ids, dtype=torch.bool), counts, None)
         states: Tensor = self.run(plan).last_hidden_state
         last: Tensor = states[:, -1]
         return last

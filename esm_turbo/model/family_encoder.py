@@ -96,6 +96,15 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
             [batch, n, hidden_size].
         """
 
+    def embed_sequences(self, embeddings: Tensor, chains: Tensor | None) -> Tensor:
+        """Embeddings of tokens [batch, n, hidden_size], with what a family adds for the sequences they are in.
+
+        Args:
+            embeddings: of `embed`.
+            chains: number of each token's sequence in its row, integers [batch, n]; None for the first.
+        """
+        return embeddings
+
     @abstractmethod
     def library_forward(self, plan: ForwardPlan) -> ModelOutput:
         """The library's own forward of a plan, which passes its session on to the attention."""

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device
-from esm_turbo.model.sessions import Extension, KVSession
+from esm_turbo.model.sessions import KVSession
 
 DTYPES = (torch.bfloat16, torch.float16)
 """Of models that run on packed tokens."""
@@ -87,30 +88,47 @@ Attend = Callable[[int, Tensor], Tensor]
 [T, heads * head_dim]."""
 
 
-def attention_of_rows(packing: Packing, ops: ModuleType, session: KVSession | None) -> Attend:
+class _LayerSessions(Protocol):
+    """The part of a `ForwardPlan` that attention of packed tokens needs: see there."""
+
+    def session_at(self, layer_idx: int) -> KVSession | None: ...
+
+    def stored_index(self, layer_idx: int) -> int: ...
+
+    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
+
+
+def attention_of_rows(packing: Packing, ops: ModuleType, plan: _LayerSessions) -> Attend:
     """Attention of every row's tokens to each other.
 
     Args:
         packing: of the rows.
         ops: `triton_encoder`, or another module with its operations.
-        session: is shown the keys and values of every layer as a padded batch.
+        plan: its session is shown the keys and values of every layer that is stored, as a padded batch.
     """
 
     def attend(layer_idx: int, qkv: Tensor) -> Tensor:
+        session = plan.session_at(layer_idx)
         if session is not None:
             keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
-            session.attend(layer_idx, keys, keys, values)
+            session.attend(plan.stored_index(layer_idx), keys, keys, values)
         attended: Tensor = ops.attend(qkv, packing.on(qkv.device).offsets, packing.longest)
         return attended.flatten(1)
 
     return attend
 
 
-def attention_to_cache(session: Extension, batch_size: int) -> Attend:
-    """Attention of the tokens of `batch_size` rows of equal length to a cache and to each other."""
+def attention_to_cache(plan: _LayerSessions, batch_size: int) -> Attend:
+    """Attention of the tokens of `batch_size` rows of equal length to each other, and in stored layers to a cache."""
 
     def attend(layer_idx: int, qkv: Tensor) -> Tensor:
-        query, keys, values = qkv.view(batch_size, -1, *qkv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
-        return session.attend(layer_idx, query, keys, values).transpose(1, 2).reshape(len(qkv), -1)
+        heads = qkv.view(batch_size, -1, *qkv.shape[1:]).permute(2, 0, 3, 1, 4).unbind()
+        session = plan.session_at(layer_idx)
+        if session is None:
+            output: Tensor | None = plan.attend(layer_idx, *heads)
+        else:
+            output = session.attend(plan.stored_index(layer_idx), *heads)
+        assert output is not None
+        return output.transpose(1, 2).reshape(len(qkv), -1)
 
     return attend

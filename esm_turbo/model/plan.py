@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -200,7 +201,11 @@ class ForwardPlan:
 
     def stored_index(self, layer_idx: int) -> int:
         """The number of a layer among those that are stored, by which sessions and caches know it."""
-        return sum(kind.stored for kind in self.kinds[:layer_idx])
+        return self._stored_indices[layer_idx]
+
+    @cached_property
+    def _stored_indices(self) -> list[int]:
+        return list(accumulate((int(kind.stored) for kind in self.kinds), initial=0))
 
     def positions_at(self, scope: Scope) -> Tensor:
         """Positions of the tokens as layers of a scope count them, integers [batch, n] or [1, n]."""

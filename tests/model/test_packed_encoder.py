@@ -25,7 +25,7 @@ from esm_turbo.model.plan import PackedTokens
 from esm_turbo.model.sessions import Extension, KVSession
 from tests.helpers import torch_encoder
 from tests.helpers.models import random_ids
-from tests.helpers.packed import packed_tokens
+from tests.helpers.packed import packed_tokens, plan_with
 
 LENGTHS = [17, 5, 30, 1]
 # Both sum in float32, in other orders.
@@ -52,7 +52,7 @@ def run(
     packing = Packing.of(lengths, ids.shape[1], ids.device)
     embeddings = packing.pack(model.esm.embeddings(ids, mask))
     inv_freq = model.esm.rotary_embeddings.inv_freq
-    attend = attention_of_rows(packing, torch_encoder, session)
+    attend = attention_of_rows(packing, torch_encoder, plan_with(session))
     tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
     return packing, packed_encoder(model.esm.encoder, tokens, torch_encoder)
 
@@ -114,7 +114,7 @@ def test_extensions_are_those_of_hugging_face_s_modules(
         embeddings.flatten(0, 1),
         positions.flatten(),
         model.esm.rotary_embeddings.inv_freq,
-        attention_to_cache(sessions[1], len(ids)),
+        attention_to_cache(plan_with(sessions[1]), len(ids)),
     )
     found, _ = packed_encoder(model.esm.encoder, tokens, torch_encoder)
     assert (found.view_as(expected) - expected)[mask.bool()].abs().max() <= TOLERANCE

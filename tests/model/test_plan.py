@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from esm_turbo.model.packing import attention_to_cache
 from esm_turbo.model.plan import ForwardPlan, LayerKind, Scope
 from esm_turbo.model.sessions import KVSession
 
@@ -88,3 +89,19 @@ def test_sessions_know_stored_layers_alone() -> None:
     for output, kind in zip(outputs, KINDS, strict=True):
         mask = plan.mask_at(kind.scope)
         assert torch.equal(output, scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0))
+
+
+def test_packed_tokens_attend_by_layer() -> None:
+    class Doubled(Recorder):
+        def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+            self.layers.append(layer_idx)
+            return 2 * values
+
+    plan = plan_of(chains=CHAINS, session=Doubled())
+    attend = attention_to_cache(plan, 2)
+    qkv = torch.randn(14, 3, 2, 4)
+    query, keys, values = qkv.view(2, 7, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
+    within = scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask_at(Scope.SEQUENCE), scale=1.0)
+    assert torch.equal(attend(0, qkv), within.transpose(1, 2).reshape(14, 8))
+    assert torch.equal(attend(1, qkv), 2 * qkv[:, 2].flatten(1))
+    assert plan.session.layers == [0]

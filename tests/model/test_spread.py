@@ -23,7 +23,7 @@ from esm_turbo.parallel.workers import Workers
 from tests.helpers import torch_encoder
 from tests.helpers.models import make_config, make_esm, random_ids
 from tests.helpers.numbered_cpus import NumberedCpus, number_of
-from tests.helpers.packed import packed_tokens
+from tests.helpers.packed import packed_tokens, plan_with
 
 FOLDERS = {"esm": EMBEDDED_MODEL, "esmc": Path(__file__).parents[2] / "models" / "esmc-mini"}
 # Older versions of transformers lack a family.
@@ -168,7 +168,7 @@ def test_packed_rows_follow_the_layers(one: TurboEsm, spread_out: TurboEsm) -> N
         assert encoder.executor.plain_addresses() is not None and encoder.executor.addresses() is None
         packing = Packing.of(lengths, ids.shape[1], ids.device)
         embeddings = packing.pack(encoder.embed(ids, mask.bool(), None))
-        attend = attention_of_rows(packing, torch_encoder, None)
+        attend = attention_of_rows(packing, torch_encoder, plan_with(None))
         inv_freq, layers = encoder.rotary_frequencies, range(len(_layers(turbo)))
         tokens = packed_tokens(embeddings, packing.positions, inv_freq, attend, layers)
         last, states = encoder.run_packed(tokens, torch_encoder)
