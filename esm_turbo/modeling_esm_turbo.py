@@ -139,7 +139,7 @@ class _AttentionWeights(KVSession):
 
 
 class _Checkpoints(CheckpointMixin):
-    """What ESM-2 says of its checkpoints."""
+    """Fields and checks of ESM-2's checkpoints."""
 
     family = FAMILIES["esm"]
     deciding_fields: ClassVar[dict[str, tuple[type, ...]]] = {

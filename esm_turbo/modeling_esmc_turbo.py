@@ -112,7 +112,7 @@ def _normed(ops: ModuleType, x: Tensor, norm: EsmcLayerNorm) -> Tensor:
 
 
 class _Checkpoints(CheckpointMixin):
-    """What ESM-C says of its checkpoints."""
+    """Fields and checks of ESM-C's checkpoints."""
 
     family = FAMILIES["esmc"]
     deciding_fields: ClassVar[dict[str, tuple[type, ...]]] = {

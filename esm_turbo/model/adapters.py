@@ -18,7 +18,7 @@ _WITH_HEAD = "base_model.model.{prefix}."
 
 
 def is_adapter(source: str | os.PathLike[str]) -> bool:
-    """Whether a path is the folder of an adapter."""
+    """Tell whether a path is the folder of an adapter."""
     return (Path(source) / CONFIG_FILE).is_file()
 
 

@@ -1,4 +1,4 @@
-"""What the encoders of all families share: a cache is written, extended and decoded alike.
+"""The encoders of all families: a cache is written, extended and decoded alike.
 
 A family's class derives from `CachedModel` and from the library's class, whose computation stays the library's own. It
 answers what differs between families (`FamilyEncoder`).
@@ -172,7 +172,7 @@ class CachedModel(FamilyEncoder):
 
     @property
     def preset_chosen(self) -> bool:
-        """Whether `set_turbo` was given a preset; then it is used or refused, never left aside."""
+        """True if `set_turbo` was given a preset; then it is used or refused, never left aside."""
         return self.kv.preset_chosen
 
     @preset_chosen.setter
@@ -191,7 +191,7 @@ class CachedModel(FamilyEncoder):
 
     @property
     def captures(self) -> bool:
-        """Whether calls that recur are captured as CUDA graphs; set it to False for eager calls only."""
+        """True if calls that recur are captured as CUDA graphs; set it to False for eager calls only."""
         return self.executor.captures
 
     @captures.setter

@@ -41,7 +41,7 @@ def mask_of_extension(
     num_tokens: int,
     index: RowIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Which past and new tokens an extension of one chain per row sees.
+    """The mask of past and new tokens that an extension of one chain per row sees.
 
     Args:
         cache: the context.

@@ -51,7 +51,7 @@ class PicklableHooksMixin:
 
 
 class CheckpointMixin(PicklableHooksMixin):
-    """How models of all families and classes are made and saved.
+    """Makes, loads and saves models of all families and classes.
 
     Attributes:
         family: the model's.

@@ -262,7 +262,7 @@ class Executor:
         return self.encoder.output(last, (*map(unpack, states.values()), last) if wants_states else None)
 
     def _can_pack(self, plan: ForwardPlan) -> bool:
-        """Whether packed tokens give what the library's forward of a plan would."""
+        """Tell whether packed tokens give what the library's forward of a plan would."""
         encoder = self.encoder
         return (
             encoder.packs
@@ -280,7 +280,7 @@ class Executor:
 
     @property
     def replays(self) -> bool:
-        """Whether calls that recur are replayed as CUDA graphs, unless something of the call itself forbids it."""
+        """True if calls that recur are replayed as CUDA graphs, unless something of the call itself forbids it."""
         return (
             self.captures
             and self.encoder.capturable

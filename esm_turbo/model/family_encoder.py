@@ -38,7 +38,7 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
 
     @property
     def layer_kinds(self) -> Sequence[LayerKind]:
-        """How each layer attends; by default every token sees its row and the context, and every layer is stored."""
+        """The attention of each layer; by default tokens see their row and the context, and every layer is stored."""
         count: int = self.config.num_hidden_layers
         return (LayerKind(),) * count
 
@@ -48,17 +48,17 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
 
     @property
     def packs(self) -> bool:
-        """Whether there is a packed encoder, `run_packed`, for this model."""
+        """True if there is a packed encoder, `run_packed`, for this model."""
         return False
 
     @property
     def capturable(self) -> bool:
-        """Whether extensions and prefills of this model may be captured as CUDA graphs."""
+        """True if extensions and prefills of this model may be captured as CUDA graphs."""
         return True
 
     @property
     def token_dropout(self) -> bool:
-        """Whether embeddings depend on how many tokens and masks the whole input has."""
+        """True if embeddings depend on how many tokens and masks the whole input has."""
         return False
 
     @property

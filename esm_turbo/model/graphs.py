@@ -141,7 +141,7 @@ class _Graph(ABC):
 
     @abstractmethod
     def run(self) -> Tensor:
-        """What is captured."""
+        """Run the call; this is what is captured."""
 
     def capture(self, capture: Callable[[Callable[[], Tensor]], Callable[[], Tensor]]) -> None:
         """Capture `run`."""

@@ -104,7 +104,7 @@ class Growth:
         self._replays = {kind: capture(partial(self.run, kind)) for kind in self._kinds}
 
     def run(self, kind: StepKind) -> Tensor:
-        """What is captured of a kind."""
+        """Run a step of a kind; this is what is captured."""
         lengths = self.contexts.lengths
         # A repeated step computes the same: warming up before a capture changes nothing.
         lengths.copy_(self._known - (kind.tokens - 1))
@@ -168,7 +168,7 @@ class Growth:
 
 
 class _ColumnWriter:
-    """What a cache's layers store per column, each layer's in one buffer, so that one write per layer stores tokens.
+    """Writes what layers store per column, each layer's tensors in one buffer, by one write per layer.
 
     Args:
         contexts: whose tensors are replaced by zeros.

@@ -39,7 +39,7 @@ def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
 
 
 def untrained(model: Any, head: Head) -> str | None:
-    """Why a model's head gives noise, or that there is none, and what to do; None for a trained head.
+    """The reason why a model's head gives noise or is missing, and what to do; None for a trained head.
 
     Args:
         model: such as `TurboEsmForMaskedLM`, or `TurboEsmModel` for its contact head.

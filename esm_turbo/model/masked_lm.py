@@ -1,4 +1,4 @@
-"""What the masked language models of all families share: they hand everything about caches on to their encoder."""
+"""The masked language models of all families, which hand everything about caches on to their encoder."""
 
 from __future__ import annotations
 

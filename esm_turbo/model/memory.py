@@ -31,7 +31,7 @@ class NotEnoughMemoryError(MemoryError):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means too little memory, of a device or of this machine."""
+    """Tell whether an error means too little memory, of a device or of this machine."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):

@@ -20,7 +20,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the tokens of a padded batch lie when its rows are packed one after the other.
+    """The places of a padded batch's tokens when its rows are packed one after the other.
 
     Attributes:
         batch_size: rows.

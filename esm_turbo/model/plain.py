@@ -20,8 +20,9 @@ def plain_addresses(module: nn.Module, allowed: Collection[type[nn.Module]]) -> 
 
 
 def is_plain(module: nn.Module, allowed: Collection[type[nn.Module]]) -> bool:
-    """Whether the computation of a module may be replaced: its submodules are all of an allowed class, unhooked and
-    with their class's own forward.
+    """Tell whether the computation of a module may be replaced.
+
+    Its submodules are then all of an allowed class, unhooked and with their class's own forward.
 
     Adapters replace modules or their forward, or hook into them; offloaded layers do, too. A call takes some 0.1 ms for
     33 layers, as it does not walk the tree again while it stays the same, and its loops run in C.
@@ -65,7 +66,7 @@ class _Tree:
         return list(chain.from_iterable([children.values() for children in self.children]))
 
     def changed(self, module: nn.Module) -> bool:
-        """Whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
+        """Tell whether a submodule was replaced, added or removed, or the tree is that of a module copied from."""
         return self.states[0] is not module.__dict__ or self._listed() != self.known
 
     def is_plain(self, allowed: Collection[type[nn.Module]]) -> bool:
@@ -82,16 +83,16 @@ class _Tree:
 
 
 def is_recorder(hook: Any) -> bool:
-    """Whether a hook is the library's own, which records hidden states while a forward asks for them."""
+    """Tell whether a hook is the library's own, which records hidden states while a forward asks for them."""
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 
 
 def _is_replaced(hook: Any) -> bool:
-    """Whether the packed encoder does what a hook does, or need not."""
+    """Tell whether the packed encoder does what a hook does, or need not."""
     return type(hook) is ToWeights or is_recorder(hook)
 
 
 def is_unhooked(module: nn.Module) -> bool:
-    """Whether a call of a module, submodules aside, runs its class's forward and nothing else."""
+    """Tell whether a call of a module, submodules aside, runs its class's forward and nothing else."""
     hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
     return "forward" not in module.__dict__ and all(map(is_recorder, hooks))

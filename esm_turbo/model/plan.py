@@ -41,7 +41,7 @@ class Scope(enum.Enum):
 
 @dataclass(frozen=True)
 class LayerKind:
-    """How a layer attends.
+    """The attention of a layer.
 
     Attributes:
         scope: what its tokens see.
@@ -91,7 +91,7 @@ class ForwardInputs:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the library's options ask for nothing but the last hidden states."""
+        """True if the library's options ask for nothing but the last hidden states."""
         return not {name for name, value in self.options.items() if value} - {"return_dict"}
 
 

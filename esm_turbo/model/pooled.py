@@ -22,11 +22,11 @@ _IN_PLACE = "contexts in a pool are read in place: {} needs a cache of its own, 
 
 
 class Hold(Protocol):
-    """What keeps contexts in their slots."""
+    """Keeps contexts from eviction."""
 
     @property
     def released(self) -> bool:
-        """Whether the slots may hold other contexts by now."""
+        """True once the slots may hold other contexts."""
 
     def release(self) -> None:
         """Lets go of the slots."""
@@ -104,7 +104,7 @@ class PooledContexts(TurboKVCache):
             self.hold.release()
 
     def segments(self, index: RowIndex) -> list[Segment]:
-        """What rows read, slab by slab.
+        """The rows of an extension, slab by slab.
 
         Args:
             index: the context of each row, in the order of `ranks`.

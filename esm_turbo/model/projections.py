@@ -39,7 +39,7 @@ def stacked_weight(owner: nn.Module, linears: Sequence[nn.Linear]) -> Tensor:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether the module only multiplies: adapters replace it or its forward, or register hooks."""
+    """Tell whether a module only multiplies: adapters replace it or its forward, or register hooks."""
     hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
     return type(module) is nn.Linear and not hooked
 

@@ -1,4 +1,4 @@
-"""Sessions: how one forward of the model writes or reads a cache.
+"""Sessions, by which one forward of the model writes or reads a cache.
 
 A session is passed through the layers as a keyword argument, so that neither the model nor the library keeps state.
 RoPE is applied before: in a prefill by Hugging Face's code, in an extension by `Extension.rotate` (ops/), and in half
@@ -54,7 +54,7 @@ class Prefill(KVSession):
 
 
 class _Shared(NamedTuple):
-    """What an extension's layers share, see `PackedContext`; masks are expanded to all rows."""
+    """Tensors that an extension's layers share, see `PackedContext`; masks are expanded to all rows."""
 
     mask: Tensor | None
     past_mask: Tensor | None
