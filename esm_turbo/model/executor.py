@@ -16,7 +16,7 @@ from esm_turbo.config import Backend
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
-from esm_turbo.model.graphs import GraphPool
+from esm_turbo.model.graphs import Caller, GraphPool
 from esm_turbo.model.growth import Growth, StepKind, Store
 from esm_turbo.model.inputs import (
     check_not_all_masked,
@@ -325,7 +325,7 @@ class Executor:
         if inputs.position_ids is None:
             steps = torch.arange(inputs.ids.shape[1], device=inputs.ids.device)
             inputs = replace(inputs, position_ids=of_rows(cache.next_positions, index)[:, None] + steps)
-        states = self.graphs.extend(self, addresses, cache, inputs)
+        states = self.graphs.extend(Caller(self, addresses), cache, inputs)
         return None if states is None else self.encoder.output(states, None)
 
     def _prefill_by_graph(self, inputs: ForwardInputs, cache: TurboKVCache) -> ModelOutput | None:
@@ -342,7 +342,7 @@ class Executor:
         if inputs.token_counts is None:
             mask = token_mask(ids, inputs.attention_mask)
             inputs = replace(inputs, token_counts=count_tokens(ids, mask, self.encoder.config.mask_token_id))
-        replayed = self.graphs.prefill(self, addresses, cache, inputs)
+        replayed = self.graphs.prefill(Caller(self, addresses), cache, inputs)
         if replayed is None:
             return None
         states, filled = replayed
@@ -395,7 +395,7 @@ class Executor:
             return
         self.kv.claim(cache)
         self.kv.compile_ahead(cache.codec)
-        with self.graphs.growing(self, addresses, cache, kinds, columns, uses) as growth:
+        with self.graphs.growing(Caller(self, addresses, uses), cache, kinds, columns) as growth:
             yield growth
 
     def decoded(self, cache: TurboKVCache) -> TurboKVCache:
@@ -408,7 +408,7 @@ class Executor:
         if cache.config.codec == "exact":
             return cache
         if cache.batch_size == 1 and cache.chains is None and (addresses := self.addresses()) is not None:
-            made = self.graphs.decode(self, addresses, cache)
+            made = self.graphs.decode(Caller(self, addresses), cache)
             if made is not None:
                 return made
         return self.kv.decode(cache)

@@ -253,12 +253,30 @@ class _DecodingGraph(_Graph):
         return self.decoded.lengths
 
 
+class Caller(NamedTuple):
+    """The model of a call.
+
+    Attributes:
+        executor: of a model on a CUDA device.
+        addresses: of its parameters, see `plain_addresses`.
+        uses: number of calls that this one counts for; a call that is known to recur counts more.
+    """
+
+    executor: Runner
+    addresses: tuple[int, ...]
+    uses: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the model."""
+        device: torch.device = self.executor.encoder.device
+        return device
+
+
 class GraphPool:
     """The graphs of a model. They are dropped when its parameters move, least recently used ones when they get many.
 
-    Methods take the `executor` of a model on a CUDA device; the `addresses` of its parameters, see `plain_addresses`; a
-    cache that the model has claimed; and `uses`, the number of calls that this one counts for: a call that is known to
-    recur counts more. They answer None where there is no graph, and none is captured.
+    Its methods take caches that the model has claimed, and answer None where there is no graph, and none is captured.
 
     Args:
         capture: captures a computation, and returns what replays it.
@@ -305,17 +323,13 @@ class GraphPool:
         return [cache for graph in self._graphs.values() for cache in graph.caches]
 
     @torch.no_grad()
-    def extend(
-        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, inputs: ForwardInputs, uses: int = 1
-    ) -> Tensor | None:
+    def extend(self, caller: Caller, cache: TurboKVCache, inputs: ForwardInputs) -> Tensor | None:
         """The last hidden states of an extension, [batch, n, hidden_size].
 
         Args:
-            executor: see the class.
-            addresses: see the class.
+            caller: the model.
             cache: the contexts.
             inputs: with `position_ids`, and contexts named by a `RowIndex` or not at all.
-            uses: see the class.
         """
         ids, index = inputs.ids, inputs.context_index
         assert index is None or isinstance(index, RowIndex)
@@ -334,10 +348,10 @@ class GraphPool:
         layout = (id(cache.codec), names, cache.positions is None)
 
         def make() -> _Graph:
-            return _ExtensionGraph(executor, self._contexts(bucket, cache, layout), bucket)
+            return _ExtensionGraph(caller.executor, self._contexts(bucket, cache, layout), bucket)
 
         before = _USES_BEFORE_CAPTURE_NAMED if bucket.named else _USES_BEFORE_CAPTURE
-        with self._use((bucket, *layout), executor, addresses, make, uses, before) as graph:
+        with self._use((bucket, *layout), caller, make, before) as graph:
             if graph is None:
                 return None
             graph.load(cache, source, inputs, index)
@@ -345,17 +359,13 @@ class GraphPool:
             return states.clone() if order is None else states[order.argsort()]
 
     @torch.no_grad()
-    def prefill(
-        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, inputs: ForwardInputs, uses: int = 1
-    ) -> tuple[Tensor, TurboKVCache] | None:
+    def prefill(self, caller: Caller, cache: TurboKVCache, inputs: ForwardInputs) -> tuple[Tensor, TurboKVCache] | None:
         """The last hidden states of a single row, [1, n, hidden_size], and its context.
 
         Args:
-            executor: see the class.
-            addresses: see the class.
+            caller: the model.
             cache: empty; says how the context is stored.
             inputs: a row without padding, and its `token_counts`.
-            uses: see the class.
         """
         n = inputs.ids.shape[1]
         bucket = Bucket.of(1, n, 1, n)
@@ -363,10 +373,10 @@ class GraphPool:
             return None
 
         def make() -> _Graph:
-            return _PrefillGraph(executor, cache, bucket.columns)
+            return _PrefillGraph(caller.executor, cache, bucket.columns)
 
         key = (bucket.columns, id(cache.codec), cache.config)
-        with self._use(key, executor, addresses, make, uses) as graph:
+        with self._use(key, caller, make) as graph:
             if graph is None:
                 return None
             graph.load(inputs)
@@ -374,9 +384,7 @@ class GraphPool:
             return states, graph.contexts.cut([n])[0]
 
     @torch.no_grad()
-    def decode(
-        self, executor: Runner, addresses: tuple[int, ...], cache: TurboKVCache, uses: int = 1
-    ) -> TurboKVCache | None:
+    def decode(self, caller: Caller, cache: TurboKVCache) -> TurboKVCache | None:
         """A context of one row at full precision."""
         n = cache.get_seq_length()
         bucket = Bucket.of(1, 1, 1, max(n, cache.columns))
@@ -386,9 +394,9 @@ class GraphPool:
         layout = (id(cache.codec), names, cache.positions is None)
 
         def make() -> _Graph:
-            return _DecodingGraph(executor, self._contexts(bucket, cache, layout))
+            return _DecodingGraph(caller.executor, self._contexts(bucket, cache, layout))
 
-        with self._use((bucket.columns, *layout), executor, addresses, make, uses) as graph:
+        with self._use((bucket.columns, *layout), caller, make) as graph:
             if graph is None:
                 return None
             graph.contexts.load_(cache, source)
@@ -399,25 +407,17 @@ class GraphPool:
 
     @contextmanager
     def growing(
-        self,
-        executor: Runner,
-        addresses: tuple[int, ...],
-        cache: TurboKVCache,
-        kinds: Sequence[StepKind],
-        columns: int,
-        uses: int = 1,
+        self, caller: Caller, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int
     ) -> Iterator[Growth | None]:
         """Rows that grow by graphs, for the caller alone. Others may use the pool meanwhile.
 
         Args:
-            executor: see the class.
-            addresses: see the class.
+            caller: the model.
             cache: how rows are stored, and their number.
             kinds: of the steps to come.
             columns: of the longest row to come, and one for the mask after it.
-            uses: see the class.
         """
-        device = executor.encoder.device
+        device = caller.device
         rows, columns = growing_rows(cache.batch_size), rounded_up(max(columns, cache.columns), _MIN_COLUMNS)
         share = rows / cache.batch_size * columns / max(1, cache.columns)
         too_large = share * sum(tensor.nbytes for _, tensor in cache.named_tensors()) > self._limit(device)
@@ -426,11 +426,11 @@ class GraphPool:
             return
 
         def make() -> Growth:
-            return Growth(executor, cache, rows, columns, kinds)
+            return Growth(caller.executor, cache, rows, columns, kinds)
 
         key = (Growth, rows, columns, tuple(kinds), id(cache.codec), layer_rows(cache)[0], cache.positions is None)
         with self._lock:
-            growth: Growth | None = self._find(key, executor, addresses, make, uses)
+            growth: Growth | None = self._find(key, caller, make)
             self._graphs.pop(key, None)
         if growth is None:
             yield None
@@ -446,7 +446,7 @@ class GraphPool:
                 with self._exclusive(device):
                     # And what this one wrote, before anything is dropped or handed on.
                     pass
-                if addresses == self._addresses and key not in self._graphs:
+                if caller.addresses == self._addresses and key not in self._graphs:
                     self._graphs[key] = growth
                     self._shrink(device)
                 else:
@@ -460,47 +460,33 @@ class GraphPool:
 
     @contextmanager
     def _use(
-        self,
-        key: Any,
-        executor: Runner,
-        addresses: tuple[int, ...],
-        make: Callable[[], Any],
-        uses: int,
-        before: int = _USES_BEFORE_CAPTURE,
+        self, key: Any, caller: Caller, make: Callable[[], Any], before: int = _USES_BEFORE_CAPTURE
     ) -> Iterator[Any]:
         """The graph of a key, captured once it was used `before` times, for the caller alone; None if there is none."""
         with self._lock:
-            graph = self._find(key, executor, addresses, make, uses, before)
+            graph = self._find(key, caller, make, before)
             if graph is None:
                 yield None
                 return
-            with self._exclusive(executor.encoder.device):
+            with self._exclusive(caller.device):
                 yield graph
 
-    def _find(
-        self,
-        key: Any,
-        executor: Runner,
-        addresses: tuple[int, ...],
-        make: Callable[[], Any],
-        uses: int,
-        before: int = _USES_BEFORE_CAPTURE,
-    ) -> Any:
+    def _find(self, key: Any, caller: Caller, make: Callable[[], Any], before: int = _USES_BEFORE_CAPTURE) -> Any:
         """See `_use`; to be called with the lock held."""
-        if addresses != self._addresses:
+        if caller.addresses != self._addresses:
             self._clear()
-            self._addresses = addresses
+            self._addresses = caller.addresses
         if key not in self._graphs:
-            self._uses[key] += uses
+            self._uses[key] += caller.uses
             if self._uses[key] >= before:
-                self._add(key, executor, make)
+                self._add(key, caller, make)
         if key in self._graphs:
             self._graphs.move_to_end(key)
         return self._graphs.get(key)
 
-    def _add(self, key: Any, executor: Runner, make: Callable[[], Any]) -> None:
+    def _add(self, key: Any, caller: Caller, make: Callable[[], Any]) -> None:
         """Capture the graph of a key, unless it cannot be; then it is not tried again."""
-        device = executor.encoder.device
+        device, executor = caller.device, caller.executor
         if self._memory is None and torch.cuda.is_available():
             # Graphs are replayed one after the other, so that one may use the memory of another.
             self._memory = torch.cuda.graph_pool_handle()

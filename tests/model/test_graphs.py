@@ -17,7 +17,7 @@ from torch import Tensor
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.model.graphs import Bucket, GraphPool
+from esm_turbo.model.graphs import Bucket, Caller, GraphPool
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops import triton_encoder
 from tests.helpers import torch_encoder
@@ -53,8 +53,8 @@ def pooled(
     uses: int = 1,
     addresses: tuple[int, ...] = (1,),
 ) -> Tensor | None:
-    executor = model.esm.executor
-    return pool.extend(executor, addresses, cache, ForwardInputs(*inputs, context_index=index), uses)
+    caller = Caller(model.esm.executor, addresses, uses)
+    return pool.extend(caller, cache, ForwardInputs(*inputs, context_index=index))
 
 
 def inputs_for(model: TurboEsmForMaskedLM, cache: TurboKVCache, lengths: list[int], seed: int = 1):
@@ -237,10 +237,10 @@ def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(triton_encoder, name, getattr(torch_encoder, name))
 
 
-def prefilled(pool: GraphPool, model: TurboEsmForMaskedLM, ids: Tensor, **options: int):
+def prefilled(pool: GraphPool, model: TurboEsmForMaskedLM, ids: Tensor, uses: int = 1):
     counts = (torch.tensor([ids.shape[1]]), (ids == MASK).sum(1))
     inputs = ForwardInputs(ids, token_counts=counts)
-    return pool.prefill(model.esm.executor, (1,), model.new_cache(), inputs, **options)
+    return pool.prefill(Caller(model.esm.executor, (1,), uses), model.new_cache(), inputs)
 
 
 @pytest.mark.parametrize("preset", ["exact", "turbo3"])
@@ -284,7 +284,7 @@ def test_decoded_contexts_are_read_alike(tiny_model: MakeModel, captures: list, 
         cache = contexts(model, lengths)
         inputs = inputs_for(model, cache, [6] * 3)
         expected = eager(model, cache, *inputs)
-        by_graph = pool.decode(model.esm.executor, (1,), cache, uses=2)
+        by_graph = pool.decode(Caller(model.esm.executor, (1,), 2), cache)
         for decoded in (model.esm.decoded(cache), by_graph):
             assert decoded.config.codec == "exact"
             assert decoded.lengths.tolist() == lengths
@@ -307,7 +307,7 @@ def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
     cache = contexts(model, [12])
     pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)
     others = pool_without_cuda(captures)
-    others.decode(model.esm.executor, (1,), cache, uses=2)
+    others.decode(Caller(model.esm.executor, (1,), 2), cache)
     model.esm.encoder.layer[1].output.dense.weight.mul_(1.5)
     model.notice_changes()
     with pytest.warns(OtherWeightsWarning):
@@ -315,7 +315,7 @@ def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
     for n in (20, 4):
         inputs = inputs_for(model, cache, [n])
         expected = eager(model, cache, *inputs)
-        decoded = others.decode(model.esm.executor, (1,), cache)
+        decoded = others.decode(Caller(model.esm.executor, (1,)), cache)
         for found in (pooled(pool, model, cache, *inputs, uses=2), eager(model, decoded, *inputs)):
             assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
     assert len({id(contexts) for contexts in pool.caches}) == 1
@@ -386,7 +386,7 @@ def test_shapes_in_turn_are_rarely_captured_again(tiny_model: MakeModel, capture
 def test_decoded_contexts_count_towards_the_limit(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(preset="turbo3"), pool_without_cuda(captures)
     cache = contexts(model, [12])
-    pool.decode(model.esm.executor, (1,), cache, uses=2)
+    pool.decode(Caller(model.esm.executor, (1,), 2), cache)
     static, decoded = pool.caches
     pool.memory_limit = sum(tensor.nbytes for _, tensor in static.named_tensors()) + decoded.nbytes
     pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo import TurboEsmForMaskedLM, TurboKVCache
-from esm_turbo.model.graphs import GraphPool, growing_rows
+from esm_turbo.model.graphs import Caller, GraphPool, growing_rows
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.plan import ForwardInputs
 from tests.helpers.graphs import pool_without_cuda
@@ -84,7 +84,7 @@ def grown(
     pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, coming: Tensor, kinds: list[StepKind]
 ) -> tuple[list[Tensor], TurboKVCache] | None:
     columns = columns_for(cache, len(kinds))
-    with pool.growing(model.esm.executor, (1,), cache, list(dict.fromkeys(kinds)), columns, 2) as growth:
+    with pool.growing(Caller(model.esm.executor, (1,), 2), cache, list(dict.fromkeys(kinds)), columns) as growth:
         if growth is None:
             return None
         load(growth, cache, columns)
@@ -100,7 +100,7 @@ def extended(
     pool: GraphPool, model: TurboEsmForMaskedLM, cache: TurboKVCache, ids: Tensor, address: int, uses: int = 1
 ) -> Tensor | None:
     inputs = ForwardInputs(ids, position_ids=torch.arange(9, 13)[None])
-    return pool.extend(model.esm.executor, (address,), cache, inputs, uses)
+    return pool.extend(Caller(model.esm.executor, (address,), uses), cache, inputs)
 
 
 def tokens_to_come(rows: int, steps: int, device: torch.device | str = "cpu") -> Tensor:
@@ -185,10 +185,10 @@ def test_what_does_not_fit_is_not_captured(tiny_model: MakeModel, captures: list
     model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
     for columns, kind in ((4097, KINDS[1]), (9, StepKind(16385, 1))):
-        with pool.growing(model.esm.executor, (1,), cache, [kind], columns, 2) as growth:
+        with pool.growing(Caller(model.esm.executor, (1,), 2), cache, [kind], columns) as growth:
             assert growth is None
     pool.memory_limit = cache.nbytes
-    with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
+    with pool.growing(Caller(model.esm.executor, (1,), 2), cache, KINDS, 20) as growth:
         assert growth is None
     assert not captures
 
@@ -199,7 +199,7 @@ def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list)
     cache = contexts(model, [9])
     found = []
     for uses in (0, 1, 0, 1, 0):
-        with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, uses) as growth:
+        with pool.growing(Caller(model.esm.executor, (1,), uses), cache, KINDS, 20) as growth:
             found.append(growth is not None)
     assert found == [False, False, False, True, True]
 
@@ -208,7 +208,7 @@ def test_a_shape_is_captured_when_it_pays(tiny_model: MakeModel, captures: list)
 def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
-    arguments = (model.esm.executor, (1,), cache, KINDS, 20, 2)
+    arguments = (Caller(model.esm.executor, (1,), 2), cache, KINDS, 20)
     with pool.growing(*arguments) as one:
         # Nor does a graph in use keep other calls from the pool.
         with pool.growing(*arguments) as other:
@@ -225,10 +225,10 @@ def test_callers_at_the_same_time_have_graphs_of_their_own(tiny_model: MakeModel
 def test_a_failed_call_and_moved_parameters(tiny_model: MakeModel, captures: list) -> None:
     model, pool = tiny_model(), pool_without_cuda(captures)
     cache = contexts(model, [9])
-    with pytest.raises(KeyboardInterrupt), pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2):
+    with pytest.raises(KeyboardInterrupt), pool.growing(Caller(model.esm.executor, (1,), 2), cache, KINDS, 20):
         raise KeyboardInterrupt
     assert len(pool) == 1
-    with pool.growing(model.esm.executor, (1,), cache, KINDS, 20, 2) as growth:
+    with pool.growing(Caller(model.esm.executor, (1,), 2), cache, KINDS, 20) as growth:
         ids, _ = random_ids([4], cls=False)
         # Parameters move while the graph is in use: it must not come back.
         extended(pool, model, cache, ids, 2)
