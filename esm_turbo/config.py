@@ -37,7 +37,7 @@ class Geometry:
     """Shape of a model's keys and values, and whose they are.
 
     Attributes:
-        num_layers: transformer layers.
+        num_layers: transformer layers whose keys and values are stored.
         num_heads: attention heads per layer, of keys and values as of queries.
         head_dim: components per head.
         model_type: of the model's family, as in config.json.
@@ -52,7 +52,7 @@ class Geometry:
     def of(cls, config: Any) -> Geometry:
         """Geometry of a model with this configuration."""
         return cls(
-            num_layers=config.num_hidden_layers,
+            num_layers=getattr(config, "num_cached_layers", config.num_hidden_layers),
             num_heads=config.num_attention_heads,
             head_dim=config.hidden_size // config.num_attention_heads,
             model_type=config.model_type,
