@@ -29,24 +29,6 @@ from benchmarks.report import (
 )
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = (
-    "README.md",
-    "docs/concepts.md",
-    "docs/accuracy.md",
-    "docs/math.md",
-    "docs/embedding.md",
-    "docs/context_store.md",
-    "docs/generation.md",
-    "docs/long_proteins.md",
-    "docs/scoring.md",
-    "docs/serving.md",
-    "docs/variants.md",
-    "docs/when_not_to_use.md",
-    "docs/performance.md",
-    "docs/guarantees.md",
-    "docs/clusters.md",
-    "docs/costs.md",
-)
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
@@ -81,12 +63,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing")
     check = parser.parse_args(arguments).check
     stale = []
-    for name in FILES:
-        path = ROOT / name
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
         text = path.read_text(encoding="utf-8")
         new = render(text)
         if new != text:
-            stale.append(name)
+            stale.append(str(path.relative_to(ROOT)))
             if not check:
                 path.write_text(new, encoding="utf-8")
     if check and stale:

@@ -11,8 +11,9 @@ def test_tables_equal_the_results():
 
 def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tables, "ROOT", tmp_path)
-    monkeypatch.setattr(tables, "FILES", ("page.md",))
-    page = tmp_path / "page.md"
+    page = tmp_path / "docs" / "notes" / "page.md"
+    page.parent.mkdir(parents=True)
+    (tmp_path / "README.md").touch()
     page.write_text("before\n<!-- table overview -->\n| `turbo3` | 0.9999 |\n<!-- end -->\nafter\n")
     assert tables.main(["--check"]) == 1
     assert "page.md" in capsys.readouterr().err
