@@ -13,6 +13,7 @@ from benchmarks.accuracy import (
     calibration_export,
     calibration_size,
     class_shift,
+    components,
     generation,
     long_proteins,
     paper,
@@ -496,6 +497,16 @@ EXPERIMENTS: dict[str, Experiment] = {
         "the paper's six proteins one by one",
         "paper_six",
         paper.protein_cases,
+    ),
+    "rotation": Experiment(
+        "the paper's codec without rotation, with Hadamard's, and with scales per channel, under planted outliers",
+        "rotation",
+        lambda limit: components.rotation_cases(max_proteins=limit),
+    ),
+    "components": Experiment(
+        "errors of stored keys, values and scores, best keys found again, and accuracy by residue, preset by preset",
+        "components",
+        lambda limit: components.preset_cases(max_proteins=limit),
     ),
     "memory": Experiment(
         "bytes of caches in the published geometries",

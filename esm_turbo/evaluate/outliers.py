@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
     from esm_turbo.model.masked_lm import CachedMaskedLM
 
 
-def with_outliers(model: CachedMaskedLM, scale: float, seed: int = 0) -> CachedMaskedLM:
+def with_outliers(
+    model: CachedMaskedLM, scale: float, seed: int = 0, *, kinds: Collection[str] = ("key", "value")
+) -> CachedMaskedLM:
     """A copy of a model with one pair of key channels and one pair of value channels of every head scaled.
 
     The copy computes the same function up to the rounding of its dtype (in bfloat16, a scale that is not a power of two
@@ -32,6 +35,7 @@ def with_outliers(model: CachedMaskedLM, scale: float, seed: int = 0) -> CachedM
         model: it is not modified.
         scale: factor of the channels; 1 gives a plain copy.
         seed: of the choice of channels.
+        kinds: `key`, `value` or both; the channels of the others are left alone.
 
     Returns:
         The copy, without a calibration, since that of the model no longer fits.
@@ -47,13 +51,15 @@ def with_outliers(model: CachedMaskedLM, scale: float, seed: int = 0) -> CachedM
     with torch.no_grad():
         for index, (layer, (keys, values)) in enumerate(zip(projections_of(encoder), channels, strict=True)):
             of_queries, of_keys, of_values = encoder.channel_parameters(index)
-            for parameter in of_keys:
-                parameter[keys] *= scale
-            for parameter in of_queries:
-                parameter[keys] *= 1 / scale
-            for parameter in of_values:
-                parameter[values] *= scale
-            layer[-1].weight[:, values] /= scale
+            if "key" in kinds:
+                for parameter in of_keys:
+                    parameter[keys] *= scale
+                for parameter in of_queries:
+                    parameter[keys] *= 1 / scale
+            if "value" in kinds:
+                for parameter in of_values:
+                    parameter[values] *= scale
+                layer[-1].weight[:, values] /= scale
     return planted
 
 

@@ -107,3 +107,13 @@ def test_scale_one_is_a_plain_copy(tiny_model: Tiny) -> None:
 def test_a_scale_that_is_not_positive_is_refused(tiny_model: Tiny, scale: float) -> None:
     with pytest.raises(ValueError, match="`scale` must be a positive number"):
         with_outliers(tiny_model(), scale)
+
+
+@pytest.mark.parametrize(("kind", "other"), [(1, 2), (2, 1)])
+def test_keys_or_values_are_scaled_alone(
+    tiny_model: Tiny, random_proteins: Callable[..., tuple[Tensor, Tensor]], kind: int, other: int
+) -> None:
+    model, ids = tiny_model(), random_proteins([30], eos=True)[0]
+    (_, before), (_, after) = run(model, ids), run(with_outliers(model, 10.0, kinds=[("key", "value")[kind - 1]]), ids)
+    assert after[0][kind].abs().max() > 3 * before[0][kind].abs().max()
+    torch.testing.assert_close(after[0][other], before[0][other])
