@@ -155,7 +155,7 @@ class Cluster:
 
     def actors(self) -> list[int]:
         """The processes that run pieces, or load the model for it."""
-        return [pid for pid in _descendants(self._process.pid) if "MapBatches(_Actor)" in _line(pid)]
+        return [pid for pid in _descendants(self._process.pid) if "ray::PieceWorker" in _line(pid)]
 
     def close(self) -> None:
         """End the cluster."""

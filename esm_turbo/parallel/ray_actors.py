@@ -1,47 +1,43 @@
-"""Pieces on a Ray cluster: Ray Data streams them through actors, each with a model of its own.
+"""Actors on a Ray cluster, each with a model of its own, that share the pieces of a run.
 
-Ray replaces actors and nodes that die and runs their pieces again. Results stream back to the process that started the
-run, with back-pressure, and that process writes them: the cluster needs no shared folder, except for stores.
+Results come back to the process that started the run, and that process writes them: the cluster needs no shared folder,
+except for stores.
 """
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import logging
+import os
 import pickle
-import warnings
-from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Self, TypeVar
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
 
-from esm_turbo.parallel.worker import LoadModel, portable
-from esm_turbo.tasks.common.pieces import PieceProgress, Task
-from esm_turbo.tasks.common.progress import Progress, silent
-
-PieceT = TypeVar("PieceT")
-ResultT = TypeVar("ResultT")
-
-# Times that a piece is run again whose actor has died.
-_RETRIES = 3
-# Blocks of the data set for every actor: each is what a death costs, and has some milliseconds of overhead.
-_BLOCKS_PER_ACTOR = 64
+from esm_turbo.parallel.pool import Pool, ProcessDied, Slot
+from esm_turbo.parallel.worker import LoadModel, PieceWorker
 
 
 def import_ray() -> Any:
-    """The package ray, with Ray Data.
+    """The package ray.
 
     Raises:
         ImportError: it is missing.
     """
     try:
         import ray
-        import ray.data
     except ImportError as error:
         raise ImportError("--engine ray needs Ray: pip install 'esm-turbo[ray]'") from error
     return ray
 
 
-class RayActors:
+class RayActors(Pool):
     """Actors that share the pieces of runs, a `Runner`.
+
+    An actor that dies is replaced, on any node, and its pieces are run again.
 
     Args:
         load: loads the model, in each actor.
@@ -60,107 +56,83 @@ class RayActors:
     def __init__(
         self, load: LoadModel, count: int, *, device: str = "cpu", threads: int = 1, address: str | None = None
     ) -> None:
-        self.devices = device
-        self._load, self._count, self._threads = pickle.dumps(load), count, threads
-        self._ray = import_ray()
-        self._started = not self._ray.is_initialized()
-        if self._started:
+        ray = import_ray()
+        self._initialized = contextlib.ExitStack()
+        if not ray.is_initialized():
             # Its actors must find what this process finds; a cluster has its own.
             local = {"num_cpus": max(count * threads, 1) + 1, "include_dashboard": False} if address is None else {}
-            self._ray.init(address=address, logging_level=logging.ERROR, log_to_driver=False, **local)
-        context = self._ray.data.DataContext.get_current()
-        context.enable_progress_bars = False
-        # What no actor survives is found below: other pieces go on.
-        context.max_errored_blocks = -1
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+            self._initialized.enter_context(_initialized(ray, address=address, **local))
+        on_gpu = device.startswith("cuda")
+        actor = ray.remote(PieceWorker).options(num_cpus=0 if on_gpu else threads, num_gpus=1 if on_gpu else 0)
+        content = ray.put(pickle.dumps(load))
+        super().__init__([_ActorSlot(ray, actor, device, content, threads) for _ in range(count)], "an actor")
 
     def close(self) -> None:
         """Leave the cluster; one that was started for the run is ended."""
-        if self._started:
-            self._ray.shutdown()
-
-    def run(
-        self,
-        work: Task[PieceT, ResultT],
-        pieces: Sequence[PieceT],
-        *,
-        stage: str,
-        units: Sequence[int],
-        progress: Progress | None = None,
-    ) -> Iterator[tuple[int, ResultT]]:
-        """Yield the result of every piece once, as they arrive; the largest pieces are begun first.
-
-        A piece whose actor has died four times counts as failed.
-
-        Raises:
-            Exception: what a piece raised.
-        """
-        counter = PieceProgress(stage, units, progress)
-        left = dict.fromkeys(sorted(range(len(pieces)), key=lambda index: -units[index]))
-        if not left:
-            return
-        items = [{"number": number, "piece": pickle.dumps(pieces[number])} for number in left]
-        blocks = min(len(items), _BLOCKS_PER_ACTOR * self._count)
-        on_gpu = self.devices.startswith("cuda")
-        with warnings.catch_warnings():
-            # Restarts and retries have no names of their own yet.
-            warnings.simplefilter("ignore", DeprecationWarning)
-            results = self._ray.data.from_items(items, override_num_blocks=blocks).map_batches(
-                _Actor,
-                fn_constructor_args=(self._load, pickle.dumps(work), self.devices, self._threads),
-                batch_size=1,
-                batch_format="numpy",
-                compute=self._ray.data.ActorPoolStrategy(size=min(self._count, len(items))),
-                num_cpus=0 if on_gpu else self._threads,
-                num_gpus=1 if on_gpu else 0,
-                max_restarts=-1,
-                max_task_retries=_RETRIES,
-            )
-        for row in results.iter_rows():
-            number, result = int(row["number"]), pickle.loads(row["result"])
-            # A block that is computed again returns all its pieces again.
-            if number not in left:
-                continue
-            if isinstance(result, _Raised):
-                raise result.error
-            del left[number]
-            yield number, result
-            counter.finish(number)
-        for number in left:
-            yield number, work.failed(pieces[number], f"its actor died {_RETRIES + 1} times")
-            counter.finish(number)
+        super().close()
+        self._initialized.close()
 
 
-class _Raised:
-    """What a piece raised."""
+class _ActorSlot(Slot):
+    """An actor, and another one when it has died.
 
-    def __init__(self, error: Exception) -> None:
-        self.error = error
+    Args:
+        ray: the package.
+        actor: makes one.
+        device: of the model.
+        load: reference to what loads it, pickled.
+        threads: of PyTorch on a CPU.
+    """
 
+    def __init__(self, ray: Any, actor: Any, device: str, load: Any, threads: int) -> None:
+        super().__init__(device)
+        self._ray, self._make, self._load, self._threads = ray, actor, load, threads
+        self._actor: Any = None
 
-class _Actor:
-    """Loads the model once, then runs pieces."""
+    def start(self) -> Future[bytes]:
+        self._actor = self._make.remote(self.device, self._threads)
+        return self._future(self._actor.load.remote(self._load))
 
-    def __init__(self, load: bytes, work: bytes, device: str, threads: int) -> None:
-        import torch
+    def submit(self, task: bytes, pieces: bytes) -> Future[bytes]:
+        return self._future(self._actor.run.remote(task, pieces))
 
-        torch.set_num_threads(threads)
-        self._turbo = pickle.loads(load)(device)
-        self._work: Task[Any, Any] = pickle.loads(work)
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        results = []
+    def answer(self, call: Future[bytes]) -> bytes:
         try:
-            pieces = [pickle.loads(piece) for piece in batch["piece"]]
-            results = [pickle.dumps(result) for result in self._work.run(self._turbo, pieces, silent)]
-        except Exception as error:
-            results = [pickle.dumps(_Raised(portable(error)))] * len(batch["number"])
-        return {"number": batch["number"], "result": results}
+            return call.result()
+        except self._ray.exceptions.RayTaskError:
+            raise
+        except self._ray.exceptions.RayError as error:
+            raise ProcessDied(type(error).__name__) from error
+
+    def kill(self) -> None:
+        if self._actor is not None:
+            self._ray.kill(self._actor)
+            self._actor = None
+
+    def _future(self, reference: Any) -> Future[bytes]:
+        future: Future[bytes] = reference.future()
+        return future
+
+
+@contextlib.contextmanager
+def _initialized(ray: Any, **options: Any) -> Iterator[None]:
+    """Use Ray in a block, and leave the settings of this process as they were."""
+    environment, crashes = dict(os.environ), faulthandler.is_enabled()
+    # Ray takes signals in the main thread alone.
+    in_main = threading.current_thread() is threading.main_thread()
+    terminate = signal.getsignal(signal.SIGTERM)
+    level = logging.getLogger("ray").level
+    ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
+    changed = {name for name, value in os.environ.items() if environment.get(name) != value}
+    if in_main:
+        signal.signal(signal.SIGTERM, terminate)
+    if not crashes:
+        faulthandler.disable()
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        logging.getLogger("ray").setLevel(level)
+        for name in changed:
+            os.environ.pop(name, None)
+            os.environ.update({name: environment[name]} if name in environment else {})

@@ -1,13 +1,14 @@
-"""A worker: the process that loads the model on one device and runs pieces until nobody sends any.
+"""The process that holds the model on one device and runs pieces, of a process pool or of Ray.
 
-Messages are pickled to bytes before they are sent, so that a tensor is whole once it has arrived, even if its sender
-dies at once. PyTorch is imported with the model, after the number of its threads is set.
+Arguments and results are pickled to bytes here, so that tensors travel by value: by PyTorch's own way they would lie in
+shared memory that ends with the process. PyTorch is imported with the model, after the number of its threads is set.
 """
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import logging
+import multiprocessing
 import os
 import pickle
 import signal
@@ -15,11 +16,9 @@ import sys
 import threading
 import traceback
 import warnings
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.tasks.common.pieces import Task
@@ -33,194 +32,125 @@ LoadModel = Callable[[str], "ContextModel"]
 
 # Part of a device's memory that other processes hold when it counts as filled by them.
 _FILLED = 0.25
-# Contexts are read in threads, which may warn of a damaged one while a result is sent.
-_sending = threading.Lock()
 
 
-@dataclass(frozen=True)
-class NewWork:
-    """From here on, pieces are of this work."""
+@dataclass
+class Answer:
+    """Results of a call.
 
-    work: Task[Any, Any]
+    Attributes:
+        results: of the pieces, in their order; fewer if one raised an error or the device cannot be used.
+        error: that a piece raised and no other process would avoid.
+        unusable: why the device cannot be used, or no longer.
+        told: warnings with their category, and log messages with None, for the user.
+    """
 
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece to run."""
-
-    number: int
-    content: Any
-
-
-@dataclass(frozen=True)
-class Ready:
-    """The model is loaded."""
+    results: list[Any] = field(default_factory=list)
+    error: Exception | None = None
+    unusable: str | None = None
+    told: list[tuple[str, type[Warning] | None]] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Unusable:
-    """The device cannot be used, or no longer; the process ends."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Done:
-    """The result of a piece."""
-
-    number: int
-    result: Any
-
-
-@dataclass(frozen=True)
-class Raised:
-    """A piece raised an error that no other process would avoid."""
-
-    number: int
-    error: BaseException
-
-
-@dataclass(frozen=True)
-class Warned:
-    """A warning or a log message, for the user."""
-
-    message: str
-    category: type[Warning] | None
-
-
-def main(connection: Connection, device: str, threads: int) -> None:
-    """Run a worker.
+class PieceWorker:
+    """Holds the model of a process.
 
     Args:
-        connection: to the process that hands out the pieces; a `LoadModel` is the first that it sends.
-        device: the device to use.
+        device: where the model lies.
         threads: of PyTorch on a CPU.
     """
-    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(threads)
-    if (torch := sys.modules.get("torch")) is not None:
-        # The program that started this process imports it, and did so again here.
-        torch.set_num_threads(threads)
-    _relay_warnings(connection)
-    try:
-        load = connection.recv_bytes()
-    except EOFError:
-        # Nobody is left to load it for.
-        return
-    try:
-        turbo: ContextModel = pickle.loads(load)(device)
-    except Exception as error:
-        send(connection, Unusable(_reason(error, device)))
-        return
-    try:
-        send(connection, Ready())
-        serve(connection, turbo, device)
-    except (EOFError, BrokenPipeError, ConnectionResetError):
-        # Nobody waits for results any more.
-        pass
 
+    def __init__(self, device: str, threads: int) -> None:
+        self._device = device
+        self._turbo: ContextModel
+        self._told: list[tuple[str, type[Warning] | None]] = []
+        # A task keeps what it has opened and read, such as the contexts of a store.
+        self._task: Callable[[bytes], Task[Any, Any]] = functools.lru_cache(1)(pickle.loads)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(threads)
+        if (torch := sys.modules.get("torch")) is not None:
+            # The program that started this process imports it, and did so again here.
+            torch.set_num_threads(threads)
+        self._keep_warnings()
 
-def serve(connection: Connection, turbo: ContextModel, device: str) -> None:
-    """Run pieces until the connection is closed.
-
-    Raises:
-        EOFError: it was closed.
-    """
-    work: Task[Any, Any] | None = None
-    taken: deque[int] = deque()
-    left: deque[NewWork] = deque()
-    inbox = _Inbox(connection)
-
-    def incoming(piece: Piece) -> Iterator[Any]:
-        """The pieces that arrive, this one first; ends where a work that looks ahead would wait in vain."""
-        while True:
-            taken.append(piece.number)
-            yield piece.content
-            if taken and inbox.is_empty():
-                return
-            message = inbox.receive()
-            if isinstance(message, NewWork):
-                left.append(message)
-                return
-            piece = message
-
-    while True:
-        message = left.popleft() if left else inbox.receive()
-        if isinstance(message, NewWork):
-            work = message.work
-            continue
-        assert work is not None
+    def load(self, load: bytes) -> bytes:
+        """Load the model with a pickled `LoadModel`; returns a pickled `Answer`."""
+        answer = Answer()
         try:
-            for result in work.run(turbo, incoming(message), silent):
-                filled = filled_by_others(device) if work.has_failed(result) else None
-                if filled is not None:
-                    send(connection, Unusable(filled))
-                    return
-                send(connection, Done(taken.popleft(), result))
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            raise
+            self._turbo = pickle.loads(load)(self._device)
         except Exception as error:
-            send(connection, Raised(taken[0], portable(error)))
-            taken.clear()
+            answer.unusable = _reason(error, self._device)
+        return self._pickled(answer)
+
+    def run(self, task: bytes, pieces: bytes) -> bytes:
+        """Run a list of pieces of a task; returns a pickled `Answer`."""
+        answer = Answer()
+        try:
+            work = self._task(task)
+            for result in work.run(self._turbo, pickle.loads(pieces), silent):
+                answer.unusable = filled_by_others(self._device) if work.has_failed(result) else None
+                if answer.unusable is not None:
+                    break
+                answer.results.append(result)
+        except Exception as error:
+            answer.error = portable(error)
+        return self._pickled(answer)
+
+    def _pickled(self, answer: Answer) -> bytes:
+        answer.told, self._told[:] = list(self._told), []
+        return pickle.dumps(answer)
+
+    def _keep_warnings(self) -> None:
+        """Keep the warnings and log messages of this package for the next answer."""
+        told = self._told
+
+        def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
+            told.append((str(message), category))
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                told.append((record.getMessage(), None))
+
+        warnings.showwarning = show  # type: ignore[assignment]
+        log = logging.getLogger("esm_turbo")
+        log.addHandler(Handler(logging.WARNING))
+        log.propagate = False
 
 
-class _Inbox:
-    """Messages that were sent to this process, in their order.
+_worker: PieceWorker
+_connection: Connection
 
-    A thread takes them off the connection at once. Otherwise whoever sends a large piece would wait until this process
-    has computed the one before, and for ever if that has a large result: neither would read what the other sends.
+
+def begin(connection: Connection, device: str, threads: int) -> None:
+    """Begin a process of a pool.
 
     Args:
-        connection: where they arrive.
+        connection: sends a pickled `LoadModel`.
+        device: see `PieceWorker`, as are `threads`.
     """
-
-    def __init__(self, connection: Connection) -> None:
-        self._messages: SimpleQueue[bytes | None] = SimpleQueue()
-        threading.Thread(target=self._take, args=(connection,), daemon=True).start()
-
-    def _take(self, connection: Connection) -> None:
-        try:
-            with contextlib.suppress(EOFError, OSError):
-                while True:
-                    self._messages.put(connection.recv_bytes())
-        finally:
-            # Whatever stopped it, such as too little memory for a message: nothing arrives any more.
-            self._messages.put(None)
-
-    def is_empty(self) -> bool:
-        """Whether `receive` would wait."""
-        return self._messages.empty()
-
-    def receive(self) -> Any:
-        """Wait for a message.
-
-        Raises:
-            EOFError: no more can arrive.
-        """
-        message = self._messages.get()
-        if message is None:
-            # Nor is there another one, if somebody asks again.
-            self._messages.put(None)
-            raise EOFError
-        return pickle.loads(message)
+    global _worker, _connection
+    # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker, _connection = PieceWorker(device, threads), connection
 
 
-def send(connection: Connection, message: object) -> None:
-    """Send a message, by value; whole, whatever other threads of this process send."""
-    content = pickle.dumps(message)
-    with _sending:
-        connection.send_bytes(content)
+def load() -> bytes:
+    """Load the model in a process of a pool, see `PieceWorker.load`."""
+    with _connection:
+        return _worker.load(_connection.recv_bytes())
 
 
-def receive(connection: Connection) -> Any:
-    """Wait for a message.
+def run(task: bytes, pieces: bytes) -> bytes:
+    """Run pieces in a process of a pool, see `PieceWorker.run`."""
+    return _worker.run(task, pieces)
 
-    Raises:
-        EOFError: the other side is gone.
-    """
-    return pickle.loads(connection.recv_bytes())
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it is killed, as nobody else would."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def filled_by_others(device: str) -> str | None:
@@ -261,19 +191,3 @@ def portable(error: Exception) -> Exception:
         error = RuntimeError(f"{type(error).__name__}: {error}") if known is None else known(str(error))
     error.add_note(note)
     return error
-
-
-def _relay_warnings(connection: Connection) -> None:
-    """Send the warnings and log messages of this package to whoever shows them."""
-
-    def show(message: Warning | str, category: type[Warning], *_: Any) -> None:
-        send(connection, Warned(str(message), category))
-
-    class Handler(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            send(connection, Warned(record.getMessage(), None))
-
-    warnings.showwarning = show  # type: ignore[assignment]
-    log = logging.getLogger("esm_turbo")
-    log.addHandler(Handler(logging.WARNING))
-    log.propagate = False

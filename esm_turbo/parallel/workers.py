@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import multiprocessing
 import pickle
 import signal
-import warnings
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import TYPE_CHECKING, Any, Self
 
 from esm_turbo.parallel import worker
-from esm_turbo.parallel.worker import Done, LoadModel, NewWork, Piece, Raised, Ready, Unusable, Warned, receive
-from esm_turbo.tasks.common.pieces import PieceProgress, Task
-from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.parallel.pool import NoWorkersError, Pool, ProcessDied, Slot
+from esm_turbo.parallel.worker import LoadModel
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-PieceT = TypeVar("PieceT")
-ResultT = TypeVar("ResultT")
-
-# Deaths after which a piece counts as failed, and deaths in a row after which a device is given up.
-_DEATHS = 3
-_log = logging.getLogger("esm_turbo")
+__all__ = ["NoWorkersError", "Workers"]
 
 
-class NoWorkersError(RuntimeError):
-    """No device is left on which pieces can run."""
-
-
-class Workers:
+class Workers(Pool):
     """Processes that share the pieces of runs, a `Runner`.
 
     A process that dies is replaced, and its pieces are run again. A device that cannot be used, or that other processes
@@ -56,11 +45,9 @@ class Workers:
     def __init__(self, load: LoadModel, devices: Sequence[str], *, threads: int = 1) -> None:
         if not devices:
             raise ValueError("`devices` must name at least one device")
-        self.devices = " ".join(dict.fromkeys(devices))
         self.threads = threads
-        self._load = pickle.dumps(load)
-        self._slots = [_Slot(name) for name in devices]
-        self._told: set[str] = set()
+        content = pickle.dumps(load)
+        super().__init__([_ProcessSlot(name, content, threads) for name in devices], "a worker")
 
     @classmethod
     def of(cls, turbo: ContextModel, devices: Sequence[str], *, threads: int = 1) -> Self:
@@ -78,125 +65,6 @@ class Workers:
         buffer = io.BytesIO()
         _HostPickler(buffer).dump(turbo)
         return cls(_Copies(buffer.getvalue()), devices, threads=threads)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """End the processes."""
-        for slot in self._slots:
-            slot.end()
-
-    def run(
-        self,
-        work: Task[PieceT, ResultT],
-        pieces: Sequence[PieceT],
-        *,
-        stage: str,
-        units: Sequence[int],
-        progress: Progress | None = None,
-    ) -> Iterator[tuple[int, ResultT]]:
-        """Yield the result of every piece once, as they arrive; the largest pieces are begun first.
-
-        A piece whose process has died three times counts as failed.
-
-        Raises:
-            NoWorkersError: no device can be used, or is left.
-            Exception: what a piece raised.
-        """
-        counter = PieceProgress(stage, units, progress)
-        waiting = deque(sorted(range(len(pieces)), key=lambda index: -units[index]))
-        deaths: Counter[int] = Counter()
-        left = len(pieces)
-        try:
-            for slot in self._slots if left else ():
-                slot.begin(self._load, self.threads, work)
-            while left:
-                self._hand_out(pieces, waiting, deaths)
-                for slot, message in self._messages():
-                    match message:
-                        case Done(number, result):
-                            slot.pieces.remove(number)
-                            slot.deaths = 0
-                            left -= 1
-                            yield number, result
-                            counter.finish(number)
-                        case Raised(_, error):
-                            raise error
-                        case Unusable(reason):
-                            _log.warning("%s cannot be used: %s; the others go on without it", slot.device, reason)
-                            waiting.extendleft(reversed(slot.pieces))
-                            slot.give_up()
-                        case Warned(text, category):
-                            self._tell(text, category)
-                        case Ready():
-                            slot.ready = True
-                        case _Died(code):
-                            lost = list(slot.pieces)
-                            for number in reversed(lost):
-                                deaths[number] += 1
-                                if deaths[number] < _DEATHS:
-                                    waiting.appendleft(number)
-                            again = slot.restart(self._load, self.threads, work)
-                            _log.warning(
-                                "a worker on %s died (%s); %s",
-                                slot.device,
-                                _cause(code),
-                                "it is replaced" if again else "the others go on without it",
-                            )
-                            for number in lost:
-                                if deaths[number] >= _DEATHS:
-                                    left -= 1
-                                    reason = f"its process died {_DEATHS} times ({_cause(code)})"
-                                    yield number, work.failed(pieces[number], reason)
-                                    counter.finish(number)
-        except BaseException:
-            # Processes still compute pieces that nobody waits for.
-            self.close()
-            raise
-
-    def _hand_out(self, pieces: Sequence[Any], waiting: deque[int], deaths: Mapping[int, int]) -> None:
-        """Send a piece to each process that has none, and a second one where enough are waiting.
-
-        A piece with which a process has died is alone the next time, so that no other is taken for the cause.
-        """
-        usable = [slot for slot in self._slots if slot.connection is not None]
-        if not usable:
-            raise NoWorkersError(f"no device is left of {self.devices}; the lines above say why")
-        for most in (1, 2):
-            for slot in usable:
-                if not (slot.ready and waiting and len(slot.pieces) < most):
-                    continue
-                suspects = any(number in deaths for number in (waiting[0], *slot.pieces))
-                if most == 1 or (len(waiting) > len(usable) and not suspects):
-                    number = waiting.popleft()
-                    slot.pieces.append(number)
-                    slot.send(Piece(number, pieces[number]))
-
-    def _messages(self) -> Iterator[tuple[_Slot, object]]:
-        """Wait for messages, at least one."""
-        slots = {slot.connection: slot for slot in self._slots if slot.connection is not None}
-        for connection in wait(list(slots)):
-            slot = slots[connection]  # type: ignore[index]
-            try:
-                message = receive(slot.connection)  # type: ignore[arg-type]
-            except (EOFError, OSError, pickle.UnpicklingError):
-                message = _Died(slot.exit_code())
-            yield slot, message
-
-    def _tell(self, text: str, category: type[Warning] | None) -> None:
-        """Show a warning of a worker, once."""
-        if text not in self._told:
-            self._told.add(text)
-            if category is None:
-                _log.warning("%s", text)
-            else:
-                warnings.warn(text, category, stacklevel=4)
 
 
 class _HostPickler(pickle.Pickler):
@@ -228,93 +96,64 @@ class _Copies:
         return turbo
 
 
-class _Died:
-    """A process ended; its exit code, or minus the number of a signal."""
+class _ProcessSlot(Slot):
+    """A pool of one process, made again when it breaks.
 
-    __match_args__ = ("code",)
-
-    def __init__(self, code: int | None) -> None:
-        self.code = code
-
-
-class _Slot:
-    """The process on one device.
-
-    Attributes:
-        device: the device.
-        connection: to the process; None before it starts and after it was given up.
-        ready: whether it has loaded the model.
-        pieces: numbers of those that it has been sent, in that order.
-        deaths: how often it has died since it last finished a piece.
+    Args:
+        device: of the model.
+        load: pickled; loads the model.
+        threads: of PyTorch on a CPU.
     """
 
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.connection: Connection | None = None
-        self.ready = False
-        self.pieces: list[int] = []
-        self.deaths = 0
-        self._process: SpawnProcess | None = None
-        self._given_up = False
+    def __init__(self, device: str, load: bytes, threads: int) -> None:
+        super().__init__(device)
+        self._load, self._threads = load, threads
+        self._pool: ProcessPoolExecutor | None = None
+        self._process: BaseProcess | None = None
 
-    def begin(self, load: bytes, threads: int, work: Task[Any, Any]) -> None:
-        """Start the process unless it runs, and tell it the work."""
-        if self._given_up:
-            return
-        if self.connection is None:
-            context = multiprocessing.get_context("spawn")
-            self.connection, other = context.Pipe()
-            # What loads the model may be large. As an argument it would never arrive in a process that dies first, and
-            # this one would wait for it to be read.
-            self._process = context.Process(target=worker.main, args=(other, self.device, threads), daemon=True)
-            self._process.start()
-            other.close()
-            self.ready = False
-            self._send_bytes(load)
-        self.send(NewWork(work))
+    def start(self) -> Future[bytes]:
+        context = multiprocessing.get_context("spawn")
+        theirs, ours = context.Pipe(duplex=False)
+        self._pool = ProcessPoolExecutor(1, context, worker.begin, (theirs, self.device, self._threads))
+        call = self._pool.submit(worker.load)
+        [self._process] = self._pool._processes.values()
+        # Else a process that is killed while it sends a result would leave its reader waiting.
+        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]
+        # What loads the model may be large: as an argument it would be waited for by one device after the other, and
+        # for ever if its process dies first.
+        theirs.close()
+        threading.Thread(target=_send, args=(ours, self._load), daemon=True).start()
+        return call
 
-    def restart(self, load: bytes, threads: int, work: Task[Any, Any]) -> bool:
-        """Replace a process that has died; False if too many have."""
-        self.end()
-        self.deaths += 1
-        if self.deaths >= _DEATHS:
-            self._given_up = True
-        else:
-            self.begin(load, threads, work)
-        return not self._given_up
+    def submit(self, task: bytes, pieces: bytes) -> Future[bytes]:
+        assert self._pool is not None
+        try:
+            return self._pool.submit(worker.run, task, pieces)
+        except BrokenProcessPool as error:
+            # It died between two calls.
+            broken: Future[bytes] = Future()
+            broken.set_exception(error)
+            return broken
 
-    def send(self, message: object) -> None:
-        """Send a message; that its process has died is noticed when the next one is received."""
-        self._send_bytes(pickle.dumps(message))
+    def answer(self, call: Future[bytes]) -> bytes:
+        try:
+            return call.result()
+        except BrokenProcessPool as error:
+            assert self._pool is not None and self._process is not None
+            self._pool.shutdown()
+            raise ProcessDied(_cause(self._process.exitcode)) from error
 
-    def _send_bytes(self, message: bytes) -> None:
-        assert self.connection is not None
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.connection.send_bytes(message)
-
-    def exit_code(self) -> int | None:
-        """Exit code of the process, which has closed its connection."""
-        assert self._process is not None
-        self._process.join(5)
-        return self._process.exitcode
-
-    def give_up(self) -> None:
-        """End the process for good."""
-        self._given_up = True
-        self.end()
-
-    def end(self) -> None:
-        """End the process."""
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
-        if self._process is not None:
+    def kill(self) -> None:
+        if self._pool is not None and self._process is not None:
             # Not SIGTERM, which a process in a system call of a driver may not get.
             self._process.kill()
-            self._process.join()
-            self._process.close()
-            self._process = None
-        self.ready, self.pieces = False, []
+            self._pool.shutdown(cancel_futures=True)
+            self._pool = self._process = None
+
+
+def _send(connection: Connection, content: bytes) -> None:
+    with connection, contextlib.suppress(OSError):
+        connection.send_bytes(content)
 
 
 def _cause(code: int | None) -> str:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,25 @@ class Load:
         if device in self.dying:
             os.kill(os.getpid(), signal.SIGKILL)
         return device
+
+
+def begin_with_torch(*arguments: Any) -> None:
+    """A worker of a program that imports torch at its head."""
+    import torch
+
+    from esm_turbo.parallel.worker import begin
+
+    torch.set_num_threads(3)
+    begin(*arguments)
+
+
+class Threads:
+    """In place of a model: the number of PyTorch's threads, as the reason why it cannot be loaded."""
+
+    def __call__(self, device: str) -> Any:
+        import torch
+
+        raise RuntimeError(f"{torch.get_num_threads()} threads")
 
 
 def die_at_once(*_: object) -> None:
@@ -65,6 +84,51 @@ class Squares:
 
 
 @dataclass(frozen=True)
+class Crowd:
+    """A stand-in for a model, of which nothing fits on these devices, which other processes fill."""
+
+    devices: tuple[str, ...]
+
+    def __call__(self, device: str) -> Any:
+        from esm_turbo.parallel import worker
+
+        worker.filled_by_others = lambda name: "others fill it" if name in self.devices else None
+        return None if device in self.devices else device
+
+
+@dataclass(frozen=True)
+class Raises(Squares):
+    """Raises an error at deadly pieces, which is made in the worker."""
+
+    error: Callable[[], Exception] = ValueError
+
+    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[tuple[int, str]]:
+        for piece in pieces:
+            if piece in self.deadly:
+                raise self.error()
+            yield (-1 if turbo is None else piece**2), str(turbo)
+
+
+@dataclass(frozen=True)
+class HalfAnAnswer(Squares):
+    """Dies while it sends its first result."""
+
+    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[tuple[int, str]]:
+        from multiprocessing.connection import Connection
+
+        died = self.folder / "died"
+
+        def send_half(connection: Connection, content: bytes, *_: Any) -> None:
+            died.touch()
+            os.write(connection.fileno(), bytes(content)[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        if not died.exists():
+            Connection._send = send_half  # type: ignore[attr-defined]
+        yield from super().run(turbo, pieces, progress)
+
+
+@dataclass(frozen=True)
 class Echo:
     """Returns pieces of text as they are; meanwhile a thread logs, if it should."""
 
@@ -92,4 +156,19 @@ class Echo:
         return reason
 
     def has_failed(self, result: str) -> bool:
+        return False
+
+
+class Pids:
+    """Waits so many seconds, and returns the number of the process."""
+
+    def run(self, turbo: Any, pieces: Iterable[float], progress: object) -> Iterator[int]:
+        for piece in pieces:
+            time.sleep(piece)
+            yield os.getpid()
+
+    def failed(self, piece: float, reason: str) -> int:
+        return -1
+
+    def has_failed(self, result: int) -> bool:
         return False

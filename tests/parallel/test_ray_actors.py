@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
+import logging
+import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,3 +51,20 @@ def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ImportError, match=r"--engine ray needs Ray: pip install 'esm-turbo\[ray\]'"):
         RayActors(Load(), 2)
+
+
+@pytest.mark.slow
+def test_settings_of_this_process_are_restored(caplog: pytest.LogCaptureFixture) -> None:
+    import ray
+
+    ray.shutdown()
+
+    def settings() -> tuple[Any, ...]:
+        handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+        return dict(os.environ), handlers, faulthandler.is_enabled(), logging.getLogger("ray").level, sys.excepthook
+
+    before = settings()
+    with RayActors(Load(), 1) as actors:
+        assert actors.devices == "cpu" and ray.is_initialized()
+        assert settings()[1:3] == before[1:3]
+    assert settings() == before and not ray.is_initialized()

@@ -1,49 +1,25 @@
-"""What a worker does beside computing: it notices that others fill its device, and ends with whoever started it."""
+"""What a worker does beside computing: errors and warnings reach the caller, and it ends with whoever started it."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import pickle
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
-from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 
 from esm_turbo.files.writing import WritingError
 from esm_turbo.parallel import worker
-from esm_turbo.parallel.ray_actors import _Actor
-from esm_turbo.parallel.worker import (
-    Done,
-    NewWork,
-    Piece,
-    Raised,
-    Unusable,
-    filled_by_others,
-    main,
-    receive,
-    send,
-    serve,
-)
-
-
-class Halves:
-    """Halves even numbers; odd ones fail."""
-
-    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[int | None]:
-        for piece in pieces:
-            yield None if piece % 2 else piece // 2
-
-    def failed(self, piece: int, reason: str) -> None:
-        return None
-
-    def has_failed(self, result: int | None) -> bool:
-        return result is None
+from esm_turbo.parallel.worker import filled_by_others
+from esm_turbo.parallel.workers import NoWorkersError, Workers
+from tests.helpers.numbers_to_square import Crowd, HalfAnAnswer, Load, Raises, Squares, Threads, begin_with_torch
 
 
 class Unportable(Exception):
@@ -56,55 +32,6 @@ class UnportableValue(ValueError):
         super().__init__(f"{a} and {b}")
 
 
-@dataclass(frozen=True)
-class Raises(Halves):
-    """Raises an error, which is made in the worker."""
-
-    error: Callable[[], Exception]
-
-    def run(self, turbo: Any, pieces: Iterable[int], progress: object) -> Iterator[int | None]:
-        for _ in pieces:
-            raise self.error()
-        yield None
-
-
-def served(*messages: object) -> list[Any]:
-    """The answers of a worker, which ends when nothing else is sent."""
-    ours, its = multiprocessing.Pipe()
-    answers = []
-
-    def run() -> None:
-        with contextlib.suppress(EOFError):
-            serve(its, None, "cpu")  # type: ignore[arg-type]
-        its.close()
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    for message in messages:
-        send(ours, message)
-        if isinstance(message, Piece):
-            answers.append(receive(ours))
-    ours.close()
-    thread.join(30)
-    assert not thread.is_alive()
-    return answers
-
-
-def test_pieces_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert served(NewWork(Halves()), Piece(3, 4), Piece(1, 5)) == [Done(3, 2), Done(1, None)]
-    # A record fails that would fit on an empty device.
-    monkeypatch.setattr(worker, "filled_by_others", lambda device: f"others hold {device}")
-    assert served(NewWork(Halves()), Piece(3, 4), Piece(1, 5)) == [Done(3, 2), Unusable("others hold cpu")]
-
-
-def test_errors_are_sent() -> None:
-    first, second = served(NewWork(Halves()), Piece(3, "x"), NewWork(Halves()), Piece(4, 4))
-    assert isinstance(first, Raised) and isinstance(first.error, TypeError) and first.number == 3
-    [note] = first.error.__notes__
-    assert note.startswith("in the worker:\nTraceback") and "in serve" in note
-    assert second == Done(4, 2)
-
-
 @pytest.mark.parametrize(
     ("make", "kind", "message"),
     [
@@ -114,37 +41,31 @@ def test_errors_are_sent() -> None:
         (partial(KeyError, "a"), KeyError, "'a'"),
     ],
 )
-def test_errors_are_of_the_same_kind_once_they_are_sent(
-    make: Callable[[], Exception], kind: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+def test_errors_keep_their_kind_message_and_traceback(
+    make: Callable[[], Exception], kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
-    """A command reports those of a full disk, for example, in a line of their own."""
-    [sent] = served(NewWork(Raises(make)), Piece(3, 4))
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    actor = _Actor(pickle.dumps(str), pickle.dumps(Raises(make)), "cpu", 1)
-    [result] = actor({"number": [3], "piece": [pickle.dumps(4)]})["result"]
-    for error in (sent.error, pickle.loads(result).error):
-        assert type(error) is kind and str(error) == message
-        assert error.__notes__[0].startswith("in the worker:\nTraceback")
+    """A command reports those of a full disk, for example, in a line of their own; results before them are kept."""
+    found: dict[int, tuple[int, str]] = {}
+    pieces = range(40)
+    with Workers(Load(), ["cpu"]) as workers, pytest.raises(kind) as raised:
+        for number, result in workers.run(Raises(tmp_path, (37,), error=make), pieces, stage="", units=[1] * 40):
+            found[number] = result
+    assert type(raised.value) is kind and str(raised.value) == message
+    [note] = raised.value.__notes__
+    assert note.startswith("in the worker:\nTraceback") and "raise self.error()" in note
+    assert found == {number: (number**2, "cpu") for number in range(37)}
 
 
-def test_a_message_that_cannot_be_read_ends_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "excepthook", lambda _: None)
-
-    class Large:
-        def recv_bytes(self) -> bytes:
-            raise MemoryError
-
-    ended: list[bool] = []
-
-    def run() -> None:
-        with pytest.raises(EOFError):
-            serve(Large(), None, "cpu")  # type: ignore[arg-type]
-        ended.append(True)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(30)
-    assert ended
+def test_a_device_that_others_fill_is_left_to_them(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A record fails there that would fit on an empty device: it is run on another."""
+    with (
+        caplog.at_level(logging.WARNING, "esm_turbo"),
+        Workers(Crowd(("cpu:0",)), ["cpu:0", "cpu:1"]) as workers,
+    ):
+        while not caplog.records:
+            found = dict(workers.run(Raises(tmp_path), range(9), stage="", units=[1] * 9))
+            assert found == {number: (number**2, "cpu:1") for number in range(9)}
+    assert caplog.messages == ["cpu:0 cannot be used: others fill it; the others go on without it"]
 
 
 def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,29 +76,68 @@ def test_memory_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
         assert filled_by_others("cuda:1") == expected
 
 
-class Threads:
-    """In place of a model: the number of PyTorch's threads in the worker, as the reason why it cannot be loaded."""
-
-    def __call__(self, device: str) -> Any:
-        import torch
-
-        raise RuntimeError(str(torch.get_num_threads()))
-
-
-def start_with_torch(connection: Connection, threads: int) -> None:
-    import torch
-
-    torch.set_num_threads(3)
-    main(connection, "cpu", threads)
-
-
-def test_threads_are_those_asked_for_though_torch_was_imported_before() -> None:
+@pytest.mark.parametrize("begin", [worker.begin, begin_with_torch])
+def test_threads_are_those_asked_for_though_torch_was_imported_before(
+    begin: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """As in a process whose starting program imports it at its head."""
-    ours, its = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=start_with_torch, args=(its, 2))
-    process.start()
-    its.close()
-    send(ours, Threads())
-    assert receive(ours) == Unusable("2")
-    process.join(60)
-    assert process.exitcode == 0
+    monkeypatch.setattr(worker, "begin", begin)
+    with (
+        caplog.at_level(logging.WARNING, "esm_turbo"),
+        Workers(Threads(), ["cpu"], threads=2) as workers,
+        pytest.raises(NoWorkersError),
+    ):
+        list(workers.run(Squares(Path()), [1], stage="", units=[1]))
+    assert caplog.messages == ["cpu cannot be used: 2 threads; the others go on without it"]
+
+
+def test_a_process_killed_while_it_sends_a_result_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody waits for the rest of it."""
+    with caplog.at_level(logging.WARNING, "esm_turbo"), Workers(Load(), ["cpu"]) as workers:
+        found = dict(workers.run(HalfAnAnswer(tmp_path), range(3), stage="", units=[1] * 3))
+    assert found == {number: (number**2, "cpu") for number in range(3)}
+    assert caplog.messages == ["a worker on cpu died (signal SIGKILL); it is replaced"]
+
+
+_DRIVER = """
+import os, sys, time
+from esm_turbo.parallel.workers import Workers
+from pathlib import Path
+from tests.helpers.numbers_to_square import Load, Pids
+
+if __name__ == "__main__":
+    with Workers(Load(), ["cpu", "cpu"]) as workers:
+        print(*{pid for _, pid in workers.run(Pids(), [0.2] * 9, stage="", units=[1] * 9)}, flush=True)
+        if sys.argv[1] == "busy":
+            print(next(workers.run(Pids(), [0, 60, 60], stage="", units=[1, 0, 0])), flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("state", ["idle", "busy"])
+def test_processes_end_with_a_driver_that_is_killed(state: str, tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(_DRIVER)
+    root = str(Path(__file__).parents[2])
+    driver = subprocess.Popen(
+        [sys.executable, script, state], stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": root}
+    )
+    assert driver.stdout is not None
+    pids = [int(pid) for pid in driver.stdout.readline().split()]
+    assert len(pids) == 2
+    if state == "busy":
+        assert driver.stdout.readline()
+    driver.send_signal(signal.SIGKILL)
+    driver.wait(30)
+    end = time.monotonic() + 30
+    while any(_runs(pid) for pid in pids):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -112,7 +112,7 @@ def test_a_device_that_cannot_be_used_is_left_out(run: Run, caplog: pytest.LogCa
 
 def test_processes_that_die_before_they_read_what_loads_the_model_end_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """However large that is: nobody waits for it to be read."""
-    monkeypatch.setattr(worker, "main", die_at_once)
+    monkeypatch.setattr(worker, "begin", die_at_once)
     with (
         Workers(Load(full=("x" * 10_000_000,)), ["cpu"]) as workers,
         pytest.raises(NoWorkersError, match="no device is left"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
 from esm_turbo.files.journal import Journal
-from esm_turbo.parallel import worker
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import waves
 from esm_turbo.tasks.common.ahead import Ahead
@@ -163,34 +161,6 @@ def test_a_read_that_fails_is_an_error_of_its_own_piece(
     shelf.before = lambda number: None
     assert screen(turbo, store=shelf, journal=(journal := Journal(tmp_path))) == expected
     assert journal.found == 1
-
-
-class Messages:
-    """In place of a worker's inbox: everything has arrived. Notes what is sent."""
-
-    def __init__(self, *messages: object) -> None:
-        self.left, self.sent = deque(messages), list[Any]()
-
-    def is_empty(self) -> bool:
-        return not self.left
-
-    def receive(self) -> Any:
-        if not self.left:
-            raise EOFError
-        return self.left.popleft()
-
-
-def test_a_worker_tells_which_piece_could_not_be_read(
-    turbo: TurboEsm, screen: Screen, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    work, pieces = work_and_pieces(turbo, screen, shelf)
-    monkeypatch.setattr(worker, "_Inbox", lambda connection: connection)
-    monkeypatch.setattr(worker, "send", lambda connection, message: connection.sent.append(message))
-    shelf.before = shelf.failing_at(PROTEINS[1], turbo)
-    connection = Messages(worker.NewWork(work), *map(worker.Piece, range(3), pieces))
-    with pytest.raises(EOFError):
-        worker.serve(connection, turbo, "cpu")  # type: ignore[arg-type]
-    assert [(type(one), one.number) for one in connection.sent[:2]] == [(worker.Done, 0), (worker.Raised, 1)]
 
 
 def test_an_interruption_leaves_no_thread(
