@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
+from esm_turbo.cli.interrupts import interrupts
 from esm_turbo.cli.options import READS, ModelOptions, SequenceOptions, Writes
 from esm_turbo.cli.threads import set_threads
 from esm_turbo.files.paths import Output, check_outputs
@@ -263,7 +264,8 @@ def resumable(out: Path | None) -> Iterator[Journal | None]:
     from esm_turbo.files.journal import journal_beside
 
     with journal_beside(out) as journal:
-        yield journal
+        with contextlib.nullcontext() if journal is None else interrupts.resume_by_command():
+            yield journal
         if journal is not None:
             if journal.found:
                 say(f"{out}: continued a run that was stopped, {counted(journal.found, 'part')} of which was done")

@@ -1,16 +1,20 @@
-"""Ctrl-C: one line and exit code 130, whatever the process does at that moment. Needs only the standard library."""
+"""Ctrl-C and SIGTERM: one line and exit code 130 or 143, whatever the process does at that moment.
+
+Needs only the standard library.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-EXIT_CODE = 130
-_LINE = "esm-turbo: interrupted\n"
+_WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated"}
 # Until a lost interrupt is repeated, seconds: outside of the callback that lost it.
 _REPEAT_AFTER = 0.01
 
@@ -20,35 +24,50 @@ class Interrupts:
 
     Attributes:
         pending: an interrupt was raised. A library may have turned it into another exception.
+        resumable: the same command continues where this one was.
     """
 
     def __init__(self) -> None:
-        self.pending = False
+        self.pending = self.resumable = False
         self._reported = False
+        self._number = signal.SIGINT
 
     def catch(self) -> None:
         """Count interrupts from now on. Where they are ignored, as in background jobs of a shell, they stay so."""
-        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-            signal.signal(signal.SIGINT, self._raise)
-            sys.unraisablehook = self._repeat
+        for number in _WORDS:
+            if signal.getsignal(number) in (signal.default_int_handler, signal.SIG_DFL):
+                signal.signal(number, self._raise)
+                sys.unraisablehook = self._repeat
+
+    @contextlib.contextmanager
+    def resume_by_command(self) -> Iterator[None]:
+        """Say of an interrupt in this block that the same command continues."""
+        self.resumable = True
+        yield
+        self.resumable = False
 
     def ignore(self) -> None:
         """Leave the rest of the process undisturbed: its results are complete."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in _WORDS:
+            signal.signal(number, signal.SIG_IGN)
 
     def report(self) -> int:
         """Print the line and return the exit code."""
         self._reported = True
-        sys.stderr.write(_LINE)
-        return EXIT_CODE
+        sys.stderr.write(self._line())
+        return 128 + self._number
+
+    def _line(self) -> str:
+        further = "; the same command continues where it was" if self.resumable else ""
+        return f"esm-turbo: {_WORDS[self._number]}{further}\n"
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         if self.pending:
             # Cleaning up takes too long for whoever presses the keys again.
             if not self._reported:
-                os.write(sys.stderr.fileno(), _LINE.encode())
-            os._exit(EXIT_CODE)
-        self.pending = True
+                os.write(sys.stderr.fileno(), self._line().encode())
+            os._exit(128 + self._number)
+        self.pending, self._number = True, signal.Signals(number)
         raise KeyboardInterrupt
 
     def _repeat(self, lost: Any) -> None:
@@ -58,7 +77,7 @@ class Interrupts:
             return
         self.pending = False
         main = threading.main_thread().ident
-        threading.Timer(_REPEAT_AFTER, signal.pthread_kill, [main, signal.SIGINT]).start()
+        threading.Timer(_REPEAT_AFTER, signal.pthread_kill, [main, self._number]).start()
 
 
 interrupts = Interrupts()

@@ -1,10 +1,16 @@
-"""Ctrl-C at any moment of a process: one line, and exit code 130."""
+"""Ctrl-C and SIGTERM at any moment of a process: one line, and exit code 130 or 143."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+
+from esm_turbo.files.writing import is_temporary
+
+ROOT = str(Path(__file__).parents[2])
 
 # Sends the interrupt when the import of a module begins, or where a statement stands in the place of the command.
 CODE = """
@@ -121,3 +127,51 @@ commands.app = lambda *_, **__: signal.raise_signal(signal.SIGINT)
 app.main([])
 """
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+WORDS = {"SIGINT": (130, "interrupted"), "SIGTERM": (143, "terminated")}
+
+
+@pytest.mark.parametrize("workers", [(), ("--workers", "2")], ids=["alone", "workers"])
+@pytest.mark.parametrize("number", WORDS)
+def test_a_run_says_that_it_continues_and_leaves_no_process(tmp_path, number, workers):
+    """The signal comes when the first piece is done."""
+    fasta, out = tmp_path / "proteins.fasta", tmp_path / "out"
+    fasta.write_text("".join(f">p{n}\n{'MKTAYIAKQRQISFVKSHFS'[: n + 8]}\n" for n in range(8)))
+    code = f"""
+if __name__ == "__main__":
+    import multiprocessing, signal, threading
+    from esm_turbo.cli.app import main
+    from esm_turbo.tasks.common.pieces import PieceProgress
+
+    finish = PieceProgress.finish
+
+    def finish_one(progress, index):
+        finish(progress, index)
+        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+        signal.raise_signal(signal.{number})
+
+    PieceProgress.finish = finish_one
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    main(["embed", {str(fasta)!r}, {str(out)!r}, "--toks-per-batch", "20", "--include", "mean", *{workers!r}])
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": ROOT}
+    )
+    exit_code, word = WORDS[number]
+    assert result.returncode == exit_code
+    assert result.stderr.splitlines()[-1] == f"esm-turbo: {word}; the same command continues where it was"
+    children = [int(pid) for pid in result.stdout.split()]
+    assert len(children) == (2 if workers else 0)
+    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    assert not [path.name for path in out.iterdir() if is_temporary(path.name)]
+    again = subprocess.run(
+        [sys.executable, "-m", "esm_turbo", "embed", fasta, out, "--toks-per-batch", "20", "--include", "mean"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": ROOT},
+    )
+    assert again.returncode == 0 and "8 of 8 proteins embedded" in again.stdout and "earlier" in again.stdout

@@ -11,6 +11,7 @@ from cyclopts import Parameter
 
 from esm_turbo.cli.console import progress_bar, say, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, opened_store, read_proteins, readable
+from esm_turbo.cli.interrupts import interrupts
 from esm_turbo.cli.options import (
     MANY,
     CacheOptions,
@@ -126,19 +127,20 @@ def embed(
         if sharding.is_done(lambda: embedding_settings(turbo, request) | options):
             return 0
         used = announce(turbo, [context_arm(turbo)] if request.writes_contexts else [], spread.devices)
-        run = embed_records(
-            turbo,
-            good,
-            sharding.out,
-            request,
-            file_format=format,
-            names=names,
-            toks_per_batch=toks_per_batch,
-            truncation_seq_length=truncation_seq_length,
-            progress=progress,
-            runner=runner,
-            plan=sharding.plan,
-        )
+        with interrupts.resume_by_command():
+            run = embed_records(
+                turbo,
+                good,
+                sharding.out,
+                request,
+                file_format=format,
+                names=names,
+                toks_per_batch=toks_per_batch,
+                truncation_seq_length=truncation_seq_length,
+                progress=progress,
+                runner=runner,
+                plan=sharding.plan,
+            )
     sharding.finish(used, [*bad, *run.failed], [(number, 1) for number in run.numbers])
     if plot is not None:
         from esm_turbo.pictures.embedded import embedding_sheets

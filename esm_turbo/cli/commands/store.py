@@ -9,6 +9,7 @@ from typing import Annotated
 
 from esm_turbo.cli.console import progress_bar, show
 from esm_turbo.cli.inputs import announce, check_minimum, list_bad, read_proteins, readable
+from esm_turbo.cli.interrupts import interrupts
 from esm_turbo.cli.options import (
     CacheOptions,
     InputFile,
@@ -68,6 +69,7 @@ def store(
         ContextStore(sharding.out, host_bytes=0, device_bytes=0) as contexts,
         spread.runner() as runner,
         progress_bar("residues") as progress,
+        interrupts.resume_by_command(),
     ):
         used = announce(turbo, [context_arm(turbo)], spread.devices)
         computed = store_sequences(
