@@ -20,6 +20,8 @@ _log = logging.getLogger("esm_turbo")
 class Journal:
     """JSON values by key, appended to a file one by one, each whole or not at all.
 
+    A file of lines rather than a database: any network file system can append to it, and damage costs one line.
+
     What cannot be written, as on a full disk, is not kept: the run goes on, and only its resumption suffers. Lines that
     are damaged, as the last of a killed run may be, count as not there.
 

@@ -23,6 +23,8 @@ from esm_turbo.store.files import PARTITION_FILE, StoreFiles
 from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
 
 _Row = list[Any]
+# Lines that are read of a shard at a time.
+_LINES = 1000
 _RANK, _SCORE, _ARM = "rank", "pseudo_perplexity", "arm"
 
 
@@ -116,7 +118,9 @@ def _ranked(columns: Sequence[str], segments: Sequence[tuple[Sequence[int], Sequ
 def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterator[_Row]]:
     """Columns of a table, types of those that hold numbers, its metadata, and its rows."""
     if path.suffix.lower() == PARQUET:
-        file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+        # In memory, compressed: there may be more shards than files that a process may open.
+        content = pyarrow().BufferReader(path.read_bytes())
+        file = pyarrow().parquet.ParquetFile(content, page_checksum_verification=True)
         schema = file.schema_arrow
         kinds = {"int64": int, "double": float}
         types = {field.name: kinds[str(field.type)] for field in schema if str(field.type) in kinds}
@@ -124,9 +128,20 @@ def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterat
         settings = parquet_settings(path)
         settings.pop("esm_turbo", None)
         return list(schema.names), types, settings, rows
-    lines = csv.reader(path.open(encoding="utf-8", newline=""), delimiter=delimiter_of(path), strict=True)
+    lines = csv.reader(_lines(path), delimiter=delimiter_of(path), strict=True)
     columns = next(lines)
     return columns, {}, {}, ([from_cell(text) for text in row] for row in lines)
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines of a file that is open only while some are read."""
+    position, lines = 0, list[str]([""])
+    while lines:
+        with path.open(encoding="utf-8", newline="") as file:
+            file.seek(position)
+            lines = list(islice(iter(file.readline, ""), _LINES))
+            position = file.tell()
+        yield from lines
 
 
 def _merge_stores(out: Path, parts: Sequence[Path]) -> None:

@@ -258,9 +258,10 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
         problems += [f"shard {manifest.shard}: {text}" for text in damage(folder, manifest)]
     if not manifests:
         return ShardsState(0, {}, [], problems)
-    # What most shards are is what all should be.
+    # The majority settings are the reference.
     ordered = [manifests[key] for key in sorted(manifests)]
-    first = max(ordered, key=lambda one: sum(one.difference(other) is None for other in ordered))
+    kinds = [_digest([one.command, one.shard.of, one.settings, one.inputs, one.total, one.plan]) for one in ordered]
+    first = ordered[kinds.index(Counter(kinds).most_common(1)[0][0])]
     done: dict[int, Manifest] = {}
     owners: dict[int, Shard] = {}
     for manifest in ordered:
@@ -338,5 +339,5 @@ def _versions() -> dict[str, str]:
     return package_versions()
 
 
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +16,19 @@ import pytest
 from esm_turbo import TurboEsm
 from esm_turbo.cli import app
 from esm_turbo.files.csv_files import read_csv
+from esm_turbo.files.tables import write_table
 from esm_turbo.parallel.merge import merge
-from esm_turbo.parallel.shards import Manifest, ShardError, shards_folder, shards_state
+from esm_turbo.parallel.shards import (
+    Manifest,
+    ShardError,
+    finish_shard,
+    new_manifest,
+    shard_output,
+    shards_folder,
+    shards_state,
+)
 from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common.pieces import Plan, Shard
 from esm_turbo.tasks.scoring import records as scoring
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
@@ -96,6 +108,37 @@ def test_shards_joined_are_one_run(run: Run, out: str) -> None:
             assert {**files(Path(out)), "usage.jsonl": ""} == {**files(Path("whole")), "usage.jsonl": ""}
         else:
             assert Path(out).read_bytes() == Path("whole").read_bytes()
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_more_shards_than_files_that_may_be_open(suffix: str, tmp_path: Path) -> None:
+    """Every shard has a row of most targets, so that none is read to its end before the others."""
+    out, count, targets = tmp_path / f"scores{suffix}", 150, range(40)
+    source = tmp_path / "t.fasta"
+    source.write_text(">a\nMK\n")
+    columns = ["target", "rank", "candidate", "arm", "pseudo_perplexity"]
+    types = {"rank": int, "pseudo_perplexity": float}
+    for number in range(1, count + 1):
+        plan = Plan(Shard(number, count), count, [number - 1], "plan")
+        rows = [[f"t{target}", 1, f"c{number}", "turbo", float(number)] for target in targets]
+        shards_folder(out).mkdir(exist_ok=True)
+        write_table(shard_output(out, Shard(number, count)), columns, iter(rows), types, {})
+        order = [(target, 1) for target in targets]
+        partial = {target: [number] for target in targets}
+        manifest = new_manifest(
+            "score", "table", plan, settings={}, inputs=[source], run={}, order=order, partial=partial
+        )
+        finish_shard(out, manifest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 40, hard))
+    try:
+        merge(out, shards_state(out))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    frame = pandas.read_csv(out) if suffix == ".csv" else pandas.read_parquet(out)
+    assert list(frame["target"]) == [f"t{target}" for target in targets for _ in range(count)]
+    assert list(frame["candidate"]) == [f"c{number}" for _ in targets for number in range(1, count + 1)]
+    assert list(frame["rank"]) == list(range(1, count + 1)) * len(targets)
 
 
 def test_what_does_not_belong_together_is_refused_by_name(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
