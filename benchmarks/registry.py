@@ -24,24 +24,17 @@ from benchmarks.accuracy import (
 )
 from benchmarks.accuracy import presets as accuracy
 from benchmarks.cuda import (
-    bare_reads,
     calls,
     cold_start,
-    compile_ahead,
     decode_attention,
-    host_time,
     large_model,
     peers,
 )
 from benchmarks.cuda import memory as cuda_memory
-from benchmarks.cuda import pairs as cuda_pairs
-from benchmarks.cuda import prefill as cuda_prefill
 from benchmarks.cuda import screens as cuda_screens
 from benchmarks.cuda import steps as cuda_steps
-from benchmarks.cuda import validation as cuda_validation
-from benchmarks.harness.measure import Case, Target
+from benchmarks.harness.measure import Case
 from benchmarks.harness.models import Architecture, EsmcArchitecture
-from benchmarks.harness.names import PAPER_KERNEL
 from benchmarks.speed import (
     calibration,
     context_store,
@@ -197,33 +190,17 @@ _ATTENTION_SHAPES: tuple[decode_attention.Shape, ...] = (
     *((rows, tokens, 1) for rows in (64, 1, 8) for tokens in _CONTEXTS),
     (64, 4096, 16),
 )
-_BARE_PRESETS = ("turbo4", "turbo3", "turbo2")
 # Targets of the kernels, by shape.
 _ATTENTION_TARGETS: dict[decode_attention.Shape, dict[str, float]] = {
     (64, 4096, 1): {"SDPA bf16 / turbo4": 2.8, "SDPA bf16 / turbo3": 3.2, "SDPA bf16 / turbo2": 4.0},
     (64, 1024, 1): {"SDPA bf16 / turbo4": 2.2, "SDPA bf16 / turbo2": 3.0},
     (1, 1024, 1): {"SDPA bf16 / turbo3": 1 / 0.65},
     (64, 4096, 16): {"SDPA bf16 / turbo4": 2.5},
-    (1, 4096, 1): {f"{PAPER_KERNEL} / {preset}": 10.0 for preset in ("paper", "turbo3")},
 }
-_ENCODE_TARGETS = [
-    target
-    for preset in ("turbo3", "paper")
-    for target in (
-        Target(("seconds", f"encode {preset}, captured", "p50"), at_most=0.3e-3),
-        Target(("ratios", f"encode {preset}, captured / forward"), at_most=0.06),
-    )
-]
-
 GPU_BENCHMARKS: dict[str, Benchmark] = {
     "decode_attention_cuda": Benchmark(
         "attention over packed contexts, compared with SDPA and the paper's kernel structure",
-        partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS, ahead=compile_ahead.embedded),
-        most_repeats=20,
-    ),
-    "bare_reads_cuda": Benchmark(
-        "attention of one query, and its launches, reads and writes alone, without arithmetic",
-        partial(bare_reads.read_cases, ((64, 1024, 1), (64, 4096, 1), (8, 512, 1), (1, 1024, 1)), _BARE_PRESETS),
+        partial(decode_attention.attention_cases, _ATTENTION_SHAPES, _ATTENTION_TARGETS),
         most_repeats=20,
     ),
     "calls_cuda": Benchmark(
@@ -231,31 +208,10 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(calls.call_cases, ESM2_650M, 500, 400, (4096, 16384), 1000, 20),
         most_repeats=5,
     ),
-    "pairs_cuda": Benchmark(
-        "scores of peptides on many targets, contexts included, from strings to scores",
-        partial(cuda_pairs.pair_cases, ESM2_650M, 16, (300, 405), 20, 12, at_least=650),
-        most_repeats=5,
-    ),
-    "host_time_cuda": Benchmark(
-        "time of the host for an eager extension, and for a forward of Hugging Face's model",
-        partial(host_time.host_cases, ESM2_650M, 500, 21, 0.6),
-        most_repeats=9,
-    ),
     "cold_start_cuda": Benchmark(
         "everyday calls in a fresh process without compiled kernels",
         partial(cold_start.cold_cases, ESM2_650M, 24, 30.0),
         most_repeats=1,
-    ),
-    "prefill_cuda": Benchmark(
-        "encoding all layers, and prefills with and without writing a cache, eager and captured",
-        partial(
-            cuda_prefill.prefill_cases,
-            ESM2_650M,
-            (32, 143, 165, 1024),
-            ("turbo3", "paper"),
-            {165: _ENCODE_TARGETS},
-        ),
-        most_repeats=15,
     ),
     "extension_cuda": Benchmark(
         "a whole extension in the 650M geometry, eager and captured, and recomputing all tokens",
@@ -267,25 +223,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(
             cuda_memory.extension_cases, ESM2_650M, 64, 4096, (1, 16), ("turbo4", "turbo3", "turbo2"), at_most=0.02
         ),
-    ),
-    "cache_bytes_cuda": Benchmark(
-        "bytes of caches of 1,024 tokens",
-        partial(cuda_memory.size_cases, ESM2_650M, 1024, ("exact", "paper", "turbo4", "turbo3", "turbo2", "turbo1")),
-    ),
-    "kernel_validation_cuda": Benchmark(
-        "attention of every layer against dense attention in float64",
-        partial(
-            cuda_validation.kernel_cases, ESM2_650M, 1024, (1, 16), ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
-        ),
-    ),
-    "prefill_similarity_cuda": Benchmark(
-        "hidden states and logits of prefills against Hugging Face's model",
-        partial(cuda_validation.similarity_cases, ESM2_650M, (32, 143, 165), "turbo3"),
-    ),
-    "decode_path_cuda": Benchmark(
-        "attention of one new token in all layers, by the kernels and by PyTorch",
-        partial(cuda_validation.decode_cases, ESM2_650M, (143, 1024), ("paper", "turbo3")),
-        most_repeats=10,
     ),
     "many_targets_cuda": Benchmark(
         "rows of 12-mers on 512 targets of a pool, in one batch, against as many rows on one target",
@@ -302,11 +239,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
             at_least=0.6,
         ),
         most_repeats=5,
-    ),
-    "shared_attention_cuda": Benchmark(
-        "attention of 2,400 rows of 21 to one context of 500, against the products of a layer",
-        partial(cuda_screens.share_cases, ESM2_650M, "turbo3", 2400, 21, 500, at_most=0.35),
-        most_repeats=10,
     ),
     "resident_pool_cuda": Benchmark(
         "number of contexts of 512 tokens that fit into a pool on the device, read there at random",
@@ -348,11 +280,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "a whole extension in the geometry of ESM-C 6B",
         partial(cuda_steps.step_cases, ESMC_6B, 1024, (16, 1), ("exact", "turbo3")),
         most_repeats=5,
-    ),
-    "prefill_esmc_600m_cuda": Benchmark(
-        "encoding all layers, and prefills with and without writing a cache, in the geometry of ESM-C 600M",
-        partial(cuda_prefill.prefill_cases, ESMC_600M, (165, 1024), ("turbo3",), {}),
-        most_repeats=9,
     ),
     "extension_15b_cut_cuda": Benchmark(
         "a whole extension in the 15B geometry cut to 8 layers",

@@ -1,7 +1,7 @@
-"""Attention over packed contexts on a CUDA device, compared with SDPA on dense ones and the paper's kernel structure.
+"""Attention over packed contexts on a CUDA device, compared with SDPA on dense ones.
 
 A call includes the map of the query, all splits of the context, their merge, and the map of the output. It is captured
-in a CUDA graph and timed with the device's cache flushed; a second figure is without flushing.
+in a CUDA graph and timed with the device's cache flushed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.measure import Case, Check, Figures, Target, ratio, spread, worst
-from benchmarks.harness.names import COMPRESSED, EMPTY, LAYER, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.harness.names import COMPRESSED, LAYER, SDPA, SDPA_FLOAT32
 from esm_turbo import Calibration
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.codecs import KVCodec, PackedContext
@@ -36,25 +36,20 @@ _TOLERANCE = 1.5e-2
 _BACKENDS = (
     SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 )  # fmt: skip
-_WARM_REPEATS = 5
 
 
 def attention_cases(
     shapes: Sequence[Shape],
     targets: Mapping[Shape, Mapping[str, float]],
-    ahead: Callable[[Sequence[Shape]], None] | None = None,
 ) -> Iterator[Case]:
-    """One row per shape, 20 heads of 64: every preset, SDPA and the paper's kernel structure.
+    """One row per shape, 20 heads of 64: every preset, and SDPA.
 
     Args:
         shapes: of the batches.
         targets: target speedups by shape and "slower arm / faster arm".
-        ahead: called with all shapes before the first is measured.
     """
     if not cuda_timing.available():
         return
-    if ahead is not None:
-        ahead(shapes)
     for shape in shapes:
         arms = Arms(shape)
         yield Case(
@@ -161,20 +156,17 @@ class Arms:
         rows, columns = min(self.rows, 2), min(self.columns, 1024)
         new = new_tokens((rows, columns, self.queries))
         errors = []
-        for preset, codec in self.codecs.items():
+        for codec in self.codecs.values():
             context = random_context(codec, rows, columns)
             expected = torch_ops.extend_attention(*(x.float() for x in new), None, context, codec, 0)
             output = triton_kernels.extend_attention(*new, None, context, codec, 0).float()
             errors.append(float((output - expected).abs().max() / expected.abs().max()))
-            if preset == "paper" and self.queries == 1:
-                errors.append(_paper_error(new[0], context, codec))
         what = "bfloat16 kernels against PyTorch in float32, largest difference relative to the largest output"
         return Check(what, worst(errors), _TOLERANCE)
 
     def measure(self, repeats: int) -> Figures:
         gc.collect()
         torch.cuda.empty_cache()
-        speed = cuda_timing.copy_speed(repeats)
         query, *_ = new_tokens(self.shape)
         size = (self.rows, HEADS, self.columns, HEAD_DIM)
         dense = [torch.randn(size, device=cuda_timing.DEVICE, dtype=torch.bfloat16) for _ in range(2)]
@@ -183,25 +175,18 @@ class Arms:
         contexts = {preset: random_context(codec, self.rows, self.columns) for preset, codec in self.codecs.items()}
         arms = self._arms(query, dense, SDPBackend.__members__[best], contexts)
         cold, not_cold = cuda_timing.captured_seconds(arms, repeats)
-        warm, _ = cuda_timing.captured_seconds(arms, min(repeats, _WARM_REPEATS), cold=False)
         figures = cuda_timing.figures(cold, {**failed, **not_cold})
         seconds = figures["seconds"]
         stored = {preset: sum(x.nbytes for x in context.packed.values()) for preset, context in contexts.items()}
         stored[SDPA] = sum(x.nbytes for x in dense)
         stored[SDPA_FLOAT32] = 2 * stored[SDPA]
-        stored[PAPER_KERNEL] = stored["paper"]
-        pairs = [(SDPA, preset) for preset in self.codecs] + [(PAPER_KERNEL, preset) for preset in self.codecs]
-        pairs.append((SDPA_FLOAT32, SDPA))
+        pairs = [*((SDPA, preset) for preset in self.codecs), (SDPA_FLOAT32, SDPA)]
         return figures | {
-            "seconds in cache": spread(warm),
             "ratios": {f"{a} / {b}": ratio(seconds, a, b) for a, b in pairs if a in seconds and b in seconds},
             "SDPA bf16 backend": best,
             "SDPA bf16 seconds by backend": by_backend,
             "bytes": stored,
-            "GB/s": {
-                "copy": speed / 1e9,
-                **{name: size / seconds[name]["p50"] / 1e9 for name, size in stored.items() if name in seconds},
-            },
+            "GB/s": {name: size / seconds[name]["p50"] / 1e9 for name, size in stored.items() if name in seconds},
         }
 
     def _arms(
@@ -214,12 +199,9 @@ class Arms:
         arms: dict[str, Callable[[], object]] = {
             SDPA: partial(sdpa, backend, query, *dense),
             SDPA_FLOAT32: partial(functional.scaled_dot_product_attention, *wide, scale=1.0),
-            EMPTY: _empty_launches,
         }
         for preset, context in contexts.items():
             arms[preset] = partial(triton_kernels.extend_attention, *new, None, context, self.codecs[preset], 0)
-        if self.queries == 1:
-            arms[PAPER_KERNEL] = partial(_paper_attention, query, contexts["paper"], self.codecs["paper"])
         return arms
 
 
@@ -235,26 +217,3 @@ def sdpa_backends(query: Tensor, dense: list[Tensor]) -> tuple[dict[str, float],
     times, failed = cuda_timing.captured_seconds(arms, 3)
     medians = {name: row["p50"] for name, row in spread(times).items()}
     return medians, {f"SDPA bf16, {name}": why for name, why in failed.items()}
-
-
-def _empty_launches() -> None:
-    from benchmarks.cuda.launches import empty_launches
-
-    empty_launches(2)
-
-
-def _paper_attention(query: Tensor, context: PackedContext, codec: KVCodec) -> Tensor:
-    from benchmarks.cuda.paper_kernel import decode
-
-    state = codec.layer_state(0, query.device)
-    tables = state["key_fields"], state["value_fields"]
-    return decode(query, context.packed["keys"], context.packed["values"], *tables)
-
-
-def _paper_error(query: Tensor, context: PackedContext, codec: KVCodec) -> float:
-    """Error of the paper's kernel structure, on mapped queries, relative to the largest output."""
-    keys, values = codec.unpack(0, "key", context.packed), codec.unpack(0, "value", context.packed)
-    weights = torch.softmax(query.float() @ keys.transpose(2, 3), dim=-1)
-    expected = weights @ values
-    output = _paper_attention(query, context, codec)
-    return float((output - expected).abs().max() / expected.abs().max())

@@ -6,12 +6,10 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.cuda import compile_ahead
 from benchmarks.cuda.steps import extend
 from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, worst
@@ -62,22 +60,6 @@ def extension_cases(
         torch.cuda.empty_cache()
 
 
-def size_cases(architecture: Architecture, tokens: int, presets: Sequence[str]) -> Iterator[Case]:
-    """Table 4: bytes of a cache as computed and as allocated on the device."""
-    if not cuda_timing.available():
-        return
-    models = gpu_models.presets_of(architecture, presets)
-    yield Case(
-        name=f"{tokens} tokens",
-        model=architecture.name,
-        shape=architecture.on_device(
-            tokens=tokens,
-        ),
-        check=partial(_check, next(iter(models.values()))),
-        measure=lambda repeats: _sizes(architecture, models, tokens),
-    )
-
-
 Resident = Callable[[TurboEsmModel, int, int, int, float], Figures]
 """Fills a device: a model, tokens per context, contexts per batch, bytes to leave free, and seconds at most."""
 
@@ -111,7 +93,6 @@ def resident_cases(
     """
     if not cuda_timing.available():
         return
-    compile_ahead.close()
     [model] = gpu_models.presets_of(architecture, [preset]).values()
     fill = _resident if resident is None else resident
     yield Case(
@@ -179,23 +160,6 @@ def _extra(model: TurboEsmModel, rows: int, context_tokens: int, new_tokens: Seq
         "bytes": {"packed": packed, "cache": cache.nbytes, "extra": extra, "dense bfloat16": dense},
         "part_of_cache": {n: size / packed for n, size in extra.items()},
     }
-
-
-def _sizes(architecture: Architecture, models: dict[str, TurboEsmModel], tokens: int) -> Figures:
-    elements = 2 * architecture.num_layers * architecture.num_heads * architecture.head_dim * tokens
-    stored: dict[str, Any] = {"float32": 4 * elements, "float16": 2 * elements}
-    allocated, bits = {}, {}
-    for preset, model in models.items():
-        ids = gpu_models.tokens(1, tokens - 1, seed=3)
-        # Tensors made once per codec do not belong to the cache.
-        prefilled(model, ids)
-        gc.collect()
-        before = torch.cuda.memory_allocated()
-        cache = prefilled(model, ids)
-        gc.collect()
-        allocated[preset] = torch.cuda.memory_allocated() - before
-        stored[preset], bits[preset] = cache.nbytes, cache.bits_per_element
-    return {"bytes": {"stored": stored, "allocated": allocated}, "bits_per_element": bits}
 
 
 def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, seconds: float) -> Figures:

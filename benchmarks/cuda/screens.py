@@ -1,11 +1,10 @@
-"""Many targets in one batch on a CUDA device: rates against one target, a full pool, and the share of attention."""
+"""Many targets in one batch on a CUDA device: rates against one target, and a full pool."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda import compile_ahead, memory
+from benchmarks.cuda import memory
 from benchmarks.cuda.memory import prefilled, proteins
 from benchmarks.cuda.steps import extend
 from benchmarks.harness import cuda_timing, gpu_models
@@ -21,8 +20,6 @@ from benchmarks.harness.measure import Case, Check, Figures, Target, largest_dif
 from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
 from esm_turbo.model.pooled import PooledContexts
-from esm_turbo.model.sessions import Extension
-from esm_turbo.ops import decoded_attention
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.pool import ContextPool, PoolHold
 
@@ -57,7 +54,6 @@ def pool_cases(
     """
     if not cuda_timing.available():
         return
-    compile_ahead.close()
     [model] = gpu_models.presets_of(architecture, [preset]).values()
     yield Case(
         name=f"{targets} targets x {peptides} peptides, {preset}",
@@ -81,34 +77,6 @@ def resident_cases(*args: Any, **kwargs: Any) -> Iterator[Case]:
     """Contexts in the slots of a pool that takes all of the device, read at random; see `memory.resident_cases`."""
     return memory.resident_cases(
         *args, **kwargs, place=" in a pool", check=partial(_check, new_tokens=4), resident=_resident
-    )
-
-
-def share_cases(
-    architecture: Architecture, preset: str, rows: int, new_tokens: int, context_tokens: int, at_most: float
-) -> Iterator[Case]:
-    """Attention of many rows to one context, as a part of the products of a layer.
-
-    Args:
-        architecture: of a model of random weights.
-        preset: of the context.
-        rows: that read it.
-        new_tokens: per row.
-        context_tokens: of the context.
-        at_most: target for the smallest part, of all ways to read the context.
-    """
-    if not cuda_timing.available():
-        return
-    [model] = gpu_models.presets_of(architecture, [preset]).values()
-    yield Case(
-        name=f"{rows:,} rows of {new_tokens} on {context_tokens}, {preset}",
-        model=architecture.name,
-        shape=architecture.on_device(
-            batch_size=rows, new_tokens=new_tokens, context_tokens=context_tokens, preset=preset
-        ),
-        check=partial(_check, model, new_tokens),
-        measure=partial(_shares, model, rows, new_tokens, context_tokens),
-        targets=[Target(("attention / products", "fastest"), at_most=at_most)],
     )
 
 
@@ -262,55 +230,3 @@ def _read_at_random(model: TurboEsmModel, contexts: PooledContexts, tokens: int,
         "compared": len(errors),
         "largest_difference": worst(errors),
     }
-
-
-@torch.no_grad()
-def _shares(model: TurboEsmModel, rows: int, new_tokens: int, context_tokens: int, repeats: int) -> Figures:
-    config = model.config
-    heads, hidden = config.num_attention_heads, config.hidden_size
-    device: Any = {"device": cuda_timing.DEVICE, "dtype": model.dtype}
-    cache = prefilled(model, gpu_models.tokens(1, context_tokens - 1, seed=3))
-    shape = (rows, new_tokens, heads, hidden // heads)
-    query, keys, values = (torch.randn(shape, **device).transpose(1, 2) for _ in range(3))
-    query = query * shape[3] ** -0.5
-
-    def attention(context: TurboKVCache, at_least: int | None) -> Callable[[], object]:
-        session = Extension(context, model.kv_backend, None, None)
-
-        def call() -> Tensor:
-            with _decoded_from(at_least):
-                return session.attend(0, query, keys, values)
-
-        return call
-
-    wide = config.intermediate_size
-    sizes = [(hidden, 3 * hidden), (hidden, hidden), (hidden, wide), (wide, hidden)]
-    weights = [torch.randn(out, size, **device) * size**-0.5 for size, out in sizes]
-    inputs = {size: torch.randn(rows * new_tokens, size, **device) for size in (hidden, wide)}
-
-    def products() -> None:
-        for weight in weights:
-            torch.nn.functional.linear(inputs[weight.shape[1]], weight)
-
-    arms: dict[str, Callable[[], object]] = {
-        "products": products,
-        "packed": attention(cache, 2**62),
-        "decoded for each layer": attention(cache, 0),
-        "decoded once": attention(model.decoded(cache), None),
-    }
-    times, failed = cuda_timing.captured_seconds(arms, repeats)
-    figures = cuda_timing.figures(times, failed)
-    median = {name: row["p50"] for name, row in spread(times).items()}
-    parts = {name: seconds / median["products"] for name, seconds in median.items() if name != "products"}
-    return figures | {"attention / products": {**parts, "fastest": min(parts.values())}}
-
-
-@contextmanager
-def _decoded_from(queries: int | None) -> Iterator[None]:
-    """Decode a shared context from this number of queries on; None leaves the number as it is."""
-    before = decoded_attention._MIN_QUERIES
-    decoded_attention._MIN_QUERIES = before if queries is None else queries
-    try:
-        yield
-    finally:
-        decoded_attention._MIN_QUERIES = before

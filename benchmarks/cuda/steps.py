@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.cuda import compile_ahead
 from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, spread, worst
 from benchmarks.harness.models import Architecture
@@ -41,8 +40,6 @@ def step_cases(
     if not cuda_timing.available():
         return
     models = gpu_models.presets_of(architecture, presets)
-    codecs = [model.codec(model.turbo_config) for model in models.values()]
-    compile_ahead.model(codecs, [(1, context_tokens, n) for n in (0, *new_tokens)])
     context = gpu_models.tokens(1, context_tokens - 1, seed=3)
     caches = {preset: _cached(model, context) for preset, model in models.items()}
     for n in new_tokens:

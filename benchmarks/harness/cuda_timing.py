@@ -6,7 +6,6 @@ of the flushes alone, which cancels the start of the graph and the events of the
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -20,7 +19,6 @@ DEVICE = "cuda"
 # Several times the L2 cache of the largest devices.
 _FLUSHED_BYTES = 192 * 2**20
 _WARM_UPS = 3
-_COPIED_BYTES = 2**30
 
 
 def available() -> bool:
@@ -70,15 +68,12 @@ def capture(call: Call, calls: int = 1, before: Call | None = None) -> torch.cud
     return graph
 
 
-def captured_seconds(
-    arms: Mapping[str, Call], repeats: int, *, cold: bool = True
-) -> tuple[dict[str, list[float]], dict[str, str]]:
+def captured_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Time calls captured in graphs, arms in turn.
 
     Args:
         arms: calls by name.
         repeats: number of rounds after a warm-up round; every other round runs the arms in reverse order.
-        cold: flush the device's cache before every call.
 
     Returns:
         Seconds of each repeat, and the reasons why arms could not be captured or run.
@@ -89,11 +84,11 @@ def captured_seconds(
     for name, call in arms.items():
         try:
             calls = _calls(call)
-            graphs[name] = capture(call, calls, flush if cold else None), calls
+            graphs[name] = capture(call, calls, flush), calls
         except Exception as error:
             failed[name] = reason(error)
             torch.cuda.empty_cache()
-    empty = {calls: capture(flush, calls) for _, calls in graphs.values()} if cold else {}
+    empty = {calls: capture(flush, calls) for _, calls in graphs.values()}
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for repeat in range(-1, repeats):
         flushed = {calls: _replay_seconds(graph, flush) for calls, graph in empty.items()}
@@ -118,13 +113,6 @@ def synchronized_seconds(arms: Mapping[str, Call], repeats: int) -> tuple[dict[s
             failed[name] = reason(error)
             torch.cuda.empty_cache()
     return (interleave(able, repeats) if able else {}), failed
-
-
-def copy_speed(repeats: int) -> float:
-    """Bytes per second, read and written, of a copy from device to device."""
-    first, second = (torch.empty(_COPIED_BYTES, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    times, _ = captured_seconds({"copy": partial(first.copy_, second)}, repeats)
-    return 2 * _COPIED_BYTES / statistics.median(times["copy"])
 
 
 def figures(times: Mapping[str, list[float]], failed: Mapping[str, str]) -> Figures:

@@ -12,10 +12,6 @@ COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
 LAYER = "maps and bits of a layer of esm2-mini, random codes"
 """What rows of attention alone name as their model."""
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
-PAPER_KERNEL = "one program a head, table in memory"
-EMPTY = "two empty launches"
-BARE = "reads and writes"
-"""Of attention over packed contexts, without its arithmetic."""
 
 # Caches of other packages.
 AITHER, QUANTO, HQQ = "aither-kvcache, 4 bits", "transformers on optimum-quanto, 4 bits", "transformers on HQQ, 4 bits"
@@ -64,28 +60,3 @@ def variant_arms() -> Arms:
         for refresh in REFRESHES if preset == DEFAULT_PRESET else (DEFAULT_REFRESH,):
             arms[f"{preset}, masked, {refresh}"] = (preset, {"arm": "turbo", "refresh": refresh})
     return arms
-
-
-# Counters of NVIDIA's ncu.
-_PART = ".avg.pct_of_peak_sustained_elapsed"
-_STALLED = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
-COUNTERS = {
-    "microseconds": "gpu__time_duration.sum",
-    "programs": "launch__grid_size",
-    "registers": "launch__registers_per_thread",
-    "warp instructions": "smsp__inst_executed.sum",
-    "warps of a scheduler": "smsp__warps_active.avg.per_cycle_active",
-    "memory, GB/s": "dram__bytes_read.sum.per_second",
-    "memory, %": f"gpu__dram_throughput{_PART}",
-    "second-level cache, %": f"lts__throughput{_PART}",
-    "first-level cache's data, %": f"l1tex__data_pipe_lsu_wavefronts{_PART}",
-    "of this for shared memory, %": "l1tex__data_pipe_lsu_wavefronts_mem_shared.sum.pct_of_peak_sustained_elapsed",
-    "instructions issued, %": f"sm__issue_active{_PART}",
-    "integer and logic, %": f"sm__pipe_alu_cycles_active{_PART}",
-    "tensor cores, %": f"sm__pipe_tensor_cycles_active{_PART}",
-    "cycles of an instruction": "smsp__average_warps_active_per_inst_executed.ratio",
-    "of these waiting for memory": _STALLED.format("long_scoreboard"),
-    "of these waiting for results": _STALLED.format("wait"),
-    "of these waiting for shared memory": _STALLED.format("short_scoreboard"),
-}
-"""Names in the rows, and those of ncu."""

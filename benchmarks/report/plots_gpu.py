@@ -7,12 +7,11 @@ from collections.abc import Callable
 from matplotlib.figure import Figure
 
 from benchmarks.harness import stored
-from benchmarks.harness.names import COMPRESSED, PAPER_KERNEL, SDPA, SDPA_FLOAT32
+from benchmarks.harness.names import COMPRESSED, SDPA, SDPA_FLOAT32
 from benchmarks.report.tables_gpu import FILE
 
 _QUERIES = 1
-_LABELS = {PAPER_KERNEL: "paper's kernel structure"}
-_ARMS = {SDPA_FLOAT32: "s:", SDPA: "s-", PAPER_KERNEL: "x--", **dict.fromkeys(COMPRESSED, "o-")}
+_ARMS = {SDPA_FLOAT32: "s:", SDPA: "s-", **dict.fromkeys(COMPRESSED, "o-")}
 
 
 def decode_attention() -> Figure:
@@ -34,8 +33,7 @@ def decode_attention() -> Figure:
         for arm, style in _ARMS.items():
             there = [row for row in own if arm in row["seconds"]]
             tokens = [row["shape"]["context_tokens"] for row in there]
-            axis.plot(tokens, [1e6 * row["seconds"][arm]["p50"] for row in there], style, markersize=4,
-                      label=_LABELS.get(arm, arm))  # fmt: skip
+            axis.plot(tokens, [1e6 * row["seconds"][arm]["p50"] for row in there], style, markersize=4, label=arm)
         axis.set(xscale="log", yscale="log", xlabel="context length (tokens)")
         axis.set_title(f"batch of {batch_size}")
         tokens = [row["shape"]["context_tokens"] for row in own]

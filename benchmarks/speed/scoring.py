@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from transformers import EsmForMaskedLM
 
-from benchmarks.cuda import compile_ahead
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, spread, worst
 from benchmarks.harness.models import Architecture, masked_lm, random_calibration
 from benchmarks.harness.names import REFRESHES, SCREENS
@@ -64,8 +63,6 @@ def candidate_cases(
     name = EMBEDDED_MODEL.name if architecture is None else architecture.name
     for dtype in dtypes:
         models = _models(architecture, device, dtype)
-        if device == "cuda":
-            _compile_ahead(models[0], target_residues, candidate_residues, refreshes)
         yield _candidate_case(
             name, models, target_residues, candidate_residues, full_candidates,
             cached_candidates, refreshes, at_least,
@@ -189,17 +186,6 @@ def plain_scores(turbo: TurboEsm, target: str, candidate: str) -> list[float]:
         with torch.no_grad():
             found.append(float(model(masked).logits[0, at].float().log_softmax(0)[ids[at]]))
     return found
-
-
-def _compile_ahead(turbo: TurboEsm, target_residues: int, candidate_residues: int, refreshes: Sequence[int]) -> None:
-    """Compile the kernels for scoring on a device: encoding the context, and extending it."""
-    esm = turbo.model.esm
-    codec, dtype = esm.codec(esm.turbo_config), esm.dtype
-    # Special tokens: <cls> with the target, <eos> with each candidate.
-    context = 1 + target_residues
-    compile_ahead.model([codec], [(1, context, 0)], [dtype])
-    new = [refresh + candidate_residues + 1 for refresh in refreshes]
-    compile_ahead.model([codec], [(_COMPILED_ROWS, context, n) for n in new], [dtype], shared=True)
 
 
 def _check_candidates(turbo: TurboEsm, slow: TurboEsm) -> Check:

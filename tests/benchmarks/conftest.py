@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cuda import compile_ahead
-from benchmarks.cuda.bare_reads import bare_reads_reference
 from benchmarks.harness import cuda_timing, gpu_models, records, stored
 from esm_turbo.ops import torch_ops
 from esm_turbo.ops import triton_attention as triton_kernels
@@ -38,10 +35,6 @@ def no_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(cuda_timing, "available", lambda: True)
     monkeypatch.setattr(cuda_timing, "captured_seconds", timed)
     monkeypatch.setattr(cuda_timing, "synchronized_seconds", timed)
-    monkeypatch.setattr(cuda_timing, "copy_speed", lambda repeats: 4e12)
-    launches = SimpleNamespace(bare_reads=bare_reads_reference, empty_launches=lambda count: None)
-    monkeypatch.setitem(sys.modules, "benchmarks.cuda.launches", launches)
-    monkeypatch.setattr(compile_ahead, "compile_all", lambda jobs: list(jobs))
     monkeypatch.setattr(triton_kernels, "extend_attention", torch_ops.extend_attention)
     monkeypatch.setattr(TritonBackend, "extend_attention", staticmethod(torch_ops.extend_attention))
     nothing = {"synchronize": None, "memory_allocated": 1000, "memory_reserved": 3000, "max_memory_allocated": 1500}

@@ -18,7 +18,7 @@ def test_cuda_benchmarks_are_a_group_of_their_own() -> None:
     assert not any(name.endswith("_cuda") for name in BENCHMARKS)
     assert TIMED.keys() == GPU_BENCHMARKS.keys() | BENCHMARKS.keys()
     settings = run.Settings(repeats=9, save=True)
-    assert settings.file("prefill_cuda") == records.RESULTS / "gpu.jsonl"
+    assert settings.file("extension_cuda") == records.RESULTS / "gpu.jsonl"
     assert settings.file("import_time") == records.RESULTS / "cpu.jsonl"
     assert run.Settings(repeats=50).repeats_of("scoring_12_on_500_cuda") == 2
     assert run.Settings(repeats=50).repeats_of("import_time") == 50

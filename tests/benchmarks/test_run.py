@@ -139,14 +139,14 @@ def test_a_case_that_fails_does_not_stop_the_others(
         yield good("first")
         yield Case("broken", "m", {}, broken, lambda repeats: {})
         yield good("last")
-        if name == "prefill_cuda":
+        if name == "extension_cuda":
             raise RuntimeError("cannot go on")
 
     monkeypatch.setattr(run.Settings, "cases", cases)
     out = tmp_path / "gpu.jsonl"
-    assert run.run_in_turn(["prefill_cuda", "peers_cuda"], run.Settings(repeats=2, out=out)) == 3
+    assert run.run_in_turn(["extension_cuda", "peers_cuda"], run.Settings(repeats=2, out=out)) == 3
     assert [row["figures"]["case"] for row in records.read(out)] == ["first", "last"] * 2
     text = capsys.readouterr().err
     assert text.count("broken: FAILED") == 2 and "cannot go on" in text
-    assert run.run_in_turn(["prefill_cuda"], run.Settings(seconds=-1.0)) == 1
+    assert run.run_in_turn(["extension_cuda"], run.Settings(seconds=-1.0)) == 1
     assert "STOPPED after" in capsys.readouterr().err

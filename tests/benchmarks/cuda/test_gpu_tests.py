@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from benchmarks.cuda import gpu_tests
 from benchmarks.cuda.gpu_tests import summary
 from benchmarks.harness import records
-from benchmarks.report import tables_gpu
 
 REPORT = """<testsuites><testsuite>
 <testcase classname="tests.test_graphs" name="test_a" time="1.5"/>
@@ -46,14 +45,3 @@ def test_every_file_has_a_row(tmp_path, monkeypatch):
     assert gpu_tests.main(["--out", str(out), "-q", *map(str, files)]) == 1
     assert [figures["command"].split()[-2:] for _, _, figures in rows] == [["-q", str(file)] for file in files[:2]]
     assert {(path, kind) for path, kind, _ in rows} == {(out, "gpu_tests")}
-
-
-def test_the_table_shows_the_newest_row_of_every_file(results, monkeypatch):
-    monkeypatch.setattr(records, "device_name", lambda device: "a device")
-    for failed in (1, 0):
-        for name, passed in (("test_a", 5), ("test_b", 7)):
-            counts = {"passed": passed, "failure": failed}
-            records.append(results / "gpu_tests.jsonl", "gpu_tests", {"by_file": {name: counts}}, device="cuda")
-    text = tables_gpu.TABLES["gpu_tests"]()
-    assert "| `test_a` | 5 | 0 | 0 | 0 |\n| `test_b` | 7 | 0 | 0 | 0 |" in text
-    assert "12 tests marked `gpu`. Run on a device, torch" in text

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from benchmarks.cuda import screens
-from esm_turbo.ops import decoded_attention
 from tests.helpers.benchmark_cases import TINY, measured
 
 
@@ -36,13 +35,3 @@ def test_contexts_in_a_full_pool(stopped_by: str, no_device: None, monkeypatch: 
     assert figures["pool"]["evicted"] == 0
     assert figures["read_at_random"]["compared"] == 4
     assert figures["read_at_random"]["largest_difference"] < 0.05
-
-
-def test_the_share_of_attention(no_device: None) -> None:
-    before = decoded_attention._MIN_QUERIES
-    [case] = screens.share_cases(TINY, "turbo3", 6, 5, 70, at_most=0.35)
-    figures = measured(case)
-    shares = figures["attention / products"]
-    assert shares["packed"] == pytest.approx(6 / 8)
-    assert shares["fastest"] == min(shares.values()) == shares["packed"]
-    assert before == decoded_attention._MIN_QUERIES
