@@ -15,9 +15,9 @@ from esm_turbo.context_model import as_list
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.arms import protein_tokens, runs_on_cuda
 from esm_turbo.tasks.common.checks import check_count
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Task, piece_limit
+from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Task, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
 from esm_turbo.tasks.scoring.pairs import PairScores, checked_pairs, score_pairs
@@ -32,7 +32,6 @@ Devices = str | Sequence[str] | Workers
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
 
-# Tokens that a piece runs, as in a command: seconds on a fast GPU.
 _TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
@@ -114,7 +113,9 @@ def score_pairs_on(
     """`tasks.scoring.pairs.score_pairs` on several devices, whose `options` are the others."""
     check_count("refresh", refresh, 0)
     pairs = checked_pairs(turbo, targets, candidates)
-    groups = _groups([sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs])
+    groups = _groups(
+        turbo, devices, [sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs]
+    )
     pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
     units = [sum(len(one) for i in group for one in pairs[i].candidates) for group in groups]
     task = _Call(score_pairs, PairScores, {"refresh": refresh, **options})
@@ -134,7 +135,7 @@ def score_many_variants_on(
     """`tasks.variants.many.score_many_variants` on several devices, whose `options` are the others."""
     check_count("refresh", refresh, 0)
     given, lists = checked_proteins(wild_types, variants)
-    groups = _groups([len(one) * (refresh + 1) for one in as_list(given, "wild_type")])
+    groups = _groups(turbo, devices, [len(one) * (refresh + 1) for one in as_list(given, "wild_type")])
     pieces = [
         ([given[i] for i in group], None if lists is None else [list(lists[i]) for i in group]) for group in groups
     ]
@@ -156,18 +157,10 @@ def _run(
         yield from workers.run(task, pieces, stage=stage, units=units, progress=progress)
 
 
-def _groups(costs: Sequence[int]) -> list[list[int]]:
-    """Indices of inputs that form a piece: those that follow each other, up to `piece_limit`."""
-    limit = piece_limit(sum(costs), _TOKENS_PER_PIECE)
-    groups: list[list[int]] = []
-    left = 0
-    for index, cost in enumerate(costs):
-        if not groups or cost > left:
-            groups.append([])
-            left = limit
-        groups[-1].append(index)
-        left -= cost
-    return groups
+def _groups(turbo: ContextModel, devices: Devices, costs: Sequence[int]) -> list[tuple[int, ...]]:
+    """Indices of inputs that form a piece."""
+    on_cuda = runs_on_cuda(turbo, _names(devices))
+    return packed(range(len(costs)), costs, piece_limit(sum(costs), _TOKENS_PER_PIECE, on_cuda=on_cuda))
 
 
 def _joined(

@@ -26,7 +26,7 @@ def workers(turbo: TurboEsm) -> Iterator[Workers]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_TOKENS_PER_PIECE", 200)
+    monkeypatch.setattr(calls, "_TOKENS_PER_PIECE", 800)
 
 
 @pytest.mark.slow
@@ -138,10 +138,3 @@ def test_batches_follow_from_the_kind_of_device(turbo: TurboEsm, monkeypatch: py
     for names in given:
         turbo.embed(SEQUENCES, include=["mean"], devices=names)
     assert sizes == [[2, 3], [5], [5], [5], [2, 3]]
-
-
-def test_groups_follow_from_the_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Of few tokens a piece has a quarter of this.
-    monkeypatch.setattr(calls, "_TOKENS_PER_PIECE", 800)
-    assert calls._groups([100, 100, 1, 300, 199, 1, 50]) == [[0, 1], [2], [3], [4, 5], [6]]
-    assert calls._groups([]) == []

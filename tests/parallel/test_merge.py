@@ -41,7 +41,7 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     tiny = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
     monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: tiny)
     # Small enough for a target to be cut into several pieces.
-    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 300)
+    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 1200)
     monkeypatch.chdir(tmp_path)
     records = proteins()
     Path("p.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records))

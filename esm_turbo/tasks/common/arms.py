@@ -160,9 +160,13 @@ def protein_tokens(toks_per_batch: int | None, turbo: ContextModel, devices: str
     """
     if toks_per_batch is not None:
         return _checked_tokens(toks_per_batch)
+    return _CUDA_PROTEIN_TOKENS if runs_on_cuda(turbo, devices) else DEFAULT_TOKS_PER_BATCH
+
+
+def runs_on_cuda(turbo: ContextModel, devices: str | None) -> bool:
+    """Whether all devices are of CUDA, see `protein_tokens`."""
     names = str(turbo.model.device) if devices is None else devices
-    on_cuda = all(name.startswith("cuda") for name in names.split())
-    return _CUDA_PROTEIN_TOKENS if on_cuda else DEFAULT_TOKS_PER_BATCH
+    return all(name.startswith("cuda") for name in names.split())
 
 
 def _checked_tokens(toks_per_batch: int) -> int:

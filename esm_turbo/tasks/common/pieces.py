@@ -26,8 +26,8 @@ _Result = TypeVar("_Result", covariant=True)
 
 
 TOKENS_PER_PIECE = 2**17
-"""Tokens of a usual piece: seconds on a fast GPU, some ten seconds for a small model on a CPU core."""
-_PIECES, _FEWEST, _LARGER = 64, 8, 4
+"""Tokens of a usual piece on a GPU, where they take seconds. On a CPU it has a quarter of them."""
+_PIECES, _FEWEST, _LARGER, _CPU_PART = 64, 8, 4, 4
 
 
 class Task(Protocol[_Piece, _Result]):
@@ -222,7 +222,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def piece_limit(total: int, usual: int = TOKENS_PER_PIECE) -> int:
+def piece_limit(total: int, usual: int = TOKENS_PER_PIECE, *, on_cuda: bool = True) -> int:
     """Tokens that a piece of a screen runs at most: a 64th of all, which a stopped run may lose, within limits.
 
     On a GPU a usual piece is four batches, and where rows differ in length a fifth that is nearly empty; the largest
@@ -231,8 +231,11 @@ def piece_limit(total: int, usual: int = TOKENS_PER_PIECE) -> int:
 
     Args:
         total: tokens of all pieces.
-        usual: tokens of a usual piece.
+        usual: tokens of a usual piece on a CUDA device.
+        on_cuda: whether such devices run them. On a CPU, a piece should not take minutes.
     """
+    if not on_cuda:
+        usual = max(1, usual // _CPU_PART)
     least = -(-usual // _LARGER)
     return min(max(least, min(usual, total // _FEWEST), total // _PIECES), _LARGER * usual)
 

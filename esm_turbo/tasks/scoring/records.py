@@ -22,7 +22,7 @@ from esm_turbo.proteins.fasta import (
 )
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ReadableSource
+from esm_turbo.tasks.common.arms import ReadableSource, runs_on_cuda
 from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
@@ -319,7 +319,8 @@ def score_records(
     numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
     contexts = {target.id: _context(target, arms, refresh) for target in targets}
     total = sum(_tokens(len(candidates[i].sequence), contexts[t.id]) for t in targets for i in numbers[t.id])
-    limit = piece_limit(total, _TOKENS_PER_PIECE)
+    on_cuda = runs_on_cuda(turbo, None if runner is None else runner.devices)
+    limit = piece_limit(total, _TOKENS_PER_PIECE, on_cuda=on_cuda)
     all_parts = [
         _Part(target, tuple(own), tuple(candidates[index].sequence for index in own))
         for target in targets

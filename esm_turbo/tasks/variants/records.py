@@ -17,7 +17,7 @@ from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ARMS, ReadableSource
+from esm_turbo.tasks.common.arms import ARMS, ReadableSource, runs_on_cuda
 from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
@@ -346,7 +346,8 @@ def score_records(
         for one, n in zip(wanted, positions, strict=True)
     ]
     sizes = [one.tokens(arms, refresh) for one in proteins]
-    all_pieces = packed(proteins, sizes, piece_limit(sum(sizes), _TOKENS_PER_PIECE))
+    on_cuda = runs_on_cuda(turbo, None if runner is None else runner.devices)
+    all_pieces = packed(proteins, sizes, piece_limit(sum(sizes), _TOKENS_PER_PIECE, on_cuda=on_cuda))
     plan = Plan() if plan is None else plan
     names = [" ".join(f"{p.record.id} {list(p.variants or ())}" for p in piece) for piece in all_pieces]
     costs = [

@@ -92,7 +92,16 @@ def test_pieces_of_large_screens_are_larger() -> None:
 def test_pieces_of_small_screens_are_an_eighth_of_them() -> None:
     assert piece_limit(4 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 2
     assert piece_limit(0) == piece_limit(2 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 4
-    assert piece_limit(0, 1) == 1
+    assert piece_limit(0, 1) == piece_limit(0, 1, on_cuda=False) == 1
+
+
+def test_pieces_on_a_cpu_are_a_quarter() -> None:
+    assert piece_limit(8 * TOKENS_PER_PIECE, on_cuda=False) == TOKENS_PER_PIECE // 4
+    # So that three shards of a small screen have about the same share of it.
+    tokens = [1000] * 480
+    pieces = packed(range(480), tokens, piece_limit(sum(tokens), on_cuda=False))
+    shares = [sum(len(pieces[index]) for index in part) for part in balanced([len(one) for one in pieces], 3)]
+    assert max(shares) - min(shares) <= 32
 
 
 def test_items_are_packed_in_their_order() -> None:

@@ -193,7 +193,7 @@ def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A piece per target: a quarter of this.
-    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 800)
+    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 3200)
     whole = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
     computed: list[str] = []
     original = records.iter_scores
