@@ -74,10 +74,11 @@ def write_means(
     settings = embedding_settings(turbo, EmbeddingRequest.of(turbo, [-1], ["mean"])) | {"truncation_seq_length": None}
     begun = time.perf_counter()
     with embedding_writer(out, file_format, settings, turbo) as writer:
+        writer.begin()
         for first in range(0, len(records), _BATCH):
             for record, mean in zip(records[first : first + _BATCH], means[first : first + _BATCH], strict=True):
                 embedding = ProteinEmbedding(mean_representations={1: mean.clone()})
-                writer.files.write(record, writer.names(record.sequence), embedding)
+                writer.parts.write(record, embedding)
                 writer.add([record])
             writer.commit()
         written = time.perf_counter()

@@ -20,6 +20,7 @@ from torch import Tensor
 from esm_turbo.files.writing import replacing
 
 _OWN_METADATA = ("kind", "format_version", "sha256")
+_METADATA = '{"__metadata__":'
 
 
 class ArtifactError(ValueError):
@@ -37,6 +38,7 @@ def write_artifact(
     strings["sha256"] = _digest(contiguous, strings)
     with replacing(path) as temporary:
         save_file(contiguous, temporary, metadata=strings)
+        _sort_metadata(temporary)
 
 
 def read_artifact(path: str | os.PathLike[str], kind: str, *versions: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -99,6 +101,19 @@ def _brought_over(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
                 x = tensors[name]
                 found[name] = torch.empty(0, dtype=x.dtype).set_(host, x.storage_offset(), x.shape, x.stride())
     return found
+
+
+def _sort_metadata(path: Path) -> None:
+    """Put the metadata of a safetensors file in order, so that equal content has equal bytes: the library shuffles."""
+    with path.open("r+b") as file:
+        header = file.read(int.from_bytes(file.read(8), "little")).decode()
+        if header.startswith(_METADATA):
+            strings, end = json.JSONDecoder().raw_decode(header, len(_METADATA))
+            old = header[len(_METADATA) : end].encode()
+            new = json.dumps(strings, ensure_ascii=False, separators=(",", ":"), sort_keys=True).encode()
+            if len(new) == len(old):
+                file.seek(8 + len(_METADATA))
+                file.write(new)
 
 
 def _digest(tensors: Mapping[str, Tensor], strings: Mapping[str, str]) -> str:

@@ -268,3 +268,10 @@ def test_versions_are_recorded():
     versions = package_versions()
     assert versions["torch"] == torch.__version__
     assert {"python", "transformers", "numpy", "scipy", "safetensors"} <= set(versions)
+
+
+def test_equal_content_has_equal_bytes(tmp_path):
+    metadata = METADATA | {"quoted": 'a "b" é \n', **{f"field {index}": index for index in range(9)}}
+    paths = [written(tmp_path / str(number), metadata=metadata) for number in range(8)]
+    assert len({path.read_bytes() for path in paths}) == 1
+    assert read_artifact(paths[0], KIND, VERSION)[1] == metadata

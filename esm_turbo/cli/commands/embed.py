@@ -40,7 +40,7 @@ def embed(
     /,
     *,
     repr_layers: Annotated[tuple[int, ...], MANY] = (-1,),
-    include: Annotated[tuple[Include, ...], MANY] = ("mean", "per_tok"),
+    include: Annotated[tuple[Include, ...] | None, MANY] = None,
     toks_per_batch: ProteinBatchTokens = None,
     truncation_seq_length: int | None = None,
     window: int | None = None,
@@ -68,7 +68,7 @@ def embed(
         out: Folder with one file per sequence; one file for HDF5 and Parquet.
         repr_layers: Layers to save; 0 is the input of the first layer, negative numbers count from the last.
         include: What to save: mean and per-residue hidden states, the hidden state of the cls token (bos), predicted
-            contacts, compressed caches.
+            contacts, compressed caches. By default mean and per_tok; for Parquet, mean.
         truncation_seq_length: Truncate proteins to this number of residues. By default, they are not truncated.
         window: Compute longer proteins in windows of this number of residues. By default, they are computed whole.
         overlap: Residues that consecutive windows share, 64 by default.
@@ -88,6 +88,7 @@ def embed(
         model = replace(model, device="cpu")
     spread = Spread.of(parallel, model)
     format = embedding_format(out, format)
+    include = include or (("mean",) if format == "parquet" else ("mean", "per_tok"))
     kind: Kind = ONE_FILE.get(format, "embeddings")
     sharding = Sharding("embed", kind, parallel.shard, out, [proteins])
     assert sharding.out is not None

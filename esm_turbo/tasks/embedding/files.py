@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 FORMAT_VERSION = 2
+CACHE_SUFFIX = ".cache.safetensors"
 _INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
 _COLUMNS = 4
 # Short enough for a file name with the longest suffix and that of a temporary. Not what could be the hash of another
@@ -147,65 +148,58 @@ def check_same_settings(path: Path, existing: Mapping[str, Any], settings: Mappi
             )
 
 
-class EmbeddingFiles:
-    """Writes the files of embeddings into a folder. Several processes may do so, each for sequences of its own.
+class PartFiles:
+    """Writes the parts of a run: one file for the embedding of each sequence, one for its cache, named by its hash.
+
+    Several processes may do so, each for sequences of its own. A part counts once `FolderWriter.add` has moved it.
 
     Args:
-        folder: the folder.
-        file_format: format of the files.
+        folder: the folder, a temporary of the run.
+        file_format: format of the embeddings.
+        include: the results that are requested.
         content: the settings on which their content depends.
-        settings: all that `settings.json` records.
 
     Raises:
-        OSError: by `write`, if a file cannot be written. An earlier version of it stays as it was.
+        OSError: by `write`, if a file cannot be written.
     """
 
     def __init__(
-        self, folder: Path, file_format: EmbeddingFormat, content: Mapping[str, Any], settings: Mapping[str, Any]
+        self, folder: Path, file_format: EmbeddingFormat, include: Iterable[str], content: Mapping[str, Any]
     ) -> None:
         self.folder = folder
         self.file_format = file_format
-        self.content, self.settings = dict(content), dict(settings)
-        self._known_settings = False
+        self.suffixes = [f".{file_format}"] if set(include) - {"cache"} else []
+        self.suffixes += [CACHE_SUFFIX] if "cache" in include else []
+        self._content = dict(content)
 
     def key(self, sequence: str) -> str:
         """What the content of a sequence's embedding depends on: a hash of its residues and of the settings."""
-        return hashlib.sha256(json.dumps([sequence, self.content], sort_keys=True).encode()).hexdigest()
+        return hashlib.sha256(json.dumps([sequence, self._content], sort_keys=True).encode()).hexdigest()
 
-    def write(self, record: ProteinRecord, names: Sequence[str], embedding: ProteinEmbedding) -> None:
-        """Write an embedding, and the settings if there are none.
+    def paths(self, sequence: str) -> dict[str, Path]:
+        """The parts of a sequence by suffix."""
+        return {suffix: self.folder / f"{sequence_hash(sequence)}{suffix}" for suffix in self.suffixes}
 
-        Args:
-            record: the protein, or one of several with its sequence.
-            names: of the files of the embedding and of its cache, see `FolderWriter.names`.
-            embedding: its results.
-        """
-        self._write_settings()
-        if names[0]:
-            self._write_embedding(self.folder / names[0], record, embedding)
-        if names[1]:
-            assert embedding.cache is not None
-            with replacing(self.folder / names[1], inside=True) as temporary:
-                embedding.cache.save(temporary)
+    def write(self, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
+        """Write the embedding of a protein, or of one of several with its sequence."""
+        for suffix, path in self.paths(record.sequence).items():
+            with file_errors(self.folder.parent / path.name), replacing(path, inside=True) as temporary:
+                if suffix == CACHE_SUFFIX:
+                    assert embedding.cache is not None
+                    embedding.cache.save(temporary)
+                else:
+                    self._write_embedding(temporary, record, embedding)
 
     def _write_embedding(self, path: Path, record: ProteinRecord, embedding: ProteinEmbedding) -> None:
-        with replacing(path, inside=True) as temporary:
-            if self.file_format == "safetensors":
-                metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
-                write_artifact(temporary, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
-                return
-            results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
-            # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
-            buffer = io.BytesIO()
-            torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)
-            temporary.write_bytes(buffer.getbuffer())
-
-    def _write_settings(self) -> None:
-        path = self.folder / SETTINGS_FILE
-        if not self._known_settings and not path.exists():
-            with replacing(path, inside=True) as temporary:
-                temporary.write_text(json.dumps(self.settings, indent=2) + "\n", encoding="utf-8")
-        self._known_settings = True
+        if self.file_format == "safetensors":
+            metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
+            write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
+            return
+        results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
+        # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
+        buffer = io.BytesIO()
+        torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)
+        path.write_bytes(buffer.getbuffer())
 
 
 class FolderWriter:
@@ -213,6 +207,7 @@ class FolderWriter:
 
     Args:
         folder: the folder, which no other process writes to.
+        parts: a temporary folder on the same disk, for the parts of this run.
         file_format: format of the files.
         settings: see `records.embedding_writer`.
         turbo: the model, which existing caches must belong to.
@@ -223,7 +218,7 @@ class FolderWriter:
     Attributes:
         damaged: names of existing files or entries that cannot be used and must be computed again.
         recorded: what is recorded beside the settings, and may differ between runs.
-        files: writes the files.
+        parts: writes the parts.
 
     Raises:
         ValueError: the folder holds embeddings made with other settings, or an index that is not one of embeddings.
@@ -233,6 +228,7 @@ class FolderWriter:
     def __init__(
         self,
         folder: Path,
+        parts: Path,
         file_format: EmbeddingFormat,
         settings: Mapping[str, Any],
         turbo: ContextModel,
@@ -257,43 +253,55 @@ class FolderWriter:
             self.settings["names"] = "label"
         if self._known_settings:
             check_same_settings(folder, existing, self.settings)
-        self.files = EmbeddingFiles(folder, file_format, self._content, self.settings | self.recorded)
+        self.parts = PartFiles(parts, file_format, settings["include"], self._content)
+        # safetensors makes files that nobody else can read.
+        (parts / "mode").touch()
+        self._mode = (parts / "mode").stat().st_mode
         self.index = EmbeddingIndex(folder / INDEX_FILE)
         if self.index.damaged and not self._known_settings:
             raise ValueError(f"{self.index.path}: is not an index of embeddings; give another folder")
         if self.index.damaged:
             self.damaged.append(os.fspath(self.index.path))
-        include = set(settings["include"])
-        self._suffixes = (
-            f".{file_format}" if include - {"cache"} else "",
-            ".cache.safetensors" if "cache" in include else "",
-        )
         self._labels: dict[str, str] = {}
         self._labels |= {sequence: own[0] for sequence, own in labels.items() if self._is_free(sequence, own)}
         remove_temporaries(folder)
 
     def _is_free(self, sequence: str, identifiers: Sequence[str]) -> bool:
         """Whether files may be named by the first of these identifiers: no others' are, and none has a hash yet."""
-        files = [f"{identifiers[0]}{suffix}" for suffix in self._suffixes if suffix]
+        files = [f"{identifiers[0]}{suffix}" for suffix in self.parts.suffixes]
         if not self._known_settings and any((self.folder / name).exists() for name in files):
             # Another program's, in a folder that is new to this one.
             return False
-        named = any(set(identifiers) & self.index.identifiers(name) for name in self.names(sequence) if name)
+        named = any(set(identifiers) & self.index.identifiers(name) for name in self._names(sequence) if name)
         return not named and all(self.index.identifiers(name) <= set(identifiers) for name in files)
 
     def has(self, proteins: SameSequence) -> bool:
         """Whether an earlier run has embedded these proteins; reads and checks their whole embedding."""
         sequence = proteins[0].sequence
-        names = self.names(sequence)
+        names = self._names(sequence)
         if not self.index.holds(names) or not all(self._is_good(name, sequence) for name in names if name):
             return False
         # Other proteins with this sequence may be new.
         self.index.stage(proteins, names)
         return True
 
+    def begin(self) -> None:
+        """Record the settings, before the first part."""
+        path = self.folder / SETTINGS_FILE
+        if not self._known_settings:
+            with replacing(path, inside=True) as temporary:
+                temporary.write_text(json.dumps(self.settings | self.recorded, indent=2) + "\n", encoding="utf-8")
+        self._known_settings = True
+
     def add(self, proteins: SameSequence) -> None:
-        """Add proteins whose files have been written; they count as done after the next `commit`."""
-        self.index.stage(proteins, self.names(proteins[0].sequence))
+        """Add proteins whose parts have been written; they count as done after the next `commit`."""
+        names = self._names(proteins[0].sequence)
+        parts = self.parts.paths(proteins[0].sequence).values()
+        for name, part in zip(filter(None, names), parts, strict=True):
+            with file_errors(self.folder / name):
+                os.chmod(part, self._mode)
+                os.replace(part, self.folder / name)
+        self.index.stage(proteins, names)
 
     def commit(self) -> None:
         """Make everything added since the last call count as done, even if the process is killed afterwards."""
@@ -305,13 +313,14 @@ class FolderWriter:
         self.commit()
         with file_errors(self.index.path):
             self.index.sort([record.id for record in records])
-        # Of workers that were killed.
-        remove_temporaries(self.folder)
 
-    def names(self, sequence: str) -> tuple[str, str]:
+    def _names(self, sequence: str) -> tuple[str, str]:
         """Names of the files of a sequence's embedding and of its cache; empty if not requested."""
         name = self._labels.get(sequence) or sequence_hash(sequence)
-        embedding, cache = (f"{name}{suffix}" if suffix else "" for suffix in self._suffixes)
+        embedding, cache = (
+            f"{name}{suffix}" if suffix in self.parts.suffixes else ""
+            for suffix in (f".{self.file_format}", CACHE_SUFFIX)
+        )
         return embedding, cache
 
     def _is_good(self, name: str, sequence: str) -> bool:
@@ -324,11 +333,11 @@ class FolderWriter:
         try:
             if path.is_symlink():
                 raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
-            if name.endswith(".cache.safetensors"):
+            if name.endswith(CACHE_SUFFIX):
                 found, expected = self._tokens(path), self._context(sequence)
             else:
                 content = read_embedding(path)[0] if self.file_format == "safetensors" else read_pt(path)
-                found, expected = content.get("key"), self.files.key(sequence)
+                found, expected = content.get("key"), self.parts.key(sequence)
         # A cache of another model raises a ValueError.
         except ValueError:
             found, expected = None, ""

@@ -30,6 +30,7 @@ class OneFileWriter(FolderWriter):
 
     Args:
         out: the file; its entries are kept.
+        parts: see `FolderWriter`.
         settings: see `records.embedding_writer`.
         turbo: the model.
         devices: see `FolderWriter`.
@@ -38,8 +39,10 @@ class OneFileWriter(FolderWriter):
         ValueError: the file or its parts hold embeddings made with other settings, or it is not one of embeddings.
     """
 
-    def __init__(self, out: Path, settings: Mapping[str, Any], turbo: ContextModel, devices: str | None = None) -> None:
-        super().__init__(parts_folder(out), "safetensors", settings, turbo, devices=devices)
+    def __init__(
+        self, out: Path, parts: Path, settings: Mapping[str, Any], turbo: ContextModel, devices: str | None = None
+    ) -> None:
+        super().__init__(parts_folder(out), parts, "safetensors", settings, turbo, devices=devices)
         self.out = out
         self._entry_of: dict[str, str] = {}
         self._unusable: set[str] = set()
@@ -55,7 +58,7 @@ class OneFileWriter(FolderWriter):
     def has(self, proteins: SameSequence) -> bool:
         sequence = proteins[0].sequence
         name = sequence_hash(sequence)
-        if not self._holds(name, self.files.key(sequence)) and not super().has(proteins):
+        if not self._holds(name, self.parts.key(sequence)) and not super().has(proteins):
             return False
         for record in proteins:
             self._assign(record.id, name)
@@ -71,9 +74,9 @@ class OneFileWriter(FolderWriter):
         if self._changed or self._unusable:
             with replacing(self.out) as temporary:
                 self._assemble(temporary)
-        # The lock stays for its owner to remove, who still holds it.
+        # The lock stays for its owner to remove, who still holds it, and so does the temporary of the parts.
         for path in self.folder.iterdir():
-            if path.name != LOCK_FILE:
+            if path.name != LOCK_FILE and path != self.parts.folder:
                 path.unlink()
 
     @abstractmethod

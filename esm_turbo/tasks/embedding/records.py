@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
-from esm_turbo.files.writing import only_writer, refuse_links
+from esm_turbo.files.writing import locked_temporary, only_writer, refuse_links
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.arms import protein_tokens
@@ -30,7 +30,7 @@ from esm_turbo.tasks.embedding.embed import (
     embedding_batches,
     embedding_settings,
 )
-from esm_turbo.tasks.embedding.files import EmbeddingFiles, FolderWriter, SameSequence, safe_labels
+from esm_turbo.tasks.embedding.files import FolderWriter, PartFiles, SameSequence, safe_labels
 from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5
 from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
 from esm_turbo.tasks.embedding.parquet import ParquetWriter, check_parquet
@@ -67,13 +67,11 @@ class _Item:
         index: of its group of proteins.
         record: the first protein of the group.
         sequence: its residues, truncated as requested.
-        names: of its files.
     """
 
     index: int
     record: ProteinRecord
     sequence: str
-    names: tuple[str, str]
 
 
 _Piece = Sequence[_Item]
@@ -94,15 +92,15 @@ class _Embedded:
 
 @dataclass(frozen=True)
 class _EmbedTask:
-    """Embeds batches, and writes their files.
+    """Embeds batches, and writes their parts.
 
     Attributes:
         request: the results to compute.
-        files: writes them; None returns them.
+        parts: writes them; None returns them.
     """
 
     request: EmbeddingRequest
-    files: EmbeddingFiles | None
+    parts: PartFiles | None
 
     def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Embedded]:
         taken: deque[_Piece] = deque()
@@ -120,10 +118,10 @@ class _EmbedTask:
                 item = piece[row]
                 if not embedding.is_finite():
                     failed[item.index] = "its embedding is not finite; try --dtype float32"
-                elif self.files is None:
+                elif self.parts is None:
                     kept[item.index] = embedding
                 else:
-                    self.files.write(item.record, item.names, embedding)
+                    self.parts.write(item.record, embedding)
             yield _Embedded(failed, kept)
 
     def failed(self, piece: _Piece, reason: str) -> _Embedded:
@@ -205,21 +203,23 @@ def embed_records(
     with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)
         pieces = [
-            [_Item(i, groups[i][0], sequences[i], writer.names(groups[i][0].sequence)) for i in batch]
+            [_Item(i, groups[i][0], sequences[i]) for i in batch]
             for batch in embedding_batches(turbo, rows, request, toks_per_batch, done)
         ]
         residues = [sum(len(item.sequence) for item in piece) for piece in pieces]
-        work = _EmbedTask(request, writer.files if runner.shares_files else None)
+        work = _EmbedTask(request, writer.parts if runner.shares_files else None)
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:
+            if pieces:
+                writer.begin()
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
             for number, result in runner.run(work, pieces, stage="embed", units=residues, progress=progress):
                 failed |= result.failed
                 for item in pieces[number]:
                     if item.index in result.embeddings:
-                        writer.files.write(item.record, item.names, result.embeddings[item.index])
+                        writer.parts.write(item.record, result.embeddings[item.index])
                     if item.index not in failed:
                         writer.add(groups[item.index])
                         written += len(groups[item.index])
@@ -270,8 +270,8 @@ def embedding_writer(
         raise ValueError(f"{out}: is a context store; give a new or an empty folder")
     if file_format not in ONE_FILE:
         check_writable(out / INDEX_FILE)
-        with only_writer(out):
-            yield FolderWriter(out, file_format, settings, turbo, labels, names, devices)
+        with only_writer(out), locked_temporary(out, "parts") as parts:
+            yield FolderWriter(out, parts, file_format, settings, turbo, labels, names, devices)
         return
     check_writable(out)
     kind: type[OneFileWriter]
@@ -282,7 +282,11 @@ def embedding_writer(
         check_parquet(out, settings["include"])
         kind = ParquetWriter
     refuse_links(parts_folder(out), out.parent)
-    with only_writer(parts_folder(out)), contextlib.closing(kind(out, settings, turbo, devices)) as writer:
+    with (
+        only_writer(parts_folder(out)),
+        locked_temporary(parts_folder(out), "parts") as parts,
+        contextlib.closing(kind(out, parts, settings, turbo, devices)) as writer,
+    ):
         yield writer
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 
 import h5py
+import pandas
 import pytest
 import torch
 
@@ -286,3 +287,9 @@ def test_a_file_in_place_of_the_folder_is_refused(esm, fasta, tmp_path):
     result = esm("embed", fasta, tmp_path / "taken")
     assert (result.code, result.error) == (2, f"{tmp_path / 'taken'}: is a file; name a folder to write")
     assert (tmp_path / "taken").read_text() == "mine"
+
+
+def test_a_table_holds_means_unless_told_otherwise(esm, fasta, tmp_path, tiny_folder):
+    result = esm("embed", fasta, tmp_path / "means.parquet", "--model", tiny_folder)
+    assert (result.code, result.err) == (0, "")
+    assert pandas.read_parquet(tmp_path / "means.parquet")["id"].tolist() == list(SEQUENCES)

@@ -169,6 +169,15 @@ def test_files_of_the_safetensors_format_name_their_protein(run, tmp_path):
         assert tensors["representations.2"].shape == (len(record.sequence), 64)
 
 
+@pytest.mark.parametrize("file_format", ["pt", "safetensors"])
+def test_files_have_the_usual_permissions(run, tmp_path, file_format):
+    (tmp_path / "usual").touch()
+    run(tmp_path / "out", proteins()[:2], file_format, ["mean", "cache"])
+    paths = [path for path in (tmp_path / "out").iterdir() if path.name != INDEX_FILE]
+    assert len(paths) == 5
+    assert {path.stat().st_mode for path in paths} == {(tmp_path / "usual").stat().st_mode}
+
+
 def test_a_folder_of_another_kind_is_not_written_to(run, tmp_path):
     (tmp_path / INDEX_FILE).write_text("my own notes\n")
     with pytest.raises(ValueError, match="is not an index of embeddings"):
