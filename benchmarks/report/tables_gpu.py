@@ -60,12 +60,14 @@ def gpu_overview() -> str:
 
 
 def gpu_calls() -> str:
-    """Calls of the public API beside Hugging Face's model and the matrix products alone."""
+    """Calls of the public API beside Hugging Face's model."""
     records, rows = _records("calls_cuda"), []
     for record in records:
         figures = record["figures"]
         rates, unit = figures["per_second"], figures["unit"]
         for arm in figures["seconds"]:
+            if arm == "matrix products alone" or arm.endswith("no graphs"):
+                continue
             speedup = figures["ratios"].get(f"Hugging Face's model / {arm}")
             rows.append([
                 figures["case"],
@@ -92,7 +94,7 @@ def gpu_cold_start() -> str:
 
 
 def gpu_extension() -> str:
-    """Whole extensions."""
+    """Whole extensions, captured in CUDA graphs."""
     rows = []
     records = _records(
         "extension_cuda",
@@ -106,19 +108,18 @@ def gpu_extension() -> str:
         # A whole forward is not always faster when captured.
         medians = {arm: row["p50"] for arm, row in figures["seconds"].items()}
         recompute = min(x for arm, x in medians.items() if arm.startswith("recompute"))
-        for kind in ("eager", "captured"):
-            arms = ["recompute", "extend exact", "extend turbo3", "extend paper"]
-            extend = medians.get(f"extend turbo3, {kind}")
-            rows.append(
-                [
-                    f"{record['model']}",
-                    f"{figures['shape']['new_tokens']} on {figures['shape']['context_tokens']:,}, {kind}",
-                    *(_ms(figures["seconds"], f"{arm}, {kind}") for arm in arms),
-                    "" if extend is None else f"{recompute / extend:.2f}x",
-                ]
-            )
+        arms = ["recompute", "extend exact", "extend turbo3", "extend paper"]
+        extend = medians.get("extend turbo3, captured")
+        rows.append(
+            [
+                f"{record['model']}",
+                f"{figures['shape']['new_tokens']} on {figures['shape']['context_tokens']:,}",
+                *(_ms(figures["seconds"], f"{arm}, captured") for arm in arms),
+                "" if extend is None else f"{recompute / extend:.2f}x",
+            ]
+        )
     head = ["geometry", "new tokens on context", "recompute, ms", "`exact`", "`turbo3`", "`paper`",
-            "speedup of `turbo3` over the faster recompute"]  # fmt: skip
+            "speedup of `turbo3` over recomputing, eager or captured"]  # fmt: skip
     return table(head, rows) + _source(records, "milliseconds per step of the whole model, batch of one, bfloat16")
 
 

@@ -39,7 +39,6 @@ NOT_RUN = {
     "docs/notes/kernels.md": [
         ("TRITON_INTERPRET=1 python", "the first command is `make test-interpreter`, the second needs an NVIDIA GPU")
     ],
-    "docs/math.md": [("esm-turbo calibrate", CHECKPOINT)],
     "docs/performance.md": [("python -m", "needs an NVIDIA GPU")],
     "docs/serving.md": [
         ("pip install", "runs until it is stopped"),
