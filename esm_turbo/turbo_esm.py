@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
-    from esm_turbo.tasks.common.options import Arm, MarginalMethod, Place, UnmaskingOrder
+    from esm_turbo.tasks.common.options import Arm, CandidateFill, MarginalMethod, UnmaskingOrder
     from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
@@ -300,7 +300,7 @@ class TurboEsm(ContextModel):
         *,
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
-        place: Place | None = None,
+        place: CandidateFill | None = None,
         toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,
@@ -330,7 +330,7 @@ class TurboEsm(ContextModel):
         *,
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
-        place: Place = "masked",
+        place: CandidateFill = "masked",
         toks_per_batch: int | None = None,
         store: ContextStore | None = None,
         progress: Progress | None = None,

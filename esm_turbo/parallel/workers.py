@@ -140,6 +140,7 @@ class _ProcessSlot(Slot):
             return call.result()
         except BrokenProcessPool as error:
             assert self._pool is not None and self._process is not None
+            self._process.kill()
             self._pool.shutdown()
             raise ProcessDied(_cause(self._process.exitcode)) from error
 

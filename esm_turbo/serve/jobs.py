@@ -23,7 +23,7 @@ from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
 from esm_turbo.serve.rows import Rows
 from esm_turbo.tasks.common.arms import prefill_ids
-from esm_turbo.tasks.common.options import Arm, MarginalMethod, Place
+from esm_turbo.tasks.common.options import Arm, CandidateFill, MarginalMethod
 from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
 from esm_turbo.tasks.generation.sampling import row_seeds
@@ -173,7 +173,7 @@ class ScoreJob(RowJob):
     kind = "score"
 
     def __init__(
-        self, target: Sequence[int], candidates: Sequence[Sequence[int]], arm: Arm, place: Place, refresh: int
+        self, target: Sequence[int], candidates: Sequence[Sequence[int]], arm: Arm, place: CandidateFill, refresh: int
     ) -> None:
         self.target = list(target)
         self.candidates = [list(candidate) for candidate in candidates]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.tasks.common.options import MarginalMethod, Place, UnmaskingOrder
+from esm_turbo.tasks.common.options import CandidateFill, MarginalMethod, UnmaskingOrder
 
 _PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVVHSLAKWKRQ"
 ContextId = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
@@ -30,7 +30,7 @@ class ScoreRequest(_Request):
     """Candidates, usually peptides, to score after a protein."""
 
     candidates: list[str] = Field(description="Residues of each candidate.", examples=[["GSGSWKDLAE", "PLLKRR"]])
-    place: Place = Field("masked", description="What stands for the candidate while the context is computed.")
+    place: CandidateFill = Field("masked", description="What stands for the candidate while the context is computed.")
     refresh: int = Field(DEFAULT_REFRESH, ge=0, description="Residues before the candidate that run with it.")
     log_probabilities: bool = Field(False, description="Add the log-probability of each residue.")
     stream: bool = _STREAM

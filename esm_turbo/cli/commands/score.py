@@ -39,7 +39,7 @@ from esm_turbo.cli.score_report import score_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Place
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, CandidateFill
 
 
 def score(
@@ -49,7 +49,7 @@ def score(
     *,
     arm: Arms = None,
     refresh: int = DEFAULT_REFRESH,
-    place: Place = "masked",
+    place: CandidateFill = "masked",
     top: int | None = None,
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,

@@ -20,7 +20,7 @@ UnmaskingOrder = Literal["random", "confidence", "left_to_right"]
 Arm = Literal["full", "frozen", "turbo"]
 """Computation of a score: everything again, or with a context cached at full precision, or compressed."""
 
-Place = Literal["masked", "empty"]
+CandidateFill = Literal["masked", "empty"]
 """Contents of the candidate's positions while a target is cached: masks, or nothing."""
 
 MarginalMethod = Literal["masked", "wild_type"]

@@ -19,7 +19,7 @@ from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, check_store, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import failure_reason
-from esm_turbo.tasks.common.options import Arm, Place
+from esm_turbo.tasks.common.options import Arm, CandidateFill
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.waves import Extensions, Rows, merge_errors, predict_rows
 from esm_turbo.tasks.scoring.score import (
@@ -90,7 +90,7 @@ def score_pairs(
     *,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
-    place: Place = "masked",
+    place: CandidateFill = "masked",
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
@@ -159,7 +159,7 @@ def iter_scores(
     *,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
-    place: Place = "masked",
+    place: CandidateFill = "masked",
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
@@ -183,7 +183,7 @@ def iter_scores(
     check_store(store)
     check_count("refresh", refresh, 0)
     arm, preset = resolve_arm(turbo, arm)
-    check_choice("place", place, get_args(Place))
+    check_choice("place", place, get_args(CandidateFill))
     tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
     counter = StageProgress(progress, "score", sum(len(c) for one in pairs for c in one.candidates))
     if arm == "full":
@@ -221,7 +221,7 @@ class _CachedTargets:
         arm: Arm,
         preset: str | None,
         refresh: int,
-        place: Place,
+        place: CandidateFill,
     ) -> None:
         self.turbo, self.pairs = turbo, pairs
         self.arm, self.preset, self.place = arm, preset, place

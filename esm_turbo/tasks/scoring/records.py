@@ -25,7 +25,7 @@ from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource, runs_on_cuda
 from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
 from esm_turbo.tasks.common.memory import failure_reason
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.rankings import RankAgreement
@@ -286,7 +286,7 @@ def score_records(
     arms: Sequence[Arm],
     *,
     refresh: int = DEFAULT_REFRESH,
-    place: Place = "masked",
+    place: CandidateFill = "masked",
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     top_k: int = DEFAULT_TOP_K,
@@ -400,7 +400,7 @@ class _ScoreTask(ScoringTask[_Part, Scores]):
 
     arms: tuple[Arm, ...]
     refresh: int
-    place: Place
+    place: CandidateFill
     toks_per_batch: int | None
     store: ReadableSource | None
 

@@ -37,7 +37,7 @@ from esm_turbo.tasks.common.arms import (
     resolve_arm,
 )
 from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Place
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
 from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_target, stored_target
@@ -102,7 +102,7 @@ class Scores(Tabular):
     scores: tuple[CandidateScore, ...]
     arm: Arm
     preset: str | None
-    place: Place | None
+    place: CandidateFill | None
     refresh: int
     model: str
 
@@ -184,7 +184,7 @@ def score(
     *,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
-    place: Place | None = None,
+    place: CandidateFill | None = None,
     toks_per_batch: int | None = None,
     store: ContextSource | None = None,
     progress: Progress | None = None,
@@ -222,7 +222,7 @@ def score(
         target = stored_target(context, turbo.codes, refresh)
     else:
         arm, preset = resolve_arm(turbo, arm)
-        place = check_choice("place", "masked" if place is None else place, get_args(Place))
+        place = check_choice("place", "masked" if place is None else place, get_args(CandidateFill))
         token_ids = turbo.codes.encode(context, "the target")
         if arm == "full":
             target = recomputed_target(turbo, token_ids)

@@ -15,7 +15,7 @@ import torch
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.tasks.common.arms import ContextSource, prefill_ids, single_row
 from esm_turbo.tasks.common.memory import check_memory
-from esm_turbo.tasks.common.options import Arm, Place
+from esm_turbo.tasks.common.options import Arm, CandidateFill
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -66,7 +66,7 @@ def cached_target(
     turbo: ContextModel,
     token_ids: list[int],
     arm: Arm,
-    place: Place,
+    place: CandidateFill,
     refresh: int,
     store: ContextSource | None = None,
 ) -> Target:

@@ -18,7 +18,7 @@ from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.store.flat import FlatContext
 from esm_turbo.tasks.common import arms, waves
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
-from esm_turbo.tasks.common.options import Arm, Place
+from esm_turbo.tasks.common.options import Arm, CandidateFill
 from esm_turbo.tasks.scoring.pairs import PairScores
 from tests.helpers.scores import assert_close
 
@@ -46,7 +46,9 @@ def assert_as_one_by_one(turbo: TurboEsm, found: PairScores, targets: Sequence[s
     ("arm", "place", "tokens"),
     [("turbo", "masked", None), ("turbo", "empty", 30), ("frozen", "masked", 30), ("frozen", "empty", None)],
 )
-def test_scores_are_those_of_one_target_at_a_time(turbo: TurboEsm, arm: Arm, place: Place, tokens: int | None) -> None:
+def test_scores_are_those_of_one_target_at_a_time(
+    turbo: TurboEsm, arm: Arm, place: CandidateFill, tokens: int | None
+) -> None:
     found = turbo.score_pairs(TARGETS, CANDIDATES, arm=arm, place=place, toks_per_batch=tokens)
     assert found.failed == {}
     assert_as_one_by_one(turbo, found, TARGETS, CANDIDATES)
