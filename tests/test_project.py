@@ -207,8 +207,3 @@ def test_no_path_of_one_machine_in_any_text_file() -> None:
         if FOREIGN_PATH.search(line)
     ]
     assert not hits, "\n".join(hits)
-
-
-def test_the_readme_is_a_front_door() -> None:
-    """All that a user does not decide by stands in docs/."""
-    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

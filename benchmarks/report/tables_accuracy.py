@@ -215,10 +215,10 @@ def by_bits(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
 
 
 def _groups(proteins: str, part: str, columns: Mapping[str, str]) -> str:
-    """Leave-one-out of every preset by group, columns by the group's name."""
+    """Leave-one-out of the product's presets by group, columns by the group's name."""
     rows = []
-    for name, record in by_bits(proteins).items():
-        groups = _preset(record)["leave_one_out"][part]
+    for name in COMPRESSED:
+        groups = _preset(stored.accuracy(proteins, name))["leave_one_out"][part]
         rows.append([f"`{name}`", *(cosine(groups[g]) if g in groups else "" for g in columns)])
     return table(["cosine (1 %)", *columns.values()], rows) + source(stored.accuracy(proteins, "turbo3"), "accuracy")
 

@@ -34,6 +34,10 @@ NOT_RUN = {
         ("esm-turbo variants", "names files that you have"),
         ("compute_pseudo_perplexity(model, tokenizer,", "functions of PepMLM's script"),
         ("turbo =", "needs a checkpoint from the hub"),
+        ("from faesm.esm", "a class of FAESM"),
+        ("model =", "a function of FastPLMs"),
+        ("from esm.models.esmc", "classes of the package esm"),
+        ("turbo =", "needs a checkpoint from the hub"),
         ("biotrainer train", "a command of biotrainer"),
     ],
     "docs/notes/kernels.md": [
