@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from esm_turbo.files.arrow import pyarrow
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
@@ -88,13 +90,14 @@ def merge_h5(out: Path, paths: Sequence[Path]) -> None:
         new.attrs["settings"] = json.dumps(settings)
 
 
-def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
+def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[int]], at_once: int = 64) -> None:
     """Join tables of means, in pieces that fit into memory.
 
     Args:
         out: the file to write; if it exists, its rows of other proteins are kept, and come first.
         paths: of the tables.
         orders: for every table, the numbers of its proteins, ascending; the joined rows are in their order.
+        at_once: number of tables that are open at once; more are joined in several rounds, beside `out`.
 
     Raises:
         ValueError: the settings differ, a table does not hold the proteins of its numbers, or `out` is a file of
@@ -102,36 +105,23 @@ def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[in
         ImportError: pyarrow is missing.
         OSError: the file cannot be written.
     """
-    arrow = pyarrow()
     settings = means_settings(paths[0])
     check_parquet(out, settings["include"])
-    per_protein = len(settings["repr_layers"])
-    sources = []
-    for path, order in zip(paths, orders, strict=True):
-        check_same_settings(path, means_settings(path), settings)
-        sources.append(_Rows(path))
-        if sources[-1].left != per_protein * len(order) or any(np.diff(order) <= 0):
-            raise ValueError(f"{path}: does not hold the proteins that its manifest names; run the shard again")
-    numbers = [np.asarray(order) for order in orders]
+    kept: list[_Rows] = []
     if out.exists() and out.stat().st_size:
         check_same_settings(out, means_settings(out), settings)
-        sources.append(_Rows(out, without={one for path in paths for one in _identifiers(path)}))
-        numbers.append(np.arange(-(sources[-1].left // per_protein), 0))
-    owner = np.repeat(np.arange(len(sources)), [len(own) for own in numbers])
-    # By their numbers, which table has the protein.
-    owner = owner[np.argsort(np.concatenate(numbers), kind="stable")]
-    hidden_size = arrow.parquet.read_schema(paths[0]).field("mean").type.list_size
-    schema = means_schema(hidden_size, settings)
-    per_group = proteins_per_group(per_protein)
-    with replacing(out) as temporary, file_errors(out), means_writer(temporary, schema) as writer:
-        for begin in range(0, len(owner), per_group):
-            owners = np.repeat(owner[begin : begin + per_group], per_protein)
-            counts = np.bincount(owners, minlength=len(sources))
-            taken = [source.take(count) for source, count in zip(sources, counts.tolist(), strict=True)]
-            # Row j of the tables one after another belongs to place[j] of the output.
-            place = np.argsort(owners, kind="stable")
-            table = arrow.Table.from_batches(chain.from_iterable(taken), schema=schema)
-            writer.write_table(table.take(np.argsort(place)).combine_chunks())
+        kept = [_Rows(out, without={one for path in paths for one in _identifiers(path)})]
+        kept[0].numbers = np.arange(-(kept[0].left // len(settings["repr_layers"])), 0)
+    with replacing(out) as temporary, file_errors(out):
+        joined = 0
+        while len(paths) > at_once:
+            first = [_shard(*one, settings) for one in zip(paths[:at_once], orders, strict=False)]
+            part = temporary.with_name(f"{joined}.parquet")
+            # At the end, so that the parts of a round are joined before those of the next.
+            numbers = _join(part, first, settings)
+            paths, orders = [*paths[at_once:], part], [*orders[at_once:], numbers]
+            joined += 1
+        _join(temporary, [*(_shard(*one, settings) for one in zip(paths, orders, strict=True)), *kept], settings)
 
 
 class _Rows:
@@ -142,14 +132,17 @@ class _Rows:
         without: identifiers whose rows are left out.
 
     Attributes:
+        numbers: of its proteins, by which tables are joined.
         left: number of rows that were not taken yet.
     """
+
+    numbers: npt.NDArray[np.int64]
 
     def __init__(self, path: Path, without: Container[str] = ()) -> None:
         self._keep = np.array([one not in without for one in _identifiers(path)], bool)
         self.left = int(self._keep.sum())
-        file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
-        self._batches = file.iter_batches(proteins_per_group(1))
+        self.file = pyarrow().parquet.ParquetFile(path, page_checksum_verification=True)
+        self._batches = self.file.iter_batches(proteins_per_group(1))
         self._read = 0
         self._rest: Any = None
 
@@ -168,6 +161,45 @@ class _Rows:
             count -= len(taken[-1])
             self._rest = self._rest.slice(len(taken[-1]))
         return taken
+
+
+def _shard(path: Path, order: Sequence[int], settings: Mapping[str, Any]) -> _Rows:
+    """The rows of a table that holds the proteins of these numbers.
+
+    Raises:
+        ValueError: it does not, or was made with other settings.
+    """
+    check_same_settings(path, means_settings(path), settings)
+    rows = _Rows(path)
+    rows.numbers = np.asarray(order)
+    if rows.left != len(settings["repr_layers"]) * len(order) or any(np.diff(rows.numbers) <= 0):
+        raise ValueError(f"{path}: does not hold the proteins that its manifest names; run the shard again")
+    return rows
+
+
+def _join(path: Path, sources: Sequence[_Rows], settings: Mapping[str, Any]) -> Sequence[int]:
+    """Write the rows of tables by the numbers of their proteins; returns the numbers, ascending."""
+    arrow, per_protein = pyarrow(), len(settings["repr_layers"])
+    numbers = np.concatenate([source.numbers for source in sources])
+    by_number = np.argsort(numbers, kind="stable")
+    # By their numbers, which table has the protein.
+    owner = np.repeat(np.arange(len(sources)), [len(source.numbers) for source in sources])[by_number]
+    hidden_size = sources[0].file.schema_arrow.field("mean").type.list_size
+    schema = means_schema(hidden_size, settings)
+    per_group = proteins_per_group(per_protein)
+    with contextlib.ExitStack() as opened, means_writer(path, schema) as writer:
+        for source in sources:
+            opened.callback(source.file.close, force=True)
+        for begin in range(0, len(owner), per_group):
+            owners = np.repeat(owner[begin : begin + per_group], per_protein)
+            counts = np.bincount(owners, minlength=len(sources))
+            taken = [source.take(count) for source, count in zip(sources, counts.tolist(), strict=True)]
+            # Row j of the tables one after another belongs to place[j] of the output.
+            place = np.argsort(owners, kind="stable")
+            table = arrow.Table.from_batches(chain.from_iterable(taken), schema=schema)
+            writer.write_table(table.take(np.argsort(place)).combine_chunks())
+    ordered: Sequence[int] = numbers[by_number].tolist()
+    return ordered
 
 
 def _identifiers(path: Path) -> list[str]:

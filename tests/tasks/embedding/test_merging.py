@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from itertools import chain
 
 import pandas
 import pytest
 
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import parquet
 from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
 from tests.helpers.embedding_files import h5_content, ids_of, proteins
@@ -70,6 +72,26 @@ def test_joined_tables_are_in_the_order_of_the_input(run, tmp_path, monkeypatch,
     expected = pandas.read_parquet(tmp_path / "expected.parquet").set_index(["id", "layer"])
     for row in found.itertuples():
         assert row.mean == pytest.approx(expected.loc[(row.id, row.layer), "mean"], rel=1e-5, abs=1e-5)
+
+
+def test_more_tables_than_may_be_open(run, tmp_path):
+    resource = pytest.importorskip("resource")
+    records = proteins(range(3, 43))[:40]
+    orders = [[index, 40 + index] for index in range(30)]
+    records += [ProteinRecord(f"more {index}", f"MK{record.sequence}") for index, record in enumerate(records)]
+    paths = [tmp_path / f"{index}.parquet" for index in range(30)]
+    for path, order in zip(paths, orders, strict=True):
+        run(path, [records[one] for one in order], None, ["mean"], toks_per_batch=1)
+    numbers = sorted(chain(*orders))
+    run(tmp_path / "whole.parquet", [records[one] for one in numbers], None, ["mean"], toks_per_batch=1)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, limits[1]))
+    try:
+        merge_parquet(tmp_path / "out.parquet", paths, orders, at_once=4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (tmp_path / "out.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
 
 
 def test_tables_that_do_not_belong_together(run, tmp_path):
