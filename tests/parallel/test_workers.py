@@ -25,7 +25,7 @@ from esm_turbo.tasks.embedding.records import embed_records
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants.records import score_records as score_variants
 from tests.helpers.embedding_files import files, h5_content, proteins
-from tests.helpers.numbers_to_square import Echo, Load, Squares, die_at_once
+from tests.helpers.numbers_to_square import Echo, Load, LoadTogether, Squares, die_at_once
 
 EXPECTED = {
     "cpu:0 cannot be used: the model does not fit into its memory; the others go on without it",
@@ -66,6 +66,13 @@ def test_all_pieces_once_and_again_and_those_that_look_ahead(run: Run) -> None:
         assert not list(workers.run(Squares(Path()), [], stage="", units=[]))
         with pytest.raises(ValueError, match="-1 is negative"):
             list(workers.run(Squares(Path()), [-1], stage="", units=[1]))
+
+
+def test_models_are_loaded_side_by_side(tmp_path: Path) -> None:
+    load = LoadTogether(tmp_path, 3, bytes(10_000_000))
+    with Workers(load, ["cpu"] * 3) as workers:
+        assert dict(workers.run(Squares(tmp_path), [4], stage="", units=[1])) == {0: (16, "cpu")}
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_processes_that_die_are_replaced(run: Run, caplog: pytest.LogCaptureFixture) -> None:
