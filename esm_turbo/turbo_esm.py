@@ -439,7 +439,7 @@ class TurboEsm(ContextModel):
         classes: Sequence[str | None] | None = None,
         extend_ks: Sequence[int] = (1, 8, 32),
         refresh_ws: Sequence[int] = (0, 8, 32),
-        outlier_scales: Sequence[float] = (1, 10, 60, 200),
+        outlier_scales: Sequence[float] = (),
         outlier_proteins: int = 8,
         outlier_calibration_proteins: int = 60,
         progress: Progress | None = None,

@@ -13,7 +13,7 @@ from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluat
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRODUCT_PRESETS, TurboConfig
-from esm_turbo.evaluate.planted import planted_accuracy
+from esm_turbo.evaluate.outliers import planted_accuracy
 from esm_turbo.evaluate.protocols import Protein
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import FROZEN

@@ -14,11 +14,11 @@ import torch
 
 from benchmarks.harness import cuda_timing
 from benchmarks.harness.embedded import shipped_proteins
+from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, in_process
 from benchmarks.harness.models import Architecture, masked_lm, random_calibration, turbo_of
 from esm_turbo import TurboEsm
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.evaluate.environment import device_name
 
 COLD, WARM = "cold", "warm"
 

@@ -30,4 +30,4 @@ PAPER_TABLE_7: dict[str, float] = {
     "no rotation": 0.780,
     "no rotation, no sign": 0.740,
 }
-"""Figures of the paper: decode cosine similarity, ESM-2 650M, haemoglobin alpha, one layer (table 7)."""
+"""Figures of the paper: decode cosine similarity, ESM-2 650M, haemoglobin alpha, final hidden states (table 7)."""

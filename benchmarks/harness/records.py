@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from esm_turbo.evaluate.environment import device_name, processor_name, source_revision
+from benchmarks.harness.environment import device_name, processor_name, source_revision
 from esm_turbo.files.artifacts import package_versions
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"

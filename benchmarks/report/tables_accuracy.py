@@ -197,6 +197,27 @@ def outliers() -> str:
     return table(["cosine (1 %), KL", *(f"x{scale:g}" for scale in scales)], rows) + source(record, "outliers")
 
 
+def rotation() -> str:
+    """The paper's codec by map of the keys and by scale, with and without planted outliers."""
+    found = stored.newest("rotation", lambda figures: (figures["preset"], figures["case"]))
+    names = {"svd": "the paper's rotation", "identity": "none", "hadamard": "random Hadamard"}
+    cases = list(dict.fromkeys(case for _, case in found))
+    rows = []
+    for preset in dict.fromkeys(preset for preset, _ in found):
+        kind, _, scale = preset.partition(", scale per ")
+        cells = [found[preset, case]["figures"] for case in cases]
+        rows.append(
+            [
+                names[kind],
+                scale,
+                *(f"{cosine(one['residues'])}, {one['stored']['snr_db']['score']:.1f}" for one in cells),
+            ]
+        )
+    record = next(reversed(found.values()))
+    said = f"{record['figures']['proteins']} domains, {record['figures']['residues']['tokens']:,} residues. "
+    return table(["map of the keys", "scale per", *cases], rows) + said + source(record, "rotation")
+
+
 def planted(kind: str = "outliers") -> dict[str, dict[float, Mapping[str, float]]]:
     """Figures of residues by preset and size of the outliers, presets in the order of the registry."""
     records = _planted_records(kind)
@@ -257,6 +278,6 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, families_positions, families_freezing, families_outliers,
-        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers
+        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers, rotation
     )
 }  # fmt: skip

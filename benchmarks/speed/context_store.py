@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from benchmarks.harness.embedded import embedded, evaluation_set
+from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
 from benchmarks.harness.models import Architecture, random_sequences, random_turbo
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.config import Geometry
-from esm_turbo.evaluate.environment import device_name
 
 _EXTENSION = "GSGSWKDLAE"
 # Reading returns the same bytes.

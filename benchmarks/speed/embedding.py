@@ -13,12 +13,12 @@ from torch import Tensor
 from transformers import EsmForMaskedLM, EsmModel, EsmTokenizer
 
 from benchmarks.harness.embedded import plain_model, shipped_proteins
+from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
 from benchmarks.harness.models import Architecture, masked_lm, turbo_of
 from benchmarks.harness.names import EMBED, FILE_ORDER, SAME_BATCHES
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.evaluate.environment import device_name
 from esm_turbo.proteins.fasta import ProteinRecord, token_batches
 from esm_turbo.tasks.common.options import EmbeddingFormat
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.outliers import with_outliers
-from esm_turbo.evaluate.results import Evaluation, PresetEvaluation, TokenAccuracy
+from esm_turbo.evaluate.results import PresetEvaluation, TokenAccuracy
 from esm_turbo.evaluate.run import evaluate
 
 __all__ = [

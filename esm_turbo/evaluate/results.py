@@ -1,15 +1,12 @@
-"""The typed result of an evaluation, and its JSON form."""
+"""The typed figures of an evaluation."""
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.files.tabular import Tabular, counted, named
 
 
 @dataclass(frozen=True)
@@ -205,8 +202,6 @@ class Provenance:
         device_name: name of the accelerator or the processor.
         backend: implementation of the packed attention.
         versions: of Python and packages.
-        commit: of the source; None if unknown.
-        dirty: whether the source differed from the commit.
         calibration: provenance of the calibration; None without one.
         proteins: number of proteins evaluated.
         residues: their total number of residues.
@@ -220,77 +215,7 @@ class Provenance:
     device_name: str
     backend: str
     versions: Mapping[str, str]
-    commit: str | None
-    dirty: bool | None
     calibration: Mapping[str, Any] | None
     proteins: int
     residues: int
     sequences_sha256: str
-
-
-@dataclass(frozen=True)
-class Evaluation(Tabular):
-    """Accuracy and memory of presets on proteins.
-
-    Three computations are compared: *full* recomputes the whole sequence; *frozen* extends a context stored at full
-    precision; *turbo* extends the same context as stored by a preset. The freezing error is frozen against full, the
-    quantisation error turbo against frozen.
-
-    Attributes:
-        provenance: model, environment and data.
-        frozen: the frozen arm.
-        presets: the turbo arm, preset by preset, in the order requested.
-        outliers: setup of figure 5; None if disabled.
-        unavailable: presets of "all" that cannot run here, with the reason.
-    """
-
-    provenance: Provenance
-    frozen: Frozen
-    presets: tuple[PresetEvaluation, ...]
-    outliers: OutlierSetup | None
-    unavailable: Mapping[str, str] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        size = f"{counted(self.provenance.proteins, 'protein')}, {counted(self.provenance.residues, 'residue')}"
-        return named(self, self.provenance.model, size, *(preset.name for preset in self.presets))
-
-    def columns(self) -> list[str]:
-        """Names of the columns of `rows`."""
-        return ["preset", "bits_per_element", "ratio_to_fp16", "cosine_mean", "cosine_q01", "kl_mean"]
-
-    def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per preset its size, and figure 1 against full precision, residues only."""
-        for preset in self.presets:
-            found, memory = preset.leave_one_out.against_frozen.residues, preset.memory
-            sizes = memory.bits_per_element, memory.ratio_to_fp16
-            yield preset.name, *sizes, found.cosine_mean, found.cosine_q01, found.kl_mean
-
-    def __getitem__(self, name: str) -> PresetEvaluation:
-        """Figures of a preset.
-
-        Raises:
-            KeyError: it was not evaluated.
-        """
-        for preset in self.presets:
-            if preset.name == name:
-                return preset
-        raise KeyError(f"{name!r} was not evaluated, only {[preset.name for preset in self.presets]}")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values: dictionaries, lists, strings, finite numbers, booleans and None."""
-        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), allow_nan=False))
-        return values
-
-    def to_json(self, indent: int | None = None) -> str:
-        """JSON text."""
-        return json.dumps(self.to_dict(), allow_nan=False, indent=indent)
-
-    def table(self, width: int | None = None) -> str:
-        """Tables of text with all figures.
-
-        Args:
-            width: columns to wrap to, without cutting any figure; None does not wrap.
-        """
-        from esm_turbo.evaluate.tables import render
-
-        return render(self, width)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
+import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from esm_turbo import __version__
 from esm_turbo.config import Geometry
-from esm_turbo.evaluate.environment import device_name, source_revision
+from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.memory import measure_memory
-from esm_turbo.evaluate.planted import planted_accuracy
+from esm_turbo.evaluate.outliers import planted_accuracy
 from esm_turbo.evaluate.presets import Presets, resolve_presets
 from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
-from esm_turbo.evaluate.results import Evaluation, OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
+from esm_turbo.evaluate.results import OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.proteins.fasta import check_sequence
@@ -36,7 +39,7 @@ def evaluate(
     classes: Sequence[str | None] | None = None,
     extend_ks: Sequence[int] = (1, 8, 32),
     refresh_ws: Sequence[int] = (0, 8, 32),
-    outlier_scales: Sequence[float] = (1, 10, 60, 200),
+    outlier_scales: Sequence[float] = (),
     outlier_proteins: int = 8,
     outlier_calibration_proteins: int = 60,
     progress: Progress | None = None,
@@ -55,7 +58,8 @@ def evaluate(
         classes: structural class of each sequence, None if unknown; figures are then also given by class.
         extend_ks: numbers of new residues of figure 2; empty disables it.
         refresh_ws: numbers of refreshed residues of figure 2.
-        outlier_scales: scales of figure 5; empty disables it. For every scale, a copy of the model is calibrated.
+        outlier_scales: scales of figure 5, such as (1, 10, 60, 200); empty leaves it out. For every scale, a copy of
+            the model is calibrated, which takes minutes.
         outlier_proteins: number of proteins of figure 5, the first ones.
         outlier_calibration_proteins: number of shipped proteins that each copy is calibrated on.
         progress: called as proteins are done, see `Progress`.
@@ -120,7 +124,7 @@ def _check_options(
             raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
     if any(not (math.isfinite(scale) and scale > 0) for scale in outlier_scales):
         raise ValueError(f"`outlier_scales` must be positive numbers, got {list(outlier_scales)}")
-    if outlier_scales and (outlier_proteins < 1 or outlier_calibration_proteins < 1):
+    if outlier_proteins < 1 or outlier_calibration_proteins < 1:
         raise ValueError(
             "`outlier_proteins` and `outlier_calibration_proteins` must be at least 1, got"
             f" {outlier_proteins} and {outlier_calibration_proteins}"
@@ -147,20 +151,23 @@ def _proteins(
 
 def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:
     model = turbo.model
-    revision = source_revision()
     calibration = turbo.calibration
     return Provenance(
         model=turbo.name,
         geometry=Geometry.of(model.config).to_dict(),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
-        device_name=device_name(model.device),
+        device_name=_device_name(model.device),
         backend=model.kv_backend.module,
         versions={**package_versions(), "esm_turbo": __version__},
-        commit=None if revision is None else revision.commit,
-        dirty=None if revision is None else revision.dirty,
         calibration=None if calibration is None else calibration.provenance,
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
         sequences_sha256=hashlib.sha256("\n".join(p.sequence for p in proteins).encode()).hexdigest(),
     )
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return platform.processor() or platform.machine()

@@ -9,7 +9,8 @@ import numpy as np
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.evaluate.results import Evaluation, Extend, FrozenExtend
+from esm_turbo.evaluate.evaluation import Evaluation
+from esm_turbo.evaluate.results import Extend, FrozenExtend
 from esm_turbo.files.quality import Quality
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Lines, Panel, Scatter, Sheet, Table

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from esm_turbo.calibration import Calibration
-from esm_turbo.evaluate.results import Evaluation
+from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.measurements import calibration_sheet, evaluation_sheet
 from esm_turbo.pictures.panels import Sheet

@@ -87,10 +87,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | PLOT
     | {
         "--preset": ("exact", "turbo3"),
-        "--max-proteins": None,
+        "--max-proteins": 10,
         "--extend-ks": (1, 8, 32),
         "--refresh-ws": (0, 8, 32),
-        "--outlier-scales": (1, 10, 60, 200),
+        "--outlier-scales": (),
         "--outlier-proteins": 8,
         "--outlier-calibration-proteins": 60,
         "--backend": "auto",

@@ -8,7 +8,7 @@ import pytest
 
 from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import calibration_proteins
-from esm_turbo.evaluate import Evaluation, planted
+from esm_turbo.evaluate import Evaluation, outliers
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
 from tests.helpers.evaluation import SEQUENCES
 
@@ -40,14 +40,14 @@ def test_outliers_preserve_the_model_and_degrade_the_paper_preset(with_outliers:
 
 
 def test_every_scale_is_calibrated_on_the_same_proteins(tiny: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest, calls = planted.calibrate_records, []
+    honest, calls = outliers.calibrate_records, []
 
     def watched(turbo: TurboEsm, records: list[ProteinRecord], **options: Any) -> Calibration:
         calls.append([record.id for record in records])
         assert turbo.model is not tiny.model
         return honest(turbo, records, **options)
 
-    monkeypatch.setattr(planted, "calibrate_records", watched)
+    monkeypatch.setattr(outliers, "calibrate_records", watched)
     tiny.evaluate(
         SEQUENCES, ["paper"], extend_ks=(), outlier_scales=(1, 10), outlier_proteins=1, outlier_calibration_proteins=3
     )

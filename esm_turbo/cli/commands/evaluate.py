@@ -27,10 +27,10 @@ def evaluate(
     /,
     *,
     preset: Annotated[tuple[str, ...], MANY] = ("exact", DEFAULT_PRESET),
-    max_proteins: int | None = None,
+    max_proteins: int = 10,
     extend_ks: Annotated[tuple[int, ...], MANY] = (1, 8, 32),
     refresh_ws: Annotated[tuple[int, ...], MANY] = (0, 8, 32),
-    outlier_scales: Annotated[tuple[float, ...], MANY] = (1, 10, 60, 200),
+    outlier_scales: Annotated[tuple[float, ...], MANY] = (),
     outlier_proteins: int = 8,
     outlier_calibration_proteins: int = 60,
     json: JsonFile = None,
@@ -42,15 +42,15 @@ def evaluate(
     """Measure accuracy and memory of presets on proteins that the calibration has not seen.
 
     Compares the whole sequence recomputed, a context at full precision, and a compressed one. A file with any bad
-    record is refused. A list without values, as in `--outlier-scales` alone, disables that part.
+    record is refused. A list without values, as in `--extend-ks` alone, leaves that part out.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the 200 CATH domains that are shipped with the program.
         preset: Presets to evaluate; all for every preset, including the codecs for comparison.
-        max_proteins: Evaluate only the first N proteins.
+        max_proteins: Evaluate only the first N proteins of the file.
         extend_ks: Numbers of new residues at the end of a context.
         refresh_ws: Numbers of residues at the end of the context that are recomputed with the new ones.
-        outlier_scales: Scales of the outliers planted into keys and values.
+        outlier_scales: Also plant outliers of these scales into keys and values, such as 1 10 60 200; takes minutes.
         outlier_proteins: Number of proteins evaluated with planted outliers.
         outlier_calibration_proteins: Number of shipped proteins that each model with outliers is calibrated on.
     """

@@ -20,8 +20,8 @@ def without_packages(monkeypatch):
 
 def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
     arguments = ["evaluate", fasta, "--model", tiny_folder, "--calibration", tiny_calibration(seed=0),
-                 "--preset", "exact", "paper", "--max-proteins", "2", "--extend-ks", "4", "--refresh_ws", "0", "2",
-                 "--outlier-scales"]  # fmt: skip
+                 "--preset", "exact", "paper", "--max-proteins", "2", "--extend-ks", "4", "--refresh_ws", "0",
+                 "2"]  # fmt: skip
     result = esm(*arguments, "--json", tmp_path / "figures.json")
     assert (result.code, result.err) == (0, "")
     assert "paper" in result.out

@@ -1,16 +1,21 @@
-"""Compact tables of text of an evaluation."""
+"""The result of an evaluation: typed figures, JSON, and compact tables of text."""
 
 from __future__ import annotations
 
+import dataclasses
 import io
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.evaluate.results import Evaluation, Memory, PresetEvaluation, TokenAccuracy
+from esm_turbo.evaluate.results import Frozen, Memory, OutlierSetup, PresetEvaluation, Provenance, TokenAccuracy
+from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.files.text_tables import text_table
 
 _UNLIMITED = 10_000
@@ -20,13 +25,79 @@ _LAYERS = 12
 _FIGURES = ("cosine", "1 %", "lowest", "KL, nats", "99 %", "top-1", "rel. RMS")
 
 
-def render(evaluation: Evaluation, width: int | None) -> str:
-    """All tables, wrapped to `width` columns without cutting any figure; None does not wrap."""
+@dataclass(frozen=True)
+class Evaluation(Tabular):
+    """Accuracy and memory of presets on proteins.
+
+    Three computations are compared: *full* recomputes the whole sequence; *frozen* extends a context stored at full
+    precision; *turbo* extends the same context as stored by a preset. The freezing error is frozen against full, the
+    quantisation error turbo against frozen.
+
+    Attributes:
+        provenance: model, environment and data.
+        frozen: the frozen arm.
+        presets: the turbo arm, preset by preset, in the order requested.
+        outliers: setup of figure 5; None if disabled.
+        unavailable: presets of "all" that cannot run here, with the reason.
+    """
+
+    provenance: Provenance
+    frozen: Frozen
+    presets: tuple[PresetEvaluation, ...]
+    outliers: OutlierSetup | None
+    unavailable: Mapping[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        size = f"{counted(self.provenance.proteins, 'protein')}, {counted(self.provenance.residues, 'residue')}"
+        return named(self, self.provenance.model, size, *(preset.name for preset in self.presets))
+
+    def columns(self) -> list[str]:
+        """Names of the columns of `rows`."""
+        return ["preset", "bits_per_element", "ratio_to_fp16", "cosine_mean", "cosine_q01", "kl_mean"]
+
+    def rows(self) -> Iterator[tuple[object, ...]]:
+        """Per preset its size, and figure 1 against full precision, residues only."""
+        for preset in self.presets:
+            found, memory = preset.leave_one_out.against_frozen.residues, preset.memory
+            sizes = memory.bits_per_element, memory.ratio_to_fp16
+            yield preset.name, *sizes, found.cosine_mean, found.cosine_q01, found.kl_mean
+
+    def __getitem__(self, name: str) -> PresetEvaluation:
+        """Figures of a preset.
+
+        Raises:
+            KeyError: it was not evaluated.
+        """
+        for preset in self.presets:
+            if preset.name == name:
+                return preset
+        raise KeyError(f"{name!r} was not evaluated, only {[preset.name for preset in self.presets]}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values: dictionaries, lists, strings, finite numbers, booleans and None."""
+        values: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self), allow_nan=False))
+        return values
+
+    def to_json(self, indent: int | None = None) -> str:
+        """JSON text."""
+        return json.dumps(self.to_dict(), allow_nan=False, indent=indent)
+
+    def table(self, width: int | None = None) -> str:
+        """Tables of text with all figures.
+
+        Args:
+            width: columns to wrap to, without cutting any figure; None does not wrap.
+        """
+
+        return _render(self, width)
+
+
+def _render(evaluation: Evaluation, width: int | None) -> str:
     out = io.StringIO()
     console = Console(file=out, width=_UNLIMITED, color_system=None, highlight=False, markup=False)
     about = evaluation.provenance
     console.print(
-        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {_count(about.proteins)},"
+        f"{about.model}, {about.dtype} on {about.device} ({about.device_name}), {counted(about.proteins, 'protein')},"
         f" {about.residues} residues\n"
         "full: the whole sequence recomputed; frozen: a context stored at full precision; turbo: as stored by the"
         " preset\n"
@@ -103,7 +174,7 @@ def _extend(evaluation: Evaluation) -> Table | None:
         at = [index for index, result in enumerate(frozen) if result.new_residues == k]
         first = evaluation.presets[0].extend[at[0]]
         skipped = f" ({first.skipped} too short)" if first.skipped else ""
-        table.add_row(f"k = {k}, {_count(first.proteins)}{skipped}")
+        table.add_row(f"k = {k}, {counted(first.proteins, 'protein')}{skipped}")
         table.add_row("  frozen - full", *(_brief(frozen[i].against_full) for i in at))
         for preset in _compressed(evaluation):
             table.add_row(f"  {preset.name} - frozen", *(_brief(preset.extend[i].against_frozen) for i in at))
@@ -185,10 +256,6 @@ def _brief(accuracy: TokenAccuracy | None) -> str:
 
 def _cosines(accuracy: Accuracy) -> str:
     return f"{accuracy.cosine_mean:.4f} ({accuracy.cosine_q01:.3f})"
-
-
-def _count(proteins: int) -> str:
-    return f"{proteins} protein{'' if proteins == 1 else 's'}"
 
 
 def _small(x: float) -> str:

@@ -7,7 +7,7 @@ import pytest
 from esm_turbo import TurboEsm
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS
 from esm_turbo.evaluate import Evaluation
-from esm_turbo.evaluate.tables import _small
+from esm_turbo.evaluate.evaluation import _small
 from tests.helpers.evaluation import NOT_INSTALLED, OFF, SEQUENCES
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from esm_turbo.evaluate import environment
-from esm_turbo.evaluate.environment import device_name, processor_name, source_revision
+from benchmarks.harness import environment
+from benchmarks.harness.environment import device_name, processor_name, source_revision
 
 
 def git(folder: Path, *arguments: str) -> str:
