@@ -17,8 +17,6 @@ from benchmarks.accuracy import (
     generation,
     long_proteins,
     paper,
-    refinements,
-    screen_pairs,
     screening,
     variant_effects,
 )
@@ -39,10 +37,8 @@ from benchmarks.speed import (
     calibration,
     context_store,
     embedding,
-    embedding_files,
     extension,
     imports,
-    prefill,
     scoring,
     short_contexts,
 )
@@ -102,10 +98,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         "the same with 4 layers: a quick look, with weights that also exceed the processor's cache",
         partial(extension.speed_cases, ESM2_650M_CUT, context_tokens=512, new_tokens=16),
     ),
-    "extension_memory": Benchmark(
-        "extra memory of an extension by context length",
-        partial(extension.memory_cases, ESM2_650M_TWO, context_tokens=(512, 2048, 8192), new_tokens=16),
-    ),
     "calibration_cost": Benchmark(
         "partial_fit compared with plain forward passes, and memory by number of proteins",
         lambda: chain(
@@ -143,13 +135,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
     ),
     "import_time": Benchmark("importing the package and the entry point, and the help of the command", imports.cases),
-    "prefill_overhead": Benchmark(
-        "a forward pass that writes a cache, compared with one that does not",
-        lambda: chain(
-            prefill.embedded_cases(tokens=(165, 512)),
-            prefill.random_cases(ESM2_650M_CUT, tokens=(165, 512)),
-        ),
-    ),
     "long_proteins": Benchmark(
         "peak memory and speed at 5,000 and 35,000 residues, in windows",
         partial(long_proteins.process_cases, Windows(511, 64, 511), residues=(5000, 35_000)),
@@ -163,10 +148,6 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "embedding_output": Benchmark(
         "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
-    ),
-    "means_output": Benchmark(
-        "means of 650M's width into each format, without computing them",
-        partial(embedding_files.means_cases, proteins=1000, hidden_size=1280),
     ),
     "short_contexts": Benchmark(
         "12-mers after contexts of 20 to 500 residues: recomputed, and from a cache with its prefill",
@@ -251,19 +232,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
             spare=6 * 10**9,
             seconds=240.0,
             at_least=12_000,
-        ),
-    ),
-    "resident_contexts_cuda": Benchmark(
-        "number of contexts of 512 tokens that fit on the device with the model",
-        partial(
-            cuda_memory.resident_cases,
-            ESM2_650M,
-            "turbo2",
-            tokens=512,
-            at_once=64,
-            spare=4 * 10**9,
-            seconds=90.0,
-            at_least=10_000,
         ),
     ),
     "extension_3b_cuda": Benchmark(
@@ -405,20 +373,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "screening",
         lambda limit: screening.cases(max_proteins=limit),
     ),
-    "screen_pairs": Experiment(
-        "scores of all pairs of 90 targets and 92 peptides in batches filled across targets against one at a time",
-        "screen_pairs",
-        lambda limit: screen_pairs.cases(max_targets=limit),
-    ),
     "variants": Experiment(
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
-    ),
-    "refinements": Experiment(
-        "leave-one-out of the turbo presets without their last sign planes",
-        "refinements",
-        refinements.cases,
     ),
     "paper_six": Experiment(
         "the paper's six proteins one by one",

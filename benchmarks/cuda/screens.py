@@ -6,13 +6,11 @@ import gc
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda import memory
 from benchmarks.cuda.memory import prefilled, proteins
 from benchmarks.cuda.steps import extend
 from benchmarks.harness import cuda_timing, gpu_models
@@ -73,10 +71,37 @@ def pool_cases(
     )
 
 
-def resident_cases(*args: Any, **kwargs: Any) -> Iterator[Case]:
-    """Contexts in the slots of a pool that takes all of the device, read at random; see `memory.resident_cases`."""
-    return memory.resident_cases(
-        *args, **kwargs, place=" in a pool", check=partial(_check, new_tokens=4), resident=_resident
+def resident_cases(
+    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
+) -> Iterator[Case]:
+    """Contexts of different random proteins in the slots of a pool that takes all of the device, read at random.
+
+    Args:
+        architecture: of a model of random weights.
+        preset: of the caches.
+        tokens: per context.
+        at_once: contexts per batch.
+        spare: bytes of the device to leave free.
+        seconds: after which encoding stops.
+        at_least: target for the number of contexts.
+    """
+    if not cuda_timing.available():
+        return
+    [model] = gpu_models.presets_of(architecture, [preset]).values()
+    yield Case(
+        name=f"contexts of {tokens} tokens in a pool, {preset}",
+        model=architecture.name,
+        shape=architecture.on_device(
+            tokens=tokens,
+            batch_size=at_once,
+            spare_bytes=spare,
+            seconds_at_most=seconds,
+            device_bytes=torch.cuda.get_device_properties(0).total_memory,
+            preset=preset,
+        ),
+        check=partial(_check, model, new_tokens=4),
+        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
+        targets=[Target(("contexts",), at_least=at_least)],
     )
 
 

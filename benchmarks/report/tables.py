@@ -18,7 +18,6 @@ from benchmarks.report import (
     tables_accuracy,
     tables_attack,
     tables_calibration,
-    tables_costs,
     tables_devices,
     tables_gpu,
     tables_paper,
@@ -33,7 +32,6 @@ TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
     | tables_calibration.TABLES
-    | tables_costs.TABLES
     | tables_devices.TABLES
     | tables_gpu.TABLES
     | tables_paper.TABLES

@@ -9,7 +9,7 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import cosine, small, source, table
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS
+from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS
 
 _DOMAINS, _LONG = "cath_val200", "long_human"
 # Kinds of records, and the models they were measured with.
@@ -218,6 +218,45 @@ def rotation() -> str:
     return table(["map of the keys", "scale per", *cases], rows) + said + source(record, "rotation")
 
 
+def components() -> str:
+    """Errors of stored keys, values and scores, and best keys found again, by preset."""
+    found = stored.newest("components", lambda figures: figures["preset"])
+    rows = []
+    for name, record in found.items():
+        one = record["figures"]["stored"]
+        ks = sorted(one["recall"], key=int)
+        cells = [f"{one['snr_db'][kind]:.1f}" for kind in ("key", "value", "score")]
+        cells += [f"{one['recall'][k]:.3f}" for k in ks]
+        rows.append([f"`{name}`" if name in PRESETS else name, *cells, f"{one['kurtosis']['stored']:.1f}"])
+    record = next(reversed(found.values()))
+    figures = record["figures"]
+    head = [
+        "preset",
+        "keys, dB",
+        "values, dB",
+        "scores, dB",
+        *(f"top {k}" for k in ks),
+        "kurtosis",
+    ]
+    said = (
+        f"{figures['proteins']} domains: {figures['stored']['draws']:,} queries of all layers and heads. Kurtosis"
+        f" (excess) of the keys' channels as the model has them: {figures['stored']['kurtosis']['channels']:.1f}. "
+    )
+    return table(head, rows) + said + source(record, "components")
+
+
+def residue_types() -> str:
+    """KL of the compressed presets by residue."""
+    found = stored.newest("components", lambda figures: figures["preset"] if figures["preset"] in COMPRESSED else None)
+    letters = found["turbo3"]["figures"]["by_residue"]
+    order = sorted(letters, key=lambda letter: -letters[letter]["kl_mean"])
+    rows = [["residues", *(f"{letters[letter]['tokens']:,}" for letter in order)]]
+    for name, record in found.items():
+        by_residue = record["figures"]["by_residue"]
+        rows.append([f"`{name}`", *(small(by_residue[letter]["kl_mean"]) for letter in order)])
+    return table(["KL, nats", *order], rows) + source(found["turbo3"], "components")
+
+
 def planted(kind: str = "outliers") -> dict[str, dict[float, Mapping[str, float]]]:
     """Figures of residues by preset and size of the outliers, presets in the order of the registry."""
     records = _planted_records(kind)
@@ -278,6 +317,7 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, families_positions, families_freezing, families_outliers,
-        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers, rotation
+        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers, rotation, components,
+        residue_types,
     )
 }  # fmt: skip

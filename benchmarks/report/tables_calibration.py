@@ -69,21 +69,6 @@ def alpha_to_beta() -> str:
     return table(head, rows) + source(_shift_records("class")["mainly_alpha"], "class_shift")
 
 
-def refinements() -> str:
-    """What the last sign planes of the turbo presets bring."""
-    records = stored.newest("refinements", lambda figures: figures["preset"])
-    rows = []
-    for preset, record in records.items():
-        cells = [f"`{preset}`"]
-        for part in ("whole", "dropped"):
-            figures = record["figures"][part]["against_frozen"]["residues"]
-            bits = record["figures"][part]["bits_per_element"]
-            cells += [f"{bits:.2f}", cosine(figures), small(figures["kl_mean"])]
-        rows.append(cells)
-    head = ["preset", "bits", "cosine (1 %)", "KL", "bits without sign planes", "cosine (1 %)", "KL"]
-    return table(head, rows) + source(next(reversed(records.values())), "refinements")
-
-
 def _shift(grouping: str) -> str:
     """One block of rows a preset; a cell is the mean KL."""
     records = _shift_records(grouping)
@@ -118,7 +103,4 @@ def _shift_records(grouping: str) -> dict[Any, Record]:
     )
 
 
-TABLES = {
-    function.__name__: function
-    for function in (calibration_size, class_shift, source_shift, alpha_to_beta, refinements)
-}
+TABLES = {function.__name__: function for function in (calibration_size, class_shift, source_shift, alpha_to_beta)}

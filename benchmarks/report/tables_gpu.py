@@ -143,29 +143,6 @@ def gpu_memory() -> str:
     return table(head, rows) + _source(records, said)
 
 
-def gpu_resident() -> str:
-    """Contexts beside the model."""
-    [record] = _records("resident_contexts_cuda")
-    figures = record["figures"]
-    shape, sizes = figures["shape"], figures["bytes"]
-    rows = [
-        ["contexts, each encoded from its own protein", f"{figures['contexts']:,}"],
-        ["distinct token sequences among them", f"{figures['distinct_token_sequences']:,}"],
-        ["bytes per context, stored", f"{sizes['of a context']:,.0f}"],
-        ["bytes per context, allocated", f"{sizes['of a context, allocated']:,.0f}"],
-        ["seconds for all", f"{figures['seconds_for_all']:.0f}"],
-        ["stopped by", figures["stopped_by"]],
-        ["largest difference when the first, a middle and the last batch are read again",
-         _small(figures["read_again"]["largest_difference"])],
-    ]  # fmt: skip
-    if "contexts_extrapolated" in figures:
-        rows.append(["contexts that would fit (extrapolated)", f"{figures['contexts_extrapolated']:,}"])
-    said = (
-        f"contexts of {shape['tokens']} tokens in `{shape['preset']}` on a device of {sizes['device'] / 2**30:.0f} GiB"
-    )
-    return table(["quantity", "value"], rows) + _source([record], said)
-
-
 def gpu_peers() -> str:
     """Other packages on the same shapes."""
     rows: list[list[str]] = []
@@ -238,7 +215,7 @@ def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
-        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_memory, gpu_resident, gpu_peers,
+        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_memory, gpu_peers,
         gpu_scoring,
     )
 }  # fmt: skip

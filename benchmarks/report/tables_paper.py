@@ -9,7 +9,6 @@ import numpy as np
 from benchmarks.harness import stored
 from benchmarks.harness.ablation import PAPER_ABLATION, PAPER_TABLE_7
 from benchmarks.harness.stored import Record
-from benchmarks.report import gaussian
 from benchmarks.report.markdown import cosine, source, table
 from esm_turbo.codecs.fitting.statistics import Array
 
@@ -26,10 +25,6 @@ PAPER_TABLE_4 = {"FP32": 330.0, "total": 46.6}
 """MB of a cache of 1,024 tokens, ESM-2 650M."""
 
 _MIB = 2**20
-_OUTLIERS = {
-    "entries": "largest entry over the median entry",
-    "channels": "largest channel over the median channel (RMS)",
-}
 _SHOWN = ("paper", "turbo4", "turbo3", "turbo2", "turbo1")
 
 
@@ -108,29 +103,6 @@ def memory_by_geometry() -> str:
     return table(head, rows) + _SIZES_SOURCE
 
 
-def distortions() -> str:
-    """What codes leave of a unit Gaussian, and what is left without their last bit."""
-    codes = {
-        "Lloyd-Max levels": gaussian.lloyd_max,
-        "sign of the residual, one magnitude (the paper)": gaussian.sign_of_residual,
-        "sign of the residual, a magnitude per level": lambda bits: gaussian.sign_of_residual(bits, per_level=True),
-        "evenly spaced levels (turbo)": gaussian.evenly_spaced,
-    }
-    rows = [[name, *("{:.5f} ({:.4f})".format(*code(bits)) for bits in (2, 3, 4, 5))] for name, code in codes.items()]
-    return table(["mean squared error (without the last bit)", *(f"{bits} bits" for bits in (2, 3, 4, 5))], rows)
-
-
-def outlier_ratios() -> str:
-    """How far outliers stand out in the embedded model; the paper reports 50 to 200."""
-    record = newest_calibration()
-    rows, layers = [], 0
-    for kind, ratios in record["figures"]["outlier_ratios"].items():
-        for what, text in _OUTLIERS.items():
-            layers = len(ratios[what])
-            rows.append([f"{kind}s: {text}", *(f"{ratio:.1f}" for ratio in ratios[what])])
-    return table(["layer", *(str(layer) for layer in range(1, layers + 1))], rows) + source(record, "calibration")
-
-
 def coding_gains() -> str:
     """Bits an element that sharing out by variance or cost saves against equal bits, at high rates."""
     record = newest_calibration()
@@ -191,6 +163,6 @@ _SIZES_SOURCE = (
 TABLES = {
     function.__name__: function
     for function in (
-        ablation, paper_table_1, paper_table_4, memory_by_geometry, distortions, outlier_ratios, coding_gains
+        ablation, paper_table_1, paper_table_4, memory_by_geometry, coding_gains
     )
 }  # fmt: skip

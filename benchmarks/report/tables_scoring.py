@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness import stored
 from benchmarks.harness.names import screening_arms, variant_arms
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import small, source, table
+from benchmarks.report.markdown import source, table
 
 Figures = dict[str, Any]
 _LARGEST_SCREEN = 1000
@@ -58,25 +58,6 @@ def screening() -> str:
     ]
     targets = sum(len(one["figures"]["targets_scored"]) for one in screening_records())
     return table(head, rows) + f"{targets} targets. " + source(record, "screening")
-
-
-def screen_pairs() -> str:
-    """Scores of batches filled across targets against those of one target at a time."""
-    found = stored.newest("screen_pairs", lambda figures: figures["shape"]["arm"])
-    rows = []
-    for record in found.values():
-        figures = record["figures"]
-        rows.append(
-            [
-                f"`{'frozen' if figures['preset'] == 'exact' else figures['preset']}`",
-                f"{figures['pairs']:,} ({len(figures['peptides'])} peptides on each target)",
-                small(figures["largest_difference"]),
-                small(figures["quantile_99_difference"]),
-                f"{figures['same_rankings']} of {figures['pairs'] // len(figures['peptides'])}",
-            ]
-        )
-    head = ["arm", "pairs", "largest difference of a log-probability", "99th percentile", "equal rankings"]
-    return table(head, rows) + source(next(iter(found.values())), "screen_pairs")
 
 
 def scoring_speed() -> str:
@@ -198,7 +179,6 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "screening": screening,
-    "screen_pairs": screen_pairs,
     "scoring_speed": scoring_speed,
     "variant_effects": variant_effects,
     "variant_leak": variant_leak,

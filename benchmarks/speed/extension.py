@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import EsmModel
 
-from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, peak_allocation, ratio, spread, worst
+from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
 from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens, with_presets
 from benchmarks.harness.names import COMPRESSED
 from esm_turbo import TurboEsmModel, TurboKVCache
@@ -45,38 +45,6 @@ def speed_cases(architecture: Architecture, context_tokens: int, new_tokens: int
         measure=measure,
         targets=[Target(("ratios", f"recompute / extend {preset}"), at_least=10.0) for preset in PRODUCT_PRESETS]
         + [Target(("ratios", f"extend {preset} / extend exact"), at_most=1.75) for preset in COMPRESSED],
-    )
-
-
-def memory_cases(architecture: Architecture, context_tokens: Sequence[int], new_tokens: int) -> Iterator[Case]:
-    """Extra memory of an extension by context length, and the sizes of the caches.
-
-    Growth is from the second longest context to the longest, since the shortest may fit into less than one slice.
-    """
-    setup = _Setup(random_model(architecture), context_tokens, new_tokens)
-    *_, shorter, longest = sorted(context_tokens)
-
-    @torch.no_grad()
-    def measure(repeats: int) -> Figures:
-        extra = {
-            preset: {str(n): peak_allocation(partial(setup.extend, preset, n)) for n in context_tokens}
-            for preset in PRODUCT_PRESETS
-        }
-        stored = {
-            preset: {str(n): setup.caches[preset, n].nbytes for n in context_tokens} for preset in PRODUCT_PRESETS
-        }
-        elements = 2 * architecture.num_layers * architecture.num_heads * architecture.head_dim
-        dense = {str(n): 4 * elements * n for n in context_tokens}
-        growth = {preset: extra[preset][str(longest)] / extra[preset][str(shorter)] for preset in PRODUCT_PRESETS}
-        return {"bytes": {"extra": extra, "cache": stored, "dense float32 cache": dense}, "growth": growth}
-
-    yield Case(
-        name=f"{new_tokens} on {', '.join(map(str, context_tokens))}",
-        model=architecture.name,
-        shape=_shape(architecture) | {"context_tokens": list(context_tokens), "new_tokens": new_tokens},
-        check=setup.check,
-        measure=measure,
-        targets=[Target(("growth", preset), at_most=1.2) for preset in PRODUCT_PRESETS],
     )
 
 

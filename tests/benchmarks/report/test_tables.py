@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.report import tables, tables_costs, tables_devices, tables_gpu
+from benchmarks.report import tables, tables_devices, tables_gpu
 
 
 def test_tables_equal_the_results():
@@ -25,10 +25,10 @@ def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
 
 
 RANDOM_WEIGHTS = {"extension_speed"}
-# They follow from a geometry, or from a Gaussian: no weights, no run.
-ARITHMETIC = {"distortions", "memory_by_geometry", "paper_table_4"}
-# Of rows of several models and devices, see test_tables_costs.py and test_tables_devices.py.
-SEVERAL = tables_costs.TABLES.keys() | tables_devices.TABLES.keys() - {"kills"}
+# They follow from a geometry: no weights, no run.
+ARITHMETIC = {"memory_by_geometry", "paper_table_4"}
+# Of rows of several models and devices, see test_tables_devices.py.
+SEVERAL = tables_devices.TABLES.keys() - {"kills"}
 
 
 @pytest.mark.parametrize("name", ["memory_by_geometry", "paper_table_4"])

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks import run
 from benchmarks.cuda import calls, cold_start, decode_attention, peers
@@ -25,8 +24,6 @@ def test_tables_without_results_say_so(results: Path) -> None:
 
 
 def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = iter([10**9] * 3 + [0] * 10)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (next(free), 10**9))
     first = {"seconds": 2.0, "compilation_seconds": 1.0, "compiled_ahead": 3, "kernels": 3}
     monkeypatch.setattr(cold_start, "in_process", lambda *_: first)
     target = {(2, 70, 2): {"SDPA bf16 / turbo3": 3.2}}
@@ -36,7 +33,6 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
         "calls_cuda": calls.call_cases(TINY, 30, 3, (200,), 5, 3),
         "extension_cuda": cuda_steps.step_cases(TINY, 40, (1,), ("exact", "turbo3", "paper")),
         "extension_memory_cuda": cuda_memory.extension_cases(TINY, 8, 70, (1,), ("turbo2",), at_most=0.02),
-        "resident_contexts_cuda": cuda_memory.resident_cases(TINY, "turbo2", 30, 4, 10**6, 60.0, 10),
         "peers_cuda": peers.peer_cases(((1, 64, 2),)),
         "scoring_12_on_500_cuda": scoring.candidate_cases(
             None, target_residues=40, candidate_residues=2, full_candidates=1, cached_candidates=1,

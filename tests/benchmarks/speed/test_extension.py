@@ -16,12 +16,3 @@ def test_speed_against_recomputing_and_full_precision() -> None:
     ratio = figures["seconds"]["extend paper"]["p50"] / figures["seconds"]["extend exact"]["p50"]
     assert figures["ratios"]["extend paper / extend exact"] == pytest.approx(ratio)
     assert len(case.targets) == 6 + 5
-
-
-def test_growth_is_that_of_the_two_longest_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extension, "PRODUCT_PRESETS", ("exact", "turbo3"))
-    [case] = extension.memory_cases(TINY, context_tokens=(20, 40), new_tokens=4)
-    figures = measured(case, 1)
-    extra = figures["bytes"]["extra"]["exact"]
-    assert figures["growth"]["exact"] == extra["40"] / extra["20"]
-    assert figures["bytes"]["dense float32 cache"]["40"] == 40 * 2 * 2 * 2 * 32 * 4

@@ -14,9 +14,9 @@ from scipy.stats import norm
 from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
-from benchmarks.report.gaussian import gaussian_lloyd_max
 from esm_turbo.codecs.fitting import lloyd_max as module
 from esm_turbo.codecs.fitting.lloyd_max import _lloyd, _PrefixSums, _run_starts, gaussian_uniform, uniform_quantizer
+from tests.helpers.gaussian import gaussian_lloyd_max
 
 # A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
 GAUSSIAN_GRID = ndtri((np.arange(200_000) + 0.5) / 200_000)

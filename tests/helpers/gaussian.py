@@ -1,4 +1,4 @@
-"""Distortions of quantisers of a unit Gaussian, computed from its density."""
+"""The best quantiser of a unit Gaussian, computed from its density."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import numpy as np
 from scipy.linalg import solve_banded
 from scipy.special import ndtr, ndtri
 
-from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform
 from esm_turbo.codecs.fitting.statistics import Array
 
 _MAX_NEWTON_STEPS = 100
@@ -21,42 +20,6 @@ class LloydMax(NamedTuple):
     levels: Array
     boundaries: Array
     distortion: float
-
-
-def lloyd_max(bits: int) -> tuple[float, float]:
-    """Mean squared error with 2^bits Lloyd-Max levels, and without the last bit of the index."""
-    quantiser = gaussian_lloyd_max(2**bits)
-    outer = quantiser.boundaries[1::2]
-    mass, first, _ = _moments(outer)
-    return _distortion(quantiser.levels, quantiser.boundaries), _distortion(first / mass, outer)
-
-
-def evenly_spaced(bits: int) -> tuple[float, float]:
-    """The same with evenly spaced levels; without the last bit the midpoint of two levels is read."""
-    step = gaussian_uniform(2**bits).step
-    levels = (np.arange(2**bits) - (2**bits - 1) / 2) * step
-    middles = _midpoints(levels)[::2]
-    return _distortion(levels, _midpoints(levels)), _distortion(middles, _midpoints(middles))
-
-
-def sign_of_residual(bits: int, per_level: bool = False) -> tuple[float, float]:
-    """The same with 2^(bits - 1) Lloyd-Max levels and the sign of the residual (TurboESM section 3.4, eq. 7).
-
-    Args:
-        bits: bits per component, the sign included.
-        per_level: one magnitude per level in place of the paper's single one, the mean absolute residual.
-    """
-    quantiser = gaussian_lloyd_max(2 ** (bits - 1))
-    edges = np.sort(np.concatenate([quantiser.boundaries, quantiser.levels]))
-    mass, first, _ = _moments(edges)
-    # Cells come in pairs, one below and one above their level.
-    level = np.repeat(quantiser.levels, 2)
-    absolute = np.abs(first - level * mass)
-    magnitudes = absolute.reshape(-1, 2).sum(1) / mass.reshape(-1, 2).sum(1)
-    if not per_level:
-        magnitudes = np.full_like(magnitudes, absolute.sum())
-    read = level + np.repeat(magnitudes, 2) * np.tile([-1.0, 1.0], len(magnitudes))
-    return _distortion(read, edges), quantiser.distortion
 
 
 @lru_cache
