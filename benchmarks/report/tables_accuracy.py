@@ -50,32 +50,6 @@ def families() -> str:
     return table(head, rows) + source(stored.accuracies(_DOMAINS, kind="families")["turbo3"], "families", _BOTH)
 
 
-def families_positions() -> str:
-    """The small models of ESM-2 and ESM-C: long proteins by position."""
-    places = ("1-300", "301-600", "over 600")
-    rows = []
-    for name in COMPRESSED:
-        cells = [f"`{name}`"]
-        for kind in _FAMILIES:
-            groups = _preset(stored.accuracies(_LONG, kind=kind)[name])["leave_one_out"]["by_position"]
-            cells += [cosine(groups[place]) for place in places]
-        rows.append(cells)
-    head = ["cosine (1 %)", *(f"{model}, {place}" for model in _FAMILIES.values() for place in places)]
-    return table(head, rows) + source(stored.accuracies(_LONG, kind="families")["turbo3"], "families", _BOTH)
-
-
-def families_freezing() -> str:
-    """The small models of ESM-2 and ESM-C: what freezing costs, by residues refreshed."""
-    rows = []
-    for new in (1, 8, 32):
-        for kind, model in _FAMILIES.items():
-            extend = _preset(stored.accuracies(_DOMAINS, "extend", kind)["exact"])["extend"]
-            chosen = [entry for entry in extend if entry["new_residues"] == new]
-            rows.append([str(new), model, *(cosine(entry["against_full"]["residues"]) for entry in chosen)])
-    head = ["new residues", "cosine (1 %) of frozen against full", "0 refreshed", "8 refreshed", "32 refreshed"]
-    return table(head, rows) + source(stored.accuracies(_DOMAINS, "extend", "families")["exact"], "families", _BOTH)
-
-
 def families_outliers() -> str:
     """The small models of ESM-2 and ESM-C: outliers planted without changing the function."""
     kinds = dict(zip(("outliers", "families_outliers"), _FAMILIES.values(), strict=True))
@@ -106,25 +80,6 @@ def codecs() -> str:
     return table(head, rows) + source(stored.accuracy(_DOMAINS, _some_other()), "accuracy")
 
 
-def memory() -> str:
-    """Figure 3: bytes of a cache."""
-    rows = []
-    for name, record in by_bits(_DOMAINS).items():
-        found = _preset(record)["memory"]
-        rows.append(
-            [
-                f"`{name}`",
-                f"{found['nbytes'] / 1000:,.0f}",
-                f"{found['bits_per_element']:.3f}",
-                f"{found['ratio_to_fp32']:.2f}x",
-                f"{found['ratio_to_fp16']:.2f}x",
-                f"{found['calibration_nbytes'] / 1000:,.0f}",
-            ]
-        )
-    head = ["preset", "kB at 1,024 tokens", "bits per element", "vs float32", "vs fp16", "shared calibration, kB"]
-    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
-
-
 def freezing() -> str:
     """Extension at the end: what freezing costs and what compressing costs, by residues refreshed."""
     rows = []
@@ -143,20 +98,6 @@ def freezing() -> str:
     )
 
 
-def extension() -> str:
-    """Figure 2 of every preset, eight residues refreshed."""
-    where = [(k, 8) for k in (1, 8, 32)]
-    frozen = _extensions(_preset(stored.accuracy(_DOMAINS, "exact", "extend"))["extend"])
-    limits = [cosine(frozen[at]["against_full"]["residues"]) for at in where]
-    rows = [["frozen against full", "", "", "", *limits]]
-    for name, record in by_bits(_DOMAINS, "extend").items():
-        found = _extensions(_preset(record)["extend"])
-        sides = ("against_frozen", "against_full")
-        rows.append([f"`{name}`", *(cosine(found[at][side]["residues"]) for side in sides for at in where)])
-    head = ["cosine (1 %)", *(f"{k} new, against {arm}" for arm in ("frozen", "full") for k, _ in where)]
-    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3", "extend"), "accuracy")
-
-
 def positions() -> str:
     """Figure 4: long proteins by position."""
     return _groups(_LONG, "by_position", {"1-300": "residues 1-300", "301-600": "301-600", "over 600": "after 600"})
@@ -166,35 +107,6 @@ def classes() -> str:
     """Figure 4: domains by structural class."""
     names = ("mainly_alpha", "mainly_beta", "alpha_beta", "little_structure")
     return _groups(_DOMAINS, "by_class", {name: name.replace("_", " ") for name in names})
-
-
-def lengths() -> str:
-    """Figure 4: domains by length."""
-    found = _preset(stored.accuracy(_DOMAINS, "turbo3"))["leave_one_out"]["by_length"]
-    return _groups(_DOMAINS, "by_length", {name: f"{name} residues" for name in sorted(found, key=_first_number)})
-
-
-def layers() -> str:
-    """Figure 4: relative error of the hidden states after each layer."""
-    rows, count = [], 0
-    for name, record in by_bits(_DOMAINS).items():
-        errors = [layer["relative_rms_error"] for layer in _preset(record)["leave_one_out"]["by_layer"]]
-        count = len(errors)
-        rows.append([f"`{name}`", *(small(error) for error in errors)])
-    head = ["relative RMS error after layer", *(str(layer) for layer in range(1, count + 1))]
-    return table(head, rows) + source(stored.accuracy(_DOMAINS, "turbo3"), "accuracy")
-
-
-def outliers() -> str:
-    """Figure 5: outliers planted without changing the function."""
-    found = planted()
-    scales = sorted({scale for accuracies in found.values() for scale in accuracies})
-    rows = [
-        [f"`{name}`", *(_planted_cell(accuracies[scale]) if scale in accuracies else "" for scale in scales)]
-        for name, accuracies in found.items()
-    ]
-    record = next(reversed(_planted_records().values()))
-    return table(["cosine (1 %), KL", *(f"x{scale:g}" for scale in scales)], rows) + source(record, "outliers")
 
 
 def rotation() -> str:
@@ -291,10 +203,6 @@ def _planted_cell(figures: Mapping[str, float]) -> str:
     return f"{cosine(figures)}, {small(figures['kl_mean'])}"
 
 
-def _extensions(entries: list[dict[str, Any]]) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(entry["new_residues"], entry["refreshed"]): entry for entry in entries}
-
-
 def _preset(record: Record) -> dict[str, Any]:
     found: dict[str, Any] = record["figures"]["preset"]
     return found
@@ -309,15 +217,11 @@ def _some_other() -> str:
     return next(name for name in stored.accuracies(_DOMAINS) if name in _OTHERS)
 
 
-def _first_number(text: str) -> int:
-    return int("".join(c if c.isdigit() else " " for c in text).split()[0])
-
-
 TABLES = {
     function.__name__: function
     for function in (
-        overview, families, families_positions, families_freezing, families_outliers,
-        codecs, memory, freezing, extension, positions, classes, lengths, layers, outliers, rotation, components,
+        overview, families, families_outliers,
+        codecs, freezing, positions, classes, rotation, components,
         residue_types,
     )
 }  # fmt: skip

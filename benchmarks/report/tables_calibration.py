@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from benchmarks.harness import stored
 from benchmarks.harness.stored import Record
-from benchmarks.report.markdown import cosine, small, source, table
-from esm_turbo.config import PRODUCT_PRESETS
+from benchmarks.report.markdown import cosine, source, table
 
 _SETS = {"cath_val200": "domains", "long_human": "long proteins"}
-
-
-def calibration_size() -> str:
-    """KL by the number of proteins calibrated on: mean over the draws, and their range."""
-    found = sizes()
-    presets = [name for name in PRODUCT_PRESETS if any(name in row for row in found.values())]
-    numbers = sorted({number for number, _ in found})
-    rows = []
-    for number in numbers:
-        draws = max(len(kls) for (n, _), row in found.items() if n == number for kls in row.values())
-        cells = [str(number), str(draws)]
-        for proteins in _SETS:
-            cells += [_mean_and_range(found[number, proteins][preset]) for preset in presets]
-        rows.append(cells)
-    head = ["proteins", "draws", *(f"{what}: `{preset}`" for what in _SETS.values() for preset in presets)]
-    return table(head, rows) + source(next(reversed(_size_records().values())), "calibration_size")
 
 
 def sizes() -> dict[tuple[int, str], dict[str, list[float]]]:
@@ -37,16 +19,6 @@ def sizes() -> dict[tuple[int, str], dict[str, list[float]]]:
         for preset, figures in record["figures"]["presets"].items():
             row.setdefault(preset, []).append(figures["kl_mean"])
     return found
-
-
-def class_shift() -> str:
-    """Calibrated on one class, measured on another."""
-    return _shift("class")
-
-
-def source_shift() -> str:
-    """The same by source."""
-    return _shift("source")
 
 
 def shift(grouping: str, preset: str) -> dict[str, dict[str, dict[str, float]]]:
@@ -69,28 +41,6 @@ def alpha_to_beta() -> str:
     return table(head, rows) + source(_shift_records("class")["mainly_alpha"], "class_shift")
 
 
-def _shift(grouping: str) -> str:
-    """One block of rows a preset; a cell is the mean KL."""
-    records = _shift_records(grouping)
-    some = next(iter(records.values()))["figures"]["presets"]
-    groups = list(next(iter(some.values())))
-    rows = []
-    for preset in some:
-        for calibrated_on, row in shift(grouping, preset).items():
-            rows.append([f"`{preset}`", _plain(calibrated_on), *(small(row[group]["kl_mean"]) for group in groups)])
-    head = ["preset", "calibrated on", *(_plain(group) for group in groups)]
-    return table(head, rows) + source(next(reversed(records.values())), "class_shift")
-
-
-def _plain(group: str) -> str:
-    return group.replace("UniProtKB/Swiss-Prot (", "").replace("RefSeq (", "").rstrip(")").replace("_", " ")
-
-
-def _mean_and_range(kls: list[float]) -> str:
-    mean = small(statistics.mean(kls))
-    return mean if len(kls) == 1 else f"{mean} ({small(min(kls))} to {small(max(kls))})"
-
-
 def _size_records() -> dict[Any, Record]:
     return stored.newest(
         "calibration_size", lambda figures: (figures["calibration_proteins"], figures["draw"], figures["proteins"])
@@ -103,4 +53,4 @@ def _shift_records(grouping: str) -> dict[Any, Record]:
     )
 
 
-TABLES = {function.__name__: function for function in (calibration_size, class_shift, source_shift, alpha_to_beta)}
+TABLES = {function.__name__: function for function in (alpha_to_beta,)}
