@@ -40,7 +40,7 @@ PictureFile = Annotated[
 ]
 
 # `--include mean per_tok`; without the generated `--empty-include`, which would mean nothing.
-MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values)))
+MANY = Parameter(consume_multiple=True, negative="", show_default=lambda values: " ".join(map(str, values or ())))
 
 Device = Annotated[
     str | None, Parameter(help="Device of the model, such as cpu, cuda or mps. By default, the best one available.")

@@ -29,7 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     | PARALLEL
     | {
         "--repr-layers": (-1,),
-        "--include": ("mean", "per_tok"),
+        "--include": None,
         "--toks-per-batch": None,
         "--truncation-seq-length": None,
         "--window": None,
