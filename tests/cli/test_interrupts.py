@@ -152,7 +152,8 @@ if __name__ == "__main__":
         signal.raise_signal(signal.{number})
 
     PieceProgress.finish = finish_one
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore either
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     main(["embed", {str(fasta)!r}, {str(out)!r}, "--toks-per-batch", "20", "--include", "mean", *{workers!r}])
 """
     script = tmp_path / "script.py"
