@@ -20,6 +20,13 @@ _PUBLIC = {
     "KVCalibrator": "calibrate",
     "Calibration": "calibration",
     "ContextStore": "context_store",
+    "Workers": "parallel.workers",
+    "read_fasta": "proteins.fasta",
+    "EmbeddingRequest": "tasks.embedding.embed",
+    "iter_embeddings": "tasks.embedding.embed",
+    "embed_records": "tasks.embedding.records",
+    "read_embedding": "tasks.embedding.files",
+    "calibrate_records": "tasks.calibration.records",
 }
 
 __all__ = [  # noqa: RUF022 - in reading order
@@ -34,6 +41,13 @@ __all__ = [  # noqa: RUF022 - in reading order
     "KVCalibrator",
     "Calibration",
     "ContextStore",
+    "Workers",
+    "read_fasta",
+    "EmbeddingRequest",
+    "iter_embeddings",
+    "embed_records",
+    "read_embedding",
+    "calibrate_records",
     "__version__",
 ]
 
@@ -45,6 +59,12 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
     from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
+    from esm_turbo.parallel.workers import Workers
+    from esm_turbo.proteins.fasta import read_fasta
+    from esm_turbo.tasks.calibration.records import calibrate_records
+    from esm_turbo.tasks.embedding.embed import EmbeddingRequest, iter_embeddings
+    from esm_turbo.tasks.embedding.files import read_embedding
+    from esm_turbo.tasks.embedding.records import embed_records
     from esm_turbo.turbo_esm import TurboEsm
 
 

@@ -35,10 +35,17 @@ NAMES = [
 ]
 
 
+CLASSES_FOR_FILES = ["ContextStore", "EmbeddingRequest", "Workers"]
+FUNCTIONS = ["calibrate_records", "embed_records", "iter_embeddings", "read_embedding", "read_fasta"]
+
+
 def test_names() -> None:
-    assert set(esm_turbo.__all__) >= {*NAMES, "__version__"}
+    assert set(esm_turbo.__all__) >= {*NAMES, *CLASSES_FOR_FILES, *FUNCTIONS, "__version__"}
     assert set(esm_turbo.__all__) <= set(dir(esm_turbo))
-    for name in NAMES:
+    for name in FUNCTIONS:
+        assert inspect.isfunction(getattr(esm_turbo, name))
+        assert getattr(esm_turbo, name).__name__ == name
+    for name in [*NAMES, *CLASSES_FOR_FILES]:
         assert inspect.isclass(getattr(esm_turbo, name))
         assert getattr(esm_turbo, name).__name__ == name
         assert getattr(esm_turbo, name).__module__.startswith("esm_turbo.")
@@ -138,7 +145,9 @@ def test_output_fields(turbo: TurboEsm) -> None:
 
 def public_members() -> list[Any]:
     members: list[Any] = []
-    for name in NAMES:
+    for name in FUNCTIONS:
+        members.append(pytest.param(getattr(esm_turbo, name), id=name))
+    for name in [*NAMES, *CLASSES_FOR_FILES]:
         owner = getattr(esm_turbo, name)
         members.append(pytest.param(owner, id=name))
         for member, value in vars(owner).items():

@@ -67,31 +67,6 @@ def store_read() -> str:
     return table(head, rows) + _sources(by_file)
 
 
-def store_compression() -> str:
-    """zstandard on a store's files."""
-    rows, last = [], None
-    for _, record in _speed("store_compression"):
-        last = record
-        figures = record["figures"]
-        size, level = figures["bytes"]["files"], _best_level(figures["bytes"])
-        seconds = figures["seconds"][f"decompress {level}"]["p50"]
-        saved = size - figures["bytes"][f"zstd {level}"]
-        rows.append(
-            [
-                f"`{figures['case']}`",
-                f"{size / 2**20:.1f}",
-                f"{100 * saved / size:.1f} % (level {level})",
-                f"{size / 1e6 / figures['seconds']['sha256']['p50']:,.0f}",
-                f"{size / 1e6 / seconds:,.0f}",
-                f"{saved / 1e6 / seconds:,.0f}",
-            ]
-        )
-    assert last is not None
-    head = ["preset", "files, MiB", "saved by zstandard", "checksum, MB/s", "decompression, MB/s",
-            "break-even disk speed, MB/s"]  # fmt: skip
-    return table(head, rows) + source(last, "cpu")
-
-
 def short_contexts() -> str:
     """From which length on a cache pays."""
     rows, last = [], None
@@ -135,7 +110,6 @@ TABLES = {
     "embedding_throughput": embedding_throughput,
     "embedding_output": embedding_output,
     "store_read": store_read,
-    "store_compression": store_compression,
     "short_contexts": short_contexts,
 }
 

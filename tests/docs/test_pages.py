@@ -24,7 +24,6 @@ NOT_RUN = {
     "docs/accuracy.md": [("esm-turbo evaluate", "takes minutes")],
     "docs/clusters.md": [
         ("from esm_turbo", "starts processes, which a page's namespace cannot be imported into"),
-        ("from esm_turbo", "starts processes, which a page's namespace cannot be imported into"),
         ("from esm_turbo", "needs GPUs and a model from the hub"),
         ("esm-turbo embed", "needs the extra `ray`"),
     ],
