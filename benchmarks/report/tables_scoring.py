@@ -13,6 +13,8 @@ from benchmarks.report.markdown import source, table
 
 Figures = dict[str, Any]
 _LARGEST_SCREEN = 1000
+_SHOWN_REFRESHES = ("", "0", "8", "32")
+"""Of all that were measured; the pictures have the others."""
 
 
 def screening() -> str:
@@ -88,6 +90,8 @@ def variant_effects() -> str:
     for arm in variant_arms():
         figures = record["figures"]["arms"][arm]
         kind, method, refresh = _parts(arm)
+        if refresh not in _SHOWN_REFRESHES:
+            continue
         faster = speed.get(f"full / {_speed_name(kind)}, {refresh} refreshed") if method == "masked" else None
         rows.append(
             [
@@ -110,6 +114,8 @@ def variant_leak() -> str:
     for arm in variant_arms():
         figures = record["figures"]["arms"][arm]
         kind, method, refresh = _parts(arm)
+        if refresh not in _SHOWN_REFRESHES:
+            continue
         rows.append(
             [
                 f"`{kind}`",

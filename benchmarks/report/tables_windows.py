@@ -6,7 +6,7 @@ from benchmarks.harness import stored
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import cosine, small, source, table
 
-_OVERLAP, _WINDOW_OF_OVERLAPS, _MEMORY_OF_OVERLAPS = 64, 256, 512
+_OVERLAP = 64
 
 
 def windows() -> str:
@@ -25,34 +25,6 @@ def windows() -> str:
     head = ["window", "memory", "`exact`: cosine (1 %)", "KL", "`turbo3`: cosine (1 %)", "KL"]
     record = next(reversed(found.values()))
     return table(head, rows) + f"{record['figures']['tested']} proteins. " + source(record, "windows")
-
-
-def overlaps() -> str:
-    """The same by overlap."""
-    found = {
-        overlap: record
-        for (window, overlap, memory, preset), record in _windows().items()
-        if (window, memory, preset) == (_WINDOW_OF_OVERLAPS, _MEMORY_OF_OVERLAPS, "exact")
-    }
-    rows = []
-    for overlap in sorted(found):
-        figures = found[overlap]["figures"]["against_full"]
-        rows.append([str(overlap), cosine(figures), f"{figures['cosine_q10']:.4f}", f"{figures['cosine_median']:.4f}"])
-    head = ["overlap", "cosine (1 %)", "10 % quantile", "median"]
-    return table(head, rows) + source(next(iter(found.values())), "windows")
-
-
-def window_places() -> str:
-    """By the place in the window: mean and 1 % quantile, plain and with a memory as long as the window."""
-    found = _windows()
-    rows = []
-    for window in dict.fromkeys(key[0] for key in found):
-        for memory, preset in ((0, "none"), (window, "turbo3")):
-            by_place = found[window, _OVERLAP, memory, preset]["figures"]["by_place_in_window"]
-            cells = [cosine(place)[:-3] + ")" if place["tokens"] else "" for place in by_place]
-            rows.append([str(window), str(memory) if memory else "none", *cells])
-    head = ["window", "memory", *(f"eighth {number}" for number in range(1, 9))]
-    return table(head, rows) + source(next(reversed(found.values())), "windows")
 
 
 def long_memory() -> str:
@@ -88,6 +60,8 @@ def generation() -> str:
     found = stored.newest("generation", lambda f: (f["generated"], f["refresh"], f["refresh_every"], f["preset"]))
     rows = []
     for name, refresh, every in dict.fromkeys(key[:3] for key in found):
+        if refresh not in (0, 8, 32) or every == 4:
+            continue
         arms = [found[name, refresh, every, preset]["figures"] for preset in ("exact", "turbo3")]
         cells = [name, str(refresh), str(every)]
         cells.append(f"{arms[0]['tokens_a_step']:.0f} / {arms[0]['tokens_a_step_in_full']:.0f}")
@@ -108,8 +82,6 @@ def _windows() -> dict[tuple[int, int, int, str], Record]:
 
 TABLES = {
     "windows": windows,
-    "overlaps": overlaps,
-    "window_places": window_places,
     "long_memory": long_memory,
     "generation": generation,
 }
