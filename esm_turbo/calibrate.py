@@ -51,7 +51,7 @@ _Dataclass = TypeVar("_Dataclass", TokenMoments, Sensitivity, Moments)
 
 @dataclass(frozen=True)
 class PartialStatistics:
-    """What a calibrator has gathered from some proteins; can be pickled, see `KVCalibrator.merge`.
+    """Statistics that a calibrator has gathered from some proteins; can be pickled, see `KVCalibrator.merge`.
 
     Attributes:
         residues: moments over residues.
@@ -158,7 +158,7 @@ class KVCalibrator:
         return self
 
     def take(self) -> PartialStatistics:
-        """What was gathered so far; the calibrator begins anew."""
+        """Return the statistics gathered so far and reset the calibrator."""
         taken = PartialStatistics(
             self._residues, self._specials, self._sensitivity, self._sample, self.n_sequences_seen_
         )

@@ -64,7 +64,7 @@ class Geometry:
         return {name: value for name, value in fields.items() if value != _UNNAMED_TYPE}
 
     def unlike(self, model: Geometry) -> str | None:
-        """How this geometry differs from a model's, to follow "the cache is"; None if it does not."""
+        """The difference of this geometry from a model's, to follow "the cache is"; None if there is none."""
         if self == model:
             return None
         if self.model_type != model.model_type:

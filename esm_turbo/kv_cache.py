@@ -245,13 +245,13 @@ class TurboKVCache(CacheStorage):
         append.layers.append(TurboCacheLayer(packed, protected, self._with_first(layer_idx, rows)))
 
     def _has_empty_rows(self) -> bool:
-        """Whether rows may be empty: what is stored per row is made from the first tokens that are appended to it."""
+        """True if rows may be empty: what is stored per row is made from the first tokens that are appended to it."""
         if not self.columns:
             return True
         return bool((self.lengths == 0).any()) if self._on_cpu else self._maybe_empty
 
     def _with_first(self, layer_idx: int, new: Packed) -> Packed:
-        """What a layer stores per row: `new` for rows that were empty, the old for the others."""
+        """The per-row tensors of a layer: `new` for rows that were empty, the old for the others."""
         old = self.layers[layer_idx].rows
         if not self.columns or not new:
             return new or old
@@ -480,7 +480,7 @@ class TurboKVCache(CacheStorage):
         return caches
 
     def _cutters(self) -> list[tuple[list[str], Cutter]]:
-        """What cuts rows out of the tensors of a device, and their names; made once while they stay the same."""
+        """The plan that cuts rows out of a device's tensors, and their names; made once while they stay the same."""
         named = list(self.named_tensors())
 
         def make() -> tuple[list[tuple[list[str], Cutter]], bool]:
@@ -561,7 +561,7 @@ class TurboKVCache(CacheStorage):
             raise ValueError(f"cannot concatenate caches written with different calibrations: {differs}")
 
     def tensors_to_join(self) -> dict[str, Tensor]:
-        """What `cat` puts together, by name."""
+        """The tensors that `cat` concatenates, by name."""
         return dict(self.named_tensors())
 
     @classmethod
@@ -667,7 +667,7 @@ class TurboKVCache(CacheStorage):
                 raise ValueError(f"layer {index} of the cache holds {found}, its codec reads {sizes}")
 
     def _fits(self) -> bool:
-        """Whether the tensors that were read from a file fit together."""
+        """True if the tensors that were read from a file fit together."""
         batch_size, columns, slots = self.batch_size, self.columns, self.protected_columns.shape[-1]
         sizes = {Axis.ROW: 1, Axis.COLUMN: columns, Axis.SLOT: slots}
         good = bool(((self.lengths >= 0) & (self.lengths <= columns)).all())

@@ -45,7 +45,7 @@ __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 
 class TurboEsm(ContextModel):
-    """ESM-2 with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
+    """ESM-2 or ESM-C with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
 
     @classmethod
     def from_pretrained(
@@ -470,8 +470,8 @@ class TurboEsm(ContextModel):
 def _mention_demonstration() -> None:
     """Say once per process that nobody has named a model."""
     _log.warning(
-        "%s is a small demonstration model, not one of Meta's; for real work name an ESM-2 checkpoint, such as"
-        " TurboEsm.from_pretrained('facebook/esm2_t33_650M_UR50D')",
+        "%s is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2 or ESM-C,"
+        " such as TurboEsm.from_pretrained('facebook/esm2_t33_650M_UR50D')",
         EMBEDDED_MODEL.name,
     )
 

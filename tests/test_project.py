@@ -65,6 +65,14 @@ def test_the_extras_for_users_are_documented() -> None:
     assert sorted(listed) == sorted(set(PYPROJECT["project"]["optional-dependencies"]) - DEVELOPMENT)
 
 
+def test_triton_is_bounded_by_the_versions_that_are_tested() -> None:
+    [declared] = requirements("triton")[-1:]
+    [tested] = [
+        Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:6] == "triton"
+    ]
+    assert declared.name == "triton" and declared.specifier == tested.specifier
+
+
 def lower_bound(requirement: Requirement) -> Version:
     [bound] = [Version(s.version) for s in requirement.specifier if s.operator == ">="]
     return bound

@@ -106,7 +106,7 @@ def _report(error: Exception, arguments: Sequence[str]) -> int:
 
 
 def _wrong_arguments(error: CycloptsError) -> str:
-    """What is wrong with the arguments."""
+    """The error text for wrong arguments."""
     from cyclopts import MissingArgumentError, UnusedCliTokensError
 
     if isinstance(error, MissingArgumentError) and error.argument is not None and error.keyword is None:

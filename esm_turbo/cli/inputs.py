@@ -1,4 +1,4 @@
-"""What commands do before their job: check arguments, read proteins, load the model."""
+"""Steps that commands share: check arguments, read proteins, load the model."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def with_checked_outputs(command: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def usage(command: Callable[..., Any]) -> str:
-    """How a command is called: what must be given, and in brackets what may be."""
+    """The usage of a command: required arguments, and optional ones in brackets."""
     given = [p for p in inspect.signature(command).parameters.values() if p.kind is p.POSITIONAL_ONLY]
     names = [p.name.upper() if p.default is p.empty else f"[{p.name.upper()}]" for p in given]
     return f"Usage: {' '.join(['esm-turbo', command.__name__, *names, '[OPTIONS]'])}"

@@ -20,7 +20,7 @@ _REPEAT_AFTER = 0.01
 
 
 class Interrupts:
-    """What has happened to the interrupts of this process.
+    """State of the interrupts of this process.
 
     Attributes:
         pending: an interrupt was raised. A library may have turned it into another exception.

@@ -76,7 +76,7 @@ JsonFile = Annotated[
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class SequenceOptions:
-    """What becomes of characters that are not residue codes, and of identifiers."""
+    """Treatment of characters that are not residue codes, and of identifiers."""
 
     unknown: Annotated[
         str | None,
@@ -123,7 +123,7 @@ class ModelOptions:
 @Parameter(name="*", group=_PARALLEL)
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """Where a run is computed, if not in one process. The results are the same."""
+    """Devices and processes of a run. The results do not depend on them."""
 
     devices: Annotated[
         tuple[str, ...] | None,

@@ -78,7 +78,7 @@ class Spread(Generic[_Options]):
 
     @property
     def devices(self) -> str | None:
-        """What the run is computed on; None for the device of this process's model."""
+        """Devices of the run; None for the device of this process's model."""
         return None if self.names is None else " ".join(dict.fromkeys(self.names))
 
     def load(self) -> TurboEsm:

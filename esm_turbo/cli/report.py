@@ -1,4 +1,4 @@
-"""What commands print, `score` and `variants` aside."""
+"""Reports of the commands other than `score` and `variants`."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _count_tables(record: Mapping[str, Any]) -> list[Table]:
 
 
 def _quality_tables(values: Mapping[str, Any] | None) -> list[Table]:
-    """What was measured of a calibration: the error of each preset, and the freezing error."""
+    """Measurements of a calibration: the error of each preset, and the freezing error."""
     if values is None:
         return []
     quality = Quality.from_dict(values)

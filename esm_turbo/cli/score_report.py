@@ -1,4 +1,4 @@
-"""What `esm-turbo score` and `esm-turbo variants` print."""
+"""Reports of `esm-turbo score` and `esm-turbo variants`."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def model_settings(turbo: ContextModel, arms: Sequence[Arm]) -> dict[str, Any]:
-    """What of a model and its contexts determines results, up to rounding; weights are named first when they differ."""
+    """Properties of a model and its contexts that determine results, up to rounding, weights first."""
     from esm_turbo.tasks.common.run_info import run_settings
 
     own = run_settings(turbo, arms)
@@ -67,7 +67,7 @@ class Sharding:
             self._manifest({})
 
     def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:
-        """Whether the shard was done earlier; says so.
+        """True if the shard was done earlier; says so.
 
         Args:
             settings: finds everything that determines its results, JSON values.

@@ -69,7 +69,7 @@ class RowIndex:
         return [Group(int(self.contexts[start]), start, stop) for start, stop in pairwise(bounds)]
 
     def take(self, x: Tensor) -> Tensor:
-        """What each row reads of x [C, ...], as [B, ...]."""
+        """Gather each row's entry of x [C, ...], as [B, ...]."""
         return x[self.on(x.device)]
 
     @property
@@ -162,5 +162,5 @@ class StaticRowIndex(RowIndex):
 
 
 def of_rows(x: Tensor, index: RowIndex | None) -> Tensor:
-    """What each row reads of x [C, ...], as [B, ...]; x itself without an index."""
+    """Gather each row's entry of x [C, ...], as [B, ...]; x itself without an index."""
     return x if index is None else index.take(x)

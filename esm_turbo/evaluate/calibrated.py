@@ -1,4 +1,4 @@
-"""What a new calibration is worth: its presets and the freezing error, on proteins that it has not seen."""
+"""Measure a new calibration: its presets and the freezing error, on proteins that it has not seen."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ class CsvError(ValueError):
 
 
 def is_table(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a table by its name: `.csv` or `.tsv`, plain or gzip."""
+    """True if a file is a table by its name: `.csv` or `.tsv`, plain or gzip."""
     return _suffix(path) in (".csv", ".tsv")
 
 
 def delimiter_of(path: str | os.PathLike[str]) -> str:
-    """What separates the columns of a file: a tab if its name ends in `.tsv`, and else a comma."""
+    """The separator of a file's columns: a tab if its name ends in `.tsv`, and else a comma."""
     return "\t" if _suffix(path) == ".tsv" else ","
 
 
@@ -147,7 +147,7 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
 
 
 def _missing_column(name: str, aliases: Mapping[str, str], head: Sequence[str]) -> str:
-    """Why a table without a column cannot be used, and what may be the cause."""
+    """The error text for a table without a column, with a likely cause."""
     there = list(filter(None, head))
     alias = f" (or {aliases[name]!r})" if name in aliases else ""
     lacks = f"lacks the column {name!r}{alias}"

@@ -83,7 +83,7 @@ def model_fingerprint(model: Any, *, sampled: bool | None = None, gather: Gather
 
 
 def known_fingerprint(model: Any) -> Fingerprint | None:
-    """What `model_fingerprint` returned last, if it was asked."""
+    """The last result of `model_fingerprint`, if it was called."""
     seen: _Weights | None = model.__dict__.get(_KEPT_AS)
     return None if seen is None else seen.fingerprint
 
@@ -97,7 +97,7 @@ def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
 
 
 def is_adapted(fingerprint: Fingerprint) -> bool:
-    """Whether modules of the model have been replaced, as adapters do."""
+    """True if modules of the model have been replaced, as adapters do."""
     return bool(fingerprint[0, _HASH:].any())
 
 
@@ -153,12 +153,12 @@ def codec_fingerprint(state: Mapping[str, Tensor]) -> Fingerprint:
 
 
 def same_codec(a: Fingerprint, b: Fingerprint) -> bool:
-    """Whether either codec decodes the codes of the other: equal up to the rounding of a repeated fit."""
+    """True if either codec decodes the codes of the other: equal up to the rounding of a repeated fit."""
     return a.shape == b.shape and np.allclose(a, b, rtol=CODEC_RTOL, atol=CODEC_RTOL)
 
 
 def same_model(a: Fingerprint, b: Fingerprint, *, rounded: bool = False) -> bool:
-    """Whether two fingerprints are of one model, in any dtype.
+    """True if two fingerprints are of one model, in any dtype.
 
     Args:
         a: a fingerprint.
@@ -173,7 +173,7 @@ def same_model(a: Fingerprint, b: Fingerprint, *, rounded: bool = False) -> bool
 
 
 def same_attention(a: Fingerprint, b: Fingerprint) -> bool:
-    """Whether attention weights agree so far that one calibration serves both, see `attention_fingerprint`."""
+    """True if attention weights agree so far that one calibration serves both, see `attention_fingerprint`."""
     return a.shape == b.shape and _close(a, b, RTOL)
 
 
@@ -213,7 +213,7 @@ class _Weights:
         return type(None), ()
 
     def are_current(self, sampled: bool | None, gather: Gather | None) -> bool:
-        """Whether nothing has changed, see `model_fingerprint`."""
+        """True if nothing has changed, see `model_fingerprint`."""
         # Every call comes here: loops over all modules run in C.
         entries = map(self.look_up, *self.places)
         if not all(map(operator.is_, entries, self.entries)) or self._traces() != self.traces:
@@ -227,7 +227,7 @@ class _Weights:
         return all(torch.equal(before, found()) for before, found in zip(self.sample, self.gathered, strict=True))
 
     def _traces(self) -> tuple[Any, ...]:
-        """What differs after a change, without a look at the elements of any tensor."""
+        """Return what differs after a change, without reading any tensor's elements."""
         return (
             [*map(len, self.groups)],
             ["forward" in own for own in self.own],
@@ -272,7 +272,7 @@ def _tensors(model: Any) -> Iterator[Tensor]:
 
 
 def _is_foreign(module: nn.Module) -> bool:
-    """Whether a module may compute something else than its parameters say: adapters replace it or its forward."""
+    """True if a module may compute something else than its parameters say: adapters replace it or its forward."""
     # accelerate replaces forwards to move tensors between devices.
     replaced = "forward" in module.__dict__ and not hasattr(module, "_hf_hook")
     return replaced or not type(module).__module__.startswith(_PLAIN)

@@ -28,7 +28,7 @@ class ModelNotFoundError(OSError, ValueError):
 
 
 def local_files_only(source: str) -> bool:
-    """Whether a model must be loaded from the local cache because the hub cannot be reached.
+    """True if a model must be loaded from the local cache because the hub cannot be reached.
 
     Called once before loading, because without a network the hub's client retries six times, for over twenty seconds.
 
@@ -95,7 +95,7 @@ def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:
         return ModelNotFoundError(
             f"{source}: the folder is not a complete checkpoint (config.json, weights, vocab.txt)"
         )
-    reason = reason or "the Hugging Face hub cannot be reached or has no such ESM-2 checkpoint"
+    reason = reason or "the Hugging Face hub cannot be reached or has no such checkpoint of ESM-2 or ESM-C"
     # A name that is a file was meant as a folder.
     what = "folder" if os.path.exists(source) else "file or folder"
     return ModelNotFoundError(

@@ -1,4 +1,4 @@
-"""What a file or folder holds, told by names and first bytes alone."""
+"""Recognise the contents of a file or folder by names and first bytes alone."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ _MAX_HEADER_BYTES = 100_000_000
 
 
 def is_store(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder is a context store, of any version."""
+    """True if a folder is a context store, of any version."""
     return (Path(folder) / STORE_FILE).is_file()
 
 
 def is_embeddings(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is a folder of embeddings."""
+    """True if a path is a folder of embeddings."""
     return all((Path(path) / name).is_file() for name in (INDEX_FILE, SETTINGS_FILE))
 
 
 def is_h5(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is HDF5."""
+    """True if a file is HDF5."""
     return _begins(path, _HDF5)
 
 
 def is_parquet(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is Parquet."""
+    """True if a file is Parquet."""
     return _begins(path, _PARQUET)
 
 
 def is_zip(path: str | os.PathLike[str]) -> bool:
-    """Whether a file is a zip archive, as `torch.save` writes it."""
+    """True if a file is a zip archive, as `torch.save` writes it."""
     return _begins(path, _ZIP)
 
 
@@ -53,13 +53,13 @@ def _begins(path: str | os.PathLike[str], signature: bytes) -> bool:
 
 
 def is_checkpoint(folder: str | os.PathLike[str]) -> bool:
-    """Whether a folder holds a model in the format of Hugging Face."""
+    """True if a folder holds a model in the format of Hugging Face."""
     folder = Path(folder)
     return (folder / "config.json").is_file() and any(next(folder.glob(name), None) for name in _WEIGHTS)
 
 
 def binary_kind(path: str | os.PathLike[str]) -> str | None:
-    """What a file that is not text holds, such as `a calibration`; None for text, an empty file or none at all."""
+    """Name the contents of a binary file, such as `a calibration`; None for text, an empty or missing file."""
     path = Path(path)
     if not path.is_file():
         return None

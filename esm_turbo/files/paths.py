@@ -110,13 +110,13 @@ def check_outputs(outputs: Iterable[Output], inputs: Iterable[str | os.PathLike[
 
 
 def _same(place: Path, other: str | os.PathLike[str]) -> bool:
-    """Whether two paths lead to the same file, also where names are case-insensitive."""
+    """True if two paths lead to the same file, also where names are case-insensitive."""
     if place == Path(os.path.realpath(other)):
         return True
     return place.exists() and os.path.exists(other) and os.path.samefile(place, other)
 
 
 def is_device(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is something other than a file or a folder: a device or a pipe."""
+    """True if a path is something other than a file or a folder: a device or a pipe."""
     path = Path(path)
     return path.exists() and not path.is_file() and not path.is_dir()

@@ -15,7 +15,7 @@ class InaccuratePresetWarning(UserWarning):
 
 
 class Expected(NamedTuple):
-    """What is expected of a preset, about ten times the errors on the embedded model.
+    """The accuracy expected of a preset, about ten times the errors on the embedded model.
 
     Attributes:
         cosine_mean: lowest mean cosine with the hidden states of exact contexts.

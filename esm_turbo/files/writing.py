@@ -289,5 +289,5 @@ def refuse_links(path: Path, root: Path) -> None:
 
 
 def is_temporary(name: str) -> bool:
-    """Whether a file name is that of a file being written, or left half-written."""
+    """True if a file name is that of a file being written, or left half-written."""
     return _TEMPORARY.fullmatch(name) is not None

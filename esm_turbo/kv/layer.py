@@ -13,7 +13,7 @@ _WRITTEN_BY = "a TurboKVCache is written by a forward of a TurboEsm model with u
 
 
 class TurboCacheLayer(CacheLayerMixin):
-    """What one layer of a cache stores.
+    """The stored tensors of one layer of a cache.
 
     Attributes:
         packed: stored by the codec per token, tensors [batch, heads, columns, ...].

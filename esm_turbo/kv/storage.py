@@ -157,7 +157,7 @@ class CacheStorage(Cache):
         self.positions, self.chains = tensors.get("positions"), tensors.get("chains")
 
     def described(self, name: str, tensors: list[Tensor], make: Callable[[], tuple[_Made, bool]]) -> _Made:
-        """What describes where tensors of this cache lie, made once while they stay the same.
+        """A description of where the tensors of this cache lie, made once while they stay the same.
 
         Args:
             name: of the description.
@@ -189,7 +189,7 @@ class CacheStorage(Cache):
 
     @property
     def _on_cpu(self) -> bool:
-        """Whether values can be read without a device sync."""
+        """True if values can be read without a device sync."""
         return self.device.type == "cpu"
 
     @property

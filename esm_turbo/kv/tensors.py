@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class Axis(enum.Enum):
-    """What a tensor has one entry for in each row of the batch."""
+    """Entries of a tensor in each row of the batch: one, or one per column or slot."""
 
     ROW = "row"
     COLUMN = "column"
@@ -57,7 +57,7 @@ def layer_tensor(name: str) -> tuple[int, str, str]:
 
 @functools.cache
 def axis_of(name: str) -> Axis:
-    """What the tensor of a name has one entry for."""
+    """The entries that the tensor of a name has."""
     own = OWN_TENSORS.get(name)
     return LAYER_TENSORS[layer_tensor(name)[1]] if own is None else own
 

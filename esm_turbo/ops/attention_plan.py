@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
-from esm_turbo.ops.shares import best_shares
 from esm_turbo.ops.slabs import SlabSpec
+from esm_turbo.ops.stream_k import best_schedule
 from esm_turbo.ops.triton_launch import Options, PreparedLaunch, Tuning, interpreted, strides_of
 from esm_turbo.ops.triton_layout import next_power_of_two, num_slots
 
@@ -44,7 +44,7 @@ class AttentionTuning(Tuning):
 
 
 class AttentionPlan(NamedTuple):
-    """What the shapes of an extension decide.
+    """Launch settings that follow from the shapes of an extension.
 
     Attributes:
         attend_context: the first launch.
@@ -115,7 +115,7 @@ def attention_plan(
     if half and head_dim <= _SMALL_HEAD and operand_rows < MMA_ROWS and not has_tables:
         registers = tuning.registers
     programs = _concurrent_programs(device, warps, registers or _MAX_REGISTERS)
-    blocks, blocks_per_program, max_parts = best_shares(
+    blocks, blocks_per_program, max_parts = best_schedule(
         items, -(-columns // KEY_BLOCK), tuning.programs or programs, _multiprocessors(device), queries == 1
     )
     keys_spec, values_spec = map(_specs, specs)

@@ -40,7 +40,7 @@ class KVBackend:
     gelu: ClassVar[Callable[..., Tensor]]
 
     def obstacle(self, device: torch.device) -> str | None:
-        """Why this backend cannot run on a device; None where it can."""
+        """The reason why this backend cannot run on a device; None if it can."""
         return None
 
     def new_counters(self, num_layers: int, batch_size: int, heads: int, device: torch.device) -> Tensor | None:

@@ -64,7 +64,7 @@ class Rows:
 
 
 def _has_rows(tensor: Tensor, dim: int) -> bool:
-    """Whether a tensor is contiguous from `dim` on, and the dimensions before have one stride."""
+    """True if a tensor is contiguous from `dim` on, and the dimensions before have one stride."""
     expected = 1
     for size, stride in zip(reversed(tensor.shape[dim:]), reversed(tensor.stride()[dim:]), strict=True):
         if size != 1 and stride != expected:
@@ -129,7 +129,7 @@ class _Group(NamedTuple):
 
 
 class _Layout:
-    """How the buffer of a cut row is laid out, group by group; rows of one length share it. It refers to no tensor.
+    """The layout of a cut row's buffer, group by group; rows of one length share it. It refers to no tensor.
 
     Args:
         groups: of the tensors.
@@ -238,7 +238,7 @@ class Cutter:
 
     @staticmethod
     def _described(x: Tensor, dim: int | None, groups: dict[Any, _Group]) -> tuple[bool, tuple[int, ...], list[int]]:
-        """Whether a tensor can be read as it is; strides, heads and bytes for the table; the members of its group."""
+        """True if a tensor can be read as it is; strides, heads and bytes for the table; the members of its group."""
         first = dim or 1
         if not (has_rows := _has_rows(x, first)):
             x = x.contiguous()

@@ -36,7 +36,7 @@ _ALIGNMENT = 8
 
 
 def pays(query: Tensor, context: PackedContext, codec: KVCodec) -> bool:
-    """Whether to decode the context: it is exact, or many queries share it and hide none of its columns."""
+    """True if to decode the context: it is exact, or many queries share it and hide none of its columns."""
     if query.device.type != "cuda":
         return False
     contexts = 1 if context.index is None else len(context.index.groups)
@@ -76,13 +76,13 @@ def extend_attention(
 
 
 def _is_shared(context: PackedContext) -> bool:
-    """Whether there is one context, of which every row sees all tokens."""
+    """True if there is one context, of which every row sees all tokens."""
     one = len(next(iter(context.packed.values()))) == 1
     return one and context.lengths is not None and context.visible is None
 
 
 def _reads_whole_contexts(query: Tensor, context: PackedContext) -> bool:
-    """Whether `attend_shared` can read the contexts that rows name: in half precision, with nothing hidden."""
+    """True if `attend_shared` can read the contexts that rows name: in half precision, with nothing hidden."""
     return query.dtype in _HALF and context.lengths is not None and context.visible is None
 
 

@@ -35,5 +35,5 @@ class SlabSpec(NamedTuple):
         return self.element_bits // self.bits
 
     def unit(self, half: bool) -> float:
-        """What a unit of a field is in an operand, in half precision or in float32; 1 for entries of tables."""
+        """The value of a field's unit in an operand, in half precision or in float32; 1 for entries of tables."""
         return _HALF_UNIT if half and not self.table else 1.0

@@ -127,7 +127,7 @@ def extend_attention(
 
 
 def _contexts(context: PackedContext) -> list[tuple[slice, PackedContext]]:
-    """What is attended to at once: rows, and the contexts that they read. With an index, one context after another."""
+    """Groups that are attended to at once: rows, and the contexts that they read. With an index, one context each."""
     if context.index is None:
         return [(slice(None), context)]
     return [(slice(group.start, group.stop), _read_by(context, group)) for group in context.index.groups]

@@ -46,7 +46,7 @@ DEFAULT_TUNING = AttentionTuning(warps=1, stages=3, registers=168)
 
 @per_codec
 def can_run(codec: KVCodec) -> bool:
-    """Whether there are kernels for a codec: all components are fields of slabs, and their operands small enough."""
+    """True if there are kernels for a codec: all components are fields of slabs, and their operands small enough."""
     for layer_idx in range(codec.geometry.num_layers):
         for kind, view in (("key", key_view), ("value", value_view)):
             slabs = codec.field_slabs(layer_idx, kind)
@@ -327,7 +327,7 @@ def _reader(
     named: list[Tensor],
     most_queries: int,
 ) -> tuple[_Reader, tuple[Any, ...]]:
-    """What computes `attend_packed`, and the arguments of its `attend`."""
+    """The object that computes `attend_packed`, and the arguments of its `attend`."""
     batch_size, device = query.shape[0], query.device
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, 1 if named else contexts, mask, protected_mask)

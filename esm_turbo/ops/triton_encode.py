@@ -43,7 +43,7 @@ DEFAULT_TUNING = Tuning(programs=264)
 
 
 def can_run(codec: KVCodec, layer_idx: int, slots: int = 0) -> bool:
-    """Whether there is a kernel for a layer: codes are uniform or from a table, and stored as fields of slabs.
+    """True if there is a kernel for a layer: codes are uniform or from a table, and stored as fields of slabs.
 
     Args:
         codec: of the layer.
@@ -365,7 +365,7 @@ def column_order(size: int, parts: int) -> list[int]:
 
 
 def profile(slabs: Sequence[FieldSlab], size: int, before: int) -> list[list[int]]:
-    """Where the codes of every group of eight components are stored.
+    """Destinations of the codes of every group of eight components.
 
     Args:
         slabs: of a layer's keys or values.

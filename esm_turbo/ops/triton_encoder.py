@@ -124,7 +124,7 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 class _Tiling(NamedTuple):
-    """How a program of `kernels.linear` takes `inputs` = 32 * warps * chunks."""
+    """The tiling by which a program of `kernels.linear` takes `inputs` = 32 * warps * chunks."""
 
     warps: int
     chunks: int
@@ -142,7 +142,7 @@ def _tiling(size: int) -> _Tiling | None:
 
 
 def _tiling_for(x: Tensor, weight: Tensor, bias: Tensor, hidden_size: int) -> _Tiling | None:
-    """How to multiply with a weight; None for what PyTorch should multiply.
+    """The launch settings of a product with a weight; None where PyTorch should compute it.
 
     Programs take as many inputs as the model's hidden size, so that one kernel serves all products of a layer.
     """

@@ -1,4 +1,4 @@
-"""What the launchers of the Triton kernels share; `launch` itself.
+"""Common parts of the launchers of Triton kernels; `launch` itself.
 
 Triton's own launch prepares its arguments anew each time, which costs the host more than anything else in a layer, and
 compiles a variant for every argument that happens to be 1 or a multiple of 16. `launch` compiles few variants, and
@@ -35,7 +35,7 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True)
 class Tuning:
-    """How a kernel is compiled, and how its work is distributed.
+    """Compilation and work distribution of a kernel.
 
     Attributes:
         tile: tokens per tile: a block of 64 columns, or a fraction of it.
@@ -54,12 +54,12 @@ class Tuning:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, which has no inline assembly."""
+    """True if Triton's interpreter runs the kernels, which has no inline assembly."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def overlaps(device: torch.device) -> bool:
-    """Whether a kernel may begin before the kernel it depends on has ended; it then waits for it where it must."""
+    """True if a kernel may begin before the kernel it depends on has ended; it then waits for it where it must."""
     return OVERLAP and device.type == "cuda" and capability_of(device) >= _OVERLAP_CAPABILITY
 
 
@@ -97,7 +97,7 @@ def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[
 
 
 def is_plain() -> bool:
-    """Whether nobody but the device looks at operations: tracing, dispatch modes and gradients need operators."""
+    """True if nobody but the device looks at operations: tracing, dispatch modes and gradients need operators."""
     return not (torch.compiler.is_compiling() or torch.is_grad_enabled() or _get_current_dispatch_mode() is not None)
 
 
@@ -272,7 +272,7 @@ def _load(plan: _Plan, options: Options, arguments: dict[str, Any]) -> _Loaded:
 
 
 class _Plan:
-    """How the arguments of a kernel decide its variant.
+    """Rules by which the arguments of a kernel select its variant.
 
     Attributes:
         kernel: None in the interpreter.

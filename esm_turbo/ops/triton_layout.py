@@ -51,12 +51,12 @@ class SlabView:
 
 
 def key_view(slab: FieldSlab) -> SlabView:
-    """How the kernels read a slab of keys."""
+    """The view that the kernels have of a slab of keys."""
     return _view(slab, _KEY_LANES)
 
 
 def value_view(slab: FieldSlab) -> SlabView:
-    """How the kernels read a slab of values."""
+    """The view that the kernels have of a slab of values."""
     return _view(slab, _VALUE_LANES)
 
 

@@ -59,7 +59,7 @@ class Variant(NamedTuple):
             raise failure(self.name, error) from error
 
     def is_cached(self) -> bool:
-        """Whether Triton has compiled the variant before, on this machine.
+        """True if Triton has compiled the variant before, on this machine.
 
         Raises:
             KernelCacheError: the cache cannot be read or written.
@@ -78,7 +78,7 @@ class Variant(NamedTuple):
             raise failure(self.name, error) from error
 
     def source(self) -> Any:
-        """What Triton compiles."""
+        """The source that Triton compiles."""
         from triton.compiler import ASTSource
 
         kernel = getattr(import_module(self.module), self.name)
@@ -91,7 +91,7 @@ class Variant(NamedTuple):
         )
 
     def target(self) -> Any:
-        """What it is compiled for."""
+        """The target of the compilation."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", self.capability, 32)

@@ -95,7 +95,7 @@ def _capability(device: torch.device) -> int:
 @torch.inference_mode(False)
 @torch.no_grad()
 def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, capability: int) -> list[Variant]:
-    """What the packed encoder launches; nothing where it does not run."""
+    """List the variants that the packed encoder launches; none where it does not run."""
     if dtype not in _HALF:
         return []
     x = torch.empty(16, sizes.heads * sizes.head_dim, dtype=dtype, device=device)
@@ -120,7 +120,7 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
 def cache_variants(
     codec: KVCodec, sizes: Sizes, dtype: torch.dtype, device: torch.device, capability: int
 ) -> list[Variant]:
-    """What writing and reading caches of a codec launches."""
+    """List the variants that writing and reading caches of a codec launches."""
     with recorded(capability) as variants:
         query, keys, values = _heads(1, 16, sizes, dtype, device)
         cos, sin = torch.empty(2, 1, 16, sizes.head_dim, dtype=dtype, device=device)

@@ -64,7 +64,7 @@ def workers_on(turbo: ContextModel, devices: Devices) -> Iterator[Runner]:
 
 
 def _names(devices: Devices) -> str:
-    """What runs on these devices run on, see `Runner.devices`; of a string, `workers_on` allows CUDA devices only."""
+    """The runner for these devices, see `Runner.devices`; of a string, `workers_on` allows CUDA devices only."""
     if isinstance(devices, Workers):
         return devices.devices
     return "cuda" if isinstance(devices, str) else " ".join(devices)
@@ -91,7 +91,7 @@ def embed_on(
     found: dict[int, ProteinEmbedding] = {}
     failed: dict[int, str] = {}
     units = [sum(map(len, piece)) for piece in pieces]
-    for number, (embeddings, reasons) in _run(turbo, devices, _EmbedTask(request), pieces, "embed", units):
+    for number, (embeddings, reasons) in _run(turbo, devices, _EmbedCall(request), pieces, "embed", units):
         found |= {batches[number][row]: embedding for row, embedding in embeddings}
         failed |= {batches[number][row]: reason for row, reason in reasons.items()}
     if failed:
@@ -181,7 +181,7 @@ _Embedded = tuple[list[tuple[int, ProteinEmbedding]], dict[int, str]]
 
 
 @dataclass(frozen=True)
-class _EmbedTask:
+class _EmbedCall:
     """Embeds batches."""
 
     request: EmbeddingRequest

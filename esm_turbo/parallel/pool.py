@@ -64,7 +64,7 @@ class Slot(ABC):
 
     @abstractmethod
     def answer(self, call: Future[bytes]) -> bytes:
-        """What a finished call returned.
+        """The result of a finished call.
 
         Raises:
             ProcessDied: nothing, since its process has ended.

@@ -28,7 +28,7 @@ FORMAT_VERSION = 1
 SUFFIX = ".shards"
 
 Kind = Literal["table", "embeddings", "HDF5", "Parquet", "contexts"]
-"""What a shard holds: a table, a folder of embeddings or one file of them, or a store."""
+"""Contents of a shard: a table, a folder of embeddings or one file of them, or a store."""
 
 _MANIFEST = re.compile(r"_shard-(\d+)-of-(\d+)\.json")
 _DIVISION = "another division of the input"
@@ -42,7 +42,7 @@ class ShardError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a shard did.
+    """The record of a finished shard.
 
     Attributes:
         shard: its number, and of how many.
@@ -134,7 +134,7 @@ def shards_folder(out: str | os.PathLike[str]) -> Path:
 
 
 def shard_output(out: str | os.PathLike[str], shard: Shard) -> Path:
-    """Where a shard writes; its suffix is that of the output, which decides the format."""
+    """The path that a shard writes; its suffix is that of the output, which decides the format."""
     return shards_folder(out) / f"{_stem(shard)}{Path(out).suffix}"
 
 
@@ -148,7 +148,7 @@ def _stem(shard: Shard) -> str:
 
 
 def is_done(out: str | os.PathLike[str], manifest: Manifest) -> bool:
-    """Whether a shard was done earlier, with the same settings, and its files are undamaged.
+    """True if a shard was done earlier, with the same settings, and its files are undamaged.
 
     Args:
         out: the output of all shards.
@@ -208,7 +208,7 @@ def damage(folder: Path, manifest: Manifest) -> list[str]:
 
 @dataclass(frozen=True)
 class ShardsState:
-    """What is there of a run in shards.
+    """The state of a run in shards.
 
     Attributes:
         of: number of shards; 0 if there is none yet.
@@ -224,7 +224,7 @@ class ShardsState:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the shards can be merged."""
+        """True if the shards can be merged."""
         return bool(self.of) and not self.missing and not self.problems
 
     @property

@@ -154,7 +154,7 @@ def _end_with_parent() -> None:
 
 
 def filled_by_others(device: str) -> str | None:
-    """What other processes hold of a device's memory, if that is much of it; None elsewhere and on a CPU."""
+    """Memory of a device that other processes hold, if that is a large part; None otherwise and on a CPU."""
     if not device.startswith("cuda"):
         return None
     import torch

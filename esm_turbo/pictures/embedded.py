@@ -22,7 +22,7 @@ _NONE = "not given"
 
 @dataclass(frozen=True)
 class Groups:
-    """What colours proteins.
+    """The property that colours proteins.
 
     Attributes:
         label: name of the column.

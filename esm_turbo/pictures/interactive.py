@@ -190,7 +190,7 @@ def _dots(panel: Heatmap, axis: str) -> go.Scatter:
 
 
 def _gap(index: int, domain: Sequence[float]) -> dict[str, Any]:
-    """What stands for positions that are left out before a column."""
+    """The mark for positions omitted before a column."""
     place = {"x0": index - 0.5, "x1": index - 0.5, "xref": "x", "y0": domain[0], "y1": domain[1], "yref": "paper"}
     return {"type": "line", "line": {"color": "white", "width": 4}} | place
 
@@ -252,7 +252,7 @@ def _line_trace(
 
 
 def _any_alone(values: Array) -> bool:
-    """Whether a value has no neighbour, so that no line leads to it."""
+    """True if a value has no neighbour, so that no line leads to it."""
     known = np.concatenate([[False], np.isfinite(values), [False]])
     return bool((known[1:-1] & ~known[:-2] & ~known[2:]).any())
 

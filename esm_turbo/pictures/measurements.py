@@ -1,4 +1,4 @@
-"""What `evaluate` and `calibrate` measured."""
+"""Pictures of the measurements of `evaluate` and `calibrate`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def evaluation_sheet(result: Evaluation) -> Sheet:
 
 
 def _freezing(result: Evaluation) -> list[Panel]:
-    """What freezing costs and what compressing costs, by residues refreshed, for each number of new residues."""
+    """Errors of freezing and of compression, by residues refreshed, for each number of new residues."""
     arms: dict[str, Sequence[FrozenExtend | Extend]] = {
         f"{preset.name}, quantisation": preset.extend for preset in result.presets if preset.name != "exact"
     }

@@ -1,4 +1,4 @@
-"""What pictures are made of: a few kinds of panels that hold data, without saying how they are drawn.
+"""Panels of pictures: a few kinds that hold data, independent of how they are drawn.
 
 A picture is a list of sheets, one for each protein or target. `static` draws a sheet with matplotlib, `page` as a part
 of a web page.

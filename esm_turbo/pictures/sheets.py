@@ -53,7 +53,7 @@ def design_sheets(
 
 
 def _used(run: RunInfo | None, scores: Mapping[Arm, Scores | VariantScores]) -> str:
-    """What a caption says of a run."""
+    """The caption's description of a run."""
     if run is not None:
         return str(run)
     named = [arm if one.preset is None else f"{arm} (preset {one.preset})" for arm, one in scores.items()]

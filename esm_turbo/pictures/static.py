@@ -178,7 +178,7 @@ def _positions(axes: Axes, tracks: Tracks, begin: int, end: int, ticks: _Ticks, 
 
 @dataclass(frozen=True)
 class _Ticks:
-    """Where numbers of positions stand, what they say, and whether they are turned, since there is little room."""
+    """Ticks of positions, their labels, and whether these are turned for lack of room."""
 
     at: list[int]
     labels: list[str]
@@ -340,7 +340,7 @@ def _beside(panels: Sequence[Panel]) -> _Block:
 
 
 def _has_legend(panel: Panel) -> bool:
-    """Whether the last panel of a row explains the colours of all."""
+    """True if the last panel of a row explains the colours of all."""
     if isinstance(panel, Scatter):
         return panel.groups is not None and not isinstance(panel.groups, np.ndarray)
     return isinstance(panel, Lines) and len(panel.series) > 1

@@ -27,7 +27,7 @@ PARTICULAR_RESIDUES = STANDARD_RESIDUES + "OU"
 """The codes of one residue each; B, X and Z stand for any of several."""
 
 GAPS = "-.~"
-"""What stands for no residue in rows of alignments."""
+"""Characters that stand for no residue in rows of alignments."""
 
 _NOT_A_RESIDUE = re.compile(f"[^{RESIDUES}]")
 _NEITHER_RESIDUE_NOR_GAP = re.compile(f"[^{RESIDUES}{re.escape(GAPS)}]")
@@ -316,7 +316,7 @@ def _normalized(
 
 
 def _remedy(character: str, has_options: bool) -> str:
-    """What to do about a character that is not a residue code, with or without the options for it."""
+    """The advice for a character that is not a residue code, with or without the options for it."""
     if character in GAPS:
         if not has_options:
             return f"remove gaps, as by sequence.replace({character!r}, '')"

@@ -1,1 +1,1 @@
-"""What a `ContextStore` is made of: its files, its tiers in memory, and its counts of hits."""
+"""Parts of a `ContextStore`: its files, its tiers in memory, and its counts of hits."""

@@ -172,7 +172,7 @@ class StoreFiles:
         path.unlink()
 
     def is_unfinished(self) -> bool:
-        """Whether a batch is being written, or was when its writer was killed."""
+        """True if a batch is being written, or was when its writer was killed."""
         return (self.folder / _UNFINISHED_FILE).exists()
 
     def discard_unfinished(self) -> None:
@@ -286,7 +286,7 @@ class Partition:
             write_artifact(temporary, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
 
     def matches(self, spec: ContextSpec) -> bool:
-        """Whether its contexts are of this kind."""
+        """True if its contexts are of this kind."""
         return (
             self.config == spec.config
             and self.dtype == spec.dtype
@@ -294,7 +294,7 @@ class Partition:
         )
 
     def is_like(self, other: Partition) -> bool:
-        """Whether its contexts are of the same kind as those of a partition of another store."""
+        """True if its contexts are of the same kind as those of a partition of another store."""
         same = self.config == other.config and self.dtype == other.dtype
         return same and same_codec(self.codec_fingerprint, other.codec_fingerprint)
 
@@ -496,5 +496,5 @@ def _files(partition: Path) -> Iterator[os.DirEntry[str]]:
 
 
 def _may_precede_header(name: str) -> bool:
-    """Whether a writer may create a file before the store's header."""
+    """True if a writer may create a file before the store's header."""
     return name == LOCK_FILE or is_temporary(name)

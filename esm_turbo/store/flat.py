@@ -261,7 +261,7 @@ def _zeros(size: int, device: torch.device) -> Tensor:
 
 
 def _all_slots_stay(cache: TurboKVCache, lengths: Sequence[int]) -> bool:
-    """Whether every row, alone, would keep all slots of the batch for protected tokens."""
+    """True if every row, alone, would keep all slots of the batch for protected tokens."""
     slots = cache.protected_columns.shape[1]
     if cache.device.type != "cpu":
         # Known without waiting for the device: a batch has no more than a row of as many columns.

@@ -319,7 +319,7 @@ def _let_go(pool: ContextPool, held: list[_Slot]) -> None:
 
 
 def _now(device: torch.device) -> torch.cuda.Event | None:
-    """What the current stream of a CUDA device has to do so far."""
+    """An event that marks the work queued so far on the current stream of a CUDA device."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
     event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()

@@ -8,7 +8,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 
 class Sized(Protocol):
-    """What knows how much memory it takes, which never changes."""
+    """An object of known, constant size in memory."""
 
     @property
     def nbytes(self) -> int: ...
@@ -65,7 +65,7 @@ class Tier(Generic[KeyT, ContextT]):
         self.nbytes += nbytes
 
     def fits(self, nbytes: int) -> bool:
-        """Whether a context of `nbytes` would be kept."""
+        """True if a context of `nbytes` would be kept."""
         return nbytes <= self.budget
 
     def clear(self) -> None:

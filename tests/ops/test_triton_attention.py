@@ -21,7 +21,7 @@ from esm_turbo.codecs.row_index import StaticRowIndex
 from esm_turbo.config import Geometry
 from esm_turbo.kv.tensors import into_room, with_room
 from esm_turbo.ops import attention_plan, torch_ops, triton_attention
-from esm_turbo.ops.shares import Shares
+from esm_turbo.ops.stream_k import StreamKSchedule
 from esm_turbo.ops.triton_attention import pack_mask
 from esm_turbo.ops.triton_layout import key_order, key_view, value_order, value_view
 from tests.helpers.attention_cases import LAYER, Case, codec_of, make_case
@@ -382,7 +382,7 @@ def test_programs_count_blocks_beyond_the_contexts(
     monkeypatch: pytest.MonkeyPatch, device: str, n: int, masked: bool
 ) -> None:
     """Three blocks as four, of which each program reads two: none reads two contexts."""
-    monkeypatch.setattr(attention_plan, "best_shares", lambda *_: Shares.of(4, 2))
+    monkeypatch.setattr(attention_plan, "best_schedule", lambda *_: StreamKSchedule.of(4, 2))
     # Without its memory of plans.
     monkeypatch.setattr(triton_attention, "attention_plan", attention_plan.attention_plan.__wrapped__)
     codec = codec_of("turbo3", 16)

@@ -200,7 +200,7 @@ def prefetch(slab_ptrs, row, first, end, COUNT: tl.constexpr, SLABS: tl.constexp
 
 @triton.constexpr_function
 def is_spread(slabs, index, rows):
-    """Whether a slab of keys goes through shared memory: its only word is needed by four lanes.
+    """True if a slab of keys goes through shared memory: its only word is needed by four lanes.
 
     It takes fewer loads and registers, which was measured to be faster beside a slab of many words, and slower without.
     """
@@ -334,7 +334,7 @@ def key_operand(
 
 @triton.constexpr_function
 def field_unit(SLAB, DTYPE):
-    """What a unit of a slab's fields is in an operand of DTYPE."""
+    """The value of a unit of a slab's fields in an operand of DTYPE."""
     return SLAB.unit(tl.float16 == DTYPE)
 
 

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.ops.shares import best_shares
+from esm_turbo.ops.stream_k import best_schedule
 
 
 @given(items=st.integers(1, 300), blocks=st.integers(0, 600), programs=st.integers(1, 3000), single=st.booleans())
 def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, programs: int, single: bool) -> None:
-    shares = best_shares(items, blocks, programs, 132, single)
+    shares = best_schedule(items, blocks, programs, 132, single)
     assert shares.blocks >= max(1, blocks)
     assert 1 <= shares.max_parts <= 64
     count = shares.programs(items)
@@ -41,14 +41,14 @@ def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, prog
 )
 def test_shares_of_twenty_heads(rows: int, columns: int, blocks: int, per_program: int) -> None:
     """Whole contexts or equal parts of them, or ends and beginnings of two, where that keeps more programs busy."""
-    shares = best_shares(20 * rows, -(-columns // 64), 1584, 132, True)
+    shares = best_schedule(20 * rows, -(-columns // 64), 1584, 132, True)
     assert shares[:2] == (blocks, per_program)
 
 
 def test_more_blocks_are_counted_than_there_are_if_no_program_then_reads_two_items() -> None:
-    shares = best_shares(100, 13, 300, 132, True)
+    shares = best_schedule(100, 13, 300, 132, True)
     assert shares == (15, 5, 3)
     assert shares.starts == 1
     assert shares.programs(100) == 300
     # Several queries are distributed evenly.
-    assert best_shares(100, 13, 300, 132, False) == (13, 5, 4)
+    assert best_schedule(100, 13, 300, 132, False) == (13, 5, 4)

@@ -1,4 +1,4 @@
-"""How the kernels that read contexts distribute their work over programs."""
+"""Stream-K and split-KV schedules: how the kernels that read contexts distribute their work over programs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_PARTS = 64
 _START, _CROWDING = 0.6, 0.08
 
 
-class Shares(NamedTuple):
+class StreamKSchedule(NamedTuple):
     """Numbers of blocks that programs read. An item is a tile of queries of one head of one context.
 
     The blocks of all items, in order, are distributed in runs of `per_program`.
@@ -27,8 +27,8 @@ class Shares(NamedTuple):
     max_parts: int
 
     @classmethod
-    def of(cls, blocks: int, per_program: int) -> Shares:
-        """Shares of so many blocks."""
+    def of(cls, blocks: int, per_program: int) -> StreamKSchedule:
+        """The schedule of so many blocks."""
         if blocks % per_program == 0 or per_program % blocks == 0:
             return cls(blocks, per_program, -(-blocks // per_program))
         return cls(blocks, per_program, -(-(blocks - 1) // per_program) + 1)
@@ -51,8 +51,8 @@ class Shares(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def best_shares(items: int, blocks: int, programs: int, multiprocessors: int, single: bool) -> Shares:
-    """The shares that take the least time; they depend on shapes and the device alone, never on lengths.
+def best_schedule(items: int, blocks: int, programs: int, multiprocessors: int, single: bool) -> StreamKSchedule:
+    """The schedule that takes the least time; it depends on shapes and the device alone, never on lengths.
 
     Args:
         items: to be read.
@@ -64,11 +64,11 @@ def best_shares(items: int, blocks: int, programs: int, multiprocessors: int, si
     """
     blocks = max(1, blocks)
     even = max(1, -(-items * blocks // programs))
-    while Shares.of(blocks, even).max_parts > _MAX_PARTS:
+    while StreamKSchedule.of(blocks, even).max_parts > _MAX_PARTS:
         even += 1
-    found = [Shares.of(blocks, even)]
+    found = [StreamKSchedule.of(blocks, even)]
     if single and items <= programs:
         for parts in range(1, min(blocks, _MAX_PARTS, programs // items) + 1):
             share = -(-blocks // parts)
-            found.append(Shares.of(-(-blocks // share) * share, share))
-    return min(found, key=lambda shares: shares.cost(items, multiprocessors))
+            found.append(StreamKSchedule.of(-(-blocks // share) * share, share))
+    return min(found, key=lambda schedule: schedule.cost(items, multiprocessors))
