@@ -26,14 +26,12 @@ def small(x: float) -> str:
     return f"{x:.{max(0, 1 - math.floor(math.log10(x)))}f}"
 
 
-def source(
-    record: Record, file: str, model: str = "the embedded model esm2-mini (9.6 M parameters, not one of Meta's)"
-) -> str:
+def source(record: Record, file: str, model: str = "esm2-mini") -> str:
     """Where the figures of a table come from: one of its records, the file, and the model in words."""
     where, versions = record["environment"], record["environment"]["versions"]
     changed = " with local changes" if record["revision"]["dirty"] else ""
     return (
-        f"Measured with {model} in float32 on the CPU ({where['processor']}),"
+        f"Measured with {model} in float32 on a CPU ({where['processor']}),"
         f" torch {versions['torch']}, transformers {versions['transformers']},"
         f" commit {record['revision']['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`.\n"
     )

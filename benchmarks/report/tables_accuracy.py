@@ -14,7 +14,7 @@ from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS
 _DOMAINS, _LONG = "cath_val200", "long_human"
 # Kinds of records, and the models they were measured with.
 _FAMILIES = {"accuracy": "ESM-2", "families": "ESM-C"}
-_BOTH = "the small models esm2-mini and esmc-mini (9.6 M and 9.75 M parameters, not published checkpoints)"
+_BOTH = "esm2-mini and esmc-mini"
 _OTHERS = [*COMPARISON_PRESETS, *OPTIONAL_PRESETS]
 
 
@@ -73,10 +73,8 @@ def codecs() -> str:
         memory, figures = _preset(domains)["memory"], _residues(domains)
         cells = [f"`{name}`", f"{memory['bits_per_element']:.2f}", f"{memory['ratio_to_fp16']:.1f}x"]
         cells += [cosine(figures), small(figures["kl_mean"]), f"{figures['top1_agreement']:.4f}"]
-        longs = stored.accuracies(_LONG).get(name)
-        cells += ["", ""] if longs is None else [cosine(_residues(longs)), small(_residues(longs)["kl_mean"])]
         rows.append(cells)
-    head = ["preset", "bits", "vs fp16", "domains: cosine (1 %)", "KL", "top-1", "long: cosine (1 %)", "KL"]
+    head = ["preset", "bits", "vs fp16", "cosine (1 %)", "KL", "top-1"]
     return table(head, rows) + source(stored.accuracy(_DOMAINS, _some_other()), "accuracy")
 
 
@@ -163,8 +161,8 @@ def residue_types() -> str:
     letters = found["turbo3"]["figures"]["by_residue"]
     order = sorted(letters, key=lambda letter: -letters[letter]["kl_mean"])
     rows = [["residues", *(f"{letters[letter]['tokens']:,}" for letter in order)]]
-    for name, record in found.items():
-        by_residue = record["figures"]["by_residue"]
+    for name in ("paper", "turbo3", "turbo1"):
+        by_residue = found[name]["figures"]["by_residue"]
         rows.append([f"`{name}`", *(small(by_residue[letter]["kl_mean"]) for letter in order)])
     return table(["KL, nats", *order], rows) + source(found["turbo3"], "components")
 

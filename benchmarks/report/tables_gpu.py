@@ -16,7 +16,6 @@ from benchmarks.harness.names import (
     REFRESHES,
     SCREENS,
     SDPA,
-    SDPA_FLOAT32,
 )
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import small, table
@@ -40,11 +39,10 @@ def gpu_attention() -> str:
             [
                 _decoding(shape),
                 f"{_us(seconds, SDPA)} ({figures['SDPA bf16 backend'].partition('_')[0].lower()})",
-                _us(seconds, SDPA_FLOAT32),
                 *(f"{_us(seconds, p)}{_times(figures, f'{SDPA} / {p}')}" for p in _SHOWN),
             ]
         )
-    head = ["batch x context, queries", "SDPA bf16 (backend)", "SDPA fp32", *(f"`{p}`" for p in _SHOWN)]
+    head = ["batch x context, queries", "SDPA bf16 (backend)", *(f"`{p}`" for p in _SHOWN)]
     return table(head, rows) + _source(records, "microseconds (speedup over SDPA bf16); 20 heads of 64, bfloat16")
 
 

@@ -25,6 +25,8 @@ def screening() -> str:
     for arm in ["full", *screening_arms()]:
         figures = found[arm]
         kind, place, refresh = _parts(arm)
+        if refresh not in _SHOWN_REFRESHES:
+            continue
         faster = speed.get(f"{_speed_name(kind)}, {refresh} refreshed, {_LARGEST_SCREEN} candidates / full")
         rows.append(
             [
@@ -78,7 +80,7 @@ def scoring_speed() -> str:
     if last is None:
         raise LookupError("no records of scoring speed")
     head = ["model", "device", "full", "arm", "20 candidates", "100", "1,000"]
-    models = "the models in the first column (esm2-mini: the embedded model, 9.6 M parameters, not one of Meta's)"
+    models = "the models in the first column"
     return table(head, rows) + source(last, "cpu", models)
 
 

@@ -152,6 +152,5 @@ def _sources(by_file: dict[str, Record]) -> str:
             f" commit {revision['commit'][:10]}{changed}; `benchmarks/results/{file}.jsonl`. "
         )
     return text + (
-        "esm2-mini is the embedded model (9.6 M parameters, float32, not one of Meta's); the other rows have random"
-        " weights in the geometry of the published checkpoints.\n"
+        "esm2-mini ran in float32; the other rows have random weights in the geometry of the published checkpoints.\n"
     )

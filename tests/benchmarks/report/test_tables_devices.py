@@ -49,7 +49,7 @@ def test_kills_of_all_runs_are_added(results: Path) -> None:
     assert lines[3] == "| `--shard`: a shard | `store` | 4 | 6 | 2 |"
     assert lines[4] == "| `--engine ray`: the process that started the run | `score` | 2 | 3 | 0 |"
     assert lines[5] == "| all |  | 14 | 21 | 2 |"
-    assert lines[7].startswith("`campaign 1`; `campaign 2`; `campaign 2`. Measured with the embedded model")
+    assert lines[7].startswith("`campaign 1`; `campaign 2`; `campaign 2`. Measured with esm2-mini in float32")
 
 
 def test_every_engine_has_words() -> None:
