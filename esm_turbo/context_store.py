@@ -29,11 +29,11 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import FORMAT_VERSION, StoreFiles, context_spec
-from esm_turbo.store.filling import Filled, Filling
+from esm_turbo.store.filling import Filling, StoredBatch
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.lookup import Lookup
+from esm_turbo.store.requests import ContextRequest, context_requests, deduplicate, key_of_tokens
 from esm_turbo.store.usage import Usage, rates
-from esm_turbo.store.wanted import Wanted, each_once, key_of_tokens, wanted_contexts
 from esm_turbo.store.writer import Writer
 from esm_turbo.tasks.common.arms import FoundContexts, protein_tokens
 from esm_turbo.tasks.common.contexts import prefill_wanted
@@ -58,7 +58,7 @@ class ContextStore:
         folder: of a store; a new or empty one becomes a store with the first context.
         host_bytes: host memory for contexts in bytes, pinned if the model is on a CUDA device; 0 keeps none.
         device_bytes: device memory for contexts in bytes; 0 keeps none. On the CPU only `hold` and `hold_found` use it.
-        lock_timeout: seconds to wait for another process that is writing; and for one that computes what is wanted,
+        lock_timeout: seconds to wait for another process that is writing, or that computes a requested context,
             before it is computed here too.
         read_only: compute missing contexts, but do not write them.
 
@@ -137,10 +137,10 @@ class ContextStore:
             ValueError: a sequence is invalid, or the store belongs to another model.
         """
         with self._mutex:
-            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
+            requests = context_requests(turbo, sequences, total_tokens, total_masks)
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
-            found = [self._lookup.find(partition, one.key, turbo.model.device) for one in wanted]
+            found = [self._lookup.find(partition, one.key, turbo.model.device) for one in requests]
             for _ in range(found.count(None)):
                 self._usage.count("missed")
             return [None if context is None else context.clone().cache(spec) for context in found]
@@ -182,8 +182,8 @@ class ContextStore:
             OSError: writing failed, for example because the disk is full. The store remains intact.
         """
         with self._mutex:
-            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
-            unique = each_once(wanted)
+            requests = context_requests(turbo, sequences, total_tokens, total_masks)
+            unique = deduplicate(requests)
             spec = context_spec(turbo)
             partition = self._files.partition(spec)
             found: dict[str, FlatContext] = {}
@@ -193,13 +193,13 @@ class ContextStore:
                     found[one.key] = context
             done = {index for index, one in enumerate(unique) if one.key in found}
             for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
-                self._usage.count("missed", len(filled.wanted))
+                self._usage.count("missed", len(filled.requests))
                 found |= filled.contexts
-            if len(wanted) == 1:
-                return found[wanted[0].key].clone().cache(spec)
+            if len(requests) == 1:
+                return found[requests[0].key].clone().cache(spec)
             caches = {key: context.cache(spec) for key, context in found.items()}
             # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
-            return TurboKVCache.cat([caches[one.key] for one in wanted])
+            return TurboKVCache.cat([caches[one.key] for one in requests])
 
     def hold(
         self,
@@ -223,8 +223,8 @@ class ContextStore:
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
         """
         with self._mutex:
-            wanted = wanted_contexts(turbo, sequences, total_tokens, total_masks)
-            unique = each_once(wanted)
+            requests = context_requests(turbo, sequences, total_tokens, total_masks)
+            unique = deduplicate(requests)
             spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
             partition = self._files.partition(spec)
             done: set[int] = set()
@@ -242,14 +242,14 @@ class ContextStore:
                     done.add(index)
                     entries[one.key] = entry
                 for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
-                    self._usage.count("missed", len(filled.wanted))
+                    self._usage.count("missed", len(filled.requests))
                     partition = self._files.partition(spec)
                     # What is not stored is not found again: of contexts in memory, partitions tell the kinds apart.
                     name = uuid.uuid4().hex if partition is None else partition.name
                     for key, context in filled.contexts.items():
                         entries[key] = name, key
                         self._lookup.hold(hold, entries[key], context, device)
-                return hold.contexts([entries[one.key] for one in wanted], spec)
+                return hold.contexts([entries[one.key] for one in requests], spec)
             except BaseException:
                 hold.release()
                 raise
@@ -364,16 +364,16 @@ class ContextStore:
         self._refuse_read_only()
         report = progress or silent
         with self._mutex:
-            wanted = each_once(wanted_contexts(turbo, sequences, total_tokens, total_masks))
+            requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
             spec = context_spec(turbo)
-            done = self._done(spec, wanted, report)
+            done = self._done(spec, requests, report)
             self._writer.sweep_once()
-            residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(wanted) if index not in done)
+            residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
             report("prefill", 0, total)
             computed = 0
-            for filled in self._fill(turbo, spec, wanted, done, toks_per_batch, on_failure):
+            for filled in self._fill(turbo, spec, requests, done, toks_per_batch, on_failure):
                 computed += filled.computed
-                residues += sum(one.tokens - 1 for one in filled.wanted)
+                residues += sum(one.tokens - 1 for one in filled.requests)
                 report("prefill", residues, total)
             return computed
 
@@ -399,12 +399,12 @@ class ContextStore:
         self._refuse_read_only()
         spec = context_spec(turbo)
 
-        def missing() -> Iterator[Sequence[Wanted]]:
+        def missing() -> Iterator[Sequence[ContextRequest]]:
             for batch in batches:
-                wanted = each_once(wanted_contexts(turbo, batch))
+                requests = deduplicate(context_requests(turbo, batch))
                 with self._mutex:
-                    done = self._done(spec, wanted, silent)
-                own = [one for index, one in enumerate(wanted) if index not in done]
+                    done = self._done(spec, requests, silent)
+                own = [one for index, one in enumerate(requests) if index not in done]
                 # Of the caller of this method, beyond what fills the store.
                 warn_if_long((one.tokens - 1 for one in own), turbo.model.family, stacklevel=5)
                 yield own
@@ -416,18 +416,18 @@ class ContextStore:
         if self.read_only:
             raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
 
-    def _done(self, spec: ContextSpec, wanted: Sequence[Wanted], report: Progress) -> set[int]:
+    def _done(self, spec: ContextSpec, requests: Sequence[ContextRequest], report: Progress) -> set[int]:
         """Indices of the contexts that are in the store, undamaged."""
         partition = self._files.partition(spec)
         if self._files.is_unfinished():
             with self._writer.locked():
                 self._files.discard_unfinished()
         done: set[int] = set()
-        for index, one in enumerate(wanted):
+        for index, one in enumerate(requests):
             if self._lookup.read(partition, one.key) is not None:
                 done.add(index)
             if done:
-                report("check", index + 1, len(wanted))
+                report("check", index + 1, len(requests))
         return done
 
     def sweep(self) -> None:
@@ -446,8 +446,8 @@ class ContextStore:
         """Number of sequences whose contexts have no file; what is in the files is not read."""
         with self._mutex:
             partition = self._files.partition(context_spec(turbo))
-            wanted = wanted_contexts(turbo, sequences) if sequences else []
-            return sum(partition is None or not partition.path(one.key).exists() for one in wanted)
+            requests = context_requests(turbo, sequences) if sequences else []
+            return sum(partition is None or not partition.path(one.key).exists() for one in requests)
 
     def info(self) -> dict[str, Any]:
         """Contents and usage of the store, JSON values.
@@ -476,19 +476,19 @@ class ContextStore:
         self,
         turbo: ContextModel,
         spec: ContextSpec,
-        wanted: Sequence[Wanted],
+        requests: Sequence[ContextRequest],
         done: set[int],
         toks_per_batch: int | None,
         on_failure: Callable[[str, str], None] | None = None,
-    ) -> Iterator[Filled]:
+    ) -> Iterator[StoredBatch]:
         """Computes contexts batch by batch, without those that are `done`, and stores them unless it is read-only."""
-        lengths = (one.tokens - 1 for index, one in enumerate(wanted) if index not in done)
+        lengths = (one.tokens - 1 for index, one in enumerate(requests) if index not in done)
         warn_if_long(lengths, turbo.model.family, stacklevel=4)
         tokens = protein_tokens(toks_per_batch, turbo)
-        batches = remaining_batches([one.tokens for one in wanted], tokens, done)
+        batches = remaining_batches([one.tokens for one in requests], tokens, done)
         filling = self._filling(turbo, spec, on_failure)
         run = filling.compute if self.read_only else filling.fill
-        yield from run([wanted[index] for index in batch] for batch in batches)
+        yield from run([requests[index] for index in batch] for batch in batches)
 
     def _filling(
         self, turbo: ContextModel, spec: ContextSpec, on_failure: Callable[[str, str], None] | None
@@ -503,7 +503,7 @@ def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:
     Raises:
         ValueError: the sequence is invalid.
     """
-    return wanted_contexts(turbo, sequence)[0].key
+    return context_requests(turbo, sequence)[0].key
 
 
 def _reopened(folder: Path, host_bytes: int, device_bytes: int, lock_timeout: float, read_only: bool) -> ContextStore:

@@ -35,9 +35,9 @@ from esm_turbo.store import files as store_files
 from esm_turbo.store import filling, writer
 from esm_turbo.store.files import FORMAT_VERSION
 from esm_turbo.store.flat import FlatContext
+from esm_turbo.store.requests import context_requests
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
-from esm_turbo.store.wanted import wanted_contexts
 from esm_turbo.tasks.common.arms import prefill_ids
 
 DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
@@ -754,7 +754,7 @@ def test_two_that_add_the_same_batches_do_not_wait_for_each_other(compressed, tm
 
 def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     store = ContextStore(tmp_path)
-    wanted = wanted_contexts(compressed, proteins())
+    wanted = context_requests(compressed, proteins())
     running = store._fill(compressed, store_files.context_spec(compressed), wanted, set(), 60)
     assert next(running).computed == 1
     assert len(store._claims.of_others()) == 2

@@ -16,7 +16,7 @@ from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import Partition, Staging
 from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.lookup import Lookup
-from esm_turbo.store.wanted import Wanted
+from esm_turbo.store.requests import ContextRequest
 from esm_turbo.store.writer import Writer
 
 _POLL_SECONDS = 0.1
@@ -36,25 +36,25 @@ class Computed(NamedTuple):
     contexts: FlatBatch
 
 
-class Filled(NamedTuple):
+class StoredBatch(NamedTuple):
     """A batch of contexts that is in the store.
 
     Attributes:
-        wanted: the batch.
+        requests: the batch.
         contexts: by key.
         computed: number of those that this process computed.
     """
 
-    wanted: Sequence[Wanted]
+    requests: Sequence[ContextRequest]
     contexts: dict[str, FlatContext]
     computed: int
 
 
-class _Begun(NamedTuple):
+class _PendingBatch(NamedTuple):
     """A batch of contexts that is being written, or needs not be.
 
     Attributes:
-        wanted: the batch.
+        requests: the batch.
         partition: of the contexts.
         found: by key, those that were there.
         missing: keys of the others.
@@ -64,7 +64,7 @@ class _Begun(NamedTuple):
         claim: on the missing ones, ends with it.
     """
 
-    wanted: Sequence[Wanted]
+    requests: Sequence[ContextRequest]
     partition: Partition
     found: dict[str, FlatContext]
     missing: Sequence[str]
@@ -94,14 +94,14 @@ class Filling:
     mutex: threading.RLock
     spec: ContextSpec
     device: torch.device
-    prefill: Callable[[Sequence[Wanted]], Sequence[Computed]]
+    prefill: Callable[[Sequence[ContextRequest]], Sequence[Computed]]
 
-    def compute(self, batches: Iterable[Sequence[Wanted]]) -> Iterator[Filled]:
+    def compute(self, batches: Iterable[Sequence[ContextRequest]]) -> Iterator[StoredBatch]:
         """Computes all contexts of batches, and writes none."""
         for batch in batches:
-            yield Filled(batch, _by_key(self.prefill(batch)), len(batch))
+            yield StoredBatch(batch, _by_key(self.prefill(batch)), len(batch))
 
-    def fill(self, batches: Iterable[Sequence[Wanted]], *, in_order: bool = False) -> Iterator[Filled]:
+    def fill(self, batches: Iterable[Sequence[ContextRequest]], *, in_order: bool = False) -> Iterator[StoredBatch]:
         """Computes and writes the contexts of batches that are not in the store.
 
         A GPU computes a batch while the one before is written; a CPU has nothing to spare for that. A batch of which
@@ -121,14 +121,14 @@ class Filling:
             OSError: writing failed, for example because the disk is full. The store remains intact.
         """
         coming, ahead = iter(batches), 1 if _writers(self.device) > 1 else 0
-        begun: deque[_Begun] = deque()
+        pending: deque[_PendingBatch] = deque()
         # Batches left to other processes, and how many of them were tried since something last came on.
-        claimed: deque[Sequence[Wanted]] = deque()
+        claimed: deque[Sequence[ContextRequest]] = deque()
         tried, since = 0, time.monotonic()
         try:
             while True:
                 batch = None
-                if len(begun) <= ahead:
+                if len(pending) <= ahead:
                     if not (in_order and claimed) and (batch := next(coming, None)) is not None:
                         since = time.monotonic()
                     elif tried < len(claimed):
@@ -139,10 +139,10 @@ class Filling:
                     if one is None:
                         claimed.append(batch)
                         continue
-                    begun.append(one)
-                elif begun:
+                    pending.append(one)
+                elif pending:
                     # Also because other processes may wait for it.
-                    yield self._finish(begun.popleft())
+                    yield self._finish(pending.popleft())
                 elif claimed:
                     time.sleep(_POLL_SECONDS)
                     tried = 0
@@ -151,14 +151,14 @@ class Filling:
                     return
                 tried, since = 0, time.monotonic()
         finally:
-            for one in begun:
+            for one in pending:
                 one.claim.close()
 
-    def _begin(self, wanted: Sequence[Wanted], *, waits: bool) -> _Begun | None:
+    def _begin(self, requests: Sequence[ContextRequest], *, waits: bool) -> _PendingBatch | None:
         """Reads a batch, or claims and computes it, and begins to write it.
 
         Args:
-            wanted: the batch.
+            requests: the batch.
             waits: leave contexts to a process that has claimed them.
 
         Returns:
@@ -166,41 +166,41 @@ class Filling:
         """
         with self.mutex, contextlib.ExitStack() as claim:
             with self.writer.partition(self.spec) as partition:
-                found = self.lookup.read_all(partition, [one.key for one in wanted], self.device)
-                missing = [one for one in wanted if one.key not in found]
+                found = self.lookup.read_all(partition, [one.key for one in requests], self.device)
+                missing = [one for one in requests if one.key not in found]
                 keys = [one.key for one in missing]
                 if keys:
                     if waits and not self.claims.of_others().isdisjoint(keys):
                         return None
                     claim.enter_context(self.claims.claim(keys))
             if not missing:
-                return _Begun(wanted, partition, found, (), [], None, lambda: None, claim.pop_all())
+                return _PendingBatch(requests, partition, found, (), [], None, lambda: None, claim.pop_all())
             staging = claim.enter_context(partition.staging())
             computed = self.prefill(missing)
             pairs = (pair for part in computed for pair in zip(part.keys, part.contexts.on_host(), strict=True))
             written = claim.enter_context(staging.writing(pairs, _writers(self.device)))
-            return _Begun(wanted, partition, found, keys, computed, staging, written, claim.pop_all())
+            return _PendingBatch(requests, partition, found, keys, computed, staging, written, claim.pop_all())
 
-    def _finish(self, begun: _Begun) -> Filled:
+    def _finish(self, pending: _PendingBatch) -> StoredBatch:
         """Puts a batch among the other contexts once it is written."""
-        with self.mutex, begun.claim:
-            begun.written()
-            filled, computed, partition = begun.found, _by_key(begun.computed), begun.partition
-            if begun.staging is None:
-                return Filled(begun.wanted, filled, 0)
+        with self.mutex, pending.claim:
+            pending.written()
+            filled, computed, partition = pending.found, _by_key(pending.computed), pending.partition
+            if pending.staging is None:
+                return StoredBatch(pending.requests, filled, 0)
             with self.writer.locked():
                 self.writer.files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
-                filled |= self.lookup.read_all(partition, begun.missing, self.device)
+                filled |= self.lookup.read_all(partition, pending.missing, self.device)
                 own = [key for key in computed if key not in filled]
                 with self.writer.files.batch(partition, own):
                     for key in own:
-                        begun.staging.publish(key)
+                        pending.staging.publish(key)
                 for key in own:
                     filled[key] = self.lookup.add((partition.name, key), computed[key], self.device)
                 self.lookup.usage.flush()
                 self.lookup.usage.compact()
-        return Filled(begun.wanted, filled, len(own))
+        return StoredBatch(pending.requests, filled, len(own))
 
 
 def _writers(device: torch.device) -> int:

@@ -1,4 +1,4 @@
-"""Contexts that a caller wants, by the keys under which a store keeps them."""
+"""Requests for contexts, by the keys under which a store keeps them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from esm_turbo.proteins.batches import TokenRow, encode_rows
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """A context that is wanted.
+class ContextRequest:
+    """A request for a context.
 
     Attributes:
         key: of its file.
@@ -33,13 +33,13 @@ class Wanted:
     total_masks: int
 
 
-def wanted_contexts(
+def context_requests(
     turbo: ContextModel,
     sequences: Sequences,
     total_tokens: int | Sequence[int] | None = None,
     total_masks: int | Sequence[int] | None = None,
-) -> list[Wanted]:
-    """The contexts of sequences, with the arguments of `ContextModel.prefill`.
+) -> list[ContextRequest]:
+    """Requests for the contexts of sequences, with the arguments of `ContextModel.prefill`.
 
     Raises:
         ValueError: a sequence is invalid, or there are not as many totals as sequences.
@@ -50,15 +50,15 @@ def wanted_contexts(
     masks = [int((row == turbo.codes.mask).sum()) for row in rows]
     all_tokens = totals_per_row("total_tokens", total_tokens, tokens)
     all_masks = totals_per_row("total_masks", total_masks, masks)
-    wanted = []
+    requests = []
     for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
-        wanted.append(Wanted(_key(row, *counts[2:]), sequence, *counts))
-    return wanted
+        requests.append(ContextRequest(_key(row, *counts[2:]), sequence, *counts))
+    return requests
 
 
-def each_once(wanted: Sequence[Wanted]) -> list[Wanted]:
-    """The contexts without those that are wanted again."""
-    return list({one.key: one for one in wanted}.values())
+def deduplicate(requests: Sequence[ContextRequest]) -> list[ContextRequest]:
+    """The requests without repeated ones."""
+    return list({one.key: one for one in requests}.values())
 
 
 def key_of_tokens(turbo: ContextModel, token_ids: Sequence[int]) -> str:
