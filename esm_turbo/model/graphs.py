@@ -25,7 +25,7 @@ from esm_turbo.model.growth import Growth, Runner, StepKind
 from esm_turbo.model.packing import Packing
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.model.static_cache import StaticKVCache, layer_rows
-from esm_turbo.ops.copies import Rows
+from esm_turbo.ops.copies import ByteRows
 
 # Capturing takes as long as about ten calls.
 _USES_BEFORE_CAPTURE = 2
@@ -174,7 +174,7 @@ class _ExtensionGraph(_Graph):
         states: Tensor = self._executor.run(self._executor.plan(self._inputs, self.contexts)).last_hidden_state
         return states
 
-    def load(self, cache: TurboKVCache, rows: Rows, inputs: ForwardInputs, index: RowIndex | None) -> None:
+    def load(self, cache: TurboKVCache, rows: ByteRows, inputs: ForwardInputs, index: RowIndex | None) -> None:
         """Load contexts and the inputs of a call."""
         batch_size, n = inputs.ids.shape
         past, mask, positions = self.contexts.columns, inputs.attention_mask, inputs.position_ids

@@ -11,7 +11,7 @@ from esm_turbo.files.fingerprint import same_model
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.ops.copies import Rows, copy_rows
+from esm_turbo.ops.copies import ByteRows, copy_rows
 
 # A protein has one <cls> and at most one <eos>.
 PROTECTED_SLOTS = 2
@@ -76,7 +76,7 @@ class StaticKVCache(TurboKVCache):
         # All checks are done: a refused cache must change nothing.
         self.load_(cache, rows)
 
-    def load_(self, cache: TurboKVCache, rows: Rows) -> None:
+    def load_(self, cache: TurboKVCache, rows: ByteRows) -> None:
         """Loads contexts that are known to fit; `rows` are those of their layers."""
         # The model may have noticed changes of its weights since.
         self.fingerprint = cache.fingerprint
@@ -100,13 +100,13 @@ class StaticKVCache(TurboKVCache):
         """Keeps all columns and slots."""
 
 
-def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], Rows]:
+def layer_rows(cache: TurboKVCache) -> tuple[tuple[str, ...], ByteRows]:
     """Names, with dtypes, and rows of the tensors of a cache's layers; described once while they stay the same."""
     tensors = [x for layer in cache.layers for group in LAYER_TENSORS for x in getattr(layer, group).values()]
 
-    def make() -> tuple[tuple[tuple[str, ...], Rows], bool]:
+    def make() -> tuple[tuple[tuple[str, ...], ByteRows], bool]:
         named = [(name, tensor) for name, tensor in cache.named_tensors() if name not in OWN_TENSORS]
-        rows = Rows(tensors, [dim_of(name) for name, _ in named])
+        rows = ByteRows(tensors, [dim_of(name) for name, _ in named])
         return (tuple(f"{name} {tensor.dtype}" for name, tensor in named), rows), rows.copied
 
     return cache.described("rows", tensors, make)

@@ -16,7 +16,7 @@ from torch import Tensor
 from esm_turbo.codecs.transfers import to_device
 from esm_turbo.ops.triton_launch import Options, interpreted, launch
 
-__all__ = ["CutRow", "Cutter", "Gatherer", "Rows", "copy_rows"]
+__all__ = ["ByteRows", "CutRow", "Cutter", "Gatherer", "copy_rows"]
 
 _BLOCK = 1024
 _WORD = 4
@@ -25,7 +25,7 @@ _ALIGNMENT = 64
 _PROGRAMS = 32
 
 
-class Rows:
+class ByteRows:
     """Tensors [..., rows, n, ...] as rows of bytes, from the dimension `dim` on; where they lie, for a kernel.
 
     Args:
@@ -78,7 +78,7 @@ def _has_rows(tensor: Tensor, dim: int) -> bool:
     return True
 
 
-def copy_rows(sources: Rows, targets: Rows) -> None:
+def copy_rows(sources: ByteRows, targets: ByteRows) -> None:
     """Copies every source to the beginning of its target's rows: `target[:n_0, :n_1, ...] = source`.
 
     The rest becomes zero, so that nothing of earlier contents is left, such as an infinity that attention would weigh
@@ -186,11 +186,11 @@ class Gatherer:
 
     def __init__(self, views: Sequence[Tensor]) -> None:
         sizes = [len(view) for view in views]
-        self._sources = Rows(views, [1] * len(views))
+        self._sources = ByteRows(views, [1] * len(views))
         assert not self._sources.copied
         with torch.inference_mode(False):
             self._gathered = views[0].new_empty(sum(sizes))
-        self._targets = Rows(self._gathered.split(sizes), [1] * len(views))
+        self._targets = ByteRows(self._gathered.split(sizes), [1] * len(views))
 
     def __call__(self) -> Tensor:
         """All elements; the next call overwrites them."""

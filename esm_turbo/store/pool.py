@@ -25,7 +25,7 @@ from esm_turbo.model.graphs import rounded_up
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.model.static_cache import PROTECTED_SLOTS, StaticKVCache
-from esm_turbo.ops.copies import Rows, copy_rows
+from esm_turbo.ops.copies import ByteRows, copy_rows
 from esm_turbo.store.flat import ContextSpec, FlatContext, Part, layout, total_bytes
 
 _COLUMNS = 64
@@ -368,4 +368,4 @@ def _copy(source: dict[str, Tensor], target: dict[str, Tensor]) -> None:
     # Apart from the others, whose rows of single bytes would have everything copied byte by byte.
     names = [name for name in target if name not in OWN_TENSORS]
     dims = [dim_of(name) for name in names]
-    copy_rows(Rows([source[name] for name in names], dims), Rows([target[name] for name in names], dims))
+    copy_rows(ByteRows([source[name] for name in names], dims), ByteRows([target[name] for name in names], dims))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops.copies import Cutter, Gatherer, Rows, copy_rows
+from esm_turbo.ops.copies import ByteRows, Cutter, Gatherer, copy_rows
 from tests.helpers.triton_devices import on_devices, right_triton  # noqa: F401
 
 
@@ -30,7 +30,7 @@ def check(device: str) -> None:
     dims = [2, 2, 2, 0, 2, 1]
     shapes = [(4, 3, 64, 8), (4, 3, 64, 8), (4, 3, 2, 6), (4,), (4, 3, 64, 5), (4, 9)]
     targets = [torch.full(shape, 7, dtype=x.dtype, device=device) for shape, x in zip(shapes, sources, strict=True)]
-    copy_rows(Rows(sources, dims), Rows(targets, dims))
+    copy_rows(ByteRows(sources, dims), ByteRows(targets, dims))
     for source, target in zip(sources, targets, strict=True):
         # Nothing is left of what was there.
         expected = torch.zeros_like(target)
@@ -72,9 +72,9 @@ def test_by_one_launch(device: str) -> None:
 def test_in_words(device: str) -> None:
     sources = [random_bytes(3, 4, 5000, 12, seed=seed).to(device) for seed in range(2 if device == "cpu" else 300)]
     targets = [torch.zeros(4, 4, 6000, 12, dtype=torch.uint8, device=device) for _ in sources]
-    rows = Rows(sources, [2] * len(sources))
+    rows = ByteRows(sources, [2] * len(sources))
     assert rows.words
-    copy_rows(rows, Rows(targets, [2] * len(targets)))
+    copy_rows(rows, ByteRows(targets, [2] * len(targets)))
     for source, target in zip(sources, targets, strict=True):
         assert torch.equal(target[:3, :, :5000], source)
         assert not target[3].any()
@@ -83,11 +83,11 @@ def test_in_words(device: str) -> None:
 
 def test_tables_describe_rows() -> None:
     x = torch.zeros(2, 3, 50, 8, dtype=torch.int16)
-    rows = Rows([x[:, :, :21], x.transpose(1, 2)], [2, 2])
+    rows = ByteRows([x[:, :, :21], x.transpose(1, 2)], [2, 2])
     assert rows.table.tolist() == [[x.data_ptr(), 6, 21 * 16, 800], [rows.tensors[1].data_ptr(), 100, 3 * 16, 48]]
     assert rows.tensors[0].data_ptr() == x.data_ptr()
     assert rows.words
-    assert not Rows([torch.zeros(3, 5, dtype=torch.uint8)], [1]).words
+    assert not ByteRows([torch.zeros(3, 5, dtype=torch.uint8)], [1]).words
 
 
 def check_cuts(device: str) -> None:
