@@ -70,7 +70,7 @@ def list_launches(monkeypatch: pytest.MonkeyPatch) -> set[Variant]:
             "return_dict", "use_cache", "output_hidden_states",
         }  # fmt: skip
 
-    def copy_rows(sources: copies.Rows, targets: copies.Rows) -> None:
+    def copy_rows(sources: copies.ByteRows, targets: copies.ByteRows) -> None:
         copies.launch_copies(sources.table, targets.table, sources.words and targets.words)
 
     monkeypatch.setattr(TritonBackend, "obstacle", lambda self, device: None)
