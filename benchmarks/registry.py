@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 
 import torch
 
 from benchmarks.accuracy import (
-    calibration_export,
-    calibration_size,
-    class_shift,
-    components,
     generation,
     long_proteins,
-    paper,
     screening,
+    sizes,
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
@@ -25,8 +21,6 @@ from benchmarks.cuda import (
     calls,
     cold_start,
     decode_attention,
-    large_model,
-    peers,
 )
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import screens as cuda_screens
@@ -34,11 +28,9 @@ from benchmarks.cuda import steps as cuda_steps
 from benchmarks.harness.measure import Case
 from benchmarks.harness.models import Architecture, EsmcArchitecture
 from benchmarks.speed import (
-    calibration,
     context_store,
     embedding,
     extension,
-    imports,
     scoring,
     short_contexts,
 )
@@ -47,13 +39,10 @@ from esm_turbo.tasks.embedding.windows import Windows
 
 ESM2_650M = Architecture("650M, random weights")
 ESM2_650M_CUT = Architecture("650M cut to 4 layers, random weights", num_layers=4)
-ESM2_650M_TWO = Architecture("650M cut to 2 layers, random weights", num_layers=2)
 ESM2_3B = Architecture("3B, random weights", num_layers=36, num_heads=40, intermediate_size=10240)
 ESM2_15B_CUT = Architecture(
     "15B cut to 8 of 48 layers, random weights", num_layers=8, num_heads=40, head_dim=128, intermediate_size=20480
 )
-
-ESM2_15B = replace(ESM2_15B_CUT, name="15B, random weights", num_layers=48)
 
 ESMC_600M = EsmcArchitecture("ESM-C 600M, random weights", num_layers=36, num_heads=18, intermediate_size=3072)
 ESMC_6B = EsmcArchitecture("ESM-C 6B, random weights", num_layers=80, num_heads=40, intermediate_size=6912)
@@ -94,17 +83,6 @@ BENCHMARKS: dict[str, Benchmark] = {
         "16 new tokens on a context of 512 with every preset, and all 528 without a cache",
         partial(extension.speed_cases, ESM2_650M, context_tokens=512, new_tokens=16),
     ),
-    "extension_16_on_512_cut": Benchmark(
-        "the same with 4 layers: a quick look, with weights that also exceed the processor's cache",
-        partial(extension.speed_cases, ESM2_650M_CUT, context_tokens=512, new_tokens=16),
-    ),
-    "calibration_cost": Benchmark(
-        "partial_fit compared with plain forward passes, and memory by number of proteins",
-        lambda: chain(
-            calibration.time_cases(proteins=24, toks_per_batch=(4096, 1024, 0)),
-            calibration.memory_cases(proteins=(100, 1000), residues=100),
-        ),
-    ),
     "scoring_12_on_500": Benchmark(
         "candidates of 12 residues per second on a target of 500, recomputed and cached, embedded model",
         partial(
@@ -117,24 +95,10 @@ BENCHMARKS: dict[str, Benchmark] = {
             at_least=10.0,
         ),
     ),
-    "scoring_12_on_500_cut": Benchmark(
-        "the same in the 650M geometry cut to 4 layers",
-        partial(
-            scoring.candidate_cases,
-            ESM2_650M_CUT,
-            target_residues=500,
-            candidate_residues=12,
-            full_candidates=1,
-            cached_candidates=4,
-            refreshes=(0, 8, 32),
-            at_least=10.0,
-        ),
-    ),
     "variant_positions": Benchmark(
         "masked marginals of all positions of a protein of 263, recomputed and cached, embedded model",
         partial(scoring.position_cases, None, residues=263, full_positions=32, cached_positions=263),
     ),
-    "import_time": Benchmark("importing the package and the entry point, and the help of the command", imports.cases),
     "long_proteins": Benchmark(
         "peak memory and speed at 5,000 and 35,000 residues, in windows",
         partial(long_proteins.process_cases, Windows(511, 64, 511), residues=(5000, 35_000)),
@@ -159,10 +123,6 @@ BENCHMARKS: dict[str, Benchmark] = {
             context_store.embedded_cases((165, 512, 1022), "turbo3"),
             context_store.random_cases(ESM2_650M_CUT, (165, 512), "turbo3"),
         ),
-    ),
-    "store_compression": Benchmark(
-        "zstandard on the files of a store: bytes and times",
-        partial(context_store.compression_cases, ("turbo4", "turbo3", "turbo2", "turbo1", "exact"), (1, 3, 9), 24, 4),
     ),
 }
 
@@ -221,19 +181,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         ),
         most_repeats=5,
     ),
-    "resident_pool_cuda": Benchmark(
-        "number of contexts of 512 tokens that fit into a pool on the device, read there at random",
-        partial(
-            cuda_screens.resident_cases,
-            ESM2_650M,
-            "turbo2",
-            tokens=512,
-            at_once=64,
-            spare=6 * 10**9,
-            seconds=240.0,
-            at_least=12_000,
-        ),
-    ),
     "extension_3b_cuda": Benchmark(
         "a whole extension in the 3B geometry",
         partial(cuda_steps.step_cases, ESM2_3B, 1024, (16, 1), ("exact", "turbo3", "paper")),
@@ -253,16 +200,6 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "a whole extension in the 15B geometry cut to 8 layers",
         partial(cuda_steps.step_cases, ESM2_15B_CUT, 1024, (16, 1), ("exact", "turbo3", "paper")),
         most_repeats=7,
-    ),
-    "large_model_cuda": Benchmark(
-        "prefill, extension and scores of 15B, all layers, on one device, and over all where there are several",
-        partial(large_model.large_cases, ESM2_15B, contexts=(500, 1022), rows=(1, 64), new_residues=12, candidates=64),
-        most_repeats=5,
-    ),
-    "peers_cuda": Benchmark(
-        "quantised caches of other packages on the same shapes",
-        partial(peers.peer_cases, ((64, 4096, 1), (64, 1024, 1), (1, 1024, 1), (1, 4096, 1))),
-        most_repeats=10,
     ),
     "store_read_cuda": Benchmark(
         "reading a context from a store, compared with its prefill, all layers of 650M",
@@ -297,11 +234,6 @@ TIMED = BENCHMARKS | GPU_BENCHMARKS
 
 # The longest first, so that parallel processes finish at about the same time.
 EXPERIMENTS: dict[str, Experiment] = {
-    "calibration_size": Experiment(
-        "leave-one-out by the size of the calibration set, 10 to 640 proteins",
-        "calibration_size",
-        lambda limit: calibration_size.cases(max_proteins=limit),
-    ),
     "accuracy": Experiment(
         "accuracy and memory of every preset on CATH domains, long proteins and the paper's six proteins",
         "accuracy",
@@ -311,16 +243,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         "the same for quanto and HQQ, if the packages of the extra `compare` are installed",
         "accuracy",
         lambda limit: accuracy.optional_cases(max_proteins=limit),
-    ),
-    "ablation": Experiment(
-        "leave-one-out of the paper's method with parts removed or replaced",
-        "accuracy",
-        lambda limit: accuracy.preset_cases(
-            {name: config for name, config in accuracy.ABLATION.items() if name != "paper"},
-            ("cath_val200", "paper_six"),
-            max_proteins=limit,
-            extension=accuracy.NO_EXTENSION,
-        ),
     ),
     "outliers": Experiment(
         "leave-one-out of every preset with planted outliers, scales 1 to 200",
@@ -338,11 +260,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         "leave-one-out with planted outliers with the small model of ESM-C",
         "families_outliers",
         lambda limit: accuracy.outlier_cases(PRODUCT_PRESETS, max_proteins=limit, model="esmc-mini"),
-    ),
-    "class_shift": Experiment(
-        "leave-one-out on one class or source of proteins after calibration on another",
-        "class_shift",
-        lambda limit: class_shift.cases(max_proteins=limit),
     ),
     "windows": Experiment(
         "long proteins in windows against the full run, by window, overlap, memory and preset",
@@ -378,30 +295,10 @@ EXPERIMENTS: dict[str, Experiment] = {
         "variants",
         lambda limit: variant_effects.cases(max_proteins=limit),
     ),
-    "paper_six": Experiment(
-        "the paper's six proteins one by one",
-        "paper_six",
-        paper.protein_cases,
-    ),
-    "rotation": Experiment(
-        "the paper's codec without rotation, with Hadamard's, and with scales per channel, under planted outliers",
-        "rotation",
-        lambda limit: components.rotation_cases(max_proteins=limit),
-    ),
-    "components": Experiment(
-        "errors of stored keys, values and scores, best keys found again, and accuracy by residue, preset by preset",
-        "components",
-        lambda limit: components.preset_cases(max_proteins=limit),
-    ),
     "memory": Experiment(
         "bytes of caches in the published geometries",
         "memory",
-        lambda limit: paper.memory_cases(),
-    ),
-    "calibration": Experiment(
-        "spectra, bits per component and levels of the shipped calibration",
-        "calibration",
-        lambda limit: calibration_export.cases(),
+        lambda limit: sizes.memory_cases(),
     ),
 }
 """Each writes records of one kind, stored in the file of that name in benchmarks/results/."""

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.harness.ablation import PAPER_ABLATION
 from benchmarks.harness.embedded import SETS, about, embedded, evaluate, evaluation_set, exactness, rounded, small_model
 from benchmarks.harness.measure import Case, Check, Figures
 from esm_turbo.assets import EMBEDDED_MODEL
@@ -19,19 +18,16 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import FROZEN
 
 EXTENSION: Mapping[str, Any] = {"extend_ks": (1, 8, 32), "refresh_ws": (0, 8, 32)}
-NO_EXTENSION: Mapping[str, Any] = {"extend_ks": ()}
 OUTLIER_SCALES = (1, 10, 60, 200)
 OUTLIER_PROTEINS, OUTLIER_CALIBRATION_PROTEINS = 8, 60
 
 ALL_PRESETS = PRODUCT_PRESETS | COMPARISON_PRESETS
-ABLATION = {"paper" if name == "full" else f"paper, {name}": config for name, config in PAPER_ABLATION.items()}
 
 
 def preset_cases(
     presets: Mapping[str, TurboConfig],
     sets: Sequence[str] = SETS,
     max_proteins: int | None = None,
-    extension: Mapping[str, Any] = EXTENSION,
     model: str = EMBEDDED_MODEL.name,
 ) -> Iterator[Case]:
     """Figures 1 to 4 of every preset on every protein set.
@@ -40,12 +36,11 @@ def preset_cases(
         presets: by name.
         sets: names of evaluation sets.
         max_proteins: use only the first N proteins of every set; None for all.
-        extension: options of `evaluate` for figure 2.
         model: one of `SMALL_MODELS`.
     """
     for name in sets:
         for preset, config in presets.items():
-            yield _preset_case(name, preset, config, max_proteins, extension, model)
+            yield _preset_case(name, preset, config, max_proteins, model)
 
 
 def optional_cases(max_proteins: int | None = None) -> Iterator[Case]:
@@ -76,13 +71,12 @@ def _preset_case(
     preset: str,
     config: TurboConfig,
     max_proteins: int | None,
-    extension: Mapping[str, Any],
     model: str,
 ) -> Case:
     def measure(repeats: int) -> Figures:
         begin = time.perf_counter()
         proteins = evaluation_set(set_name, max_proteins)
-        evaluation = evaluate(small_model(model), proteins, {preset: config}, **extension)
+        evaluation = evaluate(small_model(model), proteins, {preset: config}, **EXTENSION)
         whole = rounded(evaluation.to_dict())
         [figures] = whole["presets"]
         return {

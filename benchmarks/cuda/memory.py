@@ -107,8 +107,3 @@ def _extra(model: TurboEsmModel, rows: int, context_tokens: int, new_tokens: Seq
         "bytes": {"packed": packed, "cache": cache.nbytes, "extra": extra, "dense bfloat16": dense},
         "part_of_cache": {n: size / packed for n, size in extra.items()},
     }
-
-
-def proteins(tokens: int, at_once: int, batch: int) -> Tensor:
-    """The tokens of a batch of random proteins, others for each number of a batch."""
-    return gpu_models.tokens(at_once, tokens - 1, seed=1000 + batch)

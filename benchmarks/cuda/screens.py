@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -11,13 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.cuda.memory import prefilled, proteins
+from benchmarks.cuda.memory import prefilled
 from benchmarks.cuda.steps import extend
 from benchmarks.harness import cuda_timing, gpu_models
 from benchmarks.harness.measure import Case, Check, Figures, Target, largest_difference, spread, worst
 from benchmarks.harness.models import Architecture
 from esm_turbo import TurboEsmModel, TurboKVCache
-from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.pool import ContextPool, PoolHold
 
@@ -68,40 +65,6 @@ def pool_cases(
         check=partial(_check, model, new_tokens),
         measure=partial(_rates, model, targets, lengths, peptides * rows_per_peptide, new_tokens, rows_at_once),
         targets=[Target(("ratios", f"{MANY} / {ONE}"), at_least=at_least)],
-    )
-
-
-def resident_cases(
-    architecture: Architecture, preset: str, tokens: int, at_once: int, spare: int, seconds: float, at_least: int
-) -> Iterator[Case]:
-    """Contexts of different random proteins in the slots of a pool that takes all of the device, read at random.
-
-    Args:
-        architecture: of a model of random weights.
-        preset: of the caches.
-        tokens: per context.
-        at_once: contexts per batch.
-        spare: bytes of the device to leave free.
-        seconds: after which encoding stops.
-        at_least: target for the number of contexts.
-    """
-    if not cuda_timing.available():
-        return
-    [model] = gpu_models.presets_of(architecture, [preset]).values()
-    yield Case(
-        name=f"contexts of {tokens} tokens in a pool, {preset}",
-        model=architecture.name,
-        shape=architecture.on_device(
-            tokens=tokens,
-            batch_size=at_once,
-            spare_bytes=spare,
-            seconds_at_most=seconds,
-            device_bytes=torch.cuda.get_device_properties(0).total_memory,
-            preset=preset,
-        ),
-        check=partial(_check, model, new_tokens=4),
-        measure=lambda repeats: _resident(model, tokens, at_once, spare, seconds),
-        targets=[Target(("contexts",), at_least=at_least)],
     )
 
 
@@ -191,67 +154,3 @@ def _rates(
 def _states(model: TurboEsmModel, cache: TurboKVCache, new: Tensor, index: list[int] | None) -> Tensor:
     states: Tensor = model(new, past_key_values=cache, context_index=index).last_hidden_state
     return states
-
-
-@torch.no_grad()
-def _resident(model: TurboEsmModel, tokens: int, at_once: int, spare: int, seconds: float) -> Figures:
-    gc.collect()
-    torch.cuda.empty_cache()
-    free, _ = torch.cuda.mem_get_info()
-    pool = ContextPool(int(free) - spare)
-    hold, keys = pool.hold(), list[tuple[str, str]]()
-    begin, stopped_by, spec = time.perf_counter(), "memory", None
-    full = False
-    while not full:
-        if time.perf_counter() - begin > seconds:
-            stopped_by = "time"
-            break
-        batch = prefilled(model, proteins(tokens, at_once, len(keys) // at_once))
-        spec = _spec(model, batch)
-        for cache in batch.cut([tokens] * at_once):
-            key = "resident", str(len(keys))
-            full = not _put(pool, hold, key, cache)
-            if full:
-                break
-            keys.append(key)
-    torch.cuda.synchronize()
-    took = time.perf_counter() - begin
-    assert spec is not None
-    info = pool.info()
-    return {
-        "contexts": len(keys),
-        "stopped_by": stopped_by,
-        "seconds_for_all": took,
-        "pool": info,
-        "bytes": {"of a context": info["used_bytes"] / max(1, len(keys)), "model": _weights(model)},
-        "read_at_random": _read_at_random(model, hold.contexts(keys, spec), tokens, at_once),
-    }
-
-
-def _weights(model: TurboEsmModel) -> int:
-    return sum(parameter.nbytes for parameter in model.parameters())
-
-
-def _read_at_random(model: TurboEsmModel, contexts: PooledContexts, tokens: int, at_once: int) -> Figures:
-    """Time batches of contexts at random, and compare one of them with the same contexts encoded again."""
-    generator = np.random.default_rng(1)
-    new = gpu_models.tokens(at_once, 16, cls=False, seed=2)
-    count = contexts.batch_size
-    batches = [generator.choice(count, at_once, replace=count < at_once).tolist() for _ in range(20)]
-    for index in batches[:3]:
-        states = _states(model, contexts, new, index)
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for index in batches:
-        states = _states(model, contexts, new, index)
-    torch.cuda.synchronize()
-    took = time.perf_counter() - begin
-    errors = []
-    for row, number in list(enumerate(batches[-1]))[:4]:
-        again = prefilled(model, proteins(tokens, at_once, number // at_once)).select(number % at_once)
-        errors.append(largest_difference(states[row], extend(model, again, new[row : row + 1])[0]))
-    return {
-        "rows_per_second": len(batches) * at_once / took,
-        "compared": len(errors),
-        "largest_difference": worst(errors),
-    }

@@ -52,13 +52,6 @@ def plain_model(name: str = EMBEDDED_MODEL.name) -> Any:
     return AutoModelForMaskedLM.from_pretrained(SMALL_MODELS[name], dtype=torch.float32).eval()
 
 
-def with_calibration(calibration: Any) -> TurboEsm:
-    """A copy of the embedded model with another calibration."""
-    turbo = TurboEsm.from_pretrained(calibration=False, device="cpu")
-    turbo.model.set_turbo(calibration=calibration, preset=FROZEN, backend=turbo.model.base_model.backend)
-    return turbo
-
-
 def evaluation_set(name: str, max_proteins: int | None = None) -> list[ProteinRecord]:
     """The first proteins of an evaluation set, or all for None."""
     return read_fasta_strict(evaluation_proteins().with_name(f"{name}.fasta"))[:max_proteins]
@@ -68,14 +61,6 @@ def evaluation_set(name: str, max_proteins: int | None = None) -> list[ProteinRe
 def shipped_proteins() -> tuple[ProteinRecord, ...]:
     """The shipped calibration proteins, in the order of their file."""
     return tuple(read_fasta_strict(calibration_proteins()))
-
-
-def manifest() -> Mapping[str, Mapping[str, str]]:
-    """The manifest of the shipped calibration proteins, by identifier and column."""
-    lines = Path(calibration_proteins()).with_name("manifest.tsv").read_text(encoding="utf-8").splitlines()
-    head = lines[0].split("\t")
-    rows = [dict(zip(head, line.split("\t"), strict=True)) for line in lines[1:]]
-    return {row["id"]: row for row in rows}
 
 
 def evaluate(

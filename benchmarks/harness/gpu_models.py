@@ -13,7 +13,6 @@ from benchmarks.harness import cuda_timing
 from benchmarks.harness.models import Architecture, random_calibration, random_model, random_tokens
 from esm_turbo import Calibration
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.model.sessions import KVSession
 
 
 @functools.lru_cache(maxsize=1)
@@ -45,13 +44,3 @@ def presets_of(architecture: Architecture, presets: Sequence[str], backend: str 
 def _class_of(model: Any) -> Any:
     family = FAMILIES[model.config.model_type]
     return family.load(family.model)
-
-
-class Recorder(KVSession):
-    """Keeps the queries, keys and values of every layer of a forward pass."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> None:
-        self.layers.append((query, keys, values))

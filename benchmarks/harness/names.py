@@ -13,12 +13,6 @@ LAYER = "maps and bits of a layer of esm2-mini, random codes"
 """What rows of attention alone name as their model."""
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 
-# Caches of other packages.
-AITHER, QUANTO, HQQ = "aither-kvcache, 4 bits", "transformers on optimum-quanto, 4 bits", "transformers on HQQ, 4 bits"
-PACKAGES = {AITHER: "aither-kvcache", QUANTO: "optimum-quanto", HQQ: "hqq"}
-PEER_SDPA = "SDPA bf16, FlashAttention"
-PEER_PRESETS = ("turbo4", "turbo3")
-
 # Embeddings.
 SAME_BATCHES, FILE_ORDER, EMBED = "plain loop, same batches", "plain loop, file order, batches of 8", "turbo.embed"
 

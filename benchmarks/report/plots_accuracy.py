@@ -1,8 +1,7 @@
-"""Images of accuracy: the Pareto plot, errors by layer, outliers, and what freezing costs."""
+"""Images of accuracy: the Pareto plot, and what freezing costs."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
-from benchmarks.report.tables_accuracy import by_bits, planted
+from benchmarks.report.tables_accuracy import by_bits
 
 _TURBO = [name for name in COMPRESSED if name.startswith("turbo")]
 _FAMILIES: Mapping[str, Sequence[str]] = {
@@ -60,48 +59,6 @@ def pareto() -> Figure:
     return figure
 
 
-def layers() -> Figure:
-    """Relative error of the hidden states after every layer."""
-    records = by_bits("cath_val200")
-    if not records:
-        raise LookupError("no records of presets on cath_val200")
-    figure = Figure(figsize=(8.7, 5.6))
-    axis = figure.subplots()
-    ends = {}
-    for name, record in records.items():
-        family = _family(name)
-        by_layer = record["figures"]["preset"]["leave_one_out"]["by_layer"]
-        errors = [layer["relative_rms_error"] for layer in by_layer]
-        axis.plot(range(1, len(errors) + 1), errors, color=_colour(family), **_line(family))
-        ends[name] = errors[-1]
-    axis.set(yscale="log", xlabel="layer", ylabel="relative RMS error of hidden states",
-             title="Leave-one-out on CATH domains, against the frozen arm")  # fmt: skip
-    axis.set_xticks(range(1, len(errors) + 1))
-    _label_ends(axis, len(errors), ends)
-    axis.grid(alpha=0.3)
-    return figure
-
-
-def outliers() -> Figure:
-    """KL by the size of planted outliers."""
-    figure = Figure(figsize=(8.7, 5.6))
-    axis = figure.subplots()
-    found, ends = planted(), {}
-    for preset, accuracies in found.items():
-        family = _family(preset)
-        kls = [max(_FLOOR, figures["kl_mean"]) for figures in accuracies.values()]
-        axis.plot(list(accuracies), kls, color=_colour(family), marker=_marker(family), markersize=4, **_line(family))
-        ends[preset] = kls[-1]
-    scales = sorted({scale for accuracies in found.values() for scale in accuracies})
-    axis.set(xscale="log", yscale="log", xlabel="factor of the planted outliers", ylabel="mean KL divergence (nats)",
-             title="Outliers planted in keys and values; the model's function is unchanged")  # fmt: skip
-    axis.set_xticks(scales, [f"x{scale:g}" for scale in scales])
-    axis.xaxis.minorticks_off()
-    _label_ends(axis, scales[-1], ends)
-    axis.grid(alpha=0.3)
-    return figure
-
-
 def freezing() -> Figure:
     """What freezing costs and what compressing costs, by residues refreshed."""
     figure = Figure(figsize=(8.7, 3.8))
@@ -146,24 +103,6 @@ def _draw_families(axis: Axes, points: Mapping[str, tuple[float, float]]) -> Non
                           color=_colour(family))  # fmt: skip
 
 
-def _label_ends(axis: Axes, x: float, ends: Mapping[str, float]) -> None:
-    """Names the lines that end at x, on a logarithmic axis, so that names do not cover each other."""
-    low, high = (math.log(limit) for limit in axis.get_ylim())
-    gap = (high - low) / 36
-    names = sorted(ends, key=ends.__getitem__)
-    heights = [math.log(ends[name]) for name in names]
-    for i in range(1, len(heights)):
-        heights[i] = max(heights[i], heights[i - 1] + gap)
-    for i, _ in enumerate(heights):
-        heights[i] = min(heights[i], high - (len(heights) - 1 - i) * gap)
-    for name, height in zip(names, heights, strict=True):
-        colour = _colour(_family(name))
-        axis.annotate(name, (x, ends[name]), xytext=(1.03, (height - low) / (high - low)),
-                      textcoords="axes fraction", fontsize=8.5, va="center", color=colour,
-                      arrowprops={"arrowstyle": "-", "linewidth": 0.5, "color": colour,
-                                  "relpos": (0, 0.5)})  # fmt: skip
-
-
 def _line(family: str) -> dict[str, Any]:
     return {"linewidth": 2, "alpha": 1.0} if family == "turbo" else {"linewidth": 1, "alpha": 0.7}
 
@@ -182,10 +121,6 @@ def _side(entry: Mapping[str, Any], side: str) -> dict[str, Any]:
     }
 
 
-def _family(preset: str) -> str:
-    return next(family for family, names in _FAMILIES.items() if preset in names)
-
-
 def _colour(family: str) -> tuple[float, ...]:
     index = list(_FAMILIES).index(family)
     return colormaps["tab10"](index) if index < 10 else colormaps["Dark2"](index - 10)
@@ -197,7 +132,5 @@ def _marker(family: str) -> str:
 
 PLOTS: dict[str, tuple[Callable[[], Figure], tuple[str, ...]]] = {
     "pareto": (pareto, ("accuracy",)),
-    "layers": (layers, ("accuracy",)),
-    "outliers": (outliers, ("outliers",)),
     "freezing": (freezing, ("accuracy",)),
 }

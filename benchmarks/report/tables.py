@@ -17,10 +17,8 @@ from pathlib import Path
 from benchmarks.report import (
     tables_accuracy,
     tables_attack,
-    tables_calibration,
     tables_devices,
     tables_gpu,
-    tables_paper,
     tables_scoring,
     tables_serving,
     tables_storage,
@@ -31,10 +29,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TABLES: dict[str, Callable[[], str]] = (
     tables_accuracy.TABLES
     | tables_attack.TABLES
-    | tables_calibration.TABLES
     | tables_devices.TABLES
     | tables_gpu.TABLES
-    | tables_paper.TABLES
     | tables_scoring.TABLES
     | tables_serving.TABLES
     | tables_storage.TABLES

@@ -9,13 +9,18 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import COMPRESSED
 from benchmarks.harness.stored import Record
 from benchmarks.report.markdown import cosine, small, source, table
-from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS, PRESETS
+from esm_turbo.config import COMPARISON_PRESETS, OPTIONAL_PRESETS
 
 _DOMAINS, _LONG = "cath_val200", "long_human"
 # Kinds of records, and the models they were measured with.
 _FAMILIES = {"accuracy": "ESM-2", "families": "ESM-C"}
 _BOTH = "esm2-mini and esmc-mini"
 _OTHERS = [*COMPARISON_PRESETS, *OPTIONAL_PRESETS]
+_SIZES_SOURCE = (
+    "Size of a cache of 1,024 tokens with everything stored for it. It follows from the geometry alone; no weights are"
+    " needed. `benchmarks/results/memory.jsonl`.\n"
+)
+_MIB = 2**20
 
 
 def overview() -> str:
@@ -96,75 +101,20 @@ def freezing() -> str:
     )
 
 
-def positions() -> str:
-    """Figure 4: long proteins by position."""
-    return _groups(_LONG, "by_position", {"1-300": "residues 1-300", "301-600": "301-600", "over 600": "after 600"})
-
-
-def classes() -> str:
-    """Figure 4: domains by structural class."""
-    names = ("mainly_alpha", "mainly_beta", "alpha_beta", "little_structure")
-    return _groups(_DOMAINS, "by_class", {name: name.replace("_", " ") for name in names})
-
-
-def rotation() -> str:
-    """The paper's codec by map of the keys and by scale, with and without planted outliers."""
-    found = stored.newest("rotation", lambda figures: (figures["preset"], figures["case"]))
-    names = {"svd": "the paper's rotation", "identity": "none", "hadamard": "random Hadamard"}
-    cases = list(dict.fromkeys(case for _, case in found))
+def memory_by_geometry() -> str:
+    """Bytes at all published geometries."""
     rows = []
-    for preset in dict.fromkeys(preset for preset, _ in found):
-        kind, _, scale = preset.partition(", scale per ")
-        cells = [found[preset, case]["figures"] for case in cases]
-        rows.append(
-            [
-                names[kind],
-                scale,
-                *(f"{cosine(one['residues'])}, {one['stored']['snr_db']['score']:.1f}" for one in cells),
-            ]
-        )
-    record = next(reversed(found.values()))
-    said = f"{record['figures']['proteins']} domains, {record['figures']['residues']['tokens']:,} residues. "
-    return table(["map of the keys", "scale per", *cases], rows) + said + source(record, "rotation")
+    for name, record in stored.newest("memory", lambda figures: figures["size"]).items():
+        figures = record["figures"]["presets"]
+        cells = (f"{figures[preset]['bytes'] / _MIB:,.1f}" for preset in ("fp32", "fp16", *COMPRESSED))
+        rows.append([f"{name}: {_geometry(record)}", *cells])
+    head = ["MiB; layers x heads x head_dim", "float32", "fp16", *(f"`{name}`" for name in COMPRESSED)]
+    return table(head, rows) + _SIZES_SOURCE
 
 
-def components() -> str:
-    """Errors of stored keys, values and scores, and best keys found again, by preset."""
-    found = stored.newest("components", lambda figures: figures["preset"])
-    rows = []
-    for name, record in found.items():
-        one = record["figures"]["stored"]
-        ks = sorted(one["recall"], key=int)
-        cells = [f"{one['snr_db'][kind]:.1f}" for kind in ("key", "value", "score")]
-        cells += [f"{one['recall'][k]:.3f}" for k in ks]
-        rows.append([f"`{name}`" if name in PRESETS else name, *cells, f"{one['kurtosis']['stored']:.1f}"])
-    record = next(reversed(found.values()))
-    figures = record["figures"]
-    head = [
-        "preset",
-        "keys, dB",
-        "values, dB",
-        "scores, dB",
-        *(f"top {k}" for k in ks),
-        "kurtosis",
-    ]
-    said = (
-        f"{figures['proteins']} domains: {figures['stored']['draws']:,} queries of all layers and heads. Kurtosis"
-        f" (excess) of the keys' channels as the model has them: {figures['stored']['kurtosis']['channels']:.1f}. "
-    )
-    return table(head, rows) + said + source(record, "components")
-
-
-def residue_types() -> str:
-    """KL of the compressed presets by residue."""
-    found = stored.newest("components", lambda figures: figures["preset"] if figures["preset"] in COMPRESSED else None)
-    letters = found["turbo3"]["figures"]["by_residue"]
-    order = sorted(letters, key=lambda letter: -letters[letter]["kl_mean"])
-    rows = [["residues", *(f"{letters[letter]['tokens']:,}" for letter in order)]]
-    for name in ("paper", "turbo3", "turbo1"):
-        by_residue = found[name]["figures"]["by_residue"]
-        rows.append([f"`{name}`", *(small(by_residue[letter]["kl_mean"]) for letter in order)])
-    return table(["KL, nats", *order], rows) + source(found["turbo3"], "components")
+def _geometry(record: Record) -> str:
+    shape = record["figures"]["shape"]
+    return f"{shape['num_layers']} x {shape['num_heads']} x {shape['head_dim']}"
 
 
 def planted(kind: str = "outliers") -> dict[str, dict[float, Mapping[str, float]]]:
@@ -182,15 +132,6 @@ def by_bits(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
     """Newest records of all compressed presets on a protein set, the most bits first."""
     found = {n: r for n, r in stored.accuracies(proteins, part).items() if n in COMPRESSED or n in _OTHERS}
     return dict(sorted(found.items(), key=lambda item: -_preset(item[1])["memory"]["bits_per_element"]))
-
-
-def _groups(proteins: str, part: str, columns: Mapping[str, str]) -> str:
-    """Leave-one-out of the product's presets by group, columns by the group's name."""
-    rows = []
-    for name in COMPRESSED:
-        groups = _preset(stored.accuracy(proteins, name))["leave_one_out"][part]
-        rows.append([f"`{name}`", *(cosine(groups[g]) if g in groups else "" for g in columns)])
-    return table(["cosine (1 %)", *columns.values()], rows) + source(stored.accuracy(proteins, "turbo3"), "accuracy")
 
 
 def _planted_records(kind: str = "outliers") -> dict[Any, Record]:
@@ -219,7 +160,6 @@ TABLES = {
     function.__name__: function
     for function in (
         overview, families, families_outliers,
-        codecs, freezing, positions, classes, rotation, components,
-        residue_types,
+        codecs, freezing, memory_by_geometry,
     )
 }  # fmt: skip

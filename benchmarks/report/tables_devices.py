@@ -1,4 +1,4 @@
-"""Tables of several devices: their speed beside one, a model that they share, and runs whose processes were killed."""
+"""Tables of several devices: their speed beside one, and runs whose processes were killed."""
 
 from __future__ import annotations
 
@@ -40,37 +40,6 @@ def devices() -> str:
     return table(head, rows) + f"{'; '.join(sources)}; `benchmarks/results/devices.jsonl`.\n"
 
 
-def large_model() -> str:
-    """Calls of a model of 15 billion parameters on one device and over several, and what lies on each."""
-    found = stored.newest(
-        "speed", lambda figures: figures["case"] if figures["benchmark"] == "large_model_cuda" else None, "gpu"
-    )
-    records = list(found.values())
-    figures = [record["figures"] for record in records]
-    rows = [
-        [f"{call}, ms", *(f"{own['seconds'][call]['p50'] * 1e3:.1f}" for own in figures)]
-        for call in figures[0]["seconds"]
-        if call != "score"
-    ]
-    shape = figures[0]["shape"]
-    scored = f"score {shape['candidates']} peptides of {shape['new_residues']}, per second"
-    rows.append([scored, *(f"{own['candidates_per_second']:.0f}" for own in figures)])
-    for part in figures[0]["bytes"]:
-        rows.append([f"{part}, GB by device", *(_gigabytes(own["bytes"][part]) for own in figures)])
-    where, versions = records[-1]["environment"], records[-1]["environment"]["versions"]
-    commits = ", ".join(dict.fromkeys(record["revision"]["commit"][:10] for record in records))
-    said = (
-        f"{records[-1]['model']}, {shape['layers']} layers, {shape['dtype']}, eager; `extend` is rows x residues on"
-        f" {shape['context_residues'][0]}. {where['device_name']}, torch {versions['torch']}, commit {commits};"
-        " `benchmarks/results/gpu.jsonl`.\n"
-    )
-    return table(["", *(own["case"] for own in figures)], rows) + said
-
-
-def _gigabytes(of_devices: dict[str, int]) -> str:
-    return " + ".join(f"{size / 1e9:.3g}" for size in of_devices.values())
-
-
 def kills() -> str:
     """Killed processes by engine, over the runs that met each last."""
     totals: dict[str, Counter[str]] = {}
@@ -105,4 +74,4 @@ def _model(figures: dict[str, Any]) -> str:
     return f"random weights, {layers} layers of {hidden_size:,} in {heads} heads"
 
 
-TABLES = {"devices": devices, "kills": kills, "large_model": large_model}
+TABLES = {"devices": devices, "kills": kills}

@@ -10,9 +10,6 @@ from benchmarks.harness import stored
 from benchmarks.harness.names import (
     COMPRESSED,
     LAYER,
-    PACKAGES,
-    PEER_PRESETS,
-    PEER_SDPA,
     REFRESHES,
     SCREENS,
     SDPA,
@@ -141,30 +138,6 @@ def gpu_memory() -> str:
     return table(head, rows) + _source(records, said)
 
 
-def gpu_peers() -> str:
-    """Other packages on the same shapes."""
-    rows: list[list[str]] = []
-    failed: dict[str, str] = {}
-    records = _records("peers_cuda")
-    for record in records:
-        figures = record["figures"]
-        failed |= {name: why for name, why in figures["failed"].items() if name in PACKAGES}
-        shape = figures["shape"]
-        for kind in ("captured", "eager"):
-            rows.append(
-                [
-                    f"{shape['batch_size']} x {shape['context_tokens']:,}, {kind}",
-                    *(_us(figures["seconds"], f"{arm}, {kind}") for arm in (PEER_SDPA, *PEER_PRESETS, *PACKAGES)),
-                ]
-            )
-    versions = records[-1]["figures"]["shape"]["versions"]
-    named = [f"{name} ({versions[PACKAGES[name]] or 'missing'})" for name in PACKAGES]
-    head = ["batch x context", PEER_SDPA, *(f"`{p}`" for p in PEER_PRESETS), *named]
-    said = "microseconds; one query, 20 heads of 64"
-    reasons = "".join(f" {name} did not run: {why}." for name, why in failed.items())
-    return table(head, rows) + _source(records, said + "." + reasons if reasons else said)
-
-
 def gpu_scoring() -> str:
     """Candidates a second."""
     records, rows = _records("scoring_12_on_500_cuda"), []
@@ -213,8 +186,7 @@ def _or_not_measured(function: Callable[[], str]) -> Callable[[], str]:
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: _or_not_measured(function)
     for function in (
-        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_memory, gpu_peers,
-        gpu_scoring,
+        gpu_overview, gpu_calls, gpu_attention, gpu_cold_start, gpu_extension, gpu_memory, gpu_scoring,
     )
 }  # fmt: skip
 

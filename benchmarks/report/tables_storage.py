@@ -131,10 +131,6 @@ def _speed(*benchmarks: str) -> Iterator[tuple[str, Record]]:
         raise LookupError(f"no records of {', '.join(benchmarks)} in benchmarks/results/")
 
 
-def _best_level(sizes: dict[str, int]) -> int:
-    return min((size, int(name.split()[1])) for name, size in sizes.items() if name.startswith("zstd "))[1]
-
-
 def _device(record: Record) -> str:
     shape = record["figures"]["shape"]
     threads = record["environment"]["threads"]

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.harness.embedded import embedded, evaluation_set
 from benchmarks.harness.environment import device_name
 from benchmarks.harness.measure import Case, Check, Figures, Target, interleave, ratio, spread, worst
 from benchmarks.harness.models import Architecture, random_sequences, random_turbo
@@ -108,77 +103,3 @@ def _finish(cache: TurboKVCache) -> TurboKVCache:
     if cache.device.type == "cuda":
         torch.cuda.synchronize(cache.device)
     return cache
-
-
-def compression_cases(presets: Sequence[str], levels: Sequence[int], domains: int, longs: int) -> Iterator[Case]:
-    """zstandard on the files of real contexts; no cases without the package."""
-    try:
-        import zstandard
-    except ImportError:
-        print("store_compression: needs pip install 'esm-turbo[benchmark]'")
-        return
-    records = [*evaluation_set("cath_val200", domains), *evaluation_set("long_human", longs)]
-    calibration = embedded().calibration
-    for preset in presets:
-        turbo = TurboEsm.from_pretrained(calibration=calibration, preset=preset, device="cpu")
-        yield _compression_case(turbo, [record.sequence for record in records], levels, zstandard)
-
-
-def _compression_case(turbo: TurboEsm, sequences: Sequence[str], levels: Sequence[int], zstandard: Any) -> Case:
-    contents: list[bytes] = []
-    preset = turbo.model.esm.turbo_config.name
-
-    def check() -> Check:
-        with tempfile.TemporaryDirectory() as folder:
-            ContextStore(folder, host_bytes=0).add(turbo, sequences)
-            # Files of contexts are named by a hash, unlike the other files of a store.
-            contents[:] = [path.read_bytes() for path in Path(folder).rglob("*") if len(path.stem) == 64]
-        wrong = float(len(contents) != len(sequences))
-        for content in contents:
-            packed = zstandard.ZstdCompressor(level=levels[0]).compress(content)
-            wrong += zstandard.ZstdDecompressor().decompress(packed) != content
-        return Check("files that zstandard does not give back", wrong, _EXACTLY)
-
-    def measure(repeats: int) -> Figures:
-        packed = {n: [zstandard.ZstdCompressor(level=n).compress(c) for c in contents] for n in levels}
-        arms: dict[str, list[Callable[[], object]]] = {"sha256": [partial(_hash, contents)]}
-        for n in levels:
-            arms[f"decompress {n}"] = [partial(_decompress, zstandard, packed[n])]
-        seconds = spread(interleave(arms, repeats))
-        for n in levels:
-            begin = time.perf_counter()
-            for content in contents:
-                zstandard.ZstdCompressor(level=n).compress(content)
-            seconds[f"compress {n}"] = dict.fromkeys(("p20", "p50", "p80"), time.perf_counter() - begin)
-        size = sum(map(len, contents))
-        return {
-            "seconds": seconds,
-            "bytes": {"files": size, **{f"zstd {n}": sum(map(len, packed[n])) for n in levels}},
-            "ratios": {
-                **{f"bytes zstd {n} / files": sum(map(len, packed[n])) / size for n in levels},
-                **{f"seconds decompress {n} / sha256": ratio(seconds, f"decompress {n}", "sha256") for n in levels},
-            },
-        }
-
-    return Case(
-        name=preset,
-        model="esm2-mini",
-        shape={
-            "preset": preset,
-            "contexts": len(sequences),
-            "residues": sum(map(len, sequences)),
-            "zstandard": zstandard.__version__,
-        },
-        check=check,
-        measure=measure,
-    )
-
-
-def _hash(contents: Sequence[bytes]) -> None:
-    for content in contents:
-        hashlib.sha256(content).digest()
-
-
-def _decompress(zstandard: Any, packed: Sequence[bytes]) -> None:
-    for content in packed:
-        zstandard.ZstdDecompressor().decompress(content)

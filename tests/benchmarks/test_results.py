@@ -42,7 +42,7 @@ def test_a_row_of_local_changes_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, revision: dict[str, object] | None
 ) -> None:
     monkeypatch.setattr(records, "_revision", lambda: revision)
-    records.append(tmp_path / "cpu.jsonl", "speed", {"benchmark": "import_time", "case": "all"})
+    records.append(tmp_path / "cpu.jsonl", "speed", {"benchmark": "short_contexts", "case": "all"})
     [row] = of_changed_sources(tmp_path)
-    assert row.startswith("cpu.jsonl  2") and row.endswith("  import_time all")
+    assert row.startswith("cpu.jsonl  2") and row.endswith("  short_contexts all")
     assert row.split("  ")[1] > LAST_DATE

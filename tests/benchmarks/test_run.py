@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from benchmarks import run
-from benchmarks.accuracy import paper
+from benchmarks.accuracy.sizes import GEOMETRIES
 from benchmarks.harness import records
 from benchmarks.harness.measure import Case, Check
 from benchmarks.registry import BENCHMARKS, EXPERIMENTS
@@ -22,13 +22,13 @@ def test_a_row_has_the_command_that_reproduces_it_and_no_path(tmp_path: Path) ->
     out = tmp_path / "rows.jsonl"
     settings = run.Settings(repeats=3, threads=2, max_proteins=5, out=out)
     assert run.run_case("memory", empty_case(), settings) is not None
-    assert run.run_case("import_time", empty_case(), settings) is not None
+    assert run.run_case("short_contexts", empty_case(), settings) is not None
     [experiment, speed] = records.read(out)
     assert experiment["kind"] == "memory"
     assert experiment["model"] == "a model"
     assert experiment["figures"]["command"] == "python -m benchmarks.run memory --threads 2 --max-proteins 5"
     assert speed["kind"] == "speed"
-    assert speed["figures"]["command"] == "python -m benchmarks.run import_time --threads 2 --repeats 3"
+    assert speed["figures"]["command"] == "python -m benchmarks.run short_contexts --threads 2 --repeats 3"
     assert speed["figures"]["repeats seen"] == 3
     assert str(tmp_path) not in out.read_text()
 
@@ -55,9 +55,9 @@ def test_a_case_that_fails_its_check_is_not_measured(
 def test_rows_are_saved_in_the_file_of_their_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "RESULTS", tmp_path)
     settings = run.Settings(save=True)
-    for name in ("ablation", "class_shift", "import_time"):
+    for name in ("accuracy_optional", "windows", "short_contexts"):
         assert run.run_case(name, empty_case(), settings) is not None
-    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "class_shift.jsonl", "cpu.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"accuracy.jsonl", "windows.jsonl", "cpu.jsonl"}
 
 
 def test_cases_are_chosen_by_text_in_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_group_stands_for_its_members(monkeypatch: pytest.MonkeyPatch) -> None
     [
         (["nonsense"], "no such benchmark: nonsense"),
         (["--jobs", "2"], "must run alone"),
-        (["memory", "import_time", "--jobs", "2"], "must run alone, without --jobs: import_time"),
+        (["memory", "short_contexts", "--jobs", "2"], "must run alone, without --jobs: short_contexts"),
         (["memory", "--max-proteins", "0"], "must be at least 1"),
         (["memory", "--jobs", "0"], "must be at least 1"),
         (["memory", "--save", "--out", "x"], "not allowed with"),
@@ -111,7 +111,7 @@ def test_parallel_processes_write_all_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     assert run.run_side_by_side(["memory"], run.Settings(out=out), jobs=2) == 0
     sizes = sorted(record["figures"]["size"] for record in records.read(out, "memory"))
-    assert sizes == sorted(paper.GEOMETRIES)
+    assert sizes == sorted(GEOMETRIES)
 
 
 def test_one_failing_case_does_not_stop_the_others(
@@ -144,7 +144,7 @@ def test_a_case_that_fails_does_not_stop_the_others(
 
     monkeypatch.setattr(run.Settings, "cases", cases)
     out = tmp_path / "gpu.jsonl"
-    assert run.run_in_turn(["extension_cuda", "peers_cuda"], run.Settings(repeats=2, out=out)) == 3
+    assert run.run_in_turn(["extension_cuda", "calls_cuda"], run.Settings(repeats=2, out=out)) == 3
     assert [row["figures"]["case"] for row in records.read(out)] == ["first", "last"] * 2
     text = capsys.readouterr().err
     assert text.count("broken: FAILED") == 2 and "cannot go on" in text

@@ -26,14 +26,13 @@ def test_a_figure_edited_by_hand_is_found(tmp_path, monkeypatch, capsys):
 
 RANDOM_WEIGHTS = {"extension_speed"}
 # They follow from a geometry: no weights, no run.
-ARITHMETIC = {"memory_by_geometry", "paper_table_4"}
+ARITHMETIC = {"memory_by_geometry"}
 # Of rows of several models and devices, see test_tables_devices.py.
 SEVERAL = tables_devices.TABLES.keys() - {"kills"}
 
 
-@pytest.mark.parametrize("name", ["memory_by_geometry", "paper_table_4"])
-def test_bytes_of_geometries_name_their_file(name):
-    text = tables.TABLES[name]()
+def test_bytes_of_geometries_name_their_file():
+    text = tables.TABLES["memory_by_geometry"]()
     assert "`benchmarks/results/memory.jsonl`" in text
     assert "no weights are needed" in text
 

@@ -54,30 +54,3 @@ def test_kills_of_all_runs_are_added(results: Path) -> None:
 
 def test_every_engine_has_words() -> None:
     assert tables_devices._KILLED.keys() == set(ENGINES)
-
-
-def test_a_large_model_on_one_device_stands_beside_two(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "device_name", lambda device: "NVIDIA H200")
-    for case, seconds, sizes in (
-        ("1 device", 0.1, [30.26e9]),
-        ("1 device", 0.05, [30.26e9]),
-        ("2 devices", 0.06, [15.16e9, 15.1e9]),
-    ):
-        figures = {
-            "benchmark": "large_model_cuda", "case": case, "candidates_per_second": 69.1,
-            "seconds": {"prefill 500, exact": {"p50": seconds}, "score": {"p50": 1.0}},
-            "bytes": {"weights": {f"cuda:{index}": size for index, size in enumerate(sizes)}},
-            "shape": {
-                "candidates": 64, "new_residues": 12, "layers": 48, "dtype": "bfloat16", "context_residues": [500, 1022]
-            },
-        }  # fmt: skip
-        records.append(results / "gpu.jsonl", "speed", figures, model="15B, random weights")
-    stored.forget()
-    lines = tables_devices.large_model().splitlines()
-    assert lines[0] == "|  | 1 device | 2 devices |"
-    assert lines[2:5] == [
-        "| prefill 500, exact, ms | 50.0 | 60.0 |",
-        "| score 64 peptides of 12, per second | 69 | 69 |",
-        "| weights, GB by device | 30.3 | 15.2 + 15.1 |",
-    ]
-    assert "15B, random weights, 48 layers, bfloat16, eager" in lines[6]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run
-from benchmarks.cuda import calls, cold_start, decode_attention, peers
+from benchmarks.cuda import calls, cold_start, decode_attention
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import steps as cuda_steps
 from benchmarks.harness import records, stored
@@ -33,7 +33,6 @@ def test_tables_of_a_small_run(no_device: None, results: Path, monkeypatch: pyte
         "calls_cuda": calls.call_cases(TINY, 30, 3, (200,), 5, 3),
         "extension_cuda": cuda_steps.step_cases(TINY, 40, (1,), ("exact", "turbo3", "paper")),
         "extension_memory_cuda": cuda_memory.extension_cases(TINY, 8, 70, (1,), ("turbo2",), at_most=0.02),
-        "peers_cuda": peers.peer_cases(((1, 64, 2),)),
         "scoring_12_on_500_cuda": scoring.candidate_cases(
             None, target_residues=40, candidate_residues=2, full_candidates=1, cached_candidates=1,
             refreshes=(0, 8, 32), at_least=1.0,
