@@ -15,7 +15,7 @@ def random_bytes(*shape: int, dtype: torch.dtype = torch.uint8, seed: int = 0) -
     return values.to(dtype)
 
 
-def check(device: str) -> None:
+def check_copies(device: str) -> None:
     buffer = random_bytes(2, 3, 50, 8).to(device)
     sources = [
         random_bytes(2, 3, 21, 8, seed=1).to(device),
@@ -48,26 +48,6 @@ def check_gathering(device: str) -> None:
         assert torch.equal(gather(), torch.cat(views))
 
 
-def test_gathering_by_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    check_gathering("cpu")
-
-
-@on_devices()
-def test_gathering_in_one_launch(device: str) -> None:
-    check_gathering(device)
-
-
-def test_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    check("cpu")
-
-
-@on_devices()
-def test_by_one_launch(device: str) -> None:
-    check(device)
-
-
 @on_devices()
 def test_in_words(device: str) -> None:
     sources = [random_bytes(3, 4, 5000, 12, seed=seed).to(device) for seed in range(2 if device == "cpu" else 300)]
@@ -79,15 +59,6 @@ def test_in_words(device: str) -> None:
         assert torch.equal(target[:3, :, :5000], source)
         assert not target[3].any()
         assert not target[:, :, 5000:].any()
-
-
-def test_tables_describe_rows() -> None:
-    x = torch.zeros(2, 3, 50, 8, dtype=torch.int16)
-    rows = ByteRows([x[:, :, :21], x.transpose(1, 2)], [2, 2])
-    assert rows.table.tolist() == [[x.data_ptr(), 6, 21 * 16, 800], [rows.tensors[1].data_ptr(), 100, 3 * 16, 48]]
-    assert rows.tensors[0].data_ptr() == x.data_ptr()
-    assert rows.words
-    assert not ByteRows([torch.zeros(3, 5, dtype=torch.uint8)], [1]).words
 
 
 def check_cuts(device: str) -> None:
@@ -114,11 +85,15 @@ def check_cuts(device: str) -> None:
             assert len({found.untyped_storage().data_ptr() for found in found_tensors}) == 1
 
 
-def test_cuts_by_a_plain_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+CHECKS = {"copies": check_copies, "gathering": check_gathering, "cuts": check_cuts}
+
+
+@pytest.mark.parametrize("what", CHECKS)
+def test_by_pytorch(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    check_cuts("cpu")
+    CHECKS[what]("cpu")
 
 
-@on_devices()
-def test_cuts_by_one_launch(device: str) -> None:
-    check_cuts(device)
+@on_devices("what", cpu=CHECKS, gpu=CHECKS)
+def test_in_one_launch(device: str, what: str) -> None:
+    CHECKS[what](device)

@@ -214,11 +214,6 @@ def test_several_contexts_must_be_named(device: str) -> None:
         decoded_attention.attend_shared(*arguments)
 
 
-def test_tiles_hold_whole_rows_that_fill_them() -> None:
-    numbers = {n: decoded_attention.queries_per_tile(n) for n in (1, 12, 21, 25, 40, 48, 63, 64, 65, 1000)}
-    assert numbers == {1: 64, 12: 60, 21: 63, 25: 50, 40: 64, 48: 48, 63: 63, 64: 64, 65: 64, 1000: 64}
-
-
 @on_devices(cpu=((),), gpu=((),))
 @torch.no_grad()
 def test_the_operator_is_registered(device: str) -> None:
@@ -258,15 +253,6 @@ def test_decoded_contexts_hold_protected_tokens(tiny_model, preset: str) -> None
         assert error <= 2.0**-6 * exact.abs().max()
         if protects:
             assert error < (stored[:, :, 0] - exact[:, :, 0]).abs().max()
-
-
-def test_no_context_is_decoded_on_a_cpu(tiny_model) -> None:
-    model = tiny_model(preset="turbo3")
-    codec = model.esm.codec(model.esm.turbo_config)
-    context, _ = packed_context(codec, 0, [70], True)
-    query = torch.zeros(4096, codec.geometry.num_heads, 1, codec.geometry.head_dim, dtype=torch.bfloat16)
-    # Only a device has the fast attention that this needs.
-    assert not decoded_attention.pays(query, context, codec)
 
 
 @pytest.mark.gpu

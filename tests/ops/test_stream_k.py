@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,25 +23,6 @@ def test_there_is_room_for_the_parts_of_every_item(items: int, blocks: int, prog
             starts[program] += 1
     assert min(starts) >= 1
     assert max(starts) <= shares.starts
-
-
-@pytest.mark.parametrize(
-    ("rows", "columns", "blocks", "per_program"),
-    [
-        (64, 1024, 16, 16),
-        (64, 4096, 64, 52),
-        (8, 4096, 64, 8),
-        (1, 1024, 16, 1),
-        (64, 800, 13, 13),
-        (8, 1000, 16, 4),
-        (200, 512, 8, 21),
-        (1, 0, 1, 1),
-    ],
-)
-def test_shares_of_twenty_heads(rows: int, columns: int, blocks: int, per_program: int) -> None:
-    """Whole contexts or equal parts of them, or ends and beginnings of two, where that keeps more programs busy."""
-    shares = best_schedule(20 * rows, -(-columns // 64), 1584, 132, True)
-    assert shares[:2] == (blocks, per_program)
 
 
 def test_more_blocks_are_counted_than_there_are_if_no_program_then_reads_two_items() -> None:

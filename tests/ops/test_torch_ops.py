@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
@@ -141,24 +140,3 @@ def test_rows_name_their_contexts(preset: str, case: dict[str, object]) -> None:
     for module in (torch_ops, reference):
         found = module.extend_attention(*made.arguments, codec, LAYER)
         assert (found.double() - expected).abs().max() <= 1e-5 * expected.abs().max()
-
-
-@pytest.mark.parametrize("preset", ["exact", "turbo3"])
-def test_one_context_at_a_time_gives_the_same(preset: str) -> None:
-    """The same slices of the same context, so the same bits but for products whose order a batch may change."""
-    codec = codec_of(preset, 16)
-    case = make_case(codec, lengths=(70, 20, 64), columns=70, index=(2, 2, 0, 1), slots=1)
-    found = torch_ops.extend_attention(*case.arguments, codec, LAYER)
-    for context, length, rows in ((2, 64, slice(0, 2)), (0, 70, slice(2, 3)), (1, 20, slice(3, 4))):
-        alone = replace(
-            case.context,
-            packed={name: x[[context], :, :length] for name, x in case.context.packed.items()},
-            mask=case.context.mask[rows, :length],
-            protected={name: x[[context]] for name, x in case.context.protected.items()},
-            protected_mask=case.context.protected_mask[rows],
-            rows={name: x[[context]] for name, x in case.context.rows.items()},
-            index=None,
-        )
-        new = (x[rows] for x in (case.query, case.keys, case.values))
-        expected = torch_ops.extend_attention(*new, None, alone, codec, LAYER)
-        assert (found[rows] - expected).abs().max() <= 1e-6 * expected.abs().max()

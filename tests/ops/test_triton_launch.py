@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
-import threading
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from esm_turbo.ops import triton_launch
 from esm_turbo.ops.triton_launch import Options, PreparedLaunch, launch, placeholder, recorded, strides
 from esm_turbo.ops.variants import Variant
-
-triton = pytest.importorskip("triton")
 
 CPU = torch.device("cpu")
 
@@ -55,68 +50,6 @@ def test_tensors_that_are_not_read_have_the_type_of_those_that_are() -> None:
 def test_dimensions_of_size_one_have_no_stride() -> None:
     x = torch.empty(1, 2, 1, 8).as_strided((1, 2, 1, 8), (1, 8, 3, 1))
     assert strides(x=x) == {"stride_xb": 0, "stride_xh": 8, "stride_xn": 0}
-
-
-def test_only_the_thread_that_lists_launches_does_not_run_them() -> None:
-    listed: list[bool] = []
-    with recorded(90):
-        thread = threading.Thread(target=lambda: listed.append(triton_launch._recorded.variants is None))
-        thread.start()
-        thread.join()
-    assert listed == [True]
-    assert triton_launch._recorded.variants is None
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> tuple[list[Any], list[Variant]]:
-    """What Triton is told to launch, and the variants that are compiled; without a device."""
-    runs: list[Any] = []
-    variants: list[Variant] = []
-
-    def load(plan: Any, options: Options, arguments: dict[str, Any]) -> Any:
-        variants.append(plan.variant(options, arguments, 90))
-        return triton_launch._Loaded(lambda *values: runs.append(values), plan.name, options, lambda index: "stream")
-
-    monkeypatch.setattr(triton_launch, "_load", load)
-    monkeypatch.setattr(triton_launch, "_plans", {})
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: CPU.index, raising=False)
-    return runs, variants
-
-
-def of_all_kinds(kernel: Any, absent: str, dtype: torch.dtype, first: int = 0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Tensors of a kernel, of which some are tuples and one is None, and its numbers and constants."""
-    tensors: dict[str, Any] = {}
-    known: dict[str, Any] = {absent: None}
-    for number, name in enumerate(kernel.arg_names):
-        if name.endswith("_ptrs"):
-            tensors[name] = tuple(torch.zeros(64, dtype=dtype) for _ in range(number % 3 + 1))
-        elif name.endswith("_ptr"):
-            tensors[name] = None if name == absent else torch.zeros(64, dtype=dtype)[first:]
-        else:
-            known[name] = number
-    return tensors, known
-
-
-@pytest.mark.parametrize(("name", "absent"), [("attention.attend_context", "key_residual_ptr"), ("merge.merge", "")])
-def test_prepared_launches_are_those_that_are_not(
-    launched: tuple[list[Any], list[Variant]], name: str, absent: str
-) -> None:
-    module, _, kernel_name = name.partition(".")
-    kernel = getattr(importlib.import_module(f"esm_turbo.ops.kernels.{module}"), kernel_name)
-    runs, variants = launched
-    _, known = of_all_kinds(kernel, absent, torch.float32)
-    known = {key: value for key, value in known.items() if key in kernel.arg_names}
-    prepared = PreparedLaunch(kernel, (3, 2, 1), CPU, Options(num_warps=4), **known)
-    # Twice each, as the variant is remembered; other dtypes and addresses need others.
-    for kinds, (dtype, first) in enumerate([(torch.float32, 0), (torch.bfloat16, 0), (torch.float32, 1)], start=1):
-        for _ in range(2):
-            tensors, _ = of_all_kinds(kernel, absent, dtype, first)
-            arguments = {key: (known | tensors)[key] for key in kernel.arg_names}
-            launch(kernel, (3, 2, 1), CPU, Options(num_warps=4), **arguments)
-            prepared(**tensors)
-            expected, found = runs[-2:]
-            assert found == expected
-            assert len(variants) == kinds
 
 
 def test_prepared_launches_are_listed_with_all_others() -> None:
