@@ -80,10 +80,7 @@ class SequenceOptions:
 
     unknown: Annotated[
         str | None,
-        Parameter(
-            help="X replaces characters that are not residue codes with X, but not gaps. By default, such records are"
-            " rejected."
-        ),
+        Parameter(help="X replaces letters that are not residue codes with X. By default, such records are rejected."),
     ] = None
     remove_gaps: Annotated[
         bool,

@@ -61,14 +61,15 @@ def read_csv(
         path: the file; `.tsv` is separated by tabs, any other by commas.
         required: columns that must be present; names are case-insensitive.
         optional: columns that may be absent.
-        aliases: another name of some columns, read where the file lacks the first.
+        aliases: another name of some columns; a file has one of both.
 
     Returns:
         Per row, the stripped text of each requested column, empty where the column is absent or the row too short, as
         it was before `write_csv`. Empty rows are left out.
 
     Raises:
-        CsvError: the file is missing, not text, damaged or empty, or lacks a column.
+        CsvError: the file is missing, not text, damaged or empty, lacks a column or has one twice, or a row is longer
+            than the first line.
     """
     try:
         delimiter = delimiter_of(path)
@@ -128,6 +129,12 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
     head = [name.lower() for name in names]
     if not any(head):
         raise ValueError("is empty; its first line must name the columns")
+    twice = next((name for name in head if name and head.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"has the column {twice!r} twice; remove or rename one")
+    both = next(((name, other) for name, other in aliases.items() if {name.lower(), other.lower()} <= {*head}), None)
+    if both is not None:
+        raise ValueError(f"has the columns {both[0]!r} and {both[1]!r}, which mean the same; remove or rename one")
     wanted = [*required, *optional]
     called = {name: name if name.lower() in head else aliases.get(name, name) for name in wanted}
     at = {name: head.index(called[name].lower()) for name in wanted if called[name].lower() in head}
@@ -137,6 +144,11 @@ def _rows(lines: Reader, required: Sequence[str], optional: Sequence[str], alias
     rows, begin = [], lines.line_num + 1
     for cells in lines:
         texts = [from_cell(text).strip() for text in cells]
+        if any(texts[len(names) :]):
+            raise ValueError(
+                f"line {begin} has {len(texts)} cells, the first line names {len(names)} columns; quote cells that hold"
+                " what separates them"
+            )
         if any(texts):
             texts += [""] * (len(names) - len(texts))
             found = {name: texts[at[name]] if name in at else "" for name in wanted}

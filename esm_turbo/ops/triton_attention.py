@@ -65,6 +65,8 @@ def extend_attention(
     layer_idx: int,
 ) -> Tensor:
     """See `torch_ops.extend_attention`, which also serves codecs without kernels (`can_run`)."""
+    if not query.numel():
+        return empty_by_token(query)
     # Where kernels read one layer of a forward, they read them all.
     if not context.common:
         if decoded_attention.pays(query, context, codec):

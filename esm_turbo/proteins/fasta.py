@@ -135,8 +135,8 @@ def normalize_sequence(sequence: str, *, name: str, unknown: str | None = None, 
     Args:
         sequence: One-letter residue codes in either case.
         name: Name of the sequence in error messages.
-        unknown: None, or `"X"` to replace every character outside `RESIDUES` with X, but for gaps and internal stops,
-            which stand for no residue.
+        unknown: None, or `"X"` to replace `?` and letters outside `RESIDUES` with X. Digits, gaps, internal stops and
+            other characters stand for no residue.
         remove_gaps: Remove the characters of `GAPS`.
 
     Raises:
@@ -179,8 +179,8 @@ def read_fasta(
 ) -> tuple[list[ProteinRecord], list[BadRecord]]:
     """Read the proteins of a FASTA file, plain or gzip, and separate the unusable records.
 
-    A record is bad if it has no identifier, repeats that of an earlier record, or has a sequence that
-    `normalize_sequence` rejects. Windows line ends, lower case and a byte order mark are accepted.
+    A record is bad if it has no identifier, repeats that of an earlier record, states two first positions, or has a
+    sequence that `normalize_sequence` rejects. Windows line ends, lower case and a byte order mark are accepted.
 
     Args:
         path: The file; gzip is recognised by its first bytes, not by the name. Of an
@@ -212,6 +212,8 @@ def read_fasta(
             earlier = first_use.setdefault(identifier, number)
             if earlier != number:
                 raise _Rejected(f"record {number} repeats the identifier of record {earlier}; rename one of them")
+            if len(_FIRST_IN_HEADER.findall(title)) > 1:
+                raise _Rejected("the header states `first_position` more than once; leave one")
             sequence = _normalized(raw, unknown, remove_gaps, chain_breaks=chain_breaks)
             good.append(ProteinRecord(identifier, sequence, "".join(rest)))
         except _Rejected as error:
@@ -301,8 +303,7 @@ def _normalized(
     if (stop := residues.find("*")) >= 0:
         raise _Rejected(f"position {stop + 1} is a stop '*' inside the sequence; cut it there or remove the record")
     if unknown is not None:
-        kept = CHAIN_BREAK if chain_breaks else ""
-        residues = _NEITHER_RESIDUE_NOR_GAP.sub(lambda letter: letter[0] if letter[0] == kept else "X", residues)
+        residues = _NEITHER_RESIDUE_NOR_GAP.sub(lambda one: "X" if _stands_for_residue(one[0]) else one[0], residues)
     checked = residues.replace(CHAIN_BREAK, "X") if chain_breaks else residues
     if outside := (_NEITHER_RESIDUE_NOR_GAP if remove_gaps else _NOT_A_RESIDUE).search(checked):
         raise _Rejected(
@@ -313,6 +314,10 @@ def _normalized(
     if not residues.strip(CHAIN_BREAK):
         raise _Rejected("holds no residues; give a sequence or remove the record")
     return residues
+
+
+def _stands_for_residue(character: str) -> bool:
+    return character == "?" or character.isalpha()
 
 
 def _remedy(character: str, has_options: bool) -> str:

@@ -119,7 +119,7 @@ def make_case(
     row_index = None
     if index is not None:
         assert lengths is not None
-        batch, contexts, row_index = len(index), len(lengths), RowIndex(np.array(index))
+        batch, contexts, row_index = len(index), len(lengths), RowIndex(np.array(index, dtype=np.int64))
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:

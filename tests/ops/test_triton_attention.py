@@ -379,6 +379,15 @@ def test_queries_of_any_size(device: str, scale: float, dtype: str, preset: str)
         assert_as_good_as_plain(attend(case, codec), case)
 
 
+@on_devices()
+@pytest.mark.parametrize("index", [None, ()], ids=["one context", "named contexts"])
+def test_no_rows(device: str, index: tuple[int, ...] | None) -> None:
+    codec = codec_of("turbo3", 16)
+    lengths = (70,) if index is None else (70, 33)
+    case = make_case(codec, lengths=lengths, columns=70, batch=0, n=1, index=index, device=device)
+    assert attend(case, codec).shape == case.arguments[0].shape == (0, *case.arguments[0].shape[1:])
+
+
 @on_devices(
     cpu=[("turbo3", "float32", False), ("paper", "float16", True)],
     gpu=itertools.product(PRESETS, DTYPES, (False, True)),

@@ -87,6 +87,10 @@ def test_normalize_sequence_names_record_and_position(sequence, position, charac
         normalize_sequence(sequence, name="P01308")
     if character.strip("'") in GAPS:
         mapped = normalize_sequence(sequence, name="P01308", remove_gaps=True)
+    elif character.strip("'") in ("1", "<") or character.startswith(r"'\x1") or "200b" in character:
+        with pytest.raises(ValueError, match=rf"position {position} is {re.escape(character)}"):
+            normalize_sequence(sequence, name="P01308", unknown="X")
+        return
     else:
         mapped = normalize_sequence(sequence, name="P01308", unknown="X")
         assert mapped[position - 1] == "X"
@@ -155,7 +159,10 @@ def test_unknown_is_none_or_x(write, unknown):
 
 
 def test_unknown_keeps_the_length_and_every_residue_code():
-    assert normalize_sequence("MKJJ_1/BZUOXé", name="p", unknown="x") == "MKXXXXXBZUOXX"
+    assert normalize_sequence("MKJJ?BZUOXé", name="p", unknown="x") == "MKXXXBZUOXX"
+    for text, position in (("MK1J", 3), ("MKJ_T", 4), ("MK7", 3), ("MK/", 3), ("M²", 2)):
+        with pytest.raises(ValueError, match=f"p: position {position} is "):
+            normalize_sequence(text, name="p", unknown="X")
 
 
 @given(st.text(max_size=40))
@@ -310,6 +317,12 @@ def test_gaps_of_a_file_are_removed(write):
     assert [(record.id, record.sequence) for record in good] == [("a", "MKT"), ("e", "MT"), ("f", "LAG")]
     assert [problem.record for problem in bad] == ["b", "a", "c", "d", "#6"]
     assert read_fasta_strict(write(">a\nM-KT\n"), remove_gaps=True)[0].sequence == "MKT"
+
+
+def test_two_first_positions_are_refused(write):
+    good, bad = read_fasta(write(">a first_position=24 first_position=24\nMKT\n>b first_position=-2\nMKT\n"))
+    assert [(one.id, one.first_position) for one in good] == [("b", -2)]
+    assert bad == [BadRecord("a", "the header states `first_position` more than once; leave one")]
 
 
 def test_a_bad_record_keeps_its_identifier(write):
