@@ -27,9 +27,11 @@ def probe(model: TurboEsmForMaskedLM, cache: TurboKVCache, hidden: int = 0) -> T
     return model(ids, mask, past_key_values=cache, output_hidden_states=True).hidden_states[-1]
 
 
-def prefill(model: TurboEsmForMaskedLM, lengths: list[int], **options: object) -> TurboKVCache:
+def prefill(model: TurboEsmForMaskedLM, lengths: list[int], first_position: int = 0, **options: object) -> TurboKVCache:
+    ids, mask = random_ids(lengths, **options)
+    positions = torch.arange(ids.shape[1])[None] + first_position
     with torch.no_grad():
-        cache: TurboKVCache = model(*random_ids(lengths, **options), use_cache=True).past_key_values
+        cache: TurboKVCache = model(ids, mask, positions, use_cache=True).past_key_values
     return cache
 
 
@@ -90,6 +92,10 @@ def test_positions_after_dropping(tiny_model: MakeModel) -> None:
         assert cache.next_positions.tolist() == expected
         selected = cache.select(1)
         assert selected.next_positions.tolist() == expected[1:]
+        # Positions that the caller gave.
+        moved = prefill(tiny_model(preset=preset), [100, 80], first_position=7)
+        moved.drop_front(64)
+        assert moved.next_positions.tolist() == [n + 7 for n in expected]
 
 
 @settings(max_examples=25, deadline=None)
@@ -133,15 +139,3 @@ def test_dropping_nothing_and_all(tiny_model: MakeModel) -> None:
     assert cache.get_seq_length() == cache.columns == 0
     model.new_cache().drop_front(64)
     assert probe(model, cache).isfinite().all()
-
-
-def test_cropping_each_row_to_its_own_length(tiny_model: MakeModel) -> None:
-    with torch.no_grad():
-        cache = tiny_model(preset="turbo3")(*random_ids([12, 7, 9]), use_cache=True).past_key_values
-    cache.crop(torch.tensor([10, 9, -4]))
-    assert cache.lengths.tolist() == [10, 7, 5]
-    assert cache.columns == 10
-    assert cache.protected_columns.tolist() == [[0], [0], [0]]
-    cache.crop(torch.tensor([3, -9, 0]))
-    assert cache.lengths.tolist() == [3, 0, 0]
-    assert cache.protected_columns.tolist() == [[0], [-1], [-1]]

@@ -15,7 +15,7 @@ from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRODUCT_PRESETS
 from esm_turbo.model.static_cache import StaticKVCache
 from tests.helpers.models import CACHE_CONFIGS, random_ids
-from tests.test_kv_cache import append, assert_caches_equal, assert_rows_equal, new_cache, prefill, probe, rewrite
+from tests.test_kv_cache import append, assert_caches_equal, assert_rows_equal, prefill, probe, rewrite
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 TURBO = [name for name, config in PRODUCT_PRESETS.items() if config.codec == "turbo"]
@@ -213,10 +213,6 @@ def test_a_file_that_the_codec_cannot_read(
         probe(model, TurboKVCache.load(path))
 
 
-def test_an_empty_cache_fits_any_codec(model: TurboEsmForMaskedLM) -> None:
-    new_cache(model.esm.codec("exact")).check_layout(model.esm.codec(TURBO[0]))
-
-
 @pytest.mark.parametrize("preset", TURBO)
 def test_bits_of_a_context_of_1024_tokens(turbo: TurboEsm, preset: str) -> None:
     """Everything stored, including protected tokens and residuals, on the embedded model."""
@@ -253,11 +249,3 @@ def test_what_is_dropped_is_freed(model: TurboEsmForMaskedLM, is_cut: bool) -> N
     assert all(storage() is None for storage in gone)
     for name, tensor in cache.named_tensors():
         assert name == "lengths" or torch.equal(tensor, expected[name])
-
-
-def test_a_cut_cache_that_is_cropped_frees_its_buffer(model: TurboEsmForMaskedLM) -> None:
-    cache = prefill(model, [40]).cut([40])[0]
-    buffer = weakref.ref(cache.token_ids.untyped_storage())
-    cache.crop(3)
-    gc.collect()
-    assert buffer() is None

@@ -89,18 +89,6 @@ def test_save_pretrained_of_the_base_model(tmp_path: Path) -> None:
             assert torch.equal(loaded(ids, mask).last_hidden_state, model(ids, mask).last_hidden_state)
 
 
-def test_the_base_model_of_a_masked_lm(tiny_model: MakeModel, tmp_path: Path) -> None:
-    """`TurboEsmModel` reads a checkpoint with a language-model head, as `EsmModel` does."""
-    model = tiny_model()
-    model.save_pretrained(tmp_path)
-    loaded = TurboEsmModel.from_pretrained(tmp_path, add_pooling_layer=False, preset="exact").eval()
-    ids, mask = random_ids([14, 9])
-    with torch.no_grad():
-        assert torch.equal(loaded(ids, mask).last_hidden_state, model.esm(ids, mask).last_hidden_state)
-        assert torch.equal(loaded.predict_contacts(ids, mask), model.predict_contacts(ids, mask))
-    assert torch.equal(loaded.rotary_embeddings.inv_freq, model.esm.rotary_embeddings.inv_freq)
-
-
 def test_save_pretrained_in_shards(tiny_model: MakeModel, tmp_path: Path) -> None:
     model = tiny_model(layers=3)
     model.save_pretrained(tmp_path, max_shard_size="100kB")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
-import threading
 import weakref
 from collections.abc import Callable
 
@@ -112,18 +111,6 @@ def test_rows_that_name_their_contexts_share_a_graph(tiny_model: MakeModel, capt
     many = contexts(model, [5] * 9)
     inputs, last = inputs_for(model, many.select([0]), [3]), RowIndex(np.array([8]))
     assert pooled(pool, model, many, *inputs, uses=10, index=last) is None
-
-
-@torch.no_grad()
-def test_one_context_is_shared(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(preset="turbo3"), pool_without_cuda(captures)
-    for rows in (3, 4):
-        cache = contexts(model, [20 + rows])
-        ids, mask, positions = inputs_for(model, cache, [6] * rows)
-        expected = eager(model, cache, ids, mask, positions)
-        found = pooled(pool, model, cache, ids, mask, positions[:1], uses=2)
-        assert (found - expected).abs().max() <= ROUNDING * expected.abs().max()
-    assert len(pool) == 1
 
 
 @torch.no_grad()
@@ -382,33 +369,6 @@ def test_shapes_in_turn_are_rarely_captured_again(tiny_model: MakeModel, capture
     assert len(captures) <= 6
 
 
-@torch.no_grad()
-def test_decoded_contexts_count_towards_the_limit(tiny_model: MakeModel, captures: list) -> None:
-    model, pool = tiny_model(preset="turbo3"), pool_without_cuda(captures)
-    cache = contexts(model, [12])
-    pool.decode(Caller(model.esm.executor, (1,), 2), cache)
-    static, decoded = pool.caches
-    pool.memory_limit = sum(tensor.nbytes for _, tensor in static.named_tensors()) + decoded.nbytes
-    pooled(pool, model, cache, *inputs_for(model, cache, [4]), uses=2)
-    assert len(pool) == 1
-
-
-@pytest.mark.parametrize(
-    ("shapes", "expected"),
-    [
-        ((1, 21, 1, 501), Bucket(1, 24, 1, 512)),
-        ((2, 1, 2, 129), Bucket(8, 8, 8, 256)),
-        ((64, 33, 1, 513), Bucket(64, 48, 1, 768)),
-        ((129, 24, 1, 4), None),
-        ((1, 8, 1, 4097), None),
-        ((20, 9, 5, 9, True), Bucket(32, 16, 16, 128, named=True)),
-        ((6, 9, 7, 9, True), None),
-    ],
-)
-def test_shapes_are_padded_to_few(shapes: tuple[int, int, int, int], expected: Bucket | None) -> None:
-    assert Bucket.of(*shapes) == expected
-
-
 def test_padding_is_at_most_half_of_a_long_call() -> None:
     for number in range(1, 4097):
         bucket = Bucket.of(1, number, 1, number)
@@ -565,35 +525,6 @@ def test_inference_mode(on_cuda: MakeModel) -> None:
     for one in (*found[2:], eager(model, outside, *inputs)):
         assert_same(one, found[0])
     assert len(model.esm.executor.graphs) == 1
-
-
-@pytest.mark.gpu
-def test_threads_and_streams(on_cuda: MakeModel) -> None:
-    """Threads with streams, contexts and tokens of their own, over the graphs of one model."""
-    model = on_cuda()
-    cases = []
-    for seed in range(4):
-        cache = contexts(model, [20 + seed], seed)
-        inputs = inputs_for(model, cache, [5], seed)
-        cases.append((cache, inputs, states(model, cache, *inputs, captures=False)))
-    torch.cuda.synchronize()
-    errors: list[float] = []
-
-    def work(index: int) -> None:
-        cache, inputs, expected = cases[index]
-        with torch.cuda.stream(torch.cuda.Stream()), torch.no_grad():
-            for _ in range(50):
-                found = eager(model, cache, *inputs)
-                errors.append(float((found - expected).float().abs().max() / expected.float().abs().max()))
-
-    model.esm.captures = True
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(errors) == 200
-    assert max(errors) <= ON_DEVICE[torch.bfloat16]
 
 
 @pytest.mark.gpu

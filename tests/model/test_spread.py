@@ -78,17 +78,6 @@ def _numbers(cache: TurboKVCache) -> list[set[int]]:
     return [{number_of(x) for kind in kinds for x in getattr(layer, kind).values()} for layer in cache.layers]
 
 
-def test_devices_are_told_apart(cpus: None, one: TurboEsm) -> None:
-    x, y = torch.ones(2), torch.ones(2, device="cpu:1")
-    assert y.device == torch.device("cpu", 1) and (y * 2).device.index == 1 and (y + torch.tensor(1)).device.index == 1
-    with pytest.raises(RuntimeError, match=r"tensors on CPUs \[0, 1\]"):
-        x + y
-    made = copy.deepcopy(one)
-    _layers(made)[-1].to("cpu:1")
-    with pytest.raises(RuntimeError, match="tensors on CPUs"):
-        made.prefill(SEQUENCES)
-
-
 def test_caches_lie_beside_their_layers(one: TurboEsm, spread_out: TurboEsm, tmp_path: Path) -> None:
     half = len(_layers(one)) // 2
     beside = [{0}] * half + [{1}] * half
