@@ -45,7 +45,7 @@ __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 
 class TurboEsm(ContextModel):
-    """ESM-2 or ESM-C with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
+    """ESM-2, ESM-C or E1 with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
 
     @classmethod
     def from_pretrained(
@@ -63,7 +63,7 @@ class TurboEsm(ContextModel):
         """Load a model with its tokenizer and calibration.
 
         Args:
-            model: a hub id or a folder of any ESM-2 or ESM-C checkpoint, the name of one of Meta's such as
+            model: a hub id or a folder of any ESM-2, ESM-C or E1 checkpoint, the name of one of Meta's such as
                 `esm2_t33_650M_UR50D`, or the folder of a LoRA adapter; None is the embedded esm2-mini, which needs no
                 network and ships with its calibration.
             calibration: a `Calibration`, its path, or "auto": calibrate on the shipped proteins once and keep the
@@ -82,7 +82,7 @@ class TurboEsm(ContextModel):
                 that is shared out.
 
         Raises:
-            ValueError: the checkpoint is neither ESM-2 nor ESM-C, its weights are not finite, the calibration is
+            ValueError: the checkpoint is none of these, its weights are not finite, the calibration is
                 unreadable or belongs to another model, an option is invalid, the device cannot be used, or the model
                 does not fit on the devices of `device_map`.
             ImportError: accelerate is missing, which `device_map` needs.
@@ -470,7 +470,7 @@ class TurboEsm(ContextModel):
 def _mention_demonstration() -> None:
     """Say once per process that nobody has named a model."""
     _log.warning(
-        "%s is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2 or ESM-C,"
+        "%s is a small demonstration model, not one of Meta's; for real work name a checkpoint of ESM-2, ESM-C or E1,"
         " such as TurboEsm.from_pretrained('facebook/esm2_t33_650M_UR50D')",
         EMBEDDED_MODEL.name,
     )

@@ -31,7 +31,7 @@ TARGET = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQ"
 pytestmark = pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=FOLDERS)
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

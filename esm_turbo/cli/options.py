@@ -99,7 +99,7 @@ class ModelOptions:
 
     model: Annotated[
         str | None,
-        Parameter(help="Hub id or folder of an ESM-2 or ESM-C checkpoint. By default, the embedded esm2-mini."),
+        Parameter(help="Hub id or folder of an ESM-2, ESM-C or E1 checkpoint. By default, the embedded esm2-mini."),
         READS,
     ] = None
     device: Device = None

@@ -12,6 +12,29 @@ from typing import Any
 
 
 @dataclass(frozen=True)
+class Vocabulary:
+    """The tokens of a family.
+
+    Attributes:
+        tokens: in the order of their ids.
+        cls: the first token of a protein.
+        eos: the last.
+        pad: padding.
+        mask: stands for a residue to be predicted.
+        before: tokens before the residues of a protein.
+        after: tokens after them.
+    """
+
+    tokens: tuple[str, ...]
+    cls: str = "<cls>"
+    eos: str = "<eos>"
+    pad: str = "<pad>"
+    mask: str = "<mask>"
+    before: tuple[str, ...] = ("<cls>",)
+    after: tuple[str, ...] = ("<eos>",)
+
+
+@dataclass(frozen=True)
 class Family:
     """One family.
 
@@ -22,13 +45,15 @@ class Family:
         model: class of the encoder in it.
         masked_lm: class with the language-model head in it.
         attribute: in which a model with a head holds its encoder.
-        tokenizer: class in transformers.
+        tokenizer: class of the tokenizer.
         vocabulary_file: from which the tokenizer is loaded.
+        vocabulary: its tokens.
         chain_break: token that separates chains; None if the vocabulary has none.
         trained_residues: of the longest proteins in training, without `<cls>` and `<eos>`.
         layers: path of the list of layers in the encoder.
         projections: paths of the query, key, value and output projections in a layer.
         since: the first version of transformers that has the family.
+        tokenizer_module: module of the tokenizer.
     """
 
     name: str
@@ -39,11 +64,13 @@ class Family:
     attribute: str
     tokenizer: str
     vocabulary_file: str
+    vocabulary: Vocabulary
     chain_break: str | None
     trained_residues: int
     layers: str
     projections: tuple[str, str, str, str]
     since: str
+    tokenizer_module: str = "transformers"
 
     @property
     def library_modules(self) -> str:
@@ -68,7 +95,7 @@ class Family:
             ValueError: the installed transformers has no such family.
         """
         try:
-            return getattr(importlib.import_module("transformers"), self.tokenizer)
+            return getattr(importlib.import_module(self.tokenizer_module), self.tokenizer)
         except (ImportError, AttributeError) as error:
             raise self.too_old() from error
 
@@ -78,6 +105,19 @@ class Family:
 
         return ValueError(f"{self.name} needs transformers {self.since} or newer, installed is {__version__}")
 
+
+def _esm_tokens(chain_break: str) -> tuple[str, ...]:
+    """ESM-2's tokens in the order of their ids; other families have a chain break where ESM-2's has no use."""
+    return ("<cls>", "<pad>", "<eos>", "<unk>", *"LAGVSERTIDPKQNFYMHWCXBUZO", ".", "-", chain_break, "<mask>")
+
+
+_E1_VOCABULARY = Vocabulary(
+    ("<pad>", "<bos>", "<eos>", "<bos_glm>", "<eos_span>", "?", "1", "2", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"),
+    cls="<bos>",
+    mask="?",
+    before=("<bos>", "1"),
+    after=("2", "<eos>"),
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
@@ -91,6 +131,7 @@ FAMILIES: dict[str, Family] = {
             attribute="esm",
             tokenizer="EsmTokenizer",
             vocabulary_file="vocab.txt",
+            vocabulary=Vocabulary(_esm_tokens("<null_1>")),
             chain_break=None,
             # Crops of 1,024 tokens (Lin et al. 2023).
             trained_residues=1022,
@@ -112,6 +153,7 @@ FAMILIES: dict[str, Family] = {
             attribute="esmc",
             tokenizer="EsmcTokenizer",
             vocabulary_file="tokenizer.json",
+            vocabulary=Vocabulary(_esm_tokens("|")),
             chain_break="|",
             # The second stage of training had 2,048 tokens (ESM Team 2024, "ESM Cambrian").
             trained_residues=2046,
@@ -119,11 +161,30 @@ FAMILIES: dict[str, Family] = {
             projections=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"),
             since="5.16",
         ),
+        Family(
+            name="E1",
+            model_type="E1",
+            modeling="esm_turbo.modeling_e1_turbo",
+            model="TurboE1Model",
+            masked_lm="TurboE1ForMaskedLM",
+            attribute="model",
+            tokenizer="E1Tokenizer",
+            vocabulary_file="tokenizer.json",
+            vocabulary=_E1_VOCABULARY,
+            chain_break=None,
+            # `max_num_positions_within_seq` of the published configurations, which counts residues.
+            trained_residues=8192,
+            layers="layers",
+            projections=tuple(f"norm_attn_norm.self_attn.{name}_proj" for name in "qkvo"),  # type: ignore[arg-type]
+            since="5.6",
+            tokenizer_module="esm_turbo.proteins.e1_tokenizer",
+        ),
     )
 }
 """By model type."""
 
-FAMILY_NAMES = " or ".join(family.name for family in FAMILIES.values())
+_NAMES = [family.name for family in FAMILIES.values()]
+FAMILY_NAMES = f"{', '.join(_NAMES[:-1])} or {_NAMES[-1]}"
 
 
 def family_of(model_type: Any, source: object) -> Family:
@@ -148,7 +209,13 @@ def encoder_of(model: Any) -> Any:
 
 
 def projections_of(encoder: Any) -> list[tuple[Any, ...]]:
-    """Query, key, value and output projections of every layer of an encoder."""
+    """Query, key, value and output projections of every layer of an encoder that caches store."""
     family = family_of(encoder.config.model_type, type(encoder).__name__)
     layers = encoder.get_submodule(family.layers)
-    return [tuple(map(layer.get_submodule, family.projections)) for layer in layers]
+    # The library's encoders have layers of one kind.
+    kinds = getattr(encoder, "layer_kinds", None) or [None] * len(layers)
+    return [
+        tuple(map(layer.get_submodule, family.projections))
+        for layer, kind in zip(layers, kinds, strict=True)
+        if kind is None or kind.stored
+    ]

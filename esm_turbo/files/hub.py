@@ -95,7 +95,7 @@ def not_found(source: str, reason: str | None = None) -> ModelNotFoundError:
         return ModelNotFoundError(
             f"{source}: the folder is not a complete checkpoint (config.json, weights, vocab.txt)"
         )
-    reason = reason or "the Hugging Face hub cannot be reached or has no such checkpoint of ESM-2 or ESM-C"
+    reason = reason or "the Hugging Face hub cannot be reached or has no such checkpoint of ESM-2, ESM-C or E1"
     # A name that is a file was meant as a folder.
     what = "folder" if os.path.exists(source) else "file or folder"
     return ModelNotFoundError(

@@ -150,16 +150,16 @@ class Executor:
         if positions is None:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
             check_positions(positions)
+        chains, plan.chains = plan.chains, None
         if self.encoder.exact_contexts:
-            # New sequences follow those of the context.
-            following = of_rows(cache.next_chains, index)[:, None]
-            plan.chains = (following if plan.chains is None else following + plan.chains).expand(batch_size, n)
-        embeddings = self._embed(ids, new_mask, counts, plan.chains)
+            # A new sequence follows those of the context.
+            chains = of_rows(cache.next_chains, index)[:, None].expand(batch_size, n)
+        embeddings = self._embed(ids, new_mask, counts, chains)
         if inputs.use_cache:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
             stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
             plan.cache = cache
-            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, plan.chains)
+            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, chains)
         seen = None if attention_mask is None else new_mask
         visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
         positions = positions.expand(batch_size, n)
@@ -169,9 +169,7 @@ class Executor:
             index, order = index.grouped(ids.device, ranks)
         if order is not None:
             ids, embeddings, positions = (x[order] for x in (ids, embeddings, positions))
-            past_mask, seen, visible, plan.chains = (
-                None if x is None else x[order] for x in (past_mask, seen, visible, plan.chains)
-            )
+            past_mask, seen, visible = (None if x is None else x[order] for x in (past_mask, seen, visible))
         backend = self.kv.kv_backend
         if isinstance(cache, PooledContexts):
             assert index is not None

@@ -31,8 +31,12 @@ def mark_missing_heads(config: Any, missing: Iterable[str]) -> None:
         config: the model's.
         missing: names of the weights that the checkpoint lacks.
     """
-    # The output embeddings are tied; `dense` is the head's own.
-    own = {"contact_head.regression.weight": "contact_head", "lm_head.dense.weight": "lm_head"}
+    # Where the output embeddings are tied, `dense` is the head's own.
+    own = {
+        "contact_head.regression.weight": "contact_head",
+        "lm_head.dense.weight": "lm_head",
+        "mlm_head.0.weight": "lm_head",
+    }
     lacking = {own.get(key.removeprefix("esm.")) for key in missing} - {None}
     if lacking:
         setattr(config, _FIELD, sorted(lacking.union(_named(config))))

@@ -21,6 +21,7 @@ from esm_turbo.codecs.row_index import RowIndex
 from esm_turbo.kv.append import Append
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.packing import Attend, Packing
+from esm_turbo.model.sequences import SequenceBounds
 from esm_turbo.model.sessions import KVSession, attend_by
 
 
@@ -163,8 +164,8 @@ class ForwardPlan:
         attention_mask: of the real tokens, [batch, n]; None for all, and in an extension, see `seen`.
         seen: real tokens of an extension, bool [batch, n]; None for all.
         positions: [batch, n] or [1, n]; None for 0, 1, 2, ...
-        chains: number of each token's sequence in its row, [batch, n]; None for one sequence per row. Those of an
-            extension follow the context's where contexts are exact.
+        chains: number of each token's sequence in its row, [batch, n], -1 for padding; None for one sequence per row,
+            as in every extension.
         session: receives queries, keys and values of the stored layers; None without a cache.
         cache: to be written; None for none.
         append: what is written into it.
@@ -228,15 +229,16 @@ class ForwardPlan:
         """Cosines and sines of the tokens in every layer, as `KVBackend.rotate` takes them."""
         return Rotary(self.kinds, self.frequencies, self.positions_at, halves=2)
 
-    def mask_at(self, scope: Scope) -> Tensor | None:
-        """The tokens of its row that each token sees in layers of a scope, bool [batch, 1, n or 1, n]; None for all."""
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """The real tokens, bool [batch, 1, 1, n]; None for all."""
         real = self.seen if self.attention_mask is None else self.attention_mask != 0
-        mask = None if real is None else real[:, None, None, :]
-        if scope is Scope.ROW or self.chains is None:
-            return mask
-        query, key = self.chains[:, None, :, None], self.chains[:, None, None, :]
-        within = query == key if scope is Scope.SEQUENCE else query >= key
-        return within if mask is None else within & mask
+        return None if real is None else real[:, None, None, :]
+
+    @cached_property
+    def bounds(self) -> SequenceBounds | None:
+        """Where sequences begin and end; None for one sequence per row."""
+        return None if self.chains is None else SequenceBounds.of(self.chains)
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Attention of a layer to what its kind lets it see; keys and values are stored where the plan stores them.
@@ -255,5 +257,7 @@ class ForwardPlan:
             output = attend_by(session, self.stored_index(layer_idx), query, keys, values)
             if output is not None:
                 return output
-        mask = self.mask_at(self.kinds[layer_idx].scope)
-        return scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0)
+        scope = self.kinds[layer_idx].scope
+        if self.bounds is not None and scope is not Scope.ROW:
+            return self.bounds.attend(query, keys, values, to_earlier=scope is Scope.PREFIX)
+        return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=1.0)

@@ -25,10 +25,6 @@ _SYMBOL = re.compile(r"<mask>|\S", re.IGNORECASE)
 _MASK = "<mask>"
 # Neither an id nor a letter.
 _OTHER = 255
-_UNUSED = "<null_1>"
-VOCABULARY = ("<cls>", "<pad>", "<eos>", "<unk>", *RESIDUES, ".", "-", _UNUSED, _MASK)
-"""ESM-2's tokens in the order of their ids. Other families may have a chain break where ESM-2's has no use."""
-_SPECIAL_TOKENS = {"cls_token": "<cls>", "pad_token": "<pad>", "eos_token": "<eos>", "mask_token": _MASK}
 
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids of one row: a list, or a NumPy array of integers."""
@@ -41,6 +37,9 @@ class TokenCodes:
     Attributes:
         residues: id of each residue letter.
         chain_break: id of the token between chains; None if there is none.
+        before: ids of the tokens before the residues of a protein.
+        after: ids of those after them.
+        mask_symbol: the mask as it is written; `<mask>` is read by all families.
     """
 
     residues: dict[str, int]
@@ -48,7 +47,10 @@ class TokenCodes:
     eos: int
     mask: int
     pad: int
+    before: tuple[int, ...]
+    after: tuple[int, ...]
     chain_break: int | None = None
+    mask_symbol: str = _MASK
 
     @functools.cached_property
     def _ids(self) -> bytes:
@@ -69,30 +71,36 @@ class TokenCodes:
         Raises:
             ValueError: its vocabulary or special tokens are not the family's.
         """
-        known = [family.chain_break or token if token == _UNUSED else token for token in VOCABULARY]
-        vocabulary = tokenizer.get_vocab()
+        known, vocabulary = family.vocabulary, tokenizer.get_vocab()
         tokens = sorted(vocabulary, key=vocabulary.__getitem__)
-        for index, (found, expected) in enumerate(itertools.zip_longest(tokens, known)):
+        for index, (found, expected) in enumerate(itertools.zip_longest(tokens, known.tokens)):
             if found != expected or vocabulary[found] != index:
                 raise ValueError(
                     f"{tokenizer.name_or_path}: {family.vocabulary_file} is not {family.name}'s: token {index} is"
                     f" {found!r}, not {expected!r}; copy it again from the checkpoint"
                 )
-        for name, expected in _SPECIAL_TOKENS.items():
-            if (found := getattr(tokenizer, name)) != expected:
+        for name in ("cls", "pad", "eos", "mask"):
+            expected = getattr(known, name)
+            if (found := getattr(tokenizer, f"{name}_token")) != expected:
                 raise ValueError(
-                    f"{tokenizer.name_or_path}: tokenizer_config.json is not {family.name}'s: {name} is {found!r}, not"
-                    f" {expected!r}; copy it again from the checkpoint"
+                    f"{tokenizer.name_or_path}: tokenizer_config.json is not {family.name}'s: {name}_token is"
+                    f" {found!r}, not {expected!r}; copy it again from the checkpoint"
                 )
-        residues = {token: index for token, index in vocabulary.items() if len(token) == 1 and token.isalpha()}
         return cls(
-            residues,
-            tokenizer.cls_token_id,
-            tokenizer.eos_token_id,
-            tokenizer.mask_token_id,
-            tokenizer.pad_token_id,
+            {residue: vocabulary[residue] for residue in RESIDUES},
+            vocabulary[known.cls],
+            vocabulary[known.eos],
+            vocabulary[known.mask],
+            vocabulary[known.pad],
+            tuple(vocabulary[token] for token in known.before),
+            tuple(vocabulary[token] for token in known.after),
             vocabulary.get(family.chain_break),
+            known.mask,
         )
+
+    def whole(self, ids: Iterable[int]) -> list[int]:
+        """Ids of a whole protein, given those of its residues."""
+        return [*self.before, *ids, *self.after]
 
     def check(self, config: PreTrainedConfig) -> None:
         """Check that a model takes the same tokens for special ones.
@@ -122,7 +130,9 @@ class TokenCodes:
         if (ids := sequence.encode("ascii", "replace").translate(self._ids)) and _OTHER not in ids:
             return list(ids)
         symbols = _SYMBOL.findall(sequence)
-        others = {_MASK: self.mask} | ({} if self.chain_break is None else {CHAIN_BREAK: self.chain_break})
+        others = {_MASK: self.mask, self.mask_symbol: self.mask} | (
+            {} if self.chain_break is None else {CHAIN_BREAK: self.chain_break}
+        )
         # They count as one residue each, so that messages give the positions that a reader counts.
         letters = "".join("X" if symbol.lower() in others else symbol for symbol in symbols)
         residues = check_sequence(letters, name=name)
@@ -137,7 +147,7 @@ class TokenCodes:
         residues = bytes(token_ids).translate(self._letters)
         if _OTHER not in residues:
             return residues.decode("ascii")
-        letters = {index: letter for letter, index in self.residues.items()} | {self.mask: _MASK}
+        letters = {index: letter for letter, index in self.residues.items()} | {self.mask: self.mask_symbol}
         if self.chain_break is not None:
             letters[self.chain_break] = CHAIN_BREAK
         return "".join(letters[index] for index in token_ids)

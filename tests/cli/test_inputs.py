@@ -224,7 +224,7 @@ def nan_weights(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (bert, "not ESM-2 or ESM-C but model type 'bert'"),
+        (bert, "not ESM-2, ESM-C or E1 but model type 'bert'"),
         (esm1b, "not ESM-2 but an ESM model with absolute positions"),
         (esmfold, "folding"),
         (no_weights, "not a complete checkpoint"),

@@ -14,7 +14,11 @@ import esm_turbo
 from esm_turbo.files.families import FAMILIES, encoder_of, family_of, projections_of
 from tests.helpers.models import make_esm
 
-INSTALLED = [family for family in FAMILIES.values() if hasattr(transformers, family.tokenizer)]
+INSTALLED = [
+    family
+    for family in FAMILIES.values()
+    if family.tokenizer_module != "transformers" or hasattr(transformers, family.tokenizer)
+]
 
 
 @pytest.mark.parametrize("family", INSTALLED, ids=lambda family: family.name)
@@ -39,7 +43,7 @@ def test_projections_are_those_of_every_layer() -> None:
 def test_what_is_no_model_of_a_family_stays_as_it_is() -> None:
     linear = torch.nn.Linear(2, 2)
     assert encoder_of(linear) is linear
-    with pytest.raises(ValueError, match=r"a folder: not ESM-2 or ESM-C but model type 'bert'"):
+    with pytest.raises(ValueError, match=r"a folder: not ESM-2, ESM-C or E1 but model type 'bert'"):
         family_of("bert", "a folder")
     with pytest.raises(ValueError, match="model type None"):
         family_of(None, "a folder")

@@ -57,25 +57,30 @@ def test_each_kind_of_layer_has_its_angles() -> None:
         assert plan.rotary.at(layer, torch.device("cpu"))[0] is cos
 
 
-@pytest.mark.parametrize("extends", [False, True])
-def test_each_scope_sees_its_tokens(extends: bool) -> None:
+def seen_in(scope: Scope) -> Tensor:
+    """The tokens that each real token sees, bool [batch, 1, n, n]; padding sees itself."""
+    query, key = CHAINS[:, None, :, None], CHAINS[:, None, None, :]
+    seen = {Scope.ROW: key >= 0, Scope.SEQUENCE: query == key, Scope.PREFIX: (query >= key) & (key >= 0)}[scope]
+    return torch.where(query >= 0, seen, query == key)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.scope.name)
+def test_each_scope_sees_its_tokens(kind: LayerKind) -> None:
     real = CHAINS >= 0
-    plan = plan_of(chains=CHAINS, **({"seen": real} if extends else {"attention_mask": real.long()}))
-    for scope in Scope:
-        mask = plan.mask_at(scope)
-        assert mask is not None
-        found = mask.expand(2, 1, 7, 7)[:, 0]
-        for row, chains in enumerate(CHAINS.tolist()):
-            for query, own in enumerate(chains):
-                if own < 0:
-                    continue
-                sees = {
-                    Scope.ROW: [key >= 0 for key in chains],
-                    Scope.SEQUENCE: [key == own for key in chains],
-                    Scope.PREFIX: [0 <= key <= own for key in chains],
-                }[scope]
-                assert found[row, query].tolist() == sees
-    assert all(plan_of().mask_at(scope) is None for scope in Scope)
+    plan = plan_of(chains=CHAINS, attention_mask=real.long())
+    query, keys, values = torch.randn(3, 2, 2, 7, 4)
+    found = plan.attend(KINDS.index(kind), query, keys, values).transpose(1, 2)[real]
+    expected = scaled_dot_product_attention(query, keys, values, attn_mask=seen_in(kind.scope), scale=1.0)
+    torch.testing.assert_close(found, expected.transpose(1, 2)[real], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("extends", [False, True])
+def test_padding_of_one_sequence_per_row_is_not_seen(extends: bool) -> None:
+    real = CHAINS >= 0
+    plan = plan_of(**({"seen": real} if extends else {"attention_mask": real.long()}))
+    assert plan.bounds is None and plan.mask is not None
+    assert torch.equal(plan.mask[:, 0, 0], real)
+    assert plan_of().mask is None
 
 
 def test_sessions_know_stored_layers_alone() -> None:
@@ -86,9 +91,8 @@ def test_sessions_know_stored_layers_alone() -> None:
     assert session.layers == [0, 1]
     assert plan.session_at(0) is None and plan.session_at(1) is session
     # What a session leaves to the model is attention to what the layer sees.
-    for output, kind in zip(outputs, KINDS, strict=True):
-        mask = plan.mask_at(kind.scope)
-        assert torch.equal(output, scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=1.0))
+    alone = plan_of(chains=CHAINS)
+    assert all(torch.equal(x, alone.attend(layer, query, keys, values)) for layer, x in enumerate(outputs))
 
 
 def test_packed_tokens_attend_by_layer() -> None:
@@ -101,7 +105,7 @@ def test_packed_tokens_attend_by_layer() -> None:
     attend = attention_to_cache(plan, 2)
     qkv = torch.randn(14, 3, 2, 4)
     query, keys, values = qkv.view(2, 7, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind()
-    within = scaled_dot_product_attention(query, keys, values, attn_mask=plan.mask_at(Scope.SEQUENCE), scale=1.0)
+    within = plan_of(chains=CHAINS).attend(0, query, keys, values)
     assert torch.equal(attend(0, qkv), within.transpose(1, 2).reshape(14, 8))
     assert torch.equal(attend(1, qkv), 2 * qkv[:, 2].flatten(1))
     assert plan.session.layers == [0]

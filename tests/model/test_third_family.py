@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from esm_turbo.files.families import FAMILIES, Family
+from esm_turbo.files.families import FAMILIES, Family, Vocabulary
 from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.plan import ForwardPlan, LayerKind, Scope
 from esm_turbo.ops.torch_ops import rotate
@@ -42,6 +42,7 @@ FAMILY = Family(
     attribute="toy",
     tokenizer="",
     vocabulary_file="",
+    vocabulary=Vocabulary(()),
     chain_break=None,
     trained_residues=100,
     layers="layers",

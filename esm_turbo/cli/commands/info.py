@@ -24,7 +24,7 @@ def info(
     Without an argument, describes the embedded model and the environment.
 
     Args:
-        target: Hub id or folder of an ESM-2 or ESM-C checkpoint, or a file, store or folder written by this program.
+        target: Hub id or folder of an ESM-2, ESM-C or E1 checkpoint, or a file, store or folder of this program.
         calibration: Calibration of the model, to count the bytes of its own caches.
         length: Tokens per protein in the caches, special tokens included.
         batch: Proteins in each cache.

@@ -16,7 +16,7 @@ def warmup(
     """Compile the GPU kernels of a model ahead of its first call; once on a machine for each dtype and preset.
 
     Args:
-        checkpoint: Hub id or folder of an ESM-2 or ESM-C checkpoint, instead of --model.
+        checkpoint: Hub id or folder of an ESM-2, ESM-C or E1 checkpoint, instead of --model.
     """
     if checkpoint is not None and model.model is not None:
         raise ValueError("give the model once: as the argument, or by --model")

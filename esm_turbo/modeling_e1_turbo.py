@@ -1,0 +1,376 @@
+"""E1 (Profluent 2025), with a key/value cache whose contexts are exact.
+
+E1 reads several sequences, homologs and then a query: a sequence sees itself and those before it, never those after.
+Every few layers are global, with positions over all sequences; the others attend within a sequence. Only the global
+layers read homologs, so that caches hold their keys and values alone, and a query after a cached context gives what the
+whole would.
+
+transformers does not have E1: the architecture stands here whole, with the names of published weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import BaseModelOutputWithPast, MaskedLMOutput
+
+from esm_turbo.files.families import FAMILIES
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.cached_model import CachedModel
+from esm_turbo.model.checkpoints import CheckpointMixin
+from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
+from esm_turbo.model.plan import ForwardPlan, LayerKind, Scope
+from esm_turbo.model.rotary import Float32Frequencies
+from esm_turbo.model.sequences import number_sequences
+from esm_turbo.model.spread import to_weight_device
+from esm_turbo.ops.torch_ops import rotate
+
+_GLOBAL = LayerKind(Scope.PREFIX)
+_WITHIN = LayerKind(Scope.SEQUENCE, rotary=1, stored=False)
+
+
+class TurboE1Config(PreTrainedConfig):
+    """The fields of a published `config.json`; the defaults are those of E1 600M."""
+
+    model_type = "E1"
+    vocab_size: int = 34
+    hidden_size: int = 1280
+    intermediate_size: int = 3840
+    num_hidden_layers: int = 30
+    num_attention_heads: int = 20
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    gated_mlp: bool = True
+    clip_qkv: float | int = 8
+    rms_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    global_attention_every_n_layers: int = 3
+    rope_theta_within_seq: float | int = 10000.0
+    rope_theta_global: float | int = 500000.0
+    max_num_sequences: int = 512
+    max_num_positions_within_seq: int = 8192
+    max_num_positions_global: int = 65536
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 1
+    eos_token_id: int | None = 2
+    mask_token_id: int = 5
+    tie_word_embeddings: bool = False
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The attention of each layer."""
+        every = self.global_attention_every_n_layers
+        return tuple(_WITHIN if (index + 1) % every else _GLOBAL for index in range(self.num_hidden_layers))
+
+    @property
+    def num_cached_layers(self) -> int:
+        """Number of layers whose keys and values caches store, see `Geometry`."""
+        return self.layer_kinds.count(_GLOBAL)
+
+
+class E1RotaryEmbedding(Float32Frequencies, nn.Module):
+    """Inverse frequencies of rotary positions, float32 [head_dim / 2]."""
+
+    def __init__(self, theta: float, head_dim: int) -> None:
+        super().__init__()
+        self.theta, self.head_dim = theta, head_dim
+        self.register_buffer("inv_freq", self.compute(), persistent=False)
+
+    def compute(self) -> Tensor:
+        """The frequencies, on the CPU."""
+        with torch.device("cpu"):
+            frequencies: Tensor = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
+        return frequencies
+
+
+class E1Attention(nn.Module):
+    """Self-attention whose projections are clamped before RoPE."""
+
+    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.layer_idx, self.clip = layer_idx, config.clip_qkv
+        self.head_dim = size // config.num_attention_heads
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(4))
+
+    def forward(self, hidden: Tensor, plan: ForwardPlan) -> Tensor:
+        """Attention of hidden states [batch, n, hidden_size] to what the plan lets the layer see."""
+        query, keys, values = (
+            project(hidden).clamp(-self.clip, self.clip).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, keys = rotate(query, keys, *plan.rotary.at(self.layer_idx, hidden.device), self.head_dim**-0.5)
+        attended = plan.attend(self.layer_idx, query, keys, values)
+        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
+        return output
+
+
+class E1AttentionBlock(nn.Module):
+    """Attention and its norms; the second is that of the MLP."""
+
+    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = E1Attention(config, layer_idx)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+
+class E1GatedMLP(nn.Module):
+    """w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, config: TurboE1Config) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """The MLP of hidden states [..., hidden_size]."""
+        output: Tensor = self.w2(silu(self.w1(hidden)) * self.w3(hidden))
+        return output
+
+
+class E1Layer(nn.Module):
+    """A transformer layer with norms before attention and MLP."""
+
+    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
+        super().__init__()
+        self.norm_attn_norm = E1AttentionBlock(config, layer_idx)
+        self.ffn = nn.ModuleDict({"mlp": E1GatedMLP(config)})
+
+    def forward(self, hidden: Tensor, plan: ForwardPlan) -> Tensor:
+        """Hidden states after the layer, [batch, n, hidden_size]."""
+        block = self.norm_attn_norm
+        hidden = hidden + block.self_attn(block.input_layernorm(hidden), plan)
+        output: Tensor = hidden + self.ffn["mlp"](block.post_attention_layernorm(hidden))
+        return output
+
+
+class _Checkpoints(CheckpointMixin):
+    """Fields and checks of E1's checkpoints."""
+
+    family = FAMILIES["E1"]
+    config_class = TurboE1Config
+    base_model_prefix = "model"
+    deciding_fields: ClassVar[dict[str, tuple[type, ...]]] = {
+        "vocab_size": (int,),
+        "hidden_size": (int,),
+        "num_hidden_layers": (int,),
+        "num_attention_heads": (int,),
+        "intermediate_size": (int,),
+        "global_attention_every_n_layers": (int,),
+        "clip_qkv": (int, float),
+        "rope_theta_within_seq": (int, float),
+        "rope_theta_global": (int, float),
+        "rms_norm_eps": (float,),
+    }
+
+    @classmethod
+    def check_config(cls, config: TurboE1Config) -> None:
+        """See `CheckpointMixin.check_config`."""
+        super().check_config(config)
+        heads, shared, every = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.global_attention_every_n_layers,
+        )
+        if shared not in (None, heads):
+            raise ValueError(f"{heads} heads share {shared} of keys and values; the published E1 have as many of each")
+        if config.hidden_size % heads:
+            raise ValueError(f"hidden_size {config.hidden_size} is not a multiple of {heads} heads")
+        if not 1 <= every <= config.num_hidden_layers:
+            raise ValueError(
+                f"`global_attention_every_n_layers` must be 1 to {config.num_hidden_layers}, got {every}: without a"
+                " global layer no homolog is read"
+            )
+        if not config.gated_mlp or config.hidden_act != "silu":
+            raise ValueError(
+                f"the MLP of E1 must be gated by silu, got gated_mlp {config.gated_mlp}, {config.hidden_act!r}"
+            )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[misc]
+        if isinstance(module, E1RotaryEmbedding):
+            init.copy_(module.inv_freq, module.compute())
+
+
+class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
+    """The encoder of E1, see `CachedModel`."""
+
+    exact_contexts = True
+    # Extensions are captured once their eager forward has been measured on a GPU.
+    capturable = False
+    _no_split_modules = ("E1Layer",)
+    plain_modules = frozenset(
+        {nn.Embedding, E1RotaryEmbedding, E1Layer, E1AttentionBlock, E1Attention, E1GatedMLP, nn.RMSNorm, nn.Linear}
+        | {nn.ModuleList, nn.ModuleDict}
+    )
+
+    def __init__(self, config: TurboE1Config) -> None:
+        self.check_config(config)
+        super().__init__(config)
+        head_dim = config.hidden_size // config.num_attention_heads
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_seq_id = nn.Embedding(config.max_num_sequences, config.hidden_size)
+        self.layers = nn.ModuleList(E1Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.rotary_global = E1RotaryEmbedding(config.rope_theta_global, head_dim)
+        self.rotary_within = E1RotaryEmbedding(config.rope_theta_within_seq, head_dim)
+        self.prepare_turbo()
+        self.post_init()
+
+    @property
+    def layer_kinds(self) -> Sequence[LayerKind]:
+        """See `FamilyEncoder.layer_kinds`."""
+        kinds: Sequence[LayerKind] = self.config.layer_kinds
+        return kinds
+
+    def frequencies(self, kind: LayerKind) -> Tensor:
+        """See `FamilyEncoder.frequencies`."""
+        frequencies: Tensor = (self.rotary_within if kind.rotary else self.rotary_global).inv_freq
+        return frequencies
+
+    @property
+    def rotary_frequencies(self) -> Tensor:
+        """See `FamilyEncoder.rotary_frequencies`: those of the layers that are stored."""
+        return self.frequencies(_GLOBAL)
+
+    @property
+    def special_ids(self) -> tuple[int, int]:
+        """See `FamilyEncoder.special_ids`."""
+        return self.config.bos_token_id, self.config.eos_token_id
+
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """See `FamilyEncoder.parts`."""
+        return self.embed_tokens, self.embed_seq_id, self.layers, self.norm, self.rotary_global, self.rotary_within
+
+    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """See `FamilyEncoder.channel_parameters`."""
+        layer: Any = self.layers[layer_idx]
+        attention = layer.norm_attn_norm.self_attn
+        return (attention.q_proj.weight,), (attention.k_proj.weight,), (attention.v_proj.weight,)
+
+    def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
+        """See `FamilyEncoder.embed`."""
+        embeddings: Tensor = self.embed_tokens(input_ids)
+        return embeddings
+
+    def embed_sequences(self, embeddings: Tensor, chains: Tensor | None) -> Tensor:
+        """See `FamilyEncoder.embed_sequences`."""
+        if chains is None:
+            return embeddings + self.embed_seq_id.weight[0]
+        numbered: Tensor = embeddings + self.embed_seq_id(chains.clamp_min(0))
+        return numbered
+
+    def library_forward(self, plan: ForwardPlan) -> BaseModelOutputWithPast:
+        """See `FamilyEncoder.library_forward`."""
+        hidden = plan.embeddings
+        if hidden is None:
+            assert plan.input_ids is not None
+            hidden = self.embed_sequences(self.embed_tokens(plan.input_ids), plan.chains)
+        states = []
+        layer: Any
+        for layer in self.layers:
+            states.append(hidden)
+            # Layers may lie on several devices.
+            (hidden,) = to_weight_device(layer.norm_attn_norm.input_layernorm.weight, hidden)
+            hidden = layer(hidden, plan)
+        (hidden,) = to_weight_device(self.norm.weight, hidden)
+        hidden = self.norm(hidden)
+        wanted = plan.options.get("output_hidden_states") or self.config.output_hidden_states
+        return self.output(hidden, (*states, hidden) if wanted else None)
+
+    def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
+        """See `FamilyEncoder.output`."""
+        return BaseModelOutputWithPast(last, hidden_states=states)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        sequence_id: Tensor | None = None,
+        *,
+        past_key_values: TurboKVCache | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Run the model, and optionally write or extend a cache.
+
+        Args:
+            input_ids: token ids, int64 or int32 [batch, n]; every sequence begins with `<bos>`.
+            attention_mask: see `CachedModel.forward`.
+            position_ids: global positions, [batch, n] or [1, n]; by default 0, 1, 2, ... or each row's next ones.
+            sequence_id: number of each token's sequence, integers [batch, n], -1 for padding; by default counted by
+                `<bos>`, for which a device must be waited for. New tokens are the sequence after the context's last.
+            past_key_values: see `CachedModel.forward`.
+            **kwargs: of `CachedModel.forward`.
+
+        Raises:
+            ValueError: new tokens after a context are of several sequences (on the CPU only); see also
+                `CachedModel.forward`.
+        """
+        extends = isinstance(past_key_values, TurboKVCache) and past_key_values.batch_size > 0
+        if input_ids is not None and input_ids.dim() == 2 and not (extends and input_ids.device.type != "cpu"):
+            begins = input_ids[:, 1:] == self.config.bos_token_id
+            if attention_mask is not None and attention_mask.shape == input_ids.shape:
+                begins = begins & (attention_mask[:, 1:] != 0)
+            several = bool(begins.any()) if sequence_id is None else bool((sequence_id > 0).any())
+            if several and extends:
+                raise ValueError("new tokens after a context must be one sequence per row: `<bos>` occurs within them")
+            if several and sequence_id is None:
+                sequence_id = number_sequences(input_ids, self.config.bos_token_id)
+                if attention_mask is not None:
+                    sequence_id = torch.where(attention_mask != 0, sequence_id, -1)
+            kwargs["chains"] = sequence_id if several else None
+        output: BaseModelOutputWithPast | tuple[Any, ...] = super().forward(
+            input_ids, attention_mask, position_ids, past_key_values=past_key_values, **kwargs
+        )
+        return output
+
+
+class TurboE1ForMaskedLM(_Checkpoints, CachedMaskedLM, PreTrainedModel):
+    """E1 with its language-model head; see `TurboE1Model`."""
+
+    def __init__(self, config: TurboE1Config) -> None:
+        self.check_config(config)
+        super().__init__(config)
+        size = config.hidden_size
+        self.model = TurboE1Model(config)
+        self.mlm_head = nn.Sequential(
+            nn.Linear(size, size),
+            nn.GELU(),
+            nn.LayerNorm(size, eps=config.rms_norm_eps),
+            nn.Linear(size, config.vocab_size),
+        )
+        self.post_init()
+
+    @property
+    def lm_head(self) -> nn.Module:
+        """The head by the name that other families have for it."""
+        return self.mlm_head
+
+    def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> TurboMaskedLMOutput | tuple[Any, ...]:
+        """Run the model as `TurboE1Model` does, with the logits [batch, n, vocab_size] of every token.
+
+        Args:
+            *args: of `TurboE1Model.forward`.
+            labels: token ids to be predicted, -100 where there are none, [batch, n].
+            **kwargs: of `TurboE1Model.forward`.
+        """
+        known = {name: kwargs.pop(name, None) for name in ("past_key_values", "use_cache", "return_dict")}
+        return self.forward_with_head(TurboE1ForMaskedLM._with_logits, *args, labels=labels, **known, **kwargs)
+
+    def _with_logits(self, *args: Any, labels: Tensor | None, **kwargs: Any) -> MaskedLMOutput:
+        output = self.model(*args, **kwargs)
+        logits = self.mlm_head(output.last_hidden_state)
+        loss = None
+        if labels is not None:
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten().to(logits.device))
+        return MaskedLMOutput(loss, logits, output.hidden_states)
