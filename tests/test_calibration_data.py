@@ -260,14 +260,6 @@ def test_transmembrane_segments_are_separate_windows(script):
     assert script.transmembrane_segments("A" * 17 + "SS") == 0, "mean 1.53"
 
 
-@pytest.mark.parametrize("place", [0, 7, 16])
-def test_transmembrane_limit_is_exact(script, place):
-    before, after = "A" * place, "A" * (16 - place)
-    # Hydropathy in tenths: alanine 18, phenylalanine 28, serine -8, glycine -4, tryptophan -9.
-    assert script.transmembrane_segments(before + "FSG" + after) == 1, "304 tenths, mean 1.6"
-    assert script.transmembrane_segments(before + "FWG" + after) == 0, "303 tenths"
-
-
 def test_charge_hydropathy_of_known_compositions(script):
     # Glutamate: hydropathy -3.5, scaled 1/9, net charge 1. Isoleucine: 4.5, scaled 1, no charge.
     assert script.charge_hydropathy("E" * 50) == pytest.approx(1 - 2.785 / 9 + 1.151, abs=1e-12)
@@ -324,14 +316,6 @@ def test_select_says_what_is_missing(script, pool):
         ValueError, match=r"^mainly_alpha, 151 to 350 residues: 10 distinct proteins for 11; lower the target"
     ):
         script.select(pool, [], {"mainly_alpha": (1, 11)})
-
-
-def test_summary_replaces_only_what_stands_between_its_marks(script):
-    first = script.with_summary("prose\n", "one")
-    assert first.startswith("prose\n")
-    assert "one" in first
-    changed = script.with_summary(first + "after\n", "two")
-    assert changed == first.replace("one", "two") + "after\n"
 
 
 def test_script_runs_on_a_folder_and_repeats_itself(script, pool, tmp_path, monkeypatch, capsys):

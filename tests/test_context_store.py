@@ -29,7 +29,7 @@ from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.context_store import context_key, is_store, store_info
 from esm_turbo.files import artifacts
-from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
+from esm_turbo.files.artifacts import read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError, only_writer
 from esm_turbo.store import files as store_files
 from esm_turbo.store import filling, writer
@@ -738,20 +738,6 @@ def test_batches_that_do_not_fit_are_reported_and_the_others_stored(compressed, 
         list(store.add_batches(compressed, [proteins()[7:]]))
 
 
-def test_two_that_add_the_same_batches_do_not_wait_for_each_other(compressed, tmp_path, ahead):
-    batches = [[sequence] for sequence in proteins(10)]
-    ContextStore(tmp_path).add(compressed, "MKTAY")
-    begin = time.monotonic()
-    with ThreadPoolExecutor(2) as pool:
-        orders = [batches, [*batches[1::2], *batches[::2]]]
-        counts = [
-            pool.submit(lambda own: sum(ContextStore(tmp_path).add_batches(compressed, own)), own) for own in orders
-        ]
-        assert sum(count.result(timeout=60) for count in counts) == 10
-    assert time.monotonic() - begin < 30
-    assert len(contexts(tmp_path)) == 11
-
-
 def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     store = ContextStore(tmp_path)
     wanted = context_requests(compressed, proteins())
@@ -1134,27 +1120,6 @@ def test_a_tier_is_least_recently_used(budget, steps):
         assert len(tier) == len(model)
     for key, _ in model:
         assert tier.get(key) is not None
-
-
-@pytest.mark.parametrize("preset", ["exact", "paper", DEFAULT_PRESET, "turbo1", "kivi2"])
-def test_a_flat_context_is_the_cache(tiny, preset):
-    turbo = tiny(preset)
-    cache = turbo.prefill("MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ" * 2)
-    cache.crop(50)
-    spec = store_files.context_spec(turbo)
-    flat = FlatContext.of(cache)
-    again = flat.cache(spec)
-    assert_same(again, cache)
-    assert again.get_seq_length() == 50
-    described = json.loads(json.dumps(flat.description()))
-    copied = FlatContext.from_description(flat.buffer.clone(), described)
-    assert copied.parts == flat.parts
-    assert_same(copied.in_memory(pinned=False).cache(spec), cache)
-    # Little more than the tensors.
-    assert flat.nbytes <= sum(tensor.nbytes for _, tensor in cache.named_tensors()) + 64 * len(flat.parts)
-    for wrong in (flat.description()[:-1], [["lengths", "no_dtype", [1]]], [["a", "int64"]], "text", [[]], []):
-        with pytest.raises((ValueError, ArtifactError)):
-            FlatContext.from_description(flat.buffer, wrong)
 
 
 def test_counts_survive_damaged_lines_and_are_added_up(compressed, tmp_path):

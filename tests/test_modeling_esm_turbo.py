@@ -12,14 +12,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import EsmForMaskedLM, EsmForSequenceClassification, EsmModel
+from transformers import EsmForMaskedLM, EsmModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.esm import modeling_esm
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
-from esm_turbo.config import DEFAULT_PRESET, PRESETS
-from tests.helpers.models import CLS, EOS, MASK, make_config, make_esm, random_ids
+from esm_turbo.config import DEFAULT_PRESET
+from tests.helpers.models import MASK, make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
 # Heads and head size of the six published models.
@@ -215,31 +215,6 @@ def test_tuples(tiny_model: MakeModel) -> None:
     assert isinstance(ours(ids, mask, use_cache=True, return_dict=True).past_key_values, TurboKVCache)
 
 
-@torch.no_grad()
-def test_attentions_come_with_a_cache(tiny_model: MakeModel) -> None:
-    """Under eager attention a prefill that writes a cache returns the weights as any forward does."""
-    model = tiny_model(preset=DEFAULT_PRESET, attn_implementation="eager")
-    ids, mask = random_ids([9, 5])
-    attentions = model(ids, mask, use_cache=True, output_attentions=True).attentions
-    assert [a.shape for a in attentions] == [(2, 4, 9, 9)] * 2
-    assert ((attentions[1].sum(-1) - 1).abs() <= 1e-5).all()
-    assert (attentions[1][1, :, :, 5:] == 0).all()
-
-
-def test_inference_mode(tiny_model: MakeModel) -> None:
-    """A cache written in inference mode is used outside of it, and the other way round."""
-    model = tiny_model(preset=DEFAULT_PRESET)
-    ids, mask = random_ids([9, 5])
-    with torch.inference_mode():
-        cache = model(ids, mask, use_cache=True).past_key_values
-    with torch.no_grad():
-        outside = model(ids, past_key_values=cache, use_cache=True).logits
-        again = model(ids, mask, use_cache=True).past_key_values
-    cache.crop(3)
-    with torch.inference_mode():
-        assert torch.equal(model(ids, past_key_values=again, use_cache=True).logits, outside)
-
-
 def test_from_esm_shares_the_weights(tiny_model: MakeModel) -> None:
     hf = make_esm()
     ours = TurboEsmForMaskedLM.from_esm(hf, preset="exact")
@@ -285,17 +260,6 @@ def test_transformers_is_not_patched(tiny_model: MakeModel) -> None:
     assert {type(layer.attention.self) for layer in hf.esm.encoder.layer} == {modeling_esm.EsmSelfAttention}
 
 
-@torch.no_grad()
-def test_another_model_of_the_process_is_unaffected() -> None:
-    hf = EsmForSequenceClassification._from_config(make_config(num_labels=3)).eval()
-    ids, mask = random_ids([9, 5])
-    before = hf(ids, mask).logits
-    ours = TurboEsmModel.from_esm(hf.esm, preset="exact")
-    cache = ours(ids, mask, use_cache=True).past_key_values
-    ours(ids, past_key_values=cache)
-    assert torch.equal(hf(ids, mask).logits, before)
-
-
 def test_from_esm_refuses_other_architectures() -> None:
     with torch.device("meta"):
         learned = EsmForMaskedLM._from_config(make_config(position_embedding_type="absolute"))
@@ -338,25 +302,6 @@ def test_state_dict(tiny_model: MakeModel, tmp_path: Path) -> None:
     assert make_esm(seed=1).load_state_dict(source.state_dict()).unexpected_keys == []
 
 
-@torch.no_grad()
-def test_a_deep_copy(tiny_model: MakeModel) -> None:
-    model = tiny_model(preset=DEFAULT_PRESET)
-    ids, mask = random_ids([9, 5])
-    other = copy.deepcopy(model)
-    cache = model(ids, mask, use_cache=True).past_key_values
-    assert torch.equal(other(ids, past_key_values=cache).logits, model(ids, past_key_values=cache).logits)
-
-
-@torch.no_grad()
-def test_a_cache_is_refused_after_the_weights_change(tiny_model: MakeModel) -> None:
-    model = tiny_model()
-    ids, mask = random_ids([9, 5])
-    cache = model(ids, mask, use_cache=True).past_key_values
-    model.load_state_dict(tiny_model(seed=1).state_dict())
-    with pytest.raises(ValueError, match="another model"):
-        model(ids, past_key_values=cache)
-
-
 @pytest.fixture(scope="module")
 def plain(tiny_model: MakeModel) -> TurboEsmForMaskedLM:
     return tiny_model()
@@ -384,25 +329,6 @@ def test_an_empty_cache_of_another_model(plain: TurboEsmForMaskedLM, tiny_model:
     for other in (tiny_model(seed=1), tiny_model(layers=3)):
         with torch.no_grad(), pytest.raises(ValueError, match=r"another model|3 layers"):
             plain(NEW, past_key_values=other.new_cache(), use_cache=True)
-
-
-def test_eos_and_cls_are_the_protected_tokens(tiny_model: MakeModel) -> None:
-    assert tiny_model().esm.special_ids == (CLS, EOS)
-
-
-def test_presets_all_write_and_read(tiny_model: MakeModel) -> None:
-    """Every preset there is, on ragged rows."""
-    ids, mask = random_ids([12, 5], masks=1, eos=True)
-    exact = tiny_model()
-    with torch.no_grad():
-        reference = exact(NEW, past_key_values=exact(ids, mask, use_cache=True).past_key_values).logits
-        for name in PRESETS:
-            model = tiny_model(preset=name, calibrated=True)
-            cache = model(ids, mask, use_cache=True).past_key_values
-            output: Tensor = model(NEW, past_key_values=cache).logits
-            error = (output - reference).square().mean().sqrt() / reference.square().mean().sqrt()
-            assert error < 0.5, name
-            assert (error < 1e-5) == (name == "exact")
 
 
 @torch.no_grad()

@@ -71,19 +71,6 @@ def test_wrong_arguments_refer_to_the_help_of_their_command(esm, arguments, mess
     assert message in esm(*arguments).error
 
 
-@pytest.mark.parametrize(
-    ("command", "called"),
-    [
-        ("variants", "WILD_TYPES [VARIANTS] [OPTIONS]"),
-        ("score", "TARGETS [CANDIDATES] [OPTIONS]"),
-        ("info", "[TARGET] [OPTIONS]"),
-        ("demo", "[OPTIONS]"),
-    ],
-)
-def test_the_usage_of_a_command(esm, command, called):
-    assert esm(command, "--help").out.splitlines()[0] == f"Usage: esm-turbo {command} {called}"
-
-
 def test_errors_name_options_as_on_the_command_line(esm, fasta, tmp_path, tiny_folder):
     result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder, "--repr-layers", "9")
     assert result.error == "--repr-layers must lie in -3 to 2 for this model, got 9"

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from esm_turbo.cli import console
-from esm_turbo.cli.console import _duration, one_line, progress_bar, quiet, say, show, width, working
+from esm_turbo.cli.console import one_line, progress_bar, quiet, say, show, width, working
 from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.limits import LongProteinWarning
 
@@ -112,11 +112,6 @@ def test_a_long_run_without_results_yet_has_no_rate(
         progress("generate", 0, 7)
         progress("generate", 7, 7)
     assert capsys.readouterr().err == "esm-turbo: generate: 0 of 7 samples\n"
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(89, "89 s"), (90, "2 min"), (3570, "1 h 0 min"), (7500, "2 h 5 min")])
-def test_durations(seconds: float, text: str) -> None:
-    assert _duration(seconds) == text
 
 
 def test_every_stage_has_a_bar_with_its_rate(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -317,23 +317,6 @@ def test_a_damaged_calibration_is_refused(esm, fasta, tmp_path, tiny_folder, tin
     assert files(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [({"seed": 1}, "the weights are not this model's"), ({"layers": 3}, "3 layers x 4 heads x 16")],
-    ids=["another model", "another geometry"],
-)
-def test_a_calibration_of_another_model_is_refused(
-    esm, fasta, tmp_path, tiny_folder, tiny_calibration, config, message
-):
-    result = esm(
-        "embed", fasta, tmp_path / "out", "--include", "cache", "--model", tiny_folder,
-        "--calibration", tiny_calibration(**config),
-    )  # fmt: skip
-    assert result.code == 2
-    assert message in result.error
-    assert not (tmp_path / "out").exists()
-
-
 @pytest.mark.parametrize("content", [bytes(range(256)), b"\xff" * 40], ids=["bytes", "not utf-8"])
 def test_a_damaged_vocabulary_is_named(esm, fasta, tmp_path, tiny_folder, content):
     model = tmp_path / "model"

@@ -6,13 +6,11 @@ import io
 from collections.abc import Sequence
 from statistics import fmean
 
-import pytest
 from rich.console import Console
 
 from esm_turbo import TurboEsm
-from esm_turbo.cli.score_report import _agreement_cells, _shortened, score_report, variants_report
+from esm_turbo.cli.score_report import score_report, variants_report
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.scoring.records import Candidate, read_candidates, score_records
 from esm_turbo.tasks.variants.records import MeasuredVariant
 from esm_turbo.tasks.variants.records import score_records as score_variant_records
@@ -126,14 +124,3 @@ def test_many_proteins_have_a_row_each(turbo: TurboEsm) -> None:
         cells = row(lines, result.wild_type.id, str(len(values)), "full")
         assert cells[3:6] == [f"{fmean(values):.4f}", result.variants[best].variant, f"{values[best]:.4f}"]
         assert row(lines, result.wild_type.id, str(len(values)), "turbo")[6] == f"{result.against_full('turbo'):.4f}"
-
-
-def test_means_of_agreements_leave_undefined_correlations_out() -> None:
-    some = [RankAgreement(3, 0.5, 2, 1.0, 0.25), RankAgreement(1, None, 1, 0.5, 0.75)]
-    assert _agreement_cells(some) == ["0.5000", "0.75", "0.5000"]
-    assert _agreement_cells(some[1:]) == ["-", "0.50", "0.7500"]
-
-
-@pytest.mark.parametrize(("length", "shown"), [(32, "M" * 32), (33, "M" * 29 + "...")])
-def test_long_sequences_are_shortened(length: int, shown: str) -> None:
-    assert _shortened("M" * length) == shown

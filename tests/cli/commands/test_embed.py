@@ -213,37 +213,6 @@ def test_a_non_finite_embedding_is_a_failed_record(esm, fasta, tmp_path, tiny_fo
     assert "2 of 3 proteins" in result.out
 
 
-@pytest.mark.parametrize("file_format", ["pt", "h5"])
-def test_files_written_before_a_failure_are_complete(esm, fasta, tmp_path, tiny_folder, monkeypatch, file_format):
-    from esm_turbo.tasks.embedding import embed as embedding
-
-    original, calls = embedding._embed_batch, []
-
-    def fail_later(*arguments):
-        calls.append(1)
-        if len(calls) == 3:
-            raise ValueError("out of luck")
-        return original(*arguments)
-
-    monkeypatch.setattr(embedding, "_embed_batch", fail_later)
-    out = tmp_path / "out"
-    result = esm(
-        "embed", fasta, out, "--model", tiny_folder, "--include", "mean", "--toks_per_batch", "1",
-        "--format", file_format,
-    )  # fmt: skip
-    assert result.code == 1
-    assert result.error == "out of luck"
-    if file_format == "h5":
-        # The file appears when it is complete; until then there are its parts.
-        assert sorted(p.name for p in tmp_path.iterdir()) == [".out.parts", "good.fasta"]
-        index = index_of(tmp_path / ".out.parts")
-        assert all(read_embedding(tmp_path / ".out.parts" / file) for _, file, _ in index.values())
-    else:
-        index = index_of(out)
-        assert all(torch.load(out / file, weights_only=True) for _, file, _ in index.values())
-    assert set(index) == {"sp|P1/../x", "b"}
-
-
 def test_embed_in_windows(esm, write, tmp_path, tiny_folder, tiny):
     sequences = {"long": "MKTAYIAKQRQISFVKSHFSRQ" * 5, "short": "MKTAYIAK"}
     fasta = write("in.fasta", "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items()))

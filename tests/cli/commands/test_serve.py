@@ -43,11 +43,3 @@ def test_missing_packages_are_named(esm, monkeypatch):
     result = esm("serve")
     assert result.code == 2
     assert result.error == "serve needs uvicorn: pip install 'esm-turbo[serve]'"
-
-
-def test_a_store_of_another_model_is_refused(esm, fasta, tmp_path, tiny_folder):
-    folder = tmp_path / "store"
-    assert esm("store", fasta, folder, "--model", tiny_folder, "--preset", "exact").code == 0
-    result = esm("serve", "--port", "0", "--store", folder)
-    assert result.code == 2
-    assert "holds contexts of" in result.error

@@ -1,12 +1,10 @@
 """`esm-turbo store`: contexts added, skipped, and refused."""
 
-import errno
 import json
 
 import pytest
 
 from esm_turbo import ContextStore
-from esm_turbo.files import artifacts
 from esm_turbo.modeling_esm_turbo import TurboEsmModel
 from tests.helpers.command_inputs import files
 
@@ -33,36 +31,6 @@ def test_store(esm, write, tmp_path, tiny_folder, tiny):
     info = json.loads(esm("info", folder, "--json", "-").out)
     assert info["contexts"] == 3 and info["usage"]["hit_rates"]["disk"] == pytest.approx(2 / 3)
     assert "memory" not in info
-
-
-def test_a_store_of_another_model_is_unchanged(esm, fasta, tmp_path, tiny_folder):
-    folder = tmp_path / "store"
-    assert esm("store", fasta, folder, "--model", tiny_folder, "--preset", "exact").code == 0
-    before = files(folder)
-    result = esm("store", fasta, folder, "--preset", "exact")
-    assert result.code == 2
-    assert "holds contexts of" in result.error
-    assert files(folder) == before
-
-
-def test_a_full_disk_is_one_error(esm, fasta, tmp_path, tiny_folder, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(artifacts, "save_file", full)
-    result = esm("store", fasta, tmp_path / "store", "--model", tiny_folder, "--preset", "exact")
-    assert result.code == 1
-    assert result.error.endswith("cannot be written (No space left on device)")
-
-
-def test_embeddings_are_not_written_into_a_store(esm, fasta, tmp_path, tiny_folder):
-    contexts = tmp_path / "contexts"
-    assert esm("store", fasta, contexts, "--model", tiny_folder, "--preset", "exact").code == 0
-    before = files(contexts)
-    result = esm("embed", fasta, contexts, "--model", tiny_folder)
-    assert result.code == 2
-    assert "is a store of contexts; name another path to write" in result.error
-    assert files(contexts) == before
 
 
 def test_a_store_inside_a_file_is_refused(esm, fasta, tiny_folder):

@@ -9,7 +9,6 @@ import pytest
 
 from esm_turbo.assets import evaluation_proteins
 from esm_turbo.files.csv_files import CsvError
-from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import read_fasta_strict
 from esm_turbo.tasks.variants.records import read_variants
 
@@ -170,26 +169,3 @@ def test_columns_of_other_programs(esm_shared, wild_type, write, tmp_path):
     refused = esm_shared("variants", wild_type, multiple, "--out", tmp_path / "x.csv", "--columns", "dms-viz")
     assert refused.code == 2 and "dms-viz shows single substitutions" in refused.error
     assert not (tmp_path / "x.csv").exists()
-
-
-def test_a_stopped_command_continues_where_it_was(esm_shared, write, tmp_path, monkeypatch):
-    proteins = write("wild_types.fasta", f">one\n{WILD_TYPE}\n>two/11-13\nGSW\n>three\nMKTAYIAKQRQ\n")
-    out, whole = tmp_path / "scores.csv", tmp_path / "whole.csv"
-    # A piece per protein.
-    monkeypatch.setattr("esm_turbo.tasks.variants.records._TOKENS_PER_PIECE", 1)
-    assert esm_shared("variants", proteins, "--out", whole).code == 0
-    add = Journal.add
-
-    def stop(self: Journal, key: str, value: object) -> None:
-        add(self, key, value)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Journal, "add", stop)
-        assert esm_shared("variants", proteins, "--out", out).code == 130
-    assert not out.exists()
-    result = esm_shared("variants", proteins, "--out", out)
-    assert f"{out}: continued a run that was stopped, 1 part of which was done" in result.err
-    assert out.read_bytes() == whole.read_bytes()
-    assert {path.name for path in tmp_path.iterdir() if path.name.startswith(".")} == set()
-    assert "continued" not in esm_shared("variants", proteins, "--out", out).err
