@@ -18,9 +18,9 @@ TOO_OLD = "ESM-C needs transformers 5.16 or newer, installed is"
 HAS_ESMC = hasattr(transformers, "EsmcModel")
 # They draw, and are imported once that is asked for.
 DRAWING = ("esm_turbo.pictures.interactive", "esm_turbo.pictures.page", "esm_turbo.pictures.static")
-HAS_PLOT = all(find_spec(name) for name in ("matplotlib", "plotly", "logomaker"))
+HAS_PLOT = all(find_spec(name) for name in ("matplotlib", "logomaker"))
 
-HEAVY = ("torch", "transformers", "triton", "matplotlib", "plotly", "pandas", "sklearn")
+HEAVY = ("torch", "transformers", "triton", "matplotlib", "pandas", "sklearn")
 
 # Put before the code of interest: its last line on standard error lists the modules loaded in the end.
 REPORT = """

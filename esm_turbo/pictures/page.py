@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import re
 from collections.abc import Sequence
 from typing import Any
 
-from plotly import graph_objects as go
-from plotly.offline import get_plotlyjs
+from matplotlib import rc_context
 
 from esm_turbo.assets import PAGE
 from esm_turbo.files.safe_text import cell, visible
-from esm_turbo.pictures.interactive import panel_figure, tracks_figure, tracks_width
-from esm_turbo.pictures.panels import Heatmap, Sheet, Table, Tracks
+from esm_turbo.pictures.hover import spots
+from esm_turbo.pictures.panels import Sheet, Table, Tracks
+from esm_turbo.pictures.static import STYLE, drawn_sheet
 
 _SEARCH = "Search: a position, a variant, any word"
+_NO_METADATA: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
 def page(sheets: Sequence[Sheet]) -> str:
-    """The whole page: figures, tables, and the script that draws them."""
+    """The whole page: figures with what the mouse shows, and tables."""
     title = sheets[0].title if len(sheets) == 1 else f"{sheets[0].title} and {len(sheets) - 1} more"
     sections = "\n".join(_section(number, sheet) for number, sheet in enumerate(sheets, start=1))
     links = "".join(f'<a href="#sheet{number}">{_text(one.title)}</a>' for number, one in enumerate(sheets, start=1))
@@ -38,9 +40,6 @@ def page(sheets: Sequence[Sheet]) -> str:
 {f"<nav>{links}</nav>" if len(sheets) > 1 else ""}
 {sections}
 <script>
-{get_plotlyjs()}
-</script>
-<script>
 {(PAGE / "page.js").read_text(encoding="utf-8")}</script>
 </body>
 </html>
@@ -48,36 +47,27 @@ def page(sheets: Sequence[Sheet]) -> str:
 
 
 def _section(number: int, sheet: Sheet) -> str:
-    parts, count = [], 0
-    for row in sheet.layout:
-        if isinstance(row, Tracks):
-            count += 1
-            name = f"figure{number}-{count}"
-            parts.append(_figure(name, tracks_figure(row), "figure tracks", tracks_width(row)))
-            continue
-        parts.append('<div class="panels">')
-        for panel in row:
-            count += 1
-            wide = isinstance(panel, Heatmap) and panel.square
-            parts.append(_figure(f"figure{number}-{count}", panel_figure(panel), "figure wide" if wide else "figure"))
-        parts.append("</div>")
     name = re.sub(r"[^A-Za-z0-9_-]+", "_", sheet.title)[:60].strip("_") or "esm_turbo"
     return f"""<section id="sheet{number}" data-file="{name}">
 <h1>{_text(sheet.title)}</h1>
 <p class="caption">{_text(sheet.caption)}</p>
-{"".join(parts)}
-<div class="tools"><button class="svg">Figures as SVG</button><button class="png">Figures as PNG</button></div>
+{_figure(sheet)}
+<div class="tools"><button class="svg">Figure as SVG</button></div>
 {"" if sheet.table is None else _table(sheet.table)}
 </section>"""
 
 
-def _figure(name: str, figure: go.Figure, classes: str, most: int | None = None) -> str:
-    """A figure, at most so many pixels wide."""
-    data = _script(json.loads(figure.to_json()))
-    width = "" if most is None else f"; max-width: {most}px"
+def _figure(sheet: Sheet) -> str:
+    """The figure, and the texts under the mouse."""
+    figure, placed = drawn_sheet(sheet, head=False)
+    buffer = io.StringIO()
+    with rc_context(STYLE):
+        figure.savefig(buffer, format="svg", dpi=200, metadata=_NO_METADATA)
+    svg = buffer.getvalue()
+    positions = next((row.columns for row in sheet.layout if isinstance(row, Tracks)), ())
     return (
-        f'<div id="{name}" class="{classes}" style="height: {figure.layout.height}px{width}"></div>'
-        f'<script type="application/json" id="{name}-data">{data}</script>\n'
+        f'<div class="figure">{svg[svg.index("<svg") :]}<div class="mark" hidden></div><div class="tip" hidden></div>'
+        f'</div>\n<script type="application/json" class="spots">{_script(spots(figure, placed, positions))}</script>'
     )
 
 

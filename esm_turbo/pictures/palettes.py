@@ -11,10 +11,10 @@ SERIES = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#00
 """Colours of lines and groups (Okabe and Ito 2008), the yellow left out, which is hard to see on white."""
 
 DIVERGING = "RdBu"
-"""Red below zero, white at zero, blue above, in matplotlib and in plotly."""
+"""Red below zero, white at zero, blue above."""
 
 SEQUENTIAL = "viridis"
-"""From dark to light, in matplotlib and in plotly."""
+"""From dark to light."""
 
 MISSING = "#d9d9d9"
 INK, MUTED = "#222222", "#666666"

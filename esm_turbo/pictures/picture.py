@@ -114,7 +114,7 @@ def check_libraries() -> None:
     """
     from importlib.util import find_spec
 
-    missing = [name for name in ("matplotlib", "plotly", "logomaker") if find_spec(name) is None]
+    missing = [name for name in ("matplotlib", "logomaker") if find_spec(name) is None]
     if missing:
         raise ImportError(f"pictures need {', '.join(missing)}: pip install 'esm-turbo[plot]'")
 
@@ -130,7 +130,7 @@ def draw(result: Any, run: RunInfo | None = None) -> Picture:
     Raises:
         TypeError: it is none of these.
         ValueError: there is nothing to draw.
-        ImportError: matplotlib, plotly or logomaker is missing.
+        ImportError: matplotlib or logomaker is missing.
     """
     check_libraries()
     from esm_turbo.pictures.sheets import sheets_of

@@ -1,4 +1,4 @@
-"""Draw sheets with matplotlib, for PNG, SVG and PDF.
+"""Draw sheets with matplotlib.
 
 Everything is placed in inches, so that a long protein makes a longer picture and not smaller letters.
 """
@@ -59,24 +59,53 @@ _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
 _NAME, _TITLE, _CAPTION = 30, 80, 170
 
 
+@dataclass(frozen=True, eq=False)
+class PlacedPanel:
+    """A panel, or some columns of one, in its axes.
+
+    Attributes:
+        axes: where it is drawn.
+        panel: the whole panel.
+        columns: index of the first column, and of that after the last; None if it is not among tracks.
+    """
+
+    axes: Axes
+    panel: Panel
+    columns: tuple[int, int] | None = None
+
+
 def figure(sheet: Sheet) -> Figure:
-    """Draw a sheet."""
+    """Draw a sheet with its title and its caption."""
+    return drawn_sheet(sheet)[0]
+
+
+def drawn_sheet(sheet: Sheet, *, head: bool = True) -> tuple[Figure, list[PlacedPanel]]:
+    """Draw a sheet.
+
+    Args:
+        sheet: the sheet.
+        head: whether with its title and its caption.
+
+    Returns:
+        The figure, and its panels in the order in which they are drawn.
+    """
     with rc_context(STYLE):
         width = _page_width(sheet)
-        caption = textwrap.wrap(_text(sheet.caption), int(_CAPTION * width / _WIDTH))
-        head = 0.62 + 0.17 * len(caption)
+        caption = textwrap.wrap(_text(sheet.caption), int(_CAPTION * width / _WIDTH)) if head else []
+        top = 0.62 + 0.17 * len(caption) if head else _EDGE
         blocks = [_tracks(row) if isinstance(row, Tracks) else _beside(row) for row in sheet.layout]
-        height = head + sum(size for size, _ in blocks) + _EDGE
+        height = top + sum(size for size, _ in blocks) + _EDGE
         drawn = Figure(figsize=(width, height), facecolor="white")
         page = _Page(drawn, width, height)
-        title = _shortened(sheet.title, int(_TITLE * width / _WIDTH))
-        drawn.text(_EDGE / width, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
-        drawn.text(_EDGE / width, page.up(0.5), "\n".join(caption), fontsize=8, color=MUTED, va="top", linespacing=1.35)
-        top = head
+        if head:
+            title = _shortened(sheet.title, int(_TITLE * width / _WIDTH))
+            drawn.text(_EDGE / width, page.up(0.36), title, fontsize=13, fontweight="bold", va="baseline")
+            text = "\n".join(caption)
+            drawn.text(_EDGE / width, page.up(0.5), text, fontsize=8, color=MUTED, va="top", linespacing=1.35)
         for size, draw in blocks:
             draw(page, top)
             top += size
-    return drawn
+    return drawn, page.placed
 
 
 class _Page:
@@ -84,6 +113,7 @@ class _Page:
 
     def __init__(self, drawn: Figure, width: float, height: float) -> None:
         self.figure, self.width, self.height = drawn, width, height
+        self.placed: list[PlacedPanel] = []
 
     def up(self, y: float) -> float:
         """A distance from the top, as matplotlib counts it."""
@@ -113,6 +143,7 @@ def _tracks(tracks: Tracks) -> _Block:
             for panel, height in zip(tracks.panels, heights, strict=True):
                 width = cell * (end - begin)
                 axes = page.axes(_LEFT, y, width, height)
+                page.placed.append(PlacedPanel(axes, panel, (begin, end)))
                 if isinstance(panel, Heatmap):
                     image = _heat(axes, panel, begin, end)
                     _left_out(axes, tracks, begin, end)
@@ -327,6 +358,7 @@ def _beside(panels: Sequence[Panel]) -> _Block:
             if isinstance(panel, Heatmap) and not panel.square:
                 wide = min(width, 0.24 * len(panel.columns))
             axes = page.axes(x + left, top + 0.3, wide, own)
+            page.placed.append(PlacedPanel(axes, panel))
             _DRAW[type(panel)](axes, panel)
             if panel is panels[-1] and _has_legend(panel):
                 title = panel.group_label if isinstance(panel, Scatter) else ""

@@ -57,6 +57,6 @@ def test_names_that_cannot_hold_a_picture(name: str, sheets: int, message: str) 
 def test_nothing_to_draw_and_missing_libraries(monkeypatch) -> None:
     with pytest.raises(ValueError, match="there is nothing to draw"):
         draw(VariantsRun())
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "plotly" else object())
-    with pytest.raises(ImportError, match=r"pictures need plotly: pip install 'esm-turbo\[plot\]'"):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "logomaker" else object())
+    with pytest.raises(ImportError, match=r"pictures need logomaker: pip install 'esm-turbo\[plot\]'"):
         draw(VariantsRun())

@@ -1,100 +1,72 @@
 "use strict";
-// Draws the figures that the page holds, and makes its tables sort, search and download.
+// Shows what lies under the mouse, marks positions, and makes tables sort, search and download.
 
 const SHOWN = 200;
-const AROUND = 12;
-// Pixels that a number, a turned number and a letter take below the tracks.
-const NUMBER = 32, LINE = 13, LETTER = 11;
+// Pixels from the mouse within which a point is shown.
+const NEAR = 12;
 const read = (element) => JSON.parse(element.textContent);
 
 for (const section of document.querySelectorAll("section")) setUp(section);
 
 function setUp(section) {
-  const figures = [...section.querySelectorAll(".figure")];
-  const name = section.dataset.file;
-  const observer = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (!entry.isIntersecting) continue;
-      observer.unobserve(entry.target);
-      draw(entry.target, name);
+  const name = section.dataset.file, figure = section.querySelector(".figure"), tip = figure.querySelector(".tip");
+  const spots = read(section.querySelector("script.spots"));
+  figure.addEventListener("mousemove", (event) => {
+    const { left, top, width, height } = figure.querySelector("svg").getBoundingClientRect();
+    const text = under(spots, (event.clientX - left) / width, (event.clientY - top) / height, width, height);
+    tip.hidden = !text;
+    tip.textContent = text;
+    tip.style.left = `${event.clientX - left + 14}px`;
+    tip.style.top = `${event.clientY - top + 14}px`;
+  });
+  figure.addEventListener("mouseleave", () => { tip.hidden = true; });
+  section.querySelector("button.svg").addEventListener("click", () =>
+    download(new XMLSerializer().serializeToString(figure.querySelector("svg")), "image/svg+xml", `${name}.svg`));
+  if (section.querySelector("table")) setUpTable(section, name, (place) => mark(figure, spots, place));
+}
+
+// The text of the cell or of the nearest point at a place of the figure.
+function under(spots, x, y, width, height) {
+  for (const { box: [left, top, wide, high], texts, points } of spots) {
+    const across = (x - left) / wide, down = (y - top) / high;
+    if (across < 0 || across >= 1 || down < 0 || down >= 1) continue;
+    if (texts) {
+      const row = texts[Math.floor(down * texts.length)];
+      return row[Math.floor(across * row.length)] || "";
     }
-  }, { rootMargin: "600px" });
-  figures.forEach((figure) => observer.observe(figure));
-  for (const format of ["svg", "png"]) {
-    section.querySelector(`button.${format}`).addEventListener("click", async () => {
-      for (const figure of figures) {
-        await draw(figure, name);
-        const size = { width: figure.clientWidth, height: figure.clientHeight, scale: format === "png" ? 2 : 1 };
-        await Plotly.downloadImage(figure, { format, filename: `${name}_${figure.id}`, ...size });
-      }
-    });
+    const distance = ([px, py]) => Math.hypot((px - x) * width, (py - y) * height);
+    const nearest = points.reduce((best, one) => (!best || distance(one) < distance(best) ? one : best), null);
+    return nearest && distance(nearest) <= NEAR ? nearest[2] : "";
   }
-  if (section.querySelector("table")) setUpTable(section, name);
+  return "";
 }
 
-function draw(figure, name) {
-  if (!figure.drawn) {
-    const { data, layout } = read(document.getElementById(`${figure.id}-data`));
-    const config = {
-      responsive: true,
-      displaylogo: false,
-      // Nothing that would send data away.
-      plotlyServerURL: "",
-      modeBarButtons: [["toImage"], ["zoom2d", "pan2d"], ["zoomIn2d", "zoomOut2d", "resetScale2d"]],
-      toImageButtonOptions: { format: "svg", filename: `${name}_${figure.id}` },
-    };
-    figure.drawn = Plotly.newPlot(figure, data, layout, config).then(() => {
-      if (!layout.meta) return;
-      letters(figure, layout.meta);
-      figure.on("plotly_relayout", (changed) => {
-        if (Object.keys(changed).some((key) => key.startsWith("xaxis.range") || key === "xaxis.autorange"))
-          letters(figure, layout.meta);
-      });
-    });
-  }
-  return figure.drawn;
+// Frames the column of a position in the tracks; null removes the frame.
+function mark(figure, spots, place) {
+  const frame = figure.querySelector(".mark"), position = parseInt(place, 10);
+  const tracks = spots.filter(({ columns }) => columns && columns.includes(position));
+  frame.hidden = !tracks.length;
+  if (!tracks.length) return;
+  const { box: [left, , wide], columns } = tracks[0];
+  const top = Math.min(...tracks.map(({ box }) => box[1])), end = Math.max(...tracks.map(({ box }) => box[1] + box[3]));
+  const share = (value) => `${100 * value}%`;
+  frame.style.left = share(left + (wide * columns.indexOf(position)) / columns.length);
+  frame.style.width = share(wide / columns.length);
+  frame.style.top = share(top);
+  frame.style.height = share(end - top);
 }
 
-// Round positions below the tracks, those that follow positions left out, and every residue once there is room for it.
-function letters(figure, { positions, letters }) {
-  const [low, high] = figure.layout.xaxis.range;
-  const first = Math.max(0, Math.ceil(low)), last = Math.min(positions.length - 1, Math.floor(high));
-  const count = Math.max(1, last - first + 1);
-  const room = figure.querySelector(".nsewdrag").getBoundingClientRect().width / count;
-  const step = [1, 5, 10, 20, 50, 100, 200, 500, 1000].find((one) => one * room > NUMBER) || 5000;
-  const begins = [], round = [];
-  for (let at = first; at <= last; at++) {
-    if (at === first || positions[at] !== positions[at - 1] + 1) begins.push(at);
-    if (positions[at] % step === 0 || count <= step) round.push(at);
-  }
-  const wanted = begins.length > 1 ? [...begins, ...round] : round;
-  let numbered = apart(wanted, NUMBER / room);
-  // Where numbers beside each other have no room, they are turned.
-  const upright = begins.length > 1 && begins.some((at) => !numbered.has(at));
-  if (upright) numbered = apart(wanted, LINE / room);
-  const tickvals = [], ticktext = [];
-  for (let at = first; at <= last; at++) {
-    const number = numbered.has(at) ? positions[at] : "";
-    if (number === "" && (upright || room <= LETTER)) continue;
-    tickvals.push(at);
-    if (upright) ticktext.push(`${letters[at]}${number}`);
-    else ticktext.push((room > LETTER ? `${letters[at] || "&nbsp;"}<br>` : "") + (number === "" ? "&nbsp;" : number));
-  }
-  Plotly.relayout(figure, { "xaxis.tickmode": "array", "xaxis.tickvals": tickvals, "xaxis.ticktext": ticktext, "xaxis.tickangle": upright ? -90 : 0 });
+function download(text, type, name) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([text], { type }));
+  link.download = name;
+  link.click();
+  URL.revokeObjectURL(link.href);
 }
 
-// Those of the wanted columns that are far enough from all before them in the list.
-function apart(wanted, least) {
-  const chosen = new Set();
-  for (const at of wanted)
-    if ([...chosen].every((other) => other === at || Math.abs(other - at) >= least)) chosen.add(at);
-  return chosen;
-}
-
-function setUpTable(section, name) {
+function setUpTable(section, name, mark) {
   const { columns, rows, position } = read(section.querySelector("script.table"));
   const at = columns.indexOf(position);
-  const tracks = section.querySelector(".tracks");
   const input = section.querySelector("input"), found = section.querySelector(".found");
   const numeric = columns.map((_, column) => rows.every((row) => row[column] === null || typeof row[column] === "number"));
   const texts = rows.map((row) => row.join("\t").toLowerCase());
@@ -126,8 +98,7 @@ function setUpTable(section, name) {
       : words.every((word) => texts[index].includes(word)));
     fill();
     const places = new Set(shown.map((index) => rows[index][at]));
-    if (words.length && places.size === 1) go([...places][0]);
-    else clear();
+    mark(words.length && places.size === 1 ? [...places][0] : null);
   }
 
   function fill() {
@@ -141,7 +112,7 @@ function setUpTable(section, name) {
       });
       if (at >= 0) {
         row.className = "goes";
-        row.addEventListener("click", () => go(rows[index][at]));
+        row.addEventListener("click", () => mark(rows[index][at]));
       }
       return row;
     }));
@@ -149,35 +120,11 @@ function setUpTable(section, name) {
     found.textContent = `${shown.length.toLocaleString("en")} of ${rows.length.toLocaleString("en")} rows${more}`;
   }
 
-  async function go(where) {
-    if (!tracks) return;
-    await draw(tracks, name);
-    const place = tracks.layout.meta.positions.indexOf(parseInt(where, 10));
-    if (place < 0) return;
-    const { minallowed, maxallowed } = tracks.layout.xaxis;
-    const range = [Math.max(minallowed, place - AROUND - 0.5), Math.min(maxallowed, place + AROUND + 0.5)];
-    const kept = (tracks.layout.shapes || []).filter((shape) => shape.name !== "found");
-    const shape = { name: "found", type: "rect", xref: "x", yref: "paper", x0: place - 0.5, x1: place + 0.5, y0: 0, y1: 1,
-      line: { color: "#000", width: 1.5 }, fillcolor: "rgba(0,0,0,0)" };
-    await Plotly.relayout(tracks, { "xaxis.range": range, shapes: [...kept, shape] });
-  }
-
-  function clear() {
-    const shapes = tracks && tracks.drawn && tracks.layout ? tracks.layout.shapes || [] : [];
-    if (!shapes.some((shape) => shape.name === "found")) return;
-    const { minallowed, maxallowed } = tracks.layout.xaxis;
-    Plotly.relayout(tracks, { "xaxis.range": [minallowed, maxallowed], shapes: shapes.filter((shape) => shape.name !== "found") });
-  }
-
   input.addEventListener("input", search);
   section.querySelector("button.csv").addEventListener("click", () => {
     const quoted = (value) => value === null ? "" : /[",\n]/.test(value) ? `"${String(value).replaceAll('"', '""')}"` : value;
     const lines = [columns, ...shown.map((index) => rows[index])].map((row) => row.map(quoted).join(","));
-    const link = document.createElement("a");
-    link.href = URL.createObjectURL(new Blob([lines.join("\n") + "\n"], { type: "text/csv" }));
-    link.download = `${name}.csv`;
-    link.click();
-    URL.revokeObjectURL(link.href);
+    download(lines.join("\n") + "\n", "text/csv", `${name}.csv`);
   });
   fill();
 }

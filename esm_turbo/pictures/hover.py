@@ -1,0 +1,80 @@
+"""Texts that a web page shows under the mouse, for the panels of a figure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Logo, Scatter
+from esm_turbo.pictures.static import PlacedPanel, histogram_bins
+
+
+def spots(figure: Figure, placed: Sequence[PlacedPanel], positions: Sequence[int]) -> list[dict[str, Any]]:
+    """Where which text belongs, JSON values; places are shares of the figure from its top left corner.
+
+    Args:
+        figure: a figure that was drawn.
+        placed: its panels.
+        positions: numbers of the columns of its tracks.
+
+    Returns:
+        For each panel its `box` (left, top, width, height), and either `texts`, rows of equally large cells, or
+        `points`, each with x, y and a text. `columns` are the numbers of its columns, if it is a track.
+    """
+    return [_spot(figure, one, positions) for one in placed]
+
+
+def _spot(figure: Figure, placed: PlacedPanel, positions: Sequence[int]) -> dict[str, Any]:
+    axes, panel = placed.axes, placed.panel
+    begin, end = placed.columns or (0, None)
+    area = axes.get_position()
+    spot: dict[str, Any] = {"box": [area.x0, 1 - area.y1, area.width, area.height]}
+    if placed.columns is not None:
+        spot["columns"] = list(positions[begin:end])
+    if isinstance(panel, Heatmap):
+        spot["texts"] = [list(_cells(panel, row, begin, end)) for row in range(len(panel.rows))]
+    elif isinstance(panel, Logo):
+        spot["texts"] = [[_shares(panel, index) for index in range(*placed.columns or (0, 0))]]
+    elif isinstance(panel, Bars):
+        spot["texts"] = [[f"{name}: {value:.4g}"] for name, value in zip(panel.names, panel.values, strict=True)]
+    else:
+        transform = axes.transData - figure.transFigure
+        places = [(*transform.transform((x, y)), text) for x, y, text in _points(panel, placed)]
+        spot["points"] = [[float(x), 1 - float(y), text] for x, y, text in places if np.isfinite((x, y)).all()]
+    return spot
+
+
+def _cells(panel: Heatmap, row: int, begin: int, end: int | None) -> Iterator[str]:
+    for column in range(len(panel.columns))[begin:end]:
+        value = panel.values[row, column]
+        name = f"{panel.rows[row]}, {panel.columns[column]}" if panel.names is None else panel.names[row][column]
+        yield f"{name}: {value:.3f}" if np.isfinite(value) else ""
+
+
+def _shares(panel: Logo, index: int) -> str:
+    order = np.argsort(-panel.frequencies[index], kind="stable")
+    found = [(panel.residues[residue], panel.frequencies[index, residue]) for residue in order]
+    return f"{panel.columns[index]}: " + ", ".join(f"{letter} {share:.0%}" for letter, share in found if share > 0)
+
+
+def _points(panel: Lines | Scatter | Histogram, placed: PlacedPanel) -> Iterator[tuple[float, float, str]]:
+    """Finite points in data coordinates, and their texts."""
+    if isinstance(panel, Scatter):
+        for x, y, name in zip(panel.x, panel.y, panel.names, strict=True):
+            yield float(x), float(y), f"{name}: {x:.4g}, {y:.4g}"
+    elif isinstance(panel, Histogram):
+        edges = histogram_bins(panel.values)
+        counts, _ = np.histogram(panel.values, edges)
+        for left, right, count in zip(edges[:-1], edges[1:], counts, strict=True):
+            yield float(left + right) / 2, float(count), f"{count} {panel.noun} from {left:.3g} to {right:.3g}"
+    else:
+        by_index = placed.columns is not None or isinstance(panel.x[0], str)
+        begin, end = placed.columns or (0, len(panel.x))
+        for name, values in panel.series.items():
+            for index in range(begin, end):
+                if np.isfinite(values[index]):
+                    text = f"{panel.x[index]}, {name}: {values[index]:.4g}"
+                    yield float(index if by_index else panel.x[index]), float(values[index]), text
