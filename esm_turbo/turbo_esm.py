@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
-    from esm_turbo.tasks.common.options import Arm, CandidateFill, MarginalMethod, UnmaskingOrder
+    from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, MarginalMethod, UnmaskingOrder
     from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
@@ -302,6 +302,7 @@ class TurboEsm(ContextModel):
         refresh: int = DEFAULT_REFRESH,
         place: CandidateFill | None = None,
         toks_per_batch: int | None = None,
+        background: Background | Sequence[str] = "none",
         store: ContextStore | None = None,
         progress: Progress | None = None,
     ) -> Scores:
@@ -319,6 +320,7 @@ class TurboEsm(ContextModel):
             refresh=refresh,
             place=place,
             toks_per_batch=toks_per_batch,
+            background=background,
             store=store,
             progress=progress,
         )
@@ -332,6 +334,7 @@ class TurboEsm(ContextModel):
         refresh: int = DEFAULT_REFRESH,
         place: CandidateFill = "masked",
         toks_per_batch: int | None = None,
+        background: Background | Sequence[str] = "targets",
         store: ContextStore | None = None,
         progress: Progress | None = None,
         devices: Devices | None = None,
@@ -357,6 +360,7 @@ class TurboEsm(ContextModel):
             refresh=refresh,
             place=place,
             toks_per_batch=toks_per_batch,
+            background=background,
             store=store,
             progress=progress,
         )

@@ -17,10 +17,11 @@ from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.arms import protein_tokens, runs_on_cuda
 from esm_turbo.tasks.common.checks import check_count
+from esm_turbo.tasks.common.options import Background
 from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Task, packed, piece_limit
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
-from esm_turbo.tasks.scoring.pairs import PairScores, checked_pairs, score_pairs
+from esm_turbo.tasks.scoring.pairs import PairScores, TargetPairs, checked_pairs, score_against, score_pairs
 from esm_turbo.tasks.variants.many import ManyVariantScores, checked_proteins, score_many_variants
 
 if TYPE_CHECKING:
@@ -107,19 +108,22 @@ def score_pairs_on(
     *,
     devices: Devices,
     refresh: int = DEFAULT_REFRESH,
+    background: Background | Sequence[str] = "targets",
     progress: Progress | None = None,
     **options: Any,
 ) -> PairScores:
     """`tasks.scoring.pairs.score_pairs` on several devices, whose `options` are the others."""
     check_count("refresh", refresh, 0)
-    pairs = checked_pairs(turbo, targets, candidates)
-    groups = _groups(
-        turbo, devices, [sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs]
-    )
-    pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
-    units = [sum(len(one) for i in group for one in pairs[i].candidates) for group in groups]
-    task = _Call(score_pairs, PairScores, {"refresh": refresh, **options})
-    return PairScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
+    task = _Call(score_pairs, PairScores, {"refresh": refresh, "background": "none", **options})
+
+    def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
+        costs = [sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs]
+        groups = _groups(turbo, devices, costs)
+        pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
+        units = [sum(len(one) for i in group for one in pairs[i].candidates) for group in groups]
+        return PairScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
+
+    return score_against(checked_pairs(turbo, targets, candidates), background, score_all, progress)
 
 
 def score_many_variants_on(

@@ -23,6 +23,12 @@ Arm = Literal["full", "frozen", "turbo"]
 CandidateFill = Literal["masked", "empty"]
 """Contents of the candidate's positions while a target is cached: masks, or nothing."""
 
+Background = Literal["none", "alone", "targets", "decoys"]
+"""Contexts that candidates are compared with: no target, the other targets of a run, or the shipped decoys."""
+
+SortBy = Literal["likelihood", "specificity"]
+"""Figure that ranks candidates."""
+
 MarginalMethod = Literal["masked", "wild_type"]
 """Input at the position of a variant: a mask, or the wild type's residue."""
 

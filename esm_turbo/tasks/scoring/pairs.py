@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from esm_turbo.tasks.common.ahead import Ahead
 from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, check_store, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.memory import failure_reason
-from esm_turbo.tasks.common.options import Arm, CandidateFill
-from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.options import Arm, Background, CandidateFill
+from esm_turbo.tasks.common.progress import Progress, StageProgress, part_of
 from esm_turbo.tasks.common.waves import Extensions, Rows, merge_errors, predict_rows
 from esm_turbo.tasks.scoring.score import (
     CandidateScore,
@@ -28,8 +28,10 @@ from esm_turbo.tasks.scoring.score import (
     encode_candidates,
     masked_rows,
     score,
+    target_ids,
     warn_of_peptides,
 )
+from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -74,7 +76,8 @@ class PairScores(Tabular):
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return ["target", "sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+        scored = (one.columns() for one in self.scores if one is not None)
+        return ["target", *next(scored, [])]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per target, by its index, and candidate, its rank on this target and figures."""
@@ -92,6 +95,7 @@ def score_pairs(
     refresh: int = DEFAULT_REFRESH,
     place: CandidateFill = "masked",
     toks_per_batch: int | None = None,
+    background: Background | Sequence[str] = "targets",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
 ) -> PairScores:
@@ -100,6 +104,8 @@ def score_pairs(
     Args:
         targets: residues of each. One that is invalid or does not fit into memory fails, and the others are scored.
         candidates: residues of each, scored on all targets; or as many lists of them as there are targets.
+        background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
+            the same candidate, which costs nothing; `none`; or as for `score.score`.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
 
     `arm`, `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
@@ -109,22 +115,62 @@ def score_pairs(
             not as many lists as targets, or an option is invalid.
     """
     pairs = checked_pairs(turbo, targets, candidates)
-    found = dict(
-        iter_scores(
-            turbo,
-            pairs,
-            arm=arm,
-            refresh=refresh,
-            place=place,
-            toks_per_batch=toks_per_batch,
-            store=store,
-            progress=progress,
-        )
+    given: dict[str, Any] = {
+        "arm": arm,
+        "refresh": refresh,
+        "place": place,
+        "toks_per_batch": toks_per_batch,
+        "store": store,
+    }
+
+    def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
+        found = dict(iter_scores(turbo, pairs, progress=progress, **given))
+        device = turbo.model.device
+        failed = {
+            i: failure_reason(pairs[i].target, one, device) for i, one in found.items() if isinstance(one, Exception)
+        }
+        scores = (found[i] for i in range(len(pairs)))
+        return PairScores(tuple(one if isinstance(one, Scores) else None for one in scores), failed)
+
+    return score_against(pairs, background, score_all, progress)
+
+
+def score_against(
+    pairs: Sequence[TargetPairs],
+    background: Background | Sequence[str],
+    score_all: Callable[[Sequence[TargetPairs], Progress | None], PairScores],
+    progress: Progress | None,
+) -> PairScores:
+    """Score pairs, and the same candidates in a background.
+
+    Args:
+        score_all: scores pairs.
+
+    `score_pairs` has the other arguments.
+
+    Raises:
+        ValueError: there is no such background, or one of its contexts could not be scored.
+    """
+    compared, records = background_contexts(background)
+    unique = list(dict.fromkeys(one.upper() for pair in pairs for one in pair.candidates)) if records else []
+    others = [TargetPairs(record.sequence, unique) for record in records]
+    size, more = (sum(len(one) for pair in own for one in pair.candidates) for own in (pairs, others))
+    found = score_all(pairs, part_of(progress, total=size + more))
+    if compared == "targets":
+        indices = [index for index, one in enumerate(found.scores) if one is not None]
+        known = figures_on_others([(pairs[i].target.upper(), found[i].by_candidate()) for i in indices])
+        figures = dict(zip(indices, known, strict=True)) if any(known) else {}
+    elif others:
+        elsewhere = score_all(others, part_of(progress, start=size, total=size + more))
+        shared = figures_in(elsewhere[index].by_candidate() for index in range(len(others)))
+        figures = dict.fromkeys(range(len(pairs)), shared)
+    else:
+        return found
+    scores = (
+        one.with_background(figures[index], str(compared)) if one is not None and index in figures else one
+        for index, one in enumerate(found.scores)
     )
-    device = turbo.model.device
-    failed = {i: failure_reason(pairs[i].target, one, device) for i, one in found.items() if isinstance(one, Exception)}
-    scores = (found[i] for i in range(len(pairs)))
-    return PairScores(tuple(one if isinstance(one, Scores) else None for one in scores), failed)
+    return replace(found, scores=tuple(scores))
 
 
 def checked_pairs(
@@ -245,7 +291,7 @@ class _CachedTargets:
         codes = self.turbo.codes
         for index, (target, candidates) in enumerate(self.pairs):
             try:
-                token_ids = codes.encode(target, "the target")
+                token_ids = target_ids(codes, target)
             except ValueError as error:
                 self.invalid[index] = error
                 continue

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
@@ -37,14 +37,19 @@ from esm_turbo.tasks.common.arms import (
     resolve_arm,
 )
 from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, SortBy
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
+from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, background_contexts, figures_in
 from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_target, stored_target
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.proteins.tokens import TokenCodes
+
+
+_COLUMNS = ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+SPECIFICITY_COLUMNS = ("specificity", "specificity_z")
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,17 @@ class CandidateScore:
     Attributes:
         candidate: its residues.
         log_probabilities: log-probability of each residue while it was masked, natural logarithms.
+        background: its figures in other contexts; None if there are none.
     """
 
     candidate: str
     log_probabilities: tuple[float, ...]
+    background: BackgroundFigures | None = None
 
     def __repr__(self) -> str:
-        figures = {name: round(getattr(self, name), 4) for name in ("pseudo_perplexity", "pseudo_log_likelihood")}
-        return named(self, repr(self.candidate), **figures)
+        names = ("pseudo_perplexity", "pseudo_log_likelihood", "specificity")
+        known = {name: getattr(self, name) for name in names}
+        return named(self, repr(self.candidate), **{n: None if x is None else round(x, 4) for n, x in known.items()})
 
     @property
     def pseudo_log_likelihood(self) -> float:
@@ -81,6 +89,17 @@ class CandidateScore:
         except OverflowError:
             return math.inf
 
+    @property
+    def specificity(self) -> float | None:
+        """`mean_log_probability` minus the mean of the background, nats per residue; None without a background."""
+        return None if self.background is None else self.mean_log_probability - self.background.mean
+
+    @property
+    def specificity_z(self) -> float | None:
+        """`specificity` in standard deviations of the background; None of fewer than 5 contexts, or of equal ones."""
+        difference = self.specificity
+        return None if self.background is None or difference is None else self.background.in_spreads(difference)
+
     def is_finite(self) -> bool:
         """Whether no residue's probability is NaN or zero."""
         return all(map(math.isfinite, self.log_probabilities))
@@ -97,6 +116,7 @@ class Scores(Tabular):
         place: contents of the candidate's positions while the context was computed; None for `full`.
         refresh: number of target residues that ran again with every candidate; 0 for `full`.
         model: name of the model.
+        background: what candidates were compared with: `alone`, `targets`, `decoys`, or None.
     """
 
     scores: tuple[CandidateScore, ...]
@@ -105,22 +125,24 @@ class Scores(Tabular):
     place: CandidateFill | None
     refresh: int
     model: str
+    background: str | None = None
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index]!r}" for index in self.ranking()[:1]]
-        fields = {name: getattr(self, name) for name in ("model", "arm", "preset", "place", "refresh")}
+        fields = {name: getattr(self, name) for name in ("model", "arm", "preset", "place", "refresh", "background")}
         return named(self, counted(len(self.scores), "candidate"), *best, **fields)
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+        return [*_COLUMNS, *(() if self.background is None else SPECIFICITY_COLUMNS)]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per candidate, in their order, its rank and figures."""
         ranks = {index: rank for rank, index in enumerate(self.ranking(), start=1)}
         for index, one in enumerate(self.scores):
             figures = one.pseudo_perplexity, one.pseudo_log_likelihood, one.mean_log_probability
-            yield one.candidate, ranks[index], *figures
+            more = () if self.background is None else (one.specificity, one.specificity_z)
+            yield one.candidate, ranks[index], *figures, *more
 
     def best_first(self) -> list[tuple[object, ...]]:
         """`rows`, lowest pseudo-perplexity first."""
@@ -132,9 +154,27 @@ class Scores(Tabular):
         """Pseudo-perplexity of each candidate."""
         return [score.pseudo_perplexity for score in self.scores]
 
-    def ranking(self) -> list[int]:
-        """Indices of the candidates, lowest pseudo-perplexity first; equal ones keep their order."""
-        return sorted(range(len(self.scores)), key=self.pseudo_perplexities.__getitem__)
+    def ranking(self, by: SortBy = "likelihood") -> list[int]:
+        """Indices of the candidates, best first; equal ones keep their order.
+
+        Args:
+            by: `likelihood`, lowest pseudo-perplexity first; or `specificity`, highest first, in standard deviations if
+                all candidates have it in them. Candidates without come last.
+        """
+        if check_choice("by", by, get_args(SortBy)) == "likelihood":
+            return sorted(range(len(self.scores)), key=self.pseudo_perplexities.__getitem__)
+        known = [one.specificity_z for one in self.scores if one.background is not None]
+        values = [one.specificity if None in known else one.specificity_z for one in self.scores]
+        return sorted(range(len(values)), key=lambda index: math.inf if (x := values[index]) is None else -x)
+
+    def by_candidate(self) -> dict[str, float]:
+        """Mean log-probability by candidate."""
+        return {one.candidate: one.mean_log_probability for one in self.scores}
+
+    def with_background(self, figures: Mapping[str, BackgroundFigures], background: str) -> Scores:
+        """The same scores with figures of a background by candidate; candidates may lack them."""
+        scores = tuple(replace(one, background=figures.get(one.candidate)) for one in self.scores)
+        return replace(self, scores=scores, background=background)
 
     def agreement(self, reference: Scores, top_k: int = DEFAULT_TOP_K) -> RankAgreement:
         """Agreement with another ranking of the same candidates, by log-probability per residue.
@@ -154,8 +194,16 @@ class Scores(Tabular):
         Raises:
             KeyError, TypeError: an entry is missing, or of another type.
         """
-        scores = (CandidateScore(one["sequence"], tuple(one["log_probabilities"])) for one in values["candidates"])
-        return cls(tuple(scores), **{name: values[name] for name in ("arm", "preset", "place", "refresh", "model")})
+        scores = (
+            CandidateScore(
+                one["sequence"],
+                tuple(one["log_probabilities"]),
+                BackgroundFigures(**one["background"]) if "background" in one else None,
+            )
+            for one in values["candidates"]
+        )
+        names = ("arm", "preset", "place", "refresh", "model")
+        return cls(tuple(scores), **{name: values[name] for name in names}, background=values.get("background"))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -165,6 +213,7 @@ class Scores(Tabular):
             "preset": self.preset,
             "place": self.place,
             "refresh": self.refresh,
+            "background": self.background,
             "candidates": [
                 {
                     "sequence": one.candidate,
@@ -172,9 +221,17 @@ class Scores(Tabular):
                     "pseudo_perplexity": one.pseudo_perplexity,
                     "log_probabilities": list(one.log_probabilities),
                 }
+                | _background_entries(one)
                 for one in self.scores
             ],
         }
+
+
+def _background_entries(one: CandidateScore) -> dict[str, Any]:
+    if one.background is None:
+        return {}
+    figures = {"specificity": one.specificity, "specificity_z": one.specificity_z}
+    return figures | {"background": one.background._asdict()}
 
 
 def score(
@@ -186,6 +243,7 @@ def score(
     refresh: int = DEFAULT_REFRESH,
     place: CandidateFill | None = None,
     toks_per_batch: int | None = None,
+    background: Background | Sequence[str] = "none",
     store: ContextSource | None = None,
     progress: Progress | None = None,
 ) -> Scores:
@@ -203,6 +261,8 @@ def score(
             one context per candidate length; `empty` computes the target alone, once. A cache is used as it is:
             `empty`.
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
+            `decoys`, the shipped proteins; or residues of other proteins. Each costs as much as the target.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score` and residues, see `Progress`.
 
@@ -214,6 +274,9 @@ def score(
     residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
     check_store(store)
     check_count("refresh", refresh, 0)
+    compared, others = background_contexts(background)
+    if compared == "targets":
+        raise ValueError("`background` 'targets' needs several targets: see `score_pairs`")
     if isinstance(context, TurboKVCache):
         arm, preset = resolve_arm(turbo, arm, context)
         if place not in (None, "empty"):
@@ -223,7 +286,7 @@ def score(
     else:
         arm, preset = resolve_arm(turbo, arm)
         place = check_choice("place", "masked" if place is None else place, get_args(CandidateFill))
-        token_ids = turbo.codes.encode(context, "the target")
+        token_ids = target_ids(turbo.codes, context)
         if arm == "full":
             target = recomputed_target(turbo, token_ids)
         else:
@@ -232,7 +295,8 @@ def score(
     warn_if_long([target.residues + max(map(len, residues))], turbo.model.family, stacklevel=3)
     warn_of_peptides(turbo, stacklevel=3)
     log_probs: dict[int, tuple[float, ...]] = {}
-    counter = StageProgress(progress, "score", sum(map(len, residues)))
+    unique = list(dict.fromkeys(turbo.codes.decode(ids) for ids in residues)) if others else []
+    counter = StageProgress(progress, "score", sum(map(len, residues)) + len(others) * sum(map(len, unique)))
     # Candidates of one length need no padding and share one context.
     for length in sorted({len(ids) for ids in residues}):
         group = [index for index, ids in enumerate(residues) if len(ids) == length]
@@ -243,7 +307,21 @@ def score(
             counter.advance(len(values))
         log_probs |= {index: tuple(flat[k * length : (k + 1) * length]) for k, index in enumerate(group)}
     scores = tuple(CandidateScore(turbo.codes.decode(ids), log_probs[index]) for index, ids in enumerate(residues))
-    return Scores(scores, arm, preset, None if arm == "full" else place, target.refresh, turbo.name)
+    found = Scores(scores, arm, preset, None if arm == "full" else place, target.refresh, turbo.name)
+    if compared is None:
+        return found
+    options: dict[str, Any] = {"arm": arm, "refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
+    elsewhere = [score(turbo, one.sequence, unique, **options, store=store, progress=counter.part()) for one in others]
+    return found.with_background(figures_in(one.by_candidate() for one in elsewhere), compared)
+
+
+def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:
+    """Token ids of a target, none for `NO_TARGET`.
+
+    Raises:
+        ValueError: the target is empty or has a letter that is not a residue.
+    """
+    return [] if target == NO_TARGET else codes.encode(target, "the target")
 
 
 def encode_candidates(codes: TokenCodes, candidates: Sequence[str], where: str = "") -> list[list[int]]:

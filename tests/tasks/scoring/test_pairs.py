@@ -61,7 +61,7 @@ def test_all_pairs_of_real_targets_and_peptides(turbo: TurboEsm) -> None:
 
 
 def test_the_full_arm_is_the_same_to_the_bit(turbo: TurboEsm) -> None:
-    found = turbo.score_pairs(TARGETS[:2], CANDIDATES[:2], arm="full")
+    found = turbo.score_pairs(TARGETS[:2], CANDIDATES[:2], arm="full", background="none")
     assert list(found.scores) == [turbo.score(target, CANDIDATES[:2], arm="full") for target in TARGETS[:2]]
 
 

@@ -1,0 +1,131 @@
+"""Specificity of candidates: how much more likely each is on its target than on a background.
+
+With x the log-likelihood per residue of a candidate on its target, and b_1 ... b_n those of the same candidate in the
+contexts of a background,
+
+    specificity = x - mean(b),    specificity_z = (x - mean(b)) / s(b),
+
+s the sample standard deviation. The mean takes out how likely the candidate is after any protein, which is most of a
+likelihood. Without a target as the background, the specificity is the pointwise mutual information of candidate and
+target, per residue.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean, stdev
+from typing import NamedTuple, get_args
+
+import numpy as np
+
+from esm_turbo.assets import calibration_proteins
+from esm_turbo.context_model import as_list
+from esm_turbo.proteins.fasta import ProteinRecord, read_fasta
+from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.options import Background
+
+NO_TARGET = "<cls>"
+"""In place of a target's residues: candidates follow nothing but this token."""
+
+FEWEST_FOR_SPREAD = 5
+"""Contexts of a background from which its standard deviation is used."""
+# Nats per residue: smaller spreads are of rounding.
+_NO_SPREAD = 1e-6
+# Of the shipped proteins, four chains of each class of folded, soluble ones; see docs/scoring.md.
+_DECOYS = (
+    *("5bs1-A", "2ip6-A", "4mi8-B", "3bdd-A"),
+    *("6kjk-A", "5amh-A", "4ofk-B", "2ov0-A"),
+    *("2i02-A", "6qta-B", "3a2e-A", "3te8-B"),
+)
+
+
+class BackgroundFigures(NamedTuple):
+    """Log-likelihoods per residue of a candidate in a background.
+
+    Attributes:
+        mean: nats.
+        spread: sample standard deviation, nats; 0 for one context.
+        contexts: how many there are.
+    """
+
+    mean: float
+    spread: float
+    contexts: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> BackgroundFigures:
+        """The figures of at least one value."""
+        return cls(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+
+    def in_spreads(self, difference: float) -> float | None:
+        """A difference from the mean in standard deviations; None of fewer than 5 contexts, or of equal ones."""
+        if self.contexts < FEWEST_FOR_SPREAD or self.spread < _NO_SPREAD:
+            return None
+        return difference / self.spread
+
+
+def background_contexts(background: Background | Sequence[str]) -> tuple[str | None, list[ProteinRecord]]:
+    """The name of a background, None for `none`, and the proteins in whose context candidates are scored for it.
+
+    Args:
+        background: its name; or residues of decoys.
+
+    Raises:
+        ValueError: there is no such background, or no decoys.
+    """
+    if not isinstance(background, str):
+        decoys = as_list(background, "decoy")
+        return "decoys", [ProteinRecord(f"decoy_{number}", one) for number, one in enumerate(decoys, start=1)]
+    match check_choice("background", background, get_args(Background)):
+        case "alone":
+            return background, [ProteinRecord("alone", NO_TARGET)]
+        case "decoys":
+            by_id = {record.id: record for record in read_fasta(calibration_proteins())[0]}
+            return background, [by_id[name] for name in _DECOYS]
+        case _:
+            return None if background == "none" else background, []
+
+
+def figures_in(contexts: Iterable[Mapping[str, float]]) -> dict[str, BackgroundFigures]:
+    """Figures of candidates from their log-likelihoods per residue in each context of a background."""
+    values: dict[str, list[float]] = {}
+    for one in contexts:
+        for candidate, value in one.items():
+            if math.isfinite(value):
+                values.setdefault(candidate, []).append(value)
+    return {candidate: BackgroundFigures.of(own) for candidate, own in values.items()}
+
+
+def figures_on_others(results: Sequence[tuple[str, Mapping[str, float]]]) -> list[dict[str, BackgroundFigures]]:
+    """For each target the figures of its candidates on all other targets; those on no other have none.
+
+    Args:
+        results: residues of each target, and log-likelihoods per residue by candidate. Targets of the same residues
+            count as one.
+    """
+    values: dict[str, dict[str, float]] = {}
+    for target, by_candidate in results:
+        for candidate, value in by_candidate.items():
+            if math.isfinite(value):
+                values.setdefault(candidate, {}).setdefault(target, value)
+    figures: dict[str, dict[str, BackgroundFigures]] = {target: {} for target, _ in results}
+    for candidate, own in values.items():
+        for target, others in zip(own, leave_one_out(list(own.values())), strict=False):
+            figures[target][candidate] = others
+    return [figures[target] for target, _ in results]
+
+
+def leave_one_out(values: Sequence[float]) -> list[BackgroundFigures]:
+    """For each of at least two values the figures of all others; nothing for fewer."""
+    count = len(values)
+    if count < 2:
+        return []
+    centre = fmean(values)
+    # Of centred values, so that sums of squares lose no digits.
+    centred = np.asarray(values, dtype=np.float64) - centre
+    means = (centred.sum() - centred) / (count - 1)
+    squares = np.square(centred).sum() - np.square(centred) - (count - 1) * np.square(means)
+    spreads = np.sqrt(np.maximum(squares, 0) / max(1, count - 2))
+    pairs = zip(means.tolist(), spreads.tolist(), strict=True)
+    return [BackgroundFigures(centre + mean, spread, count - 1) for mean, spread in pairs]
