@@ -14,6 +14,7 @@ from benchmarks.accuracy import (
     long_proteins,
     screening,
     sizes,
+    specificity,
     variant_effects,
 )
 from benchmarks.accuracy import presets as accuracy
@@ -289,6 +290,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",
         "screening",
         lambda limit: screening.cases(max_proteins=limit),
+    ),
+    "specificity": Experiment(
+        "ranks of true binders by likelihood and by specificity, every peptide on every target",
+        "specificity",
+        lambda limit: specificity.cases(max_proteins=limit),
     ),
     "variants": Experiment(
         "variant effects by all arms against measured fitness, and leakage of residues from a cached protein",

@@ -64,6 +64,32 @@ def screening() -> str:
     return table(head, rows) + f"{targets} targets. " + source(record, "screening")
 
 
+_NUMBERS = {
+    "likelihood": ("`pseudo_perplexity`", "", "1"),
+    "specificity, alone": ("`specificity`", "`alone`", "1 + 1 / targets"),
+    "specificity, decoys": ("`specificity`", "`decoys`", "1 + 12 / targets"),
+    "specificity_z, decoys": ("`specificity_z`", "`decoys`", "1 + 12 / targets"),
+    "specificity, targets": ("`specificity`", "`targets`", "1"),
+    "specificity_z, targets": ("`specificity_z`", "`targets`", "1"),
+}
+
+
+def specificity() -> str:
+    """Where true binders stand by each number."""
+    record = stored.newest("specificity", lambda figures: figures["case"])["all pairs"]
+    figures = record["figures"]
+    rows = []
+    for name, labels in _NUMBERS.items():
+        one = figures["numbers"][name]
+        mean, error = statistics.fmean(one["percentiles"]), statistics.stdev(one["percentiles"])
+        error /= len(one["percentiles"]) ** 0.5
+        rows.append([*labels, f"{mean:.3f} ± {error:.3f}", str(one["first"]), f"{one['between_targets']:.2f}"])
+    head = ["number", "background", "cost", "percentile of the binder", "binders first", "correlation between targets"]
+    count, shape = len(figures["numbers"]["likelihood"]["percentiles"]), figures["shape"]
+    said = f"{count} binders, each among {shape['candidates']} peptides on its target; mean and standard error. "
+    return table(head, rows) + said + source(record, "specificity")
+
+
 def scoring_speed() -> str:
     """Candidates a second of the arms, by model and size of the screen."""
     rows, last = [], None
@@ -187,6 +213,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "screening": screening,
+    "specificity": specificity,
     "scoring_speed": scoring_speed,
     "variant_effects": variant_effects,
     "variant_leak": variant_leak,

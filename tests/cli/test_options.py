@@ -14,7 +14,9 @@ CACHES = f"{CALIBRATED} --preset"
 STORED = f"{CACHES} --store"
 PARALLEL = "--devices --workers --shard --engine --address"
 FILES = "--unknown --remove-gaps --accessions --json"
-SAMPLING = "--num-return-sequences --top-k --top-p --temperature --per-step --sweeps --allowed --banned --seed --refresh"
+SAMPLING = (
+    "--num-return-sequences --top-k --top-p --temperature --per-step --sweeps --allowed --banned --seed --refresh"
+)
 OPTIONS = {
     "demo": "--device --json",
     "calibrate": f"{FILES} {MODEL} {PARALLEL} --plot --out --max-residues --toks-per-batch",
