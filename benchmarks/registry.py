@@ -245,22 +245,12 @@ EXPERIMENTS: dict[str, Experiment] = {
         "accuracy",
         lambda limit: accuracy.optional_cases(max_proteins=limit),
     ),
-    "outliers": Experiment(
-        "leave-one-out of every preset with planted outliers, scales 1 to 200",
-        "outliers",
-        lambda limit: accuracy.outlier_cases(accuracy.ALL_PRESETS, max_proteins=limit),
-    ),
     "families": Experiment(
         "accuracy and memory of the package's presets with the small model of ESM-C, as `accuracy` with that of ESM-2",
         "families",
         lambda limit: accuracy.preset_cases(
             PRODUCT_PRESETS, ("cath_val200", "long_human"), max_proteins=limit, model="esmc-mini"
         ),
-    ),
-    "families_outliers": Experiment(
-        "leave-one-out with planted outliers with the small model of ESM-C",
-        "families_outliers",
-        lambda limit: accuracy.outlier_cases(PRODUCT_PRESETS, max_proteins=limit, model="esmc-mini"),
     ),
     "windows": Experiment(
         "long proteins in windows against the full run, by window, overlap, memory and preset",

@@ -251,12 +251,6 @@ class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
         """See `FamilyEncoder.parts`."""
         return self.embed_tokens, self.embed_seq_id, self.layers, self.norm, self.rotary_global, self.rotary_within
 
-    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `FamilyEncoder.channel_parameters`."""
-        layer: Any = self.layers[layer_idx]
-        attention = layer.norm_attn_norm.self_attn
-        return (attention.q_proj.weight,), (attention.k_proj.weight,), (attention.v_proj.weight,)
-
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """See `FamilyEncoder.embed`."""
         embeddings: Tensor = self.embed_tokens(input_ids)

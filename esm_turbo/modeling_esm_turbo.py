@@ -246,14 +246,6 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
         """See `FamilyEncoder.parts`."""
         return self.embeddings, self.encoder, self.rotary_embeddings
 
-    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `FamilyEncoder.channel_parameters`."""
-        attention = self.encoder.layer[layer_idx].attention.self
-        query, keys, values = (
-            (linear.weight, linear.bias) for linear in (attention.query, attention.key, attention.value)
-        )
-        return query, keys, values
-
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """Embeddings as in Hugging Face, with token dropout scaled by the counts of the whole input."""
         embeddings: Tensor

@@ -195,12 +195,6 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
         """See `FamilyEncoder.parts`."""
         return self.embed_tokens, self.layers, self.norm, self.rotary_emb
 
-    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """See `FamilyEncoder.channel_parameters`."""
-        attention = self.layers[layer_idx].self_attn
-        # Scaled before the norms, a channel of queries or keys would change the others.
-        return (attention.q_norm.weight,), (attention.k_norm.weight,), (attention.v_proj.weight,)
-
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """See `FamilyEncoder.embed`."""
         embeddings: Tensor = self.embed_tokens(input_ids)

@@ -443,9 +443,6 @@ class TurboEsm(ContextModel):
         classes: Sequence[str | None] | None = None,
         extend_ks: Sequence[int] = (1, 8, 32),
         refresh_ws: Sequence[int] = (0, 8, 32),
-        outlier_scales: Sequence[float] = (),
-        outlier_proteins: int = 8,
-        outlier_calibration_proteins: int = 60,
         progress: Progress | None = None,
     ) -> Evaluation:
         """Measure the accuracy and memory of presets on proteins.
@@ -463,9 +460,6 @@ class TurboEsm(ContextModel):
             classes=classes,
             extend_ks=extend_ks,
             refresh_ws=refresh_ws,
-            outlier_scales=outlier_scales,
-            outlier_proteins=outlier_proteins,
-            outlier_calibration_proteins=outlier_calibration_proteins,
             progress=progress,
         )
 

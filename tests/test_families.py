@@ -15,8 +15,6 @@ from esm_turbo import Calibration, ContextStore, KVCalibrator, TurboEsm, TurboKV
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.app import main
 from esm_turbo.config import PRODUCT_PRESETS
-from esm_turbo.evaluate.contexts import prefill
-from esm_turbo.evaluate.outliers import with_outliers
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.proteins.limits import UntrainedInputWarning
 from tests.helpers.models import make_esm, make_esmc, random_ids
@@ -124,19 +122,6 @@ def test_calibration_of_the_librarys_model(family: str) -> None:
     calibration = calibrator.finalize(PRODUCT_PRESETS)
     assert calibration.geometry.model_type == family
     calibration.check_model(model)
-
-
-@torch.no_grad()
-def test_planted_outliers_leave_the_function(small: TurboEsm) -> None:
-    ids = torch.tensor([[small.codes.cls, *small.codes.encode(TARGET, "x"), small.codes.eos]])
-    planted = with_outliers(small.model, 64)
-    expected = small.model(ids).logits
-    assert (planted(ids).logits - expected).abs().max() < 1e-3
-    exact, ones = PRODUCT_PRESETS["exact"], torch.ones_like(ids)
-    caches = [prefill(model, [exact], ids, ones)[1][exact] for model in (small.model, planted)]
-    for name in ("keys", "values"):
-        before, after = (cache.layers[0].packed[name].abs().amax(2) for cache in caches)
-        assert ((after / before).amax(-1) > 30).all()
 
 
 def test_commands(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -231,7 +231,7 @@ def test_arguments_reach_their_tasks(turbo: TurboEsm, tmp_path: Path) -> None:
     turbo.embed(target, include="mean", return_cache=True, store=store)
     # One context each, but the embedding's is that of the generation.
     assert store.info()["contexts"] == 3
-    evaluation = turbo.evaluate(target, ["turbo3"], outlier_scales=(), extend_ks=(), names=["x"], classes=["c"])
+    evaluation = turbo.evaluate(target, ["turbo3"], extend_ks=(), names=["x"], classes=["c"])
     assert evaluation.provenance.proteins == 1
 
 

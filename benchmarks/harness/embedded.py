@@ -71,7 +71,7 @@ def evaluate(
     classes: Sequence[str | None] | None = None,
     **options: Any,
 ) -> Evaluation:
-    """Evaluate presets, without outliers, and without extensions unless requested by `options`.
+    """Evaluate presets, without extensions unless requested by `options`.
 
     Args:
         turbo: the model.
@@ -86,7 +86,7 @@ def evaluate(
         presets,
         names=[protein.id for protein in proteins],
         classes=[protein.structural_class for protein in proteins] if classes is None else classes,
-        **{"extend_ks": (), "outlier_scales": (), **options},
+        **{"extend_ks": (), **options},
     )
 
 

@@ -54,7 +54,7 @@ def accuracies(proteins: str, part: str = "leave_one_out", kind: str = "accuracy
         figures = record["figures"]
         preset = figures["preset"]
         # Older runs planted outliers separately, on a part of the proteins.
-        if figures["proteins"] == f"{proteins}.fasta" and preset[part] and not preset["outliers"]:
+        if figures["proteins"] == f"{proteins}.fasta" and preset[part] and not preset.get("outliers"):
             found[preset["name"]] = record
     return found
 

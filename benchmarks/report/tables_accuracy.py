@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from benchmarks.harness import stored
@@ -55,22 +54,6 @@ def families() -> str:
     return table(head, rows) + source(stored.accuracies(_DOMAINS, kind="families")["turbo3"], "families", _BOTH)
 
 
-def families_outliers() -> str:
-    """The small models of ESM-2 and ESM-C: outliers planted without changing the function."""
-    kinds = dict(zip(("outliers", "families_outliers"), _FAMILIES.values(), strict=True))
-    found = {kind: planted(kind) for kind in kinds}
-    scales = sorted({scale for accuracies in found["families_outliers"].values() for scale in accuracies})
-    rows = [
-        [f"`{name}`", model, *(_planted_cell(found[kind][name][scale]) for scale in scales)]
-        for name in COMPRESSED
-        for kind, model in kinds.items()
-    ]
-    record = next(reversed(_planted_records("families_outliers").values()))
-    return table(["cosine (1 %), KL", "model", *(f"x{scale:g}" for scale in scales)], rows) + source(
-        record, "families_outliers", _BOTH
-    )
-
-
 def codecs() -> str:
     """Every preset that was measured, by bits: memory, and leave-one-out accuracy."""
     rows = []
@@ -117,29 +100,10 @@ def _geometry(record: Record) -> str:
     return f"{shape['num_layers']} x {shape['num_heads']} x {shape['head_dim']}"
 
 
-def planted(kind: str = "outliers") -> dict[str, dict[float, Mapping[str, float]]]:
-    """Figures of residues by preset and size of the outliers, presets in the order of the registry."""
-    records = _planted_records(kind)
-    order = [*COMPRESSED, *_OTHERS]
-    found: dict[str, dict[float, Mapping[str, float]]] = {}
-    for preset, scale in sorted(records, key=lambda key: (order.index(key[0]), key[1])):
-        figures = records[preset, scale]["figures"]
-        found.setdefault(preset, {})[scale] = figures["against_frozen"]["residues"]
-    return found
-
-
 def by_bits(proteins: str, part: str = "leave_one_out") -> dict[str, Record]:
     """Newest records of all compressed presets on a protein set, the most bits first."""
     found = {n: r for n, r in stored.accuracies(proteins, part).items() if n in COMPRESSED or n in _OTHERS}
     return dict(sorted(found.items(), key=lambda item: -_preset(item[1])["memory"]["bits_per_element"]))
-
-
-def _planted_records(kind: str = "outliers") -> dict[Any, Record]:
-    return stored.newest(kind, lambda figures: (figures["preset"], figures["scale"]))
-
-
-def _planted_cell(figures: Mapping[str, float]) -> str:
-    return f"{cosine(figures)}, {small(figures['kl_mean'])}"
 
 
 def _preset(record: Record) -> dict[str, Any]:
@@ -159,7 +123,7 @@ def _some_other() -> str:
 TABLES = {
     function.__name__: function
     for function in (
-        overview, families, families_outliers,
+        overview, families,
         codecs, freezing, memory_by_geometry,
     )
 }  # fmt: skip

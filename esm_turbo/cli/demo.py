@@ -52,7 +52,6 @@ def run_demo(device: str | None = None, progress: Progress | None = None) -> tup
         names=[r.id for r in chosen],
         extend_ks=(NEW_RESIDUES,),
         refresh_ws=(0, DEFAULT_REFRESH),
-        outlier_scales=(),
         progress=progress,
     )
     clock.lap("compare")

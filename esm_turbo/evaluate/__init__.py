@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.evaluate.outliers import with_outliers
 from esm_turbo.evaluate.results import PresetEvaluation, TokenAccuracy
 from esm_turbo.evaluate.run import evaluate
 
@@ -14,5 +13,4 @@ __all__ = [
     "PresetEvaluation",
     "TokenAccuracy",
     "evaluate",
-    "with_outliers",
 ]

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from esm_turbo.evaluate.metrics import Accuracy
-from esm_turbo.evaluate.results import Frozen, Memory, OutlierSetup, PresetEvaluation, Provenance, TokenAccuracy
+from esm_turbo.evaluate.results import Frozen, Memory, PresetEvaluation, Provenance, TokenAccuracy
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.files.text_tables import text_table
 
@@ -37,14 +37,12 @@ class Evaluation(Tabular):
         provenance: model, environment and data.
         frozen: the frozen arm.
         presets: the turbo arm, preset by preset, in the order requested.
-        outliers: setup of figure 5; None if disabled.
         unavailable: presets of "all" that cannot run here, with the reason.
     """
 
     provenance: Provenance
     frozen: Frozen
     presets: tuple[PresetEvaluation, ...]
-    outliers: OutlierSetup | None
     unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def __repr__(self) -> str:
@@ -108,7 +106,7 @@ def _render(evaluation: Evaluation, width: int | None) -> str:
     if evaluation.unavailable:
         console.print()
     groups = [_groups(evaluation, kind) for kind in ("class", "length", "position")]
-    for table in (_extend(evaluation), *groups, _layers(evaluation), _outliers(evaluation), _memory(evaluation)):
+    for table in (_extend(evaluation), *groups, _layers(evaluation), _memory(evaluation)):
         if table is not None:
             _print(console, table, width)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
@@ -208,23 +206,6 @@ def _layers(evaluation: Evaluation) -> Table | None:
     for preset in presets:
         layers = preset.leave_one_out.by_layer
         table.add_row(preset.name, *(_small(layers[i].relative_rms_error) for i in shown))
-    return table
-
-
-def _outliers(evaluation: Evaluation) -> Table | None:
-    setup = evaluation.outliers
-    if setup is None:
-        return None
-    table = _table(
-        f"Outliers planted, each model calibrated on {setup.calibration_proteins} proteins:\nleave-one-out on the"
-        f" first {setup.proteins}, cosine mean (1 %), KL mean; turbo - frozen, residues",
-        *("preset", *(f"x{model.scale:g}" for model in setup.models)),
-    )
-    for preset in evaluation.presets:
-        if preset.outliers:
-            table.add_row(preset.name, *(_brief(outlier.against_frozen) for outlier in preset.outliers))
-    drifts = (_small(model.drift.residues.relative_rms_error) for model in setup.models)
-    table.add_row("the model itself, rel. RMS", *drifts)
     return table
 
 

@@ -101,19 +101,6 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class OutlierAccuracy:
-    """Figure 5 of one preset for one scale: leave-one-out on a model with planted outliers.
-
-    Attributes:
-        scale: factor of one pair of key channels and one of value channels of every head.
-        against_frozen: the preset against full precision, both on the modified model.
-    """
-
-    scale: float
-    against_frozen: TokenAccuracy
-
-
-@dataclass(frozen=True)
 class PresetEvaluation:
     """All figures of one preset.
 
@@ -123,7 +110,6 @@ class PresetEvaluation:
         memory: figure 3.
         leave_one_out: figure 1.
         extend: figure 2, for every k and w.
-        outliers: figure 5, for every scale; empty if disabled, and for full precision.
     """
 
     name: str
@@ -131,7 +117,6 @@ class PresetEvaluation:
     memory: Memory
     leave_one_out: LeaveOneOut
     extend: tuple[Extend, ...]
-    outliers: tuple[OutlierAccuracy, ...]
 
 
 @dataclass(frozen=True)
@@ -160,34 +145,6 @@ class Frozen:
 
     leave_one_out: TokenAccuracy
     extend: tuple[FrozenExtend, ...]
-
-
-@dataclass(frozen=True)
-class PlantedModel:
-    """One model with planted outliers, and its deviation from the original.
-
-    Attributes:
-        scale: of the channels.
-        drift: the forward pass of the modified model against that of the original.
-    """
-
-    scale: float
-    drift: TokenAccuracy
-
-
-@dataclass(frozen=True)
-class OutlierSetup:
-    """Setup of figure 5.
-
-    Attributes:
-        proteins: number of proteins evaluated, the first ones.
-        calibration_proteins: number of shipped proteins that every modified model was calibrated on.
-        models: one per scale.
-    """
-
-    proteins: int
-    calibration_proteins: int
-    models: tuple[PlantedModel, ...]
 
 
 @dataclass(frozen=True)

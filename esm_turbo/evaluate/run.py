@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import platform
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,15 +13,13 @@ from esm_turbo import __version__
 from esm_turbo.config import Geometry
 from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.memory import measure_memory
-from esm_turbo.evaluate.outliers import planted_accuracy
 from esm_turbo.evaluate.presets import Presets, resolve_presets
 from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
-from esm_turbo.evaluate.results import OutlierAccuracy, OutlierSetup, PlantedModel, Provenance
+from esm_turbo.evaluate.results import Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:
@@ -39,9 +36,6 @@ def evaluate(
     classes: Sequence[str | None] | None = None,
     extend_ks: Sequence[int] = (1, 8, 32),
     refresh_ws: Sequence[int] = (0, 8, 32),
-    outlier_scales: Sequence[float] = (),
-    outlier_proteins: int = 8,
-    outlier_calibration_proteins: int = 60,
     progress: Progress | None = None,
 ) -> Evaluation:
     """Measure the freezing error, the quantisation error, and the memory of caches (docs/concepts.md).
@@ -58,17 +52,13 @@ def evaluate(
         classes: structural class of each sequence, None if unknown; figures are then also given by class.
         extend_ks: numbers of new residues of figure 2; empty disables it.
         refresh_ws: numbers of refreshed residues of figure 2.
-        outlier_scales: scales of figure 5, such as (1, 10, 60, 200); empty leaves it out. For every scale, a copy of
-            the model is calibrated, which takes minutes.
-        outlier_proteins: number of proteins of figure 5, the first ones.
-        outlier_calibration_proteins: number of shipped proteins that each copy is calibrated on.
         progress: called as proteins are done, see `Progress`.
 
     Raises:
         ValueError: a preset needs a calibration and the model has none, a sequence is not a protein, an option is
             invalid, or outputs of a preset contain NaN or infinity.
     """
-    _check_options(max_proteins, extend_ks, refresh_ws, outlier_scales, outlier_proteins, outlier_calibration_proteins)
+    _check_options(max_proteins, extend_ks, refresh_ws)
     proteins = _proteins(sequences, names, classes)[:max_proteins]
     configs, unavailable = resolve_presets(turbo, presets)
     warn_if_long(map(len, proteins), turbo.model.family)
@@ -84,27 +74,13 @@ def evaluate(
     if extend_ks and refresh_ws:
         ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
         extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
-    compressed = {name: config for name, config in configs.items() if config.codec != FROZEN.codec}
-    setup: OutlierSetup | None = None
-    outliers: dict[str, list[OutlierAccuracy]] = {name: [] for name in compressed}
-    if compressed and outlier_scales:
-        first = proteins[:outlier_proteins]
-        planted: list[PlantedModel] = []
-        report = advance("outliers", len(outlier_scales) * len(first))
-        for scale in outlier_scales:
-            model, figures = planted_accuracy(turbo, first, compressed, scale, outlier_calibration_proteins, report)
-            planted.append(model)
-            for name, figure in figures.items():
-                outliers[name].append(figure)
-        setup = OutlierSetup(len(first), outlier_calibration_proteins, tuple(planted))
     return Evaluation(
         _provenance(turbo, proteins),
         frozen_figures(loo, extend),
         tuple(
-            preset_figures(name, config, size, proteins, loo, extend, outliers.get(name, ()))
+            preset_figures(name, config, size, proteins, loo, extend)
             for (name, config), size in zip(configs.items(), memory, strict=True)
         ),
-        setup,
         unavailable,
     )
 
@@ -113,22 +89,12 @@ def _check_options(
     max_proteins: int | None,
     extend_ks: Sequence[int],
     refresh_ws: Sequence[int],
-    outlier_scales: Sequence[float],
-    outlier_proteins: int,
-    outlier_calibration_proteins: int,
 ) -> None:
     if max_proteins is not None and max_proteins < 1:
         raise ValueError(f"`max_proteins` must be at least 1, got {max_proteins}")
     for name, numbers, least in (("extend_ks", extend_ks, 1), ("refresh_ws", refresh_ws, 0)):
         if any(number < least for number in numbers):
             raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
-    if any(not (math.isfinite(scale) and scale > 0) for scale in outlier_scales):
-        raise ValueError(f"`outlier_scales` must be positive numbers, got {list(outlier_scales)}")
-    if outlier_proteins < 1 or outlier_calibration_proteins < 1:
-        raise ValueError(
-            "`outlier_proteins` and `outlier_calibration_proteins` must be at least 1, got"
-            f" {outlier_proteins} and {outlier_calibration_proteins}"
-        )
 
 
 def _proteins(

@@ -17,7 +17,6 @@ from esm_turbo.evaluate.results import (
     LayerAccuracy,
     LeaveOneOut,
     Memory,
-    OutlierAccuracy,
     PresetEvaluation,
     TokenAccuracy,
 )
@@ -41,7 +40,6 @@ def preset_figures(
     proteins: Sequence[Protein],
     loo: Arms,
     extend: Sequence[ExtendArms],
-    outliers: Sequence[OutlierAccuracy],
 ) -> PresetEvaluation:
     """All figures of one preset."""
     against_frozen = loo.turbo_frozen[name]
@@ -74,7 +72,6 @@ def preset_figures(
             )
             for e in extend
         ),
-        tuple(outliers),
     )
 
 

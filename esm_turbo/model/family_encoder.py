@@ -77,13 +77,6 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         """The modules that compute hidden states."""
 
     @abstractmethod
-    def channel_parameters(self, layer_idx: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Parameters of a layer whose rows are the channels of its queries, of its keys and of its values.
-
-        A row that is multiplied in all of them multiplies that channel, and no other.
-        """
-
-    @abstractmethod
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         """Embeddings of tokens.
 

@@ -21,7 +21,7 @@ _ERROR = "1 - mean cosine"
 
 
 def evaluation_sheet(result: Evaluation) -> Sheet:
-    """Accuracy against bits, errors by layer, what freezing costs, and planted outliers."""
+    """Accuracy against bits, errors by layer, and what freezing costs."""
     about = result.provenance
     # At full precision only rounding is left, which would squeeze the others.
     shown = [preset for preset in result.presets if preset.name != "exact"] or list(result.presets)
@@ -42,20 +42,9 @@ def evaluation_sheet(result: Evaluation) -> Sheet:
         for preset in shown
         if preset.leave_one_out.by_layer
     }
-    second: list[Panel] = []
     if by_layer:
         layers = list(range(1, 1 + len(next(iter(by_layer.values())))))
-        second.append(Lines(layers, by_layer, "layer", "relative RMS error of hidden states", log_y=True))
-    outliers = {
-        preset.name: _floored([one.against_frozen.residues.kl_mean for one in preset.outliers])
-        for preset in shown
-        if preset.outliers
-    }
-    if outliers:
-        scales = [one.scale for one in next(preset.outliers for preset in shown if preset.outliers)]
-        second.append(Lines(scales, outliers, "factor of planted outliers", "mean KL divergence (nats)", log_x=True,
-                            log_y=True, markers=True))  # fmt: skip
-    layout += [second] if second else []
+        layout.append([Lines(layers, by_layer, "layer", "relative RMS error of hidden states", log_y=True)])
     layout += [panels] if (panels := _freezing(result)) else []
     caption = (
         f"model {about.model}, device {about.device}, {about.dtype}, backend {about.backend}. The freezing error is"

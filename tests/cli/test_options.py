@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+
 import pytest
 from rich.console import Console
 
@@ -26,8 +27,7 @@ OPTIONS = {
     " --toks-per-batch --out",
     "binders": f"{FILES} {STORED} {SAMPLING} --length --arm --top --toks-per-batch --out",
     "store": f"{FILES} {CACHES} {PARALLEL} --toks-per-batch",
-    "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --outlier-scales"
-    " --outlier-proteins --outlier-calibration-proteins --backend",
+    "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --backend",
     "score": f"{FILES} {STORED} {PARALLEL} --plot --arm --refresh --place --top --top-k --toks-per-batch --out"
     " --backend",
     "variants": f"{FILES} {STORED} {PARALLEL} --plot --columns --method --arm --refresh --first-position"

@@ -43,7 +43,7 @@ def test_calibrations_and_evaluations(esm, fasta, tiny_folder, tmp_path):
     made = esm("calibrate", fasta, *model, "--out", tmp_path / "c.safetensors", "--plot", tmp_path / "c.html")
     assert (made.code, made.err) == (0, f"esm-turbo: picture written to {tmp_path / 'c.html'}\n")
     assert "<h1>Calibration on 3 proteins" in (tmp_path / "c.html").read_text(encoding="utf-8")
-    off = ["--extend-ks", "--outlier-scales", "--preset", "exact"]
+    off = ["--extend-ks", "--preset", "exact"]
     made = esm("evaluate", fasta, *model, *off, "--plot", tmp_path / "e.html")
     assert (made.code, made.err) == (0, f"esm-turbo: picture written to {tmp_path / 'e.html'}\n")
     assert "<h1>1 preset on 3 proteins" in (tmp_path / "e.html").read_text(encoding="utf-8")

@@ -22,7 +22,7 @@ def tiny(turbo: TurboEsm, tiny_model: Callable[..., TurboEsmForMaskedLM]) -> Tur
 @pytest.fixture(scope="session")
 def evaluation(tiny: TurboEsm) -> Evaluation:
     """All figures but those of outliers."""
-    return tiny.evaluate(SEQUENCES, ["exact", "paper"], classes=CLASSES, extend_ks=(1, 18), outlier_scales=())
+    return tiny.evaluate(SEQUENCES, ["exact", "paper"], classes=CLASSES, extend_ks=(1, 18))
 
 
 def forget_packages(patch: pytest.MonkeyPatch) -> None:

@@ -36,7 +36,7 @@ def test_figures_are_those_of_an_evaluation(tiny: TurboEsm, monkeypatch: pytest.
     assert set(quality.presets) == set(EXPECTED)
     assert (quality.proteins, quality.residues) == (len(SEQUENCES), sum(map(len, SEQUENCES)))
     assert quality.sequences_sha256 == hashlib.sha256("\n".join(SEQUENCES).encode()).hexdigest()
-    expected = tiny.evaluate(SEQUENCES, list(EXPECTED), extend_ks=(8,), refresh_ws=(0, 8, 32), outlier_scales=())
+    expected = tiny.evaluate(SEQUENCES, list(EXPECTED), extend_ks=(8,), refresh_ws=(0, 8, 32))
     for preset in expected.presets:
         found = preset.leave_one_out.against_frozen.residues
         assert quality.presets[preset.name] == Figures(

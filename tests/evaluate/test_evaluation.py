@@ -68,7 +68,7 @@ def test_presets_that_are_not_installed_are_listed(everything: Evaluation) -> No
 
 
 def test_skipped_proteins_are_counted(tiny: TurboEsm) -> None:
-    result = tiny.evaluate(["MA", "MKT"], ["paper"], extend_ks=(3,), refresh_ws=(0,), outlier_scales=())
+    result = tiny.evaluate(["MA", "MKT"], ["paper"], extend_ks=(3,), refresh_ws=(0,))
     assert "k = 3, 0 proteins (2 too short)" in result.table()
 
 

@@ -117,7 +117,7 @@ def test_refreshing_more_residues_reduces_the_freezing_error(evaluation: Evaluat
 
 
 def test_a_number_given_twice_is_measured_once(tiny: TurboEsm, evaluation: Evaluation) -> None:
-    result = tiny.evaluate(SEQUENCES, ["paper"], extend_ks=(1, 1), refresh_ws=(0, 0), outlier_scales=())
+    result = tiny.evaluate(SEQUENCES, ["paper"], extend_ks=(1, 1), refresh_ws=(0, 0))
     [extend] = result["paper"].extend
     assert extend.against_frozen and extend.against_frozen.residues.tokens == len(SEQUENCES)
 
@@ -125,7 +125,7 @@ def test_a_number_given_twice_is_measured_once(tiny: TurboEsm, evaluation: Evalu
 def test_short_proteins_are_skipped_and_counted(tiny: TurboEsm, evaluation: Evaluation) -> None:
     counts = {e.new_residues: (e.proteins, e.skipped) for e in evaluation["paper"].extend}
     assert counts == {1: (4, 0), 18: (2, 2)}
-    nothing = tiny.evaluate(["MA", "MKT"], ["paper"], extend_ks=(3,), refresh_ws=(0,), outlier_scales=())
+    nothing = tiny.evaluate(["MA", "MKT"], ["paper"], extend_ks=(3,), refresh_ws=(0,))
     [extend] = nothing["paper"].extend
     assert (extend.proteins, extend.skipped) == (0, 2)
     assert extend.against_frozen is extend.against_full is nothing.frozen.extend[0].against_full is None

@@ -16,10 +16,9 @@ from esm_turbo.proteins.fasta import FastaError
 from tests.helpers.evaluation import CLASSES, OFF, SEQUENCES
 
 
-def test_outliers_and_extension_can_be_disabled(tiny: TurboEsm) -> None:
+def test_extension_can_be_left_out(tiny: TurboEsm) -> None:
     result = tiny.evaluate(SEQUENCES[:1], ["paper"], **OFF)
-    assert result.outliers is None
-    assert result["paper"].outliers == result["paper"].extend == result.frozen.extend == ()
+    assert result["paper"].extend == result.frozen.extend == ()
 
 
 def test_presets_by_name_by_options_and_by_default(tiny: TurboEsm) -> None:
@@ -41,7 +40,7 @@ def test_presets_by_name_by_options_and_by_default(tiny: TurboEsm) -> None:
 def test_the_model_is_not_modified(tiny: TurboEsm) -> None:
     before = {name: tensor.clone() for name, tensor in tiny.model.state_dict().items()}
     config, calibration = tiny.model.esm.turbo_config, tiny.calibration
-    tiny.evaluate(SEQUENCES[:1], ["exact"], extend_ks=(1,), outlier_scales=(10,), outlier_proteins=1)
+    tiny.evaluate(SEQUENCES[:1], ["exact"], extend_ks=(1,))
     assert tiny.model.esm.turbo_config is config
     assert tiny.calibration is calibration
     assert all(torch.equal(tensor, before[name]) for name, tensor in tiny.model.state_dict().items())
@@ -55,7 +54,6 @@ def test_without_a_calibration_only_full_precision_is_evaluated(
         bare.evaluate(SEQUENCES, ["exact", "paper"])
     result = bare.evaluate(SEQUENCES, extend_ks=(1,))
     assert [preset.name for preset in result.presets] == ["exact"]
-    assert result.outliers is None
     assert result.provenance.calibration is None
 
 
@@ -80,10 +78,6 @@ def test_input_is_normalised_and_bad_records_are_named(tiny: TurboEsm, evaluatio
         ({"max_proteins": 0}, "`max_proteins` must be at least 1"),
         ({"extend_ks": (1, 0)}, "`extend_ks` must be at least 1 each"),
         ({"refresh_ws": (-1,)}, "`refresh_ws` must be at least 0 each"),
-        ({"outlier_scales": (1, 0)}, "`outlier_scales` must be positive"),
-        ({"outlier_scales": (float("nan"),)}, "`outlier_scales` must be positive"),
-        ({"outlier_proteins": 0}, "`outlier_proteins` and"),
-        ({"outlier_calibration_proteins": 0}, "`outlier_proteins` and"),
         ({"names": ["only one"]}, "`names` must be one per sequence, got 1 for 4"),
         ({"classes": ["x"] * 5}, "`classes` must be one per sequence, got 5 for 4"),
     ],
@@ -104,14 +98,11 @@ def test_progress_ends_every_stage(tiny: TurboEsm) -> None:
         SEQUENCES,
         ["paper"],
         extend_ks=(1,),
-        outlier_scales=(1, 10),
-        outlier_proteins=2,
-        outlier_calibration_proteins=2,
         progress=lambda *report: seen.append(report),
     )
     stages = {stage: [(done, total) for name, done, total in seen if name == stage] for stage, _, _ in seen}
-    assert list(stages) == ["leave-one-out", "extend", "outliers"]
-    for reports, total in zip(stages.values(), (4, 4, 4), strict=True):
+    assert list(stages) == ["leave-one-out", "extend"]
+    for reports, total in zip(stages.values(), (4, 4), strict=True):
         assert reports[0] == (0, total)
         assert reports[-1] == (total, total)
         assert reports == sorted(reports)
@@ -119,7 +110,7 @@ def test_progress_ends_every_stage(tiny: TurboEsm) -> None:
 
 def test_the_embedded_model_on_a_real_protein(turbo: TurboEsm) -> None:
     sequence = "VLSPADKTNVKAAWGKVGAHAGEYGAEALERMFLSFPTTKTYFPHFDLSHGSAQVKGHGKKVADALTNAV"
-    result = turbo.evaluate(sequence, ["paper"], extend_ks=(8,), refresh_ws=(0, 8), outlier_scales=())
+    result = turbo.evaluate(sequence, ["paper"], extend_ks=(8,), refresh_ws=(0, 8))
     paper = result["paper"]
     assert result.provenance.model == "esm2-mini"
     assert result.frozen.leave_one_out.residues.relative_rms_error < 1e-5

@@ -150,7 +150,7 @@ def test_models_caches_and_stores(turbo: TurboEsm, tmp_path) -> None:
 
 
 def test_evaluations(turbo: TurboEsm) -> None:
-    found: Evaluation = turbo.evaluate(TARGET, ["exact", "turbo2"], outlier_scales=(), extend_ks=())
+    found: Evaluation = turbo.evaluate(TARGET, ["exact", "turbo2"], extend_ks=())
     assert repr(found) == "Evaluation(esm2-mini, 1 protein, 16 residues, exact, turbo2)"
     frame = found.to_frame()
     assert frame["preset"].tolist() == ["exact", "turbo2"]

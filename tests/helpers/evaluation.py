@@ -14,7 +14,7 @@ from esm_turbo.evaluate import Accuracy
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSHMWDELKNPVYACCTI", "FVNQHLCGSHLVEALYLVCGERGFFYTPKT", "MA"]
 CLASSES = ["mainly_alpha", "mainly_beta", "mainly_alpha", None]
-OFF: dict[str, Any] = {"extend_ks": (), "outlier_scales": ()}
+OFF: dict[str, Any] = {"extend_ks": ()}
 NOT_INSTALLED = "not installed: pip install 'esm-turbo[compare]'"
 
 

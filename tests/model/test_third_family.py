@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -79,9 +78,6 @@ class Toy(CachedModel, PreTrainedModel):
     @property
     def parts(self) -> Sequence[nn.Module]:
         return self.tokens, self.sequences, self.layers
-
-    def channel_parameters(self, layer_idx: int) -> Any:
-        raise NotImplementedError
 
     def embed(self, input_ids: Tensor, mask: Tensor, counts: tuple[Tensor, Tensor] | None) -> Tensor:
         return self.tokens(input_ids)

@@ -16,9 +16,7 @@ from tests.helpers.evaluation import SEQUENCES
 
 @pytest.fixture(scope="module")
 def evaluation(turbo) -> Evaluation:
-    return turbo.evaluate(
-        SEQUENCES[1::2], ["exact", "turbo3", "turbo2"], extend_ks=(1,), refresh_ws=(0, 4), outlier_scales=()
-    )
+    return turbo.evaluate(SEQUENCES[1::2], ["exact", "turbo3", "turbo2"], extend_ks=(1,), refresh_ws=(0, 4))
 
 
 def test_an_evaluation(evaluation) -> None:

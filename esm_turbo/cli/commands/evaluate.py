@@ -30,9 +30,6 @@ def evaluate(
     max_proteins: int = 10,
     extend_ks: Annotated[tuple[int, ...], MANY] = (1, 8, 32),
     refresh_ws: Annotated[tuple[int, ...], MANY] = (0, 8, 32),
-    outlier_scales: Annotated[tuple[float, ...], MANY] = (),
-    outlier_proteins: int = 8,
-    outlier_calibration_proteins: int = 60,
     json: JsonFile = None,
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
@@ -50,9 +47,6 @@ def evaluate(
         max_proteins: Evaluate only the first N proteins of the file.
         extend_ks: Numbers of new residues at the end of a context.
         refresh_ws: Numbers of residues at the end of the context that are recomputed with the new ones.
-        outlier_scales: Also plant outliers of these scales into keys and values, such as 1 10 60 200; takes minutes.
-        outlier_proteins: Number of proteins evaluated with planted outliers.
-        outlier_calibration_proteins: Number of shipped proteins that each model with outliers is calibrated on.
     """
     if not preset:
         raise ValueError("--preset must name at least one preset")
@@ -73,9 +67,6 @@ def evaluate(
             classes=[record.structural_class for record in records],
             extend_ks=extend_ks,
             refresh_ws=refresh_ws,
-            outlier_scales=outlier_scales,
-            outlier_proteins=outlier_proteins,
-            outlier_calibration_proteins=outlier_calibration_proteins,
             progress=progress,
         )
     if plot is not None:

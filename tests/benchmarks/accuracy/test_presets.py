@@ -1,4 +1,4 @@
-"""Rows of accuracy, of optional presets, and of planted outliers."""
+"""Rows of accuracy, and of optional presets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from benchmarks.accuracy import presets as accuracy
-from benchmarks.harness import embedded
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS
 
 
@@ -42,19 +41,3 @@ def test_missing_optional_presets_are_reported(
     assert list(accuracy.optional_cases()) == []
     printed = capsys.readouterr().out
     assert all(f"{name}: needs optional packages" in printed for name in OPTIONAL_PRESETS)
-
-
-def test_a_row_of_outliers_has_one_preset_at_one_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accuracy, "OUTLIER_CALIBRATION_PROTEINS", 2)
-    monkeypatch.setattr(accuracy, "evaluation_set", lambda name, most: embedded.evaluation_set("paper_six", 1))
-    presets = {name: PRESETS[name] for name in ("exact", "int4", "turbo3")}
-    sizes = list(accuracy.outlier_cases(presets, 1))
-    assert [one.name for one in sizes] == [f"outliers x{scale}" for scale in (1, 10, 60, 200)]
-    rows = sizes[2].measure(1)
-    assert isinstance(rows, list)
-    found = {row["preset"]: row for row in rows}
-    assert list(found) == ["int4", "turbo3"]
-    assert all(row["scale"] == 60 and row["calibration_proteins"] == 2 for row in rows)
-    kl = {name: row["against_frozen"]["residues"]["kl_mean"] for name, row in found.items()}
-    assert kl["turbo3"] < 0.1 * kl["int4"]
-    assert found["turbo3"]["drift"]["residues"]["relative_rms_error"] < 1e-4

@@ -28,23 +28,20 @@ def test_evaluate(esm, fasta, tmp_path, tiny_folder, tiny_calibration):
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [preset["name"] for preset in figures["presets"]] == ["exact", "paper"]
     assert figures["provenance"]["proteins"] == 2
-    assert figures["outliers"] is None
     again = esm(*arguments, "--json", "-")
     assert json.loads(again.out) == figures
 
 
 def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration, without_packages):
     fasta = write("some.fasta", ">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
-    options = ["--preset", "all", "--extend-ks", "2", "--refresh-ws", "0", "--outlier-scales", "60",
-               "--outlier-proteins", "1", "--outlier-calibration-proteins", "2"]  # fmt: skip
+    options = ["--preset", "all", "--extend-ks", "2", "--refresh-ws", "0"]
     model = ["--model", tiny_folder, "--calibration", tiny_calibration(seed=0)]
     result = esm("evaluate", fasta, *options, *model, "--json", tmp_path / "figures.json")
     assert result.code == 0
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert [preset["name"] for preset in figures["presets"]] == list(PRESETS)
-    assert (figures["outliers"]["proteins"], figures["outliers"]["calibration_proteins"]) == (1, 2)
     for name in COMPARISON_PRESETS:
-        # Leave-one-out and extension; outliers and memory show the name alone.
+        # Leave-one-out and extension; memory shows the name alone.
         assert result.out.count(f"{name} - frozen") == 2
     assert "hqq2: not installed: pip install 'esm-turbo[compare]'" in result.out
 
