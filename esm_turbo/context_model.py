@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,9 @@ from esm_turbo.config import DEFAULT_REFRESH, Geometry
 from esm_turbo.files.hub import model_name
 from esm_turbo.files.tabular import named
 from esm_turbo.model.inputs import check_context_index
+from esm_turbo.proteins.batches import TokenRow, encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.homologs import ContextLimits, encode_homologs
 from esm_turbo.proteins.tokens import TokenCodes
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ class _NewRows(NamedTuple):
         input_ids: [batch, n].
         mask: real tokens, int64 [batch, n].
         positions: [batch, n].
-        first: columns of the cache that each row reads, those before this one, [batch, 1].
+        first: columns of the cache that each row reads, those before this one, [batch, 1]; None for all.
         begin: first column of the new tokens, [batch, 1].
         end: column after the last token that an append stores, [batch, 1].
     """
@@ -69,7 +72,7 @@ class _NewRows(NamedTuple):
     input_ids: Tensor
     mask: Tensor
     positions: Tensor
-    first: Tensor
+    first: Tensor | None
     begin: Tensor
     end: Tensor
 
@@ -130,8 +133,11 @@ class ContextModel:
     ) -> TurboKVCache:
         """Compute contexts exactly and cache them: `<cls>` and the residues, without `<eos>`.
 
+        Of a family with exact contexts, such as E1, a context is one homolog or several, separated by commas, each a
+        whole sequence. X in them is left out, and its position kept.
+
         Args:
-            sequences: residues; `<mask>` may stand for one.
+            sequences: residues; `<mask>` may stand for one, though not in homologs.
             total_tokens: number of tokens in the whole input that a context begins, including `<cls>` and `<eos>`;
                 one number, or one per sequence. Token dropout depends on it. None counts the context alone.
             total_masks: number of masks in the whole input, likewise.
@@ -140,12 +146,12 @@ class ContextModel:
             A cache with one row per sequence.
 
         Raises:
-            ValueError: a sequence is empty or has a letter that is not a residue, or a total is smaller than the
-                context's own count.
+            ValueError: a sequence is empty, too long for exact contexts or has a letter that is not a residue, there
+                are too many homologs, or a total is smaller than the context's own count.
         """
-        sequences = as_list(sequences)
-        rows = [[self.codes.cls, *self.codes.encode(s, f"sequence {i + 1}")] for i, s in enumerate(sequences)]
+        rows, positions = self.codes.present(self.encode_contexts(as_list(sequences)))
         input_ids, attention_mask = self.codes.batch(rows)
+        places = None if positions is None else self.codes.batch(positions)[0]
         counts = None
         if total_tokens is not None or total_masks is not None:
             tokens = totals_per_row("total_tokens", total_tokens, attention_mask.sum(1).tolist())
@@ -159,6 +165,7 @@ class ContextModel:
             output = self.model.base_model(
                 to_device(input_ids, device),
                 to_device(attention_mask, device),
+                None if places is None else to_device(places, device),
                 use_cache=True,
                 token_counts=counts,
                 row_lengths=[len(row) for row in rows],
@@ -169,6 +176,18 @@ class ContextModel:
         cache = call()
         # Looked for while the device computes: a cache is not returned as one of the weights that were there before.
         return call() if self.model.notice_changes() else cache
+
+    def encode_contexts(self, sequences: Sequence[str]) -> list[TokenRow]:
+        """Token ids of the contexts that `prefill` computes, by which a store knows them.
+
+        Raises:
+            ValueError: as of `prefill`.
+        """
+        limits = self.model.base_model.exact_contexts
+        if limits is None:
+            return encode_rows(self.codes, sequences, eos=False)
+        named = [(context, f"context {number}") for number, context in enumerate(sequences, start=1)]
+        return [np.array(encode_homologs(self.codes, *one, limits), dtype=np.uint8) for one in named]
 
     @torch.no_grad()
     def extend(
@@ -181,6 +200,10 @@ class ContextModel:
         context_index: Sequence[int] | Tensor | None = None,
     ) -> ExtendOutput:
         """Run new residues after cached contexts.
+
+        Of a family with exact contexts, such as E1, each sequence is a whole query, and the result is that of context
+        and query together: `eos` and `refresh` have no effect, and outputs are those of all of the query's tokens,
+        what stands around its residues included. X in it is left out, and its position kept.
 
         Args:
             cache: one row per sequence, one row that all sequences share, or any rows with a `context_index`. It
@@ -227,13 +250,19 @@ class ContextModel:
             raise ValueError(f"the cache has {cache.batch_size} rows, but there are {len(sequences)} sequences")
         if not bool((cache.lengths > 0).all()):
             raise ValueError("the cache has an empty row: prefill a context first")
-        rows = self._rows_after(cache, sequences, eos, refresh, index)
+        limits = self.model.base_model.exact_contexts
+        if limits is None:
+            rows = self._rows_after(cache, sequences, eos, refresh, index)
+        else:
+            rows = self._queries_after(cache, sequences, index, limits)
         device, mask = self.model.device, rows.mask
-        past = torch.arange(cache.get_seq_length()) < rows.first
+        seen = mask
+        if rows.first is not None:
+            seen = torch.cat([(torch.arange(cache.get_seq_length()) < rows.first).long(), mask], dim=1)
         steps = torch.arange(mask.shape[1])
         states = self.model.base_model(
             to_device(rows.input_ids, device),
-            to_device(torch.cat([past.long(), mask], dim=1), device),
+            to_device(seen, device),
             to_device(rows.positions, device),
             past_key_values=cache,
             context_index=None if index is None else index.contexts.tolist(),
@@ -249,6 +278,34 @@ class ContextModel:
             states.gather(1, at.expand(-1, -1, states.shape[2])),
             logits.gather(1, at.expand(-1, -1, logits.shape[2])),
             to_device((column < counts).long(), device),
+        )
+
+    def _queries_after(
+        self, cache: TurboKVCache, sequences: list[str], index: RowIndex | None, limits: ContextLimits
+    ) -> _NewRows:
+        """The rows of an extension of exact contexts: whole queries."""
+        chains, nexts = (
+            of_rows(x.cpu(), index).expand(len(sequences)) for x in (cache.next_chains, cache.next_positions)
+        )
+        rows = []
+        for number, (sequence, before, begin) in enumerate(
+            zip(sequences, chains.tolist(), nexts.tolist(), strict=True), start=1
+        ):
+            name = f"sequence {number}"
+            residues = self.codes.encode(sequence, name)
+            limits.check_length(name, len(residues))
+            rows.append(self.codes.whole(residues))
+            limits.check(f"{name} and its context", before + 1, begin + len(rows[-1]))
+        present, places = self.codes.present(rows)
+        input_ids, mask = self.codes.batch(present)
+        positions = torch.arange(input_ids.shape[1])[None] if places is None else self.codes.batch(places)[0]
+        return _NewRows(
+            input_ids,
+            mask,
+            positions + nexts[:, None],
+            None,
+            torch.zeros(len(rows), 1, dtype=torch.int64),
+            mask.sum(1, keepdim=True),
         )
 
     def _rows_after(

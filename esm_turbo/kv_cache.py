@@ -52,7 +52,8 @@ FORMAT_VERSION = 2
 # Of a file with chains, which other releases do not know.
 _CHAINS_VERSION = 3
 
-# A protein has one <cls> and at most one <eos>. On a device this is assumed, since counting would wait for it.
+# A protein has one <cls> and at most one <eos>. On a device this is assumed of one sequence, since counting would wait
+# for it.
 _DEVICE_SLOTS = 2
 # Positions are stored as int32. More than the tokens of any row.
 MAX_POSITION = 2**31 - 1
@@ -200,7 +201,8 @@ class TurboKVCache(CacheStorage):
         if self.config.protect_special_tokens:
             # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
             special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in special_ids])
-            slots = int(special.sum(1).max()) if self._on_cpu else min(_DEVICE_SLOTS, special.shape[1])
+            counted = self._on_cpu or chains is not None
+            slots = int(special.sum(1).max()) if counted else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
             protected = torch.where(found[:, :slots] > 0, where[:, :slots], -1)
         positions = None if position_ids is None else position_ids.expand_as(order).gather(1, order).to(torch.int32)

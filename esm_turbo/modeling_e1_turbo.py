@@ -30,6 +30,7 @@ from esm_turbo.model.rotary import Float32Frequencies
 from esm_turbo.model.sequences import number_sequences
 from esm_turbo.model.spread import to_weight_device
 from esm_turbo.ops.torch_ops import rotate
+from esm_turbo.proteins.homologs import ContextLimits
 
 _GLOBAL = LayerKind(Scope.PREFIX)
 _WITHIN = LayerKind(Scope.SEQUENCE, rotary=1, stored=False)
@@ -203,7 +204,6 @@ class _Checkpoints(CheckpointMixin):
 class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
     """The encoder of E1, see `CachedModel`."""
 
-    exact_contexts = True
     # Extensions are captured once their eager forward has been measured on a GPU.
     capturable = False
     _no_split_modules = ("E1Layer",)
@@ -221,6 +221,9 @@ class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
         self.layers = nn.ModuleList(E1Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_global = E1RotaryEmbedding(config.rope_theta_global, head_dim)
+        self.exact_contexts = ContextLimits(
+            config.max_num_sequences, config.max_num_positions_within_seq, config.max_num_positions_global
+        )
         self.rotary_within = E1RotaryEmbedding(config.rope_theta_within_seq, head_dim)
         self.prepare_turbo()
         self.post_init()

@@ -23,6 +23,7 @@ class Vocabulary:
         mask: stands for a residue to be predicted.
         before: tokens before the residues of a protein.
         after: tokens after them.
+        unknown: residue that contexts leave out, its position kept; None for none.
     """
 
     tokens: tuple[str, ...]
@@ -32,6 +33,7 @@ class Vocabulary:
     mask: str = "<mask>"
     before: tuple[str, ...] = ("<cls>",)
     after: tuple[str, ...] = ("<eos>",)
+    unknown: str | None = None
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,7 @@ _E1_VOCABULARY = Vocabulary(
     mask="?",
     before=("<bos>", "1"),
     after=("2", "<eos>"),
+    unknown="X",
 )
 
 FAMILIES: dict[str, Family] = {

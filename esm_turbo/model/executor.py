@@ -151,7 +151,7 @@ class Executor:
             positions = of_rows(cache.next_positions, index)[:, None] + torch.arange(n, device=ids.device)
             check_positions(positions)
         chains, plan.chains = plan.chains, None
-        if self.encoder.exact_contexts:
+        if self.encoder.exact_contexts is not None:
             # A new sequence follows those of the context.
             chains = of_rows(cache.next_chains, index)[:, None].expand(batch_size, n)
         embeddings = self._embed(ids, new_mask, counts, chains)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
+from esm_turbo.proteins.homologs import ContextLimits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel as _LibraryModel
@@ -26,14 +27,15 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
         peptide_notice: what to warn of, once per model, where a peptide is put after a target.
         packed_operations: names of the operations of `triton_encoder` that `run_packed` calls, to be compiled ahead.
         plain_modules: classes of modules whose forward the packed encoder and captured graphs replace.
-        exact_contexts: contexts never see what follows them, so that reusing them changes nothing.
+        exact_contexts: sizes of contexts that never see what follows them, so that reusing them changes nothing: whole
+            homologs, and then a whole query; None where a context is the begin of a protein, which sees what follows.
         is_spread: whether layers lie on several devices, see `model.spread`; then nothing is captured.
     """
 
     packed_operations: ClassVar[frozenset[str]] = frozenset()
     peptide_notice: str | None = None
     plain_modules: ClassVar[Collection[type[nn.Module]]] = ()
-    exact_contexts: ClassVar[bool] = False
+    exact_contexts: ContextLimits | None = None
     is_spread: bool = False
 
     @property

@@ -15,12 +15,12 @@ TokenRow = npt.NDArray[np.uint8]
 
 
 def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True) -> list[TokenRow]:
-    """Token ids of proteins, with `<cls>` and `<eos>`.
+    """Token ids of proteins, with what stands around the residues, such as `<cls>` and `<eos>`.
 
     Args:
         codes: of the model's tokenizer.
         sequences: residues; `<mask>` may stand for one.
-        eos: end each row with `<eos>`.
+        eos: whether rows end as whole proteins do.
 
     Raises:
         ValueError: a sequence is empty or has letters that are not residue codes.
@@ -29,14 +29,14 @@ def encode_rows(codes: TokenCodes, sequences: Iterable[str], *, eos: bool = True
     for residue, index in codes.residues.items():
         table[ord(residue)] = index
     rows = []
-    end = bytes([codes.eos]) if eos else b""
+    begin, end = bytes(codes.before), bytes(codes.after) if eos else b""
     for number, sequence in enumerate(sequences, start=1):
         name = f"sequence {number}"
-        if isinstance(sequence, str) and ("<" in sequence or CHAIN_BREAK in sequence):
+        if isinstance(sequence, str) and any(symbol in sequence for symbol in ("<", codes.mask_symbol, CHAIN_BREAK)):
             ids = bytes(codes.encode(sequence, name))
         else:
             ids = check_sequence(sequence, name=name).encode("ascii").translate(table)
-        rows.append(np.frombuffer(bytes([codes.cls]) + ids + end, dtype=np.uint8))
+        rows.append(np.frombuffer(begin + ids + end, dtype=np.uint8))
     return rows
 
 

@@ -40,6 +40,7 @@ class TokenCodes:
         before: ids of the tokens before the residues of a protein.
         after: ids of those after them.
         mask_symbol: the mask as it is written; `<mask>` is read by all families.
+        unknown: id of a residue that contexts leave out, its position kept; None for none.
     """
 
     residues: dict[str, int]
@@ -51,6 +52,7 @@ class TokenCodes:
     after: tuple[int, ...]
     chain_break: int | None = None
     mask_symbol: str = _MASK
+    unknown: int | None = None
 
     @functools.cached_property
     def _ids(self) -> bytes:
@@ -96,6 +98,7 @@ class TokenCodes:
             tuple(vocabulary[token] for token in known.after),
             vocabulary.get(family.chain_break),
             known.mask,
+            None if known.unknown is None else vocabulary[known.unknown],
         )
 
     def whole(self, ids: Iterable[int]) -> list[int]:
@@ -151,6 +154,13 @@ class TokenCodes:
         if self.chain_break is not None:
             letters[self.chain_break] = CHAIN_BREAK
         return "".join(letters[index] for index in token_ids)
+
+    def present(self, rows: Sequence[TokenIds]) -> tuple[list[TokenIds], list[list[int]] | None]:
+        """Rows without the residues that contexts leave out, and the positions of the others; None for 0, 1, 2, ..."""
+        if self.unknown is None or not any(self.unknown in row for row in rows):
+            return list(rows), None
+        positions = [[place for place, token in enumerate(row) if token != self.unknown] for row in rows]
+        return [[int(row[i]) for i in kept] for row, kept in zip(rows, positions, strict=True)], positions
 
     def batch(self, rows: Sequence[TokenIds]) -> tuple[Tensor, Tensor]:
         """Rows of ids as `input_ids` and `attention_mask`, int64 [batch, longest], padded on the right."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from esm_turbo.context_model import ContextModel, Sequences, as_list, totals_per_row
-from esm_turbo.proteins.batches import TokenRow, encode_rows
+from esm_turbo.proteins.batches import TokenRow
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class ContextRequest:
     Attributes:
         key: of its file.
         sequence: residues as given.
-        tokens: number of tokens, `<cls>` and the residues.
+        tokens: number of tokens that are stored, such as `<cls>` and the residues.
         masks: number of `<mask>` tokens among them.
         total_tokens: for token dropout, see `ContextModel.prefill`.
         total_masks: likewise.
@@ -45,8 +45,8 @@ def context_requests(
         ValueError: a sequence is invalid, or there are not as many totals as sequences.
     """
     sequences = as_list(sequences)
-    rows = encode_rows(turbo.codes, sequences, eos=False)
-    tokens = [len(row) for row in rows]
+    rows = turbo.encode_contexts(sequences)
+    tokens = [len(row) for row in turbo.codes.present(rows)[0]]
     masks = [int((row == turbo.codes.mask).sum()) for row in rows]
     all_tokens = totals_per_row("total_tokens", total_tokens, tokens)
     all_masks = totals_per_row("total_masks", total_masks, masks)

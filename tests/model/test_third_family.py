@@ -15,6 +15,7 @@ from esm_turbo.files.families import FAMILIES, Family, Vocabulary
 from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.plan import ForwardPlan, LayerKind, Scope
 from esm_turbo.ops.torch_ops import rotate
+from esm_turbo.proteins.homologs import ContextLimits
 
 WITHIN, GLOBAL = LayerKind(Scope.SEQUENCE, rotary=1, stored=False), LayerKind(Scope.PREFIX)
 HEADS, HEAD_DIM = 2, 8
@@ -55,7 +56,7 @@ class Toy(CachedModel, PreTrainedModel):
 
     config_class = ToyConfig
     family = FAMILY
-    exact_contexts = True
+    exact_contexts = ContextLimits(9, 100, 300)
     layer_kinds = (WITHIN, GLOBAL, WITHIN, WITHIN, GLOBAL)
     special_ids = (1, 2)
 

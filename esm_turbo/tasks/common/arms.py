@@ -265,16 +265,20 @@ def context_config(turbo: ContextModel, arm: str) -> TurboConfig:
 def prefill_rows(turbo: ContextModel, rows: Sequence[TokenIds], config: TurboConfig) -> TurboKVCache:
     """Compute rows of tokens exactly, in one batch, and cache them under these options; nothing waits for the device.
 
+    Residues that contexts leave out keep their positions, see `TokenCodes.present`.
+
     Raises:
         NotEnoughMemoryError: they do not fit into the device's memory.
     """
+    rows, positions = turbo.codes.present(rows)
     esm, lengths = turbo.model.base_model, [len(row) for row in rows]
     geometry = Geometry.of(esm.config)
     cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
     more = cache_bytes(esm, max(lengths) * len(rows), config)
     check_memory(esm, max(lengths), rows=len(rows), more=more)
     input_ids, mask = (to_device(x, esm.device) for x in turbo.codes.batch(rows))
-    esm(input_ids, mask if len(rows) > 1 else None, past_key_values=cache, use_cache=True, row_lengths=lengths)
+    places = None if positions is None else to_device(turbo.codes.batch(positions)[0], esm.device)
+    esm(input_ids, mask if len(rows) > 1 else None, places, past_key_values=cache, use_cache=True, row_lengths=lengths)
     return cache
 
 

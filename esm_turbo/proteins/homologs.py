@@ -1,0 +1,82 @@
+"""Contexts of several sequences, for families in which a query sees its homologs and they never see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.tokens import TokenCodes
+
+SEPARATOR = ","
+"""Stands between the sequences of a context."""
+
+
+@dataclass(frozen=True)
+class ContextLimits:
+    """What a model can read.
+
+    Attributes:
+        sequences: in all, the query included.
+        residues: of one sequence.
+        positions: of all sequences together, what stands around their residues included.
+    """
+
+    sequences: int
+    residues: int
+    positions: int
+
+    def check(self, name: str, sequences: int, positions: int) -> None:
+        """Check the size of a context, or of one with its query.
+
+        Args:
+            name: of what is checked, for the error.
+            sequences: their number.
+            positions: their number.
+
+        Raises:
+            ValueError: it is too large.
+        """
+        if sequences > self.sequences:
+            raise ValueError(f"{name}: {sequences} sequences are too many; the model reads at most {self.sequences}")
+        if positions > self.positions:
+            raise ValueError(
+                f"{name}: {positions:,} positions are too many; the model reads at most {self.positions:,}"
+            )
+
+    def check_length(self, name: str, residues: int) -> None:
+        """Check the length of one sequence.
+
+        Raises:
+            ValueError: it is too long.
+        """
+        if residues > self.residues:
+            raise ValueError(f"{name}: {residues:,} residues are too many; the model reads at most {self.residues:,}")
+
+
+def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, limits: ContextLimits) -> list[int]:
+    """Token ids of a context, homologs that are separated by commas, one after the other.
+
+    Args:
+        codes: of the model's tokenizer.
+        context: the homologs.
+        name: of the context, for errors.
+        limits: of the model.
+
+    Raises:
+        TypeError: the context is not a string.
+        ValueError: a homolog is empty, too long, has a mask or a letter that is no residue, or there are too many.
+    """
+    text = context.sequence if isinstance(context, ProteinRecord) else context
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: a context must be a string, got {type(text).__name__}")
+    homologs = text.split(SEPARATOR)
+    ids: list[int] = []
+    for number, homolog in enumerate(homologs, start=1):
+        own = name if len(homologs) == 1 else f"{name}, homolog {number}"
+        residues = codes.encode(homolog, own)
+        if codes.mask in residues:
+            raise ValueError(f"{own}: position {residues.index(codes.mask) + 1} is a mask, which only a query may have")
+        limits.check_length(own, len(residues))
+        ids += codes.whole(residues)
+    limits.check(name, len(homologs), len(ids))
+    return ids
