@@ -137,8 +137,8 @@ class _Lines:
     def __call__(self, stage: str, done: int, total: int, /) -> None:
         now = time.monotonic()
         if stage != self.stage:
-            # A stage began when the previous one ended.
-            self.stage, self.since = stage, self.last
+            # A stage whose beginning is reported begins then, another one when the previous one ended.
+            self.stage, self.since = stage, self.last if done else now
         self.last = now
         if now < self.due or done >= total:
             return

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
 from esm_turbo.assets import evaluation_proteins
@@ -14,14 +14,15 @@ from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.protocols import Comparison, Protein, extend_at_end, leave_one_out
 from esm_turbo.files.quality import EXPECTED, Figures, Quality
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.tasks.common.arms import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_model import ContextModel
 
-# Residues of the calibration for each residue measured, so that measuring takes at most a third of its time.
-_CALIBRATED_PER_MEASURED = 64
+# Residues of the calibration for each residue measured, and the fewest to measure: 1 % quantiles rest on ten of them.
+_CALIBRATED_PER_MEASURED, _FEWEST_MEASURED = 64, 1000
 _NEW_RESIDUES, _REFRESHED = 8, (0, DEFAULT_REFRESH, 32)
 
 
@@ -38,8 +39,8 @@ def measure_calibration(
         turbo: the model, which is not changed.
         calibration: of this model.
         records: the proteins of the calibration.
-        held_out: other proteins, of which as many are measured as keep the time below a third of the calibration's,
-            at least one; None takes the shipped evaluation proteins.
+        held_out: other proteins, of which the first are measured: a thousand residues, or one for 64 of the
+            calibration's if these are more; None takes the shipped evaluation proteins.
         progress: called with stage `measure` and residues, see `Progress`.
 
     Returns:
@@ -48,21 +49,19 @@ def measure_calibration(
     Raises:
         ValueError: outputs of a preset contain NaN or infinity.
     """
-    held_out = read_fasta_strict(evaluation_proteins()) if held_out is None else held_out
-    proteins = _measured(held_out, records)
+    proteins = _measured(beside_shipped(()) if held_out is None else held_out, records)
     if not proteins:
         return None
     configs = {config.name: config for config in calibration.fitted if config.name in EXPECTED}
-    counter = StageProgress(progress, "measure", 2 * sum(map(len, proteins)))
-    counter.advance(0)
-
-    def advance() -> Callable[[int], None]:
-        lengths = iter(map(len, proteins))
-        return lambda count: counter.advance(sum(islice(lengths, count)))
-
+    counter, lengths = StageProgress(progress, "measure", sum(map(len, proteins))), iter(map(len, proteins))
     with _calibrated(turbo, calibration):
-        loo = leave_one_out(turbo, proteins, configs, advance(), layers=False)
-        ends = extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, advance())
+        turbo.model.base_model.kv.compile_ahead(*map(calibration.codec, [FROZEN, *configs.values()]))
+        # A small part of the work, which is not counted, so that the time left can be told from what is.
+        ends = extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, lambda _: None)
+        counter.advance(0)
+        loo = leave_one_out(
+            turbo, proteins, configs, lambda count: counter.advance(sum(islice(lengths, count))), layers=False
+        )
     return Quality(
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
@@ -75,10 +74,16 @@ def measure_calibration(
     )
 
 
+def beside_shipped(own: Sequence[ProteinRecord]) -> list[ProteinRecord]:
+    """A user's proteins and the shipped evaluation proteins, in turn."""
+    pairs = zip_longest(own, read_fasta_strict(evaluation_proteins()))
+    return [record for pair in pairs for record in pair if record is not None]
+
+
 def _measured(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -> list[Protein]:
     """The first proteins, up to the residues to measure, without those that are or hold a part of the calibration."""
     known = "\n".join(record.sequence for record in records)
-    left = sum(len(record.sequence) for record in records) // _CALIBRATED_PER_MEASURED
+    left = max(_FEWEST_MEASURED, sum(len(record.sequence) for record in records) // _CALIBRATED_PER_MEASURED)
     chosen: list[Protein] = []
     for record in held_out:
         if record.sequence in known or any(one.sequence in record.sequence for one in records):

@@ -113,13 +113,13 @@ class CacheEngine:
         """
         return self.compile_ahead(self.codec(self.config))
 
-    def compile_ahead(self, codec: KVCodec | None) -> int:
-        """Compile the kernels of calls with caches of a codec, or of forwards without caches; their number."""
+    def compile_ahead(self, *codecs: KVCodec) -> int:
+        """Compile the kernels of calls with caches of these codecs, or of forwards without caches; their number."""
         if torch.compiler.is_compiling():
             return 0
         geometry = Geometry.of(self.encoder.config)
         sizes = Sizes(geometry.num_heads, geometry.head_dim, self.encoder.packed_operations)
-        return self.kv_backend.compile_ahead(sizes, codec, self.encoder.dtype, self.encoder.device)
+        return self.kv_backend.compile_ahead(sizes, codecs, self.encoder.dtype, self.encoder.device)
 
     def new_cache(self) -> TurboKVCache:
         """An empty cache of this model."""

@@ -230,7 +230,7 @@ class Executor:
         embeddings, packing = plan.embeddings, plan.packing
         unpack: Callable[[Tensor], Tensor]
         if packing is not None:
-            self.kv.compile_ahead(None)
+            self.kv.compile_ahead()
             if embeddings is None:
                 assert plan.input_ids is not None
                 mask = token_mask(plan.input_ids, plan.attention_mask)

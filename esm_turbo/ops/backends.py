@@ -61,7 +61,7 @@ class KVBackend:
         return None
 
     def compile_ahead(
-        self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device
+        self, sizes: warmup.Sizes, codecs: Sequence[KVCodec], dtype: torch.dtype, device: torch.device
     ) -> int:
         """Compiles the kernels of a model's calls, see `warmup.compile_ahead`; 0 where there are none."""
         return 0
@@ -125,10 +125,10 @@ class TritonBackend(KVBackend):
         return triton_attention.pack_mask(mask)
 
     def compile_ahead(
-        self, sizes: warmup.Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device
+        self, sizes: warmup.Sizes, codecs: Sequence[KVCodec], dtype: torch.dtype, device: torch.device
     ) -> int:
         # The interpreter compiles nothing.
-        return warmup.compile_ahead(sizes, codec, dtype, device) if device.type == "cuda" else 0
+        return warmup.compile_ahead(sizes, codecs, dtype, device) if device.type == "cuda" else 0
 
 
 _BACKENDS: dict[Backend, KVBackend] = {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,12 +43,12 @@ class Sizes:
     operations: frozenset[str] = frozenset()
 
 
-def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, device: torch.device) -> int:
+def compile_ahead(sizes: Sizes, codecs: Sequence[KVCodec], dtype: torch.dtype, device: torch.device) -> int:
     """Compiles what calls of a model on a CUDA device need, side by side, unless Triton's cache holds it; once.
 
     Args:
         sizes: of the model.
-        codec: of the caches; None for forwards without caches.
+        codecs: of the caches; none for forwards without caches.
         dtype: of the model.
         device: of the model.
 
@@ -60,21 +60,29 @@ def compile_ahead(sizes: Sizes, codec: KVCodec | None, dtype: torch.dtype, devic
         KernelCacheError: the cache of compiled kernels cannot be used.
     """
     with _compiling:
-        if codec is None:
+        if not codecs:
             return _compile_encoder(sizes, dtype, device)
-        return _compile(codec, sizes, dtype, device)
+        if len(codecs) == 1:
+            return _compile(codecs[0], sizes, dtype, device)
+        return _compile_codecs(codecs, sizes, dtype, device)
 
 
 @functools.cache
 def _compile_encoder(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
-    return _compile_all(encoder_variants(sizes, dtype, device, _capability(device)))
+    return _compile_codecs((), sizes, dtype, device)
 
 
 @per_codec
 def _compile(codec: KVCodec, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
+    return _compile_codecs((codec,), sizes, dtype, device)
+
+
+def _compile_codecs(codecs: Sequence[KVCodec], sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     capability = _capability(device)
-    encoder = encoder_variants(sizes, dtype, device, capability)
-    return _compile_all([*encoder, *cache_variants(codec, sizes, dtype, device, capability)])
+    variants = encoder_variants(sizes, dtype, device, capability)
+    for codec in codecs:
+        variants += cache_variants(codec, sizes, dtype, device, capability)
+    return _compile_all(variants)
 
 
 def _compile_all(variants: list[Variant]) -> int:

@@ -102,6 +102,22 @@ def test_long_runs_print_a_line_now_and_then(
     )
 
 
+def test_time_between_stages_counts_for_neither(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(console.time, "monotonic", lambda: now)
+    with progress_bar("residues") as progress:
+        progress("calibrate", 5, 5)
+        now = 100.0
+        progress("measure", 0, 60)
+        now = 140.0
+        progress("measure", 20, 60)
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "esm-turbo: measure: 20 of 60 residues, 0.5 per second, 80 s left"
+    )
+
+
 def test_a_long_run_without_results_yet_has_no_rate(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -46,8 +46,8 @@ def test_figures_are_those_of_an_evaluation(tiny: TurboEsm, monkeypatch: pytest.
     for one in expected.frozen.extend:
         assert one.against_full is not None
         assert quality.freezing[one.refreshed].kl_mean == one.against_full.residues.kl_mean
-    assert seen[0] == ("measure", 0, 2 * quality.residues)
-    assert seen[-1] == ("measure", 2 * quality.residues, 2 * quality.residues)
+    assert seen[0] == ("measure", 0, quality.residues)
+    assert seen[-1] == ("measure", quality.residues, quality.residues)
 
 
 def names(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord]) -> list[str]:
@@ -61,12 +61,18 @@ def test_proteins_of_the_calibration_are_not_measured(tiny: TurboEsm) -> None:
     assert measure_calibration(tiny, tiny.calibration, SEEN, [SEEN[0], part]) is None
 
 
-def test_a_small_part_of_the_calibrated_residues_is_measured_and_at_least_one_protein() -> None:
-    held_out = [ProteinRecord(str(i), "W" * 100 + "C" * i) for i in range(10)]
-    assert names(held_out, SEEN) == ["0"]
-    assert names(held_out, MANY) == ["0", "1", "2"]
+def test_a_thousand_residues_are_measured_or_a_small_part_of_the_calibrated_ones() -> None:
+    held_out = [ProteinRecord(str(i), "W" * 100 + "C" * i) for i in range(20)]
+    assert names(held_out, SEEN) == names(held_out, MANY) == list(map(str, range(9)))
+    assert names(held_out, MANY * 5) == list(map(str, range(14)))
+    assert names([ProteinRecord("long", "W" * 1200), *held_out], SEEN) == ["long"]
     shipped = read_fasta_strict(calibration_proteins())
     assert 15 <= len(names(read_fasta_strict(evaluation_proteins()), shipped)) <= 25
+
+
+def test_a_users_proteins_are_measured_in_turn_with_the_shipped_ones() -> None:
+    shipped = read_fasta_strict(evaluation_proteins())
+    assert calibrated.beside_shipped(NEW[:2]) == [NEW[0], shipped[0], NEW[1], *shipped[1:]]
 
 
 def test_proteins_too_short_for_an_extension_have_no_freezing_error(tiny: TurboEsm) -> None:

@@ -43,9 +43,9 @@ def calibrate(
 ) -> None:
     """Calibrate a model on proteins, so that it can write compressed caches.
 
-    It ends by measuring what it made, on proteins outside of the calibration; `esm-turbo info` shows the figures
-    again. A file with any bad record is refused. Headers may state a class for the summary, as in
-    `>ID class=mainly_alpha`.
+    It ends by measuring what it made, on proteins outside of the calibration: every tenth of the file, which it holds
+    out, and proteins shipped with the program; `esm-turbo info` shows the figures again. A file with any bad record is
+    refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the proteins that are shipped with the program.
@@ -63,17 +63,21 @@ def calibrate(
     turbo = spread.load()
     announce(turbo, devices=spread.devices)
     from esm_turbo.cli.report import calibration_report
-    from esm_turbo.evaluate.calibrated import measure_calibration
-    from esm_turbo.tasks.calibration.records import calibrate_records, first_records
+    from esm_turbo.evaluate.calibrated import beside_shipped, measure_calibration
+    from esm_turbo.tasks.calibration.records import calibrate_records, first_records, hold_out
 
-    records = first_records(records, max_residues)
+    records, held_out = first_records(records, max_residues), []
+    if proteins != calibration_proteins():
+        records, held_out = hold_out(records)
     with progress_bar("residues") as progress:
         with spread.runner() as runner:
             calibration = calibrate_records(
                 turbo, records, source=proteins, toks_per_batch=toks_per_batch, progress=progress, runner=runner
             )
         spread.move(turbo)
-        calibration.quality = quality = measure_calibration(turbo, calibration, records, progress=progress)
+        calibration.quality = quality = measure_calibration(
+            turbo, calibration, records, beside_shipped(held_out), progress
+        )
     with working("writing"):
         calibration.save(out)
     if plot is not None:

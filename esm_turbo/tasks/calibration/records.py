@@ -30,6 +30,7 @@ Counts = dict[str, dict[str, int]]
 
 # Batches of a piece: its statistics are hundreds of megabytes for large models, of which each batch has a part.
 _BATCHES_PER_PIECE = 4
+_HELD_OUT = 10
 _STAGE = "calibrate"
 _Piece = Sequence[Sequence[ProteinRecord]]
 """Proteins by batch."""
@@ -144,6 +145,12 @@ def first_records(records: Sequence[ProteinRecord], max_residues: int | None = N
             f"`max_residues` must be at least the first protein's {len(records[0].sequence)}, got {max_residues}"
         )
     return chosen
+
+
+def hold_out(records: Sequence[ProteinRecord]) -> tuple[list[ProteinRecord], list[ProteinRecord]]:
+    """Divide proteins into those of a calibration and every tenth, on which it can be measured."""
+    kept = [record for number, record in enumerate(records, 1) if number % _HELD_OUT]
+    return kept, list(records[_HELD_OUT - 1 :: _HELD_OUT])
 
 
 def provenance(

@@ -1,6 +1,7 @@
 """`esm-turbo calibrate`: calibrations made, refused, and interrupted."""
 
 import gzip
+import hashlib
 import json
 import re
 import shutil
@@ -14,8 +15,9 @@ import torch
 from safetensors.torch import load_file
 
 from esm_turbo import Calibration, TurboEsm
+from esm_turbo.assets import evaluation_proteins
 from esm_turbo.files.quality import Figures, Quality
-from esm_turbo.proteins.fasta import sha256_file
+from esm_turbo.proteins.fasta import read_fasta_strict, sha256_file
 from tests.helpers.command_inputs import GOOD, SEQUENCES
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -65,9 +67,24 @@ def test_a_new_calibration_is_measured(esm, fasta, tmp_path, tiny_folder):
     assert json.loads(made.out)["quality"] == quality.to_dict()
     assert json.loads(esm("info", out, "--json", "-").out)["quality"] == quality.to_dict()
     shown = " ".join(esm("info", out).out.split())
-    assert "1 protein outside of the calibration" in shown
+    assert "outside of the calibration" in shown and quality.residues >= 800
     for figures in (*quality.presets.values(), *quality.freezing.values()):
         assert f"{figures.cosine_mean:.5f}" in shown
+
+
+def test_every_tenth_protein_of_a_users_file_is_measured(esm, tmp_path, tiny_folder):
+    path, out = tmp_path / "ten.fasta", tmp_path / "c.safetensors"
+    sequences = ["MKTAYIAKQRQISFVKSHFS"[i:] * 5 for i in range(10)]
+    path.write_text("".join(f">p{i}\n{sequence}\n" for i, sequence in enumerate(sequences)))
+    assert esm("calibrate", path, "--model", tiny_folder, "--out", out).code == 0
+    calibration = Calibration.load(out)
+    assert calibration.provenance["sequences"] == 9 and calibration.quality is not None
+    first = [sequences[9]]
+    for record in read_fasta_strict(evaluation_proteins()):
+        if len(first) == calibration.quality.proteins:
+            break
+        first.append(record.sequence)
+    assert calibration.quality.sequences_sha256 == hashlib.sha256("\n".join(first).encode()).hexdigest()
 
 
 def test_a_preset_that_falls_short_is_warned_of_when_it_is_loaded(esm, fasta, tmp_path, tiny_folder, tiny_calibration):

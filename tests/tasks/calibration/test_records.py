@@ -12,7 +12,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
 from esm_turbo.proteins.limits import LongProteinWarning
 from esm_turbo.tasks.calibration import records as calibration_records
-from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records
+from esm_turbo.tasks.calibration.records import calibrate_records, counts_by, first_records, hold_out
 
 RECORDS = [
     ProteinRecord("a", "MKTAYIAKQRQISFVKSHFS" * 4, "class=mainly_alpha"),
@@ -118,6 +118,14 @@ def test_first_records():
     assert [r.id for r in first_records(RECORDS, 80)] == ["a"]
     with pytest.raises(ValueError, match="at least the first protein's 80, got 79"):
         first_records(RECORDS, 79)
+
+
+@pytest.mark.parametrize("count", [0, 9, 10, 35])
+def test_every_tenth_protein_is_held_out(count):
+    records = [ProteinRecord(str(i), "ACDEF") for i in range(count)]
+    kept, held_out = hold_out(records)
+    assert [record.id for record in held_out] == [str(i) for i in range(9, count, 10)]
+    assert sorted([*kept, *held_out], key=lambda record: int(record.id)) == records
 
 
 def test_max_residues_limits_the_recorded_counts(tiny):
