@@ -199,6 +199,7 @@ class Executor:
                     "`output_attentions` is not available for an extension: its scores are never materialised"
                 )
             self.kv.claim(cache)
+            assert cache.codec is not None
             self.kv.compile_ahead(cache.codec)
             inputs = _checked(inputs, cache)
             replayed = (
@@ -392,6 +393,7 @@ class Executor:
             yield None
             return
         self.kv.claim(cache)
+        assert cache.codec is not None
         self.kv.compile_ahead(cache.codec)
         with self.graphs.growing(Caller(self, addresses, uses), cache, kinds, columns) as growth:
             yield growth

@@ -66,9 +66,9 @@ def calibrate(
     from esm_turbo.evaluate.calibrated import beside_shipped, measure_calibration
     from esm_turbo.tasks.calibration.records import calibrate_records, first_records, hold_out
 
-    records, held_out = first_records(records, max_residues), []
-    if proteins != calibration_proteins():
-        records, held_out = hold_out(records)
+    records = first_records(records, max_residues)
+    # Shipped proteins for measuring are not among those for calibrating.
+    records, held_out = (records, []) if proteins == calibration_proteins() else hold_out(records)
     with progress_bar("residues") as progress:
         with spread.runner() as runner:
             calibration = calibrate_records(
