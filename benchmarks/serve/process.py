@@ -101,7 +101,7 @@ class Process:
 
     def __init__(self, *options: str | Path) -> None:
         command = [sys.executable, "-m", "esm_turbo.cli.app", "serve", "--port", "0", *map(str, options)]
-        environment = os.environ | {"ESM_TURBO_TOKENS": ""}
+        environment = {name: value for name, value in os.environ.items() if name != "ESM_TURBO_TOKENS"}
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         assert self.process.stderr is not None
         self._lines: list[str] = []

@@ -37,6 +37,11 @@ class Limits:
     seconds: float = 120.0
     connections: int = 1024
 
+    @property
+    def items(self) -> int:
+        """Values in a body, about, which are more than those of any request within the other limits."""
+        return 2 * max(self.candidates, self.variants, self.inputs, 2 * self.residues) + 1000
+
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not value > 0:

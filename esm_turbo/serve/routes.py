@@ -7,15 +7,16 @@ import base64
 import errno
 import json
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from fastapi.routing import APIRoute
 
 from esm_turbo import __version__
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.serve.errors import RequestError, busy, invalid, printable
+from esm_turbo.serve.errors import RequestError, busy, failure, invalid, printable
 from esm_turbo.serve.jobs import Job
 from esm_turbo.serve.schemas import (
     ContextAnswer,
@@ -44,13 +45,35 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 }
 _ANY_ERROR: dict[int | str, dict[str, Any]] = {"default": {"model": ErrorAnswer, "description": "Any other error."}}
 _CANDIDATE = ("candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability")
+# Bytes of a body that are parsed at once.
+_SMALL_BODY = 16 << 10
 Render = Callable[[Any], dict[str, Any]]
+
+
+class _Request(Request):
+    """Reads large bodies in another thread."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        return json.loads(body) if len(body) < _SMALL_BODY else await asyncio.to_thread(json.loads, body)
+
+
+class _Route(APIRoute):
+    """Its requests are of `_Request`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def handle(request: Request) -> Response:
+            return await handler(_Request(request.scope, request.receive))
+
+        return handle
 
 
 def router(service: Service) -> APIRouter:
     """The endpoints of a service."""
     routes = APIRouter(responses=_ANY_ERROR)
-    version_1 = APIRouter(prefix="/v1", responses=_ERRORS)
+    version_1 = APIRouter(prefix="/v1", responses=_ERRORS, route_class=_Route)
 
     @version_1.post("/contexts", response_model=ContextAnswer, summary="Store a protein's context")
     async def add_context(request: Request, body: ContextRequest) -> Response:
@@ -241,4 +264,4 @@ async def _result(future: asyncio.Future[Any]) -> Any:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise RequestError(507, "the disk of the store is full") from error
         _log.error("a request failed: %s: %s", type(error).__name__, message)
-        raise RequestError(500, "the service failed; its log has the reason") from error
+        raise failure() from error

@@ -2,22 +2,44 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.tasks.common.options import CandidateFill, MarginalMethod, UnmaskingOrder
 
 _PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQAPILSRVGDGTQDNLSGAEKAVQVKVKALPDAQFEVVHSLAKWKRQ"
 ContextId = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+# More than any request has; each that is unknown is an error of its own.
+_MOST_FIELDS = 50
 _STREAM = Field(False, description="Answer with lines of JSON: `progress` now and then, at last `result` or `error`.")
+
+
+_T = TypeVar("_T")
+# Of a list, the first wrong item is an error, and no other: there may be very many, and each takes memory.
+_List = Annotated[list[_T], Field(fail_fast=True)]
+
+
+def _letters_by_position(given: object) -> object:
+    if isinstance(given, dict):
+        for position, letters in given.items():
+            if not isinstance(letters, str):
+                raise ValueError(f"residues of position {position[:40]!r} must be letters")
+    return given
 
 
 class _Request(BaseModel):
     """Unknown fields and values of another type are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few(cls, given: object) -> object:
+        if isinstance(given, dict) and len(given) > _MOST_FIELDS:
+            raise ValueError(f"a body has at most {_MOST_FIELDS} fields, got {len(given):,}")
+        return given
 
 
 class ContextRequest(_Request):
@@ -29,7 +51,7 @@ class ContextRequest(_Request):
 class ScoreRequest(_Request):
     """Candidates, usually peptides, to score after a protein."""
 
-    candidates: list[str] = Field(description="Residues of each candidate.", examples=[["GSGSWKDLAE", "PLLKRR"]])
+    candidates: _List[str] = Field(description="Residues of each candidate.", examples=[["GSGSWKDLAE", "PLLKRR"]])
     place: CandidateFill = Field("masked", description="What stands for the candidate while the context is computed.")
     refresh: int = Field(DEFAULT_REFRESH, ge=0, description="Residues before the candidate that run with it.")
     log_probabilities: bool = Field(False, description="Add the log-probability of each residue.")
@@ -39,7 +61,7 @@ class ScoreRequest(_Request):
 class VariantsRequest(_Request):
     """Substitutions to score."""
 
-    variants: list[str] | None = Field(
+    variants: _List[str] | None = Field(
         None, description="Such as `H24C`, or `H24C:E26K`; null for all single ones.", examples=[["K2A", "T3D:A4P"]]
     )
     method: MarginalMethod = Field("masked", description="Whether each position is masked.")
@@ -51,7 +73,7 @@ class VariantsRequest(_Request):
 class EmbeddingsRequest(_Request):
     """Proteins to embed, in the shape of OpenAI's API."""
 
-    input: str | list[str] = Field(description="A sequence, or several.", examples=[[_PROTEIN, "ACDEFGHIK"]])
+    input: str | _List[str] = Field(description="A sequence, or several.", examples=[[_PROTEIN, "ACDEFGHIK"]])
     model: str = Field(description="The service's model, see `/v1/models`.", examples=["esm2-mini"])
     encoding_format: Literal["float", "base64"] = Field("float", description="base64 is of little-endian float32.")
     dimensions: int | None = Field(None, description="If given, the model's hidden size.")
@@ -64,7 +86,7 @@ class GenerateRequest(_Request):
     sequence: str | None = Field(None, description="Residues; `<mask>` may stand for one.", examples=[_PROTEIN])
     context: ContextId | None = Field(None, description="In place of `sequence`: a context to append to.")
     max_new_tokens: int | None = Field(None, description="Residues to append.", examples=[8])
-    positions: list[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
+    positions: _List[int] | None = Field(None, description="Positions to replace, from 1; null for all masks.")
     order: UnmaskingOrder | None = None
     per_step: int = 1
     sweeps: int = 1
@@ -72,7 +94,9 @@ class GenerateRequest(_Request):
     temperature: float = 1.0
     top_k: int | None = None
     top_p: float = 1.0
-    allowed: str | dict[str, str] | None = Field(None, description="Residues, or residues by position.")
+    allowed: Annotated[str | dict[str, str] | None, BeforeValidator(_letters_by_position)] = Field(
+        None, description="Residues, or residues by position."
+    )
     banned: str = ""
     refresh: int | None = None
     refresh_every: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import signal
 import socket
@@ -59,6 +60,17 @@ def url_of(listener: socket.socket) -> str:
     """The address of a listening socket, for a browser."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def loopback_names(listener: socket.socket) -> list[str]:
+    """Names by which a socket is called that only this machine reaches; none if others do, too.
+
+    Whoever calls it by another name may have been led there by a page of another site.
+    """
+    address = listener.getsockname()[0].partition("%")[0]
+    ip = ipaddress.ip_address(address)
+    ip = getattr(ip, "ipv4_mapped", None) or ip
+    return ["localhost", "127.0.0.1", "::1", address, str(ip)] if ip.is_loopback else []
 
 
 class _ShortTurns:

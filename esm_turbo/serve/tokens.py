@@ -17,11 +17,16 @@ def read_tokens(path: Path | None) -> list[str]:
 
     Lines that begin with # are comments.
 
+    Returns:
+        The tokens; none if neither is given.
+
     Raises:
-        ValueError: the file cannot be read or holds none, or one is not a token.
+        ValueError: the file cannot be read, either is there and holds none, or one is not a token.
     """
     if path is None:
-        source, lines = VARIABLE, os.environ.get(VARIABLE, "").split()
+        if VARIABLE not in os.environ:
+            return []
+        source, lines = VARIABLE, os.environ[VARIABLE].split()
     else:
         source = os.fspath(path)
         try:
@@ -33,8 +38,10 @@ def read_tokens(path: Path | None) -> list[str]:
         except OSError as error:
             raise ValueError(f"{source}: cannot be read ({error.strerror})") from None
     tokens = [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-    if path is not None and not tokens:
-        raise ValueError(f"{source}: holds no token; give one a line")
+    if not tokens:
+        # Somebody meant the service to be closed.
+        do = "give one, or unset it to let everybody in" if path is None else "give one a line"
+        raise ValueError(f"{source}: holds no token; {do}")
     for number, token in enumerate(tokens, start=1):
         if _TOKEN.fullmatch(token) is None:
             # Not shown: it is a secret.

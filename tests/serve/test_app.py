@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from http.client import HTTPResponse
 
 import numpy as np
 import pytest
@@ -221,6 +222,54 @@ def test_bodies_that_are_none(client, body, status):
     answer = client.post("/v1/contexts", body)
     assert answer.status == status
     assert "Traceback" not in answer.body.decode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "fields"),
+    [
+        (SCORE, {"candidates": list(range(5000))}, [["body", "candidates", 0]]),
+        (VARIANTS, {"variants": [None] * 5000}, [["body", "variants", 0]]),
+        ("/v1/embeddings", {"input": [1] * 5000, **EMBED}, [["body", "input", "str"], None]),
+        ("/v1/generate", {"sequence": "A", "positions": ["x"] * 5000}, [["body", "positions", 0]]),
+        ("/v1/generate", {"sequence": "A", "allowed": {str(n): n for n in range(1000)}}, [["body", "allowed"]]),
+        ("/v1/generate", {str(n): n for n in range(1000)}, [["body"]]),
+    ],
+)
+def test_of_many_errors_the_first_is_told(client, context, path, body, fields):
+    answer = client.post(path.format(context=context), body)
+    assert answer.status == 422
+    assert [loc for loc, known in zip(answer.fields, fields, strict=True) if known] == [x for x in fields if x]
+
+
+def test_a_body_of_values_without_end_is_refused_unparsed(client, context):
+    raw = b'{"candidates": [' + b"1," * 24_000 + b"1]}"
+    assert client.service.limits.items == 41_000
+    assert client.post(SCORE.format(context=context), raw).status == 422
+    answer = client.post(SCORE.format(context=context), b"[" * 41_001)
+    assert (answer.status, answer.json["detail"][0]["type"]) == (413, "http_413")
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40000", 404),
+        (b"PUT /v1/contexts HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked", 405),
+        (b"POST /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40000", 405),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40000", 200),
+        (b"POST /v1/contexts HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50001", 413),
+        (b"POST /v1/contexts HTTP/1.1\r\nHost: localhost\r\nContent-Length: x", 400),
+        (b"no request", 400),
+    ],
+)
+def test_what_is_not_read_is_answered_at_once_and_the_connection_closed(client, head, status):
+    with socket.create_connection(("127.0.0.1", client.port), 5) as one:
+        one.sendall(head + b"\r\n\r\n")
+        with HTTPResponse(one) as response:
+            response.begin()
+            answer = json.loads(response.read())
+        assert (response.status, response.will_close) == (status, True)
+        assert status == 200 or ErrorAnswer.model_validate(answer).model_dump() == answer
+        assert one.recv(1) == b""
 
 
 def test_a_form_of_another_site_is_refused(client):

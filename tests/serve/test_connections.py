@@ -36,7 +36,7 @@ def status(one: socket.socket) -> int:
 def test_clients_that_ask_nothing_do_not_keep_others_out(turbo, tmp_path, monkeypatch: pytest.MonkeyPatch):
     # Long enough for four connections to be made meanwhile.
     monkeypatch.setattr(server, "_KEEP_ALIVE", 4)
-    with running(turbo, tmp_path / "store", Limits(connections=4)) as client, ExitStack() as stack:
+    with running(turbo, tmp_path / "store", Limits(connections=6)) as client, ExitStack() as stack:
         silent, slow, second = (stack.enter_context(connected(client.port)) for _ in range(3))
         slow.sendall(HEALTH[:20])
         second.sendall(HEALTH)

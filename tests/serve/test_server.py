@@ -10,12 +10,13 @@ import socket
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks.serve.process import Process
 from esm_turbo import ContextStore
-from esm_turbo.serve.server import Server, open_socket, url_of
+from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
 from esm_turbo.serve.service import Service
 from tests.helpers.service import running
 
@@ -97,6 +98,20 @@ def test_addresses():
     for host, port in (("no.such.host.invalid", 0), ("192.0.2.1", 0), ("127.0.0.1", 70_000)):
         with pytest.raises(ValueError, match="cannot listen on"):
             open_socket(host, port)
+    for host in ("127.0.0.1", "localhost", "127.0.0.2", "127.1.2.3"):
+        with open_socket(host, 0) as local:
+            assert {"localhost", local.getsockname()[0]} <= set(loopback_names(local))
+    with open_socket("0.0.0.0", 0) as everywhere:
+        assert loopback_names(everywhere) == []
     if socket.has_ipv6:
         with contextlib.suppress(ValueError), open_socket("::1", 0) as six:
             assert url_of(six) == f"http://[::1]:{six.getsockname()[1]}"
+            assert "::1" in loopback_names(six)
+
+
+@pytest.mark.parametrize(
+    ("address", "local"),
+    [("::ffff:127.0.0.1", True), ("::1%lo", True), ("fe80::1%eth0", False), ("10.0.0.1", False), ("::", False)],
+)
+def test_addresses_that_only_this_machine_reaches(address, local):
+    assert bool(loopback_names(SimpleNamespace(getsockname=lambda: (address, 80)))) == local

@@ -21,12 +21,20 @@ def test_tokens_of_the_environment(monkeypatch):
     assert read_tokens(None) == []
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\n\t"])
+def test_a_blank_variable_does_not_open_the_service(monkeypatch, blank):
+    monkeypatch.setenv(VARIABLE, blank)
+    with pytest.raises(ValueError, match="ESM_TURBO_TOKENS: holds no token; give one, or unset it"):
+        read_tokens(None)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "there is no such file; check the path"),
         (b"", "holds no token"),
         (b"# only a comment\n", "holds no token"),
+        (b" \n\t\n", "tokens: holds no token; give one a line"),
         (b"short\n", "token 1 must have 16 to 512"),
         (GOOD.encode() + b"\ntwo words in a line!\n", "token 2 must have 16 to 512"),
         (b"\xff" * 20, "is not text"),

@@ -18,7 +18,6 @@ from esm_turbo.files.tabular import counted
 from esm_turbo.serve.limits import Limits
 
 _DEFAULTS = Limits()
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NEEDED = ("fastapi", "uvicorn", "prometheus_client")
 
 
@@ -49,8 +48,8 @@ def serve(
         port: Port to listen on; 0 takes a free one.
         store: Folder of contexts, created if needed, which keeps them after a restart. By default, a temporary one.
         token_file: File of bearer tokens, one per line, one of which every request for data must have.
-        allowed_host: Names by which clients may call the service. By default, those of localhost if it listens there,
-            and else all.
+        allowed_host: Names by which clients may call the service. By default, those of this machine if it listens on a
+            loopback address, and else all.
         max_residues: Longest protein.
         max_candidates: Largest number of candidates in a request.
         max_contexts: Largest number of contexts in the store.
@@ -69,7 +68,7 @@ def serve(
     from esm_turbo.serve.tokens import read_tokens
 
     tokens = read_tokens(token_file)
-    from esm_turbo.serve.server import Server, open_socket, url_of
+    from esm_turbo.serve.server import Server, loopback_names, open_socket, url_of
     from esm_turbo.serve.service import Service
 
     limits = Limits(
@@ -92,8 +91,8 @@ def serve(
         folder = store or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="esm-turbo-")))
         contexts = opened.enter_context(ContextStore(folder))
         service = Service(turbo, contexts, limits, resident_bytes=resident_mib << 20, toks_per_batch=toks_per_batch)
-        local = host in _LOOPBACK
-        hosts = allowed_host or ((*_LOOPBACK,) if local else ())
+        local = loopback_names(listener)
+        hosts = allowed_host or ([host, *local] if local else ())
         if not local and not tokens:
             say(f"warning: everybody who reaches {host} can use this service: it has no tokens, see --token-file")
 
