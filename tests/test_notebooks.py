@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -42,12 +41,3 @@ def test_no_outputs_are_committed(path: Path) -> None:
     for cell in cells(path, "code"):
         assert cell["outputs"] == []
         assert cell["execution_count"] is None
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_code_is_short_and_parses(path: Path) -> None:
-    for cell in cells(path, "code"):
-        lines = [line for line in cell["source"] if not line.startswith("%")]
-        ast.parse("".join(lines))
-        assert len(lines) <= 25
-    assert len(cells(path, "markdown")) >= len(cells(path, "code")) - 2

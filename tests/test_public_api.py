@@ -7,7 +7,6 @@ import re
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 import esm_turbo
@@ -131,16 +130,6 @@ def test_model_signatures(model: type) -> None:
     assert loading["calibration"].default is None
     # None is `turbo3`, told apart from a `turbo3` that is asked for.
     assert loading["preset"].default is None
-
-
-def test_output_fields(turbo: TurboEsm) -> None:
-    output = turbo.extend(turbo.prefill("MKT"), "G")
-    assert [*output.__dataclass_fields__] == ["hidden_states", "logits", "attention_mask"]
-    cache = turbo.prefill("MKT")
-    assert isinstance(cache.lengths, torch.Tensor)
-    assert type(cache.nbytes) is int
-    assert type(cache.bits_per_element) is float
-    assert type(cache.get_seq_length()) is int
 
 
 def public_members() -> list[Any]:

@@ -114,11 +114,6 @@ def test_bad_sequences(X, error: type[Exception], message: str) -> None:
         TurboEsmEmbedder(device="cpu").fit(X)
 
 
-def test_a_layer_that_does_not_exist() -> None:
-    with pytest.raises(ValueError, match="13"):
-        TurboEsmEmbedder(device="cpu", layer=13).fit(SEQUENCES)
-
-
 def test_it_must_be_fitted_and_can_be_cloned() -> None:
     embedder = TurboEsmEmbedder(device="cpu", layer=3, toks_per_batch=64)
     with pytest.raises(NotFittedError):

@@ -42,21 +42,6 @@ def test_every_preset_stores_uniform_tokens_and_reads_them_back(calibration, pre
     assert all(torch.equal(again[name], tensor) for name, tensor in packed.items())
 
 
-@pytest.mark.parametrize("preset", PRODUCT_PRESETS)
-def test_every_preset_keeps_scores_and_sums_through_its_maps(calibration, preset):
-    codec = calibration.codec(preset)
-    keys, values = model_like(calibration.statistics, 0)
-    query = torch.randn(1, 2, 6, 16, generator=torch.Generator().manual_seed(0))
-    mapped, offset = mapped_query(codec, 0, query)
-    stored_keys, stored_values = codec.transform(0, keys, values)
-    scores = mapped @ stored_keys.float().transpose(2, 3) + offset
-    torch.testing.assert_close(scores, query @ keys.transpose(2, 3), rtol=1e-3, atol=1e-3)
-    weights = scores.softmax(dim=-1)
-    torch.testing.assert_close(
-        codec.unmap_output(0, weights @ stored_values.float()), weights @ values, rtol=1e-3, atol=1e-3
-    )
-
-
 class Centred(LutCodec):
     """The interface allows means, which the paper's codec does not use."""
 

@@ -476,19 +476,6 @@ def test_components_have_gaussian_distortion(statistics, codec_of, head_dim):
                     assert found == pytest.approx(DISTORTIONS[width], rel=0.35 if width > 4 else 0.12)
 
 
-@all_head_dims
-def test_every_width_has_one_step(codec_of, head_dim):
-    for bits in TURBO:
-        state = codec_of(bits, head_dim).state
-        for kind in ("key", "value"):
-            widths = state[f"{kind}_widths"].repeat_interleave(RUN_SIZES[head_dim], dim=1)
-            steps = state[f"{kind}_steps"]
-            assert steps.shape == (LAYERS, head_dim)
-            for width in widths.unique().tolist():
-                (step,) = steps[widths == width].unique().tolist()
-                assert step == (1.0 if width == 0 else pytest.approx(gaussian_uniform(2**width).step, rel=0.2))
-
-
 def test_presets_share_their_maps(codec_of):
     """So that a calibration stores them once."""
     first, *others = (codec_of(bits, 64).state for bits in TURBO)
@@ -536,14 +523,6 @@ def test_maps_go_back(statistics, codec_of, head_dim):
     weights = torch.rand(2, HEADS, 5, 9, generator=torch.Generator().manual_seed(2)).softmax(dim=-1)
     output = codec.unmap_output(0, weights @ mapped_values)
     torch.testing.assert_close(output, weights @ values, rtol=1e-3, atol=1e-3)
-
-
-def test_columns_count_from_zero_by_default(statistics, codec_of):
-    codec = codec_of(3, 16)
-    keys, values, _ = some_tokens(statistics[16], 0, tokens=150)
-    columns = torch.arange(150)[None]
-    for told, default in zip(codec.transform(0, keys, values, columns), codec.transform(0, keys, values), strict=True):
-        assert torch.equal(told, default)
 
 
 @all_bits

@@ -10,7 +10,7 @@ import torch
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import PRESETS
-from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
+from esm_turbo.evaluate.contexts import as_outputs, prefill
 from tests.helpers.evaluation import SEQUENCES, cache_of, ids_of
 
 CONFIGS = [PRESETS["exact"], PRESETS["paper"], PRESETS["turbo2"], PRESETS["paper"]]
@@ -32,13 +32,6 @@ def test_caches_equal_those_of_one_prefill_each(tiny: TurboEsm) -> None:
     assert len(output.hidden_states) == 3
 
 
-def test_rows_of_a_padded_batch_equal_single_proteins(tiny: TurboEsm) -> None:
-    ids, mask = tiny.codes.batch([ids_of(tiny, sequence)[0].tolist() for sequence in SEQUENCES])
-    _, caches = prefill(tiny.model, [PRESETS["exact"]], ids, mask)
-    cache = caches[PRESETS["exact"]]
-    assert cache.lengths.tolist() == [len(sequence) + 2 for sequence in SEQUENCES]
-
-
 def test_a_preset_without_its_calibration_is_refused(tiny_model: Any) -> None:
     bare: TurboEsmForMaskedLM = tiny_model(preset="exact")
     ids = torch.tensor([[0, 5, 6, 2]])
@@ -58,8 +51,3 @@ def test_outputs_are_parts_of_the_forward_pass(tiny: TurboEsm) -> None:
     one = as_outputs(output, slice(None), 3)
     assert one.layers is None
     np.testing.assert_array_equal(one.hidden[0], found.hidden[1])
-
-
-def test_half_precision_is_widened() -> None:
-    x = torch.tensor([1.0, 1 / 3], dtype=torch.bfloat16, requires_grad=True)
-    assert to_float64(x).tolist() == [1.0, 0.333984375]

@@ -53,34 +53,6 @@ def test_round_trip(file):
         assert tensors[name].reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
 
 
-def test_what_shares_memory_is_brought_over_in_one_copy(monkeypatch):
-    copied = []
-    original = torch.UntypedStorage.cpu
-
-    def noting(self):
-        copied.append(self.nbytes())
-        return original(self).clone()
-
-    monkeypatch.setattr(torch.UntypedStorage, "cpu", noting)
-    base, other = torch.arange(12.0), torch.arange(100, dtype=torch.int16)
-    tensors = {
-        "half": base[6:].view(2, 3).T,
-        "bytes": base.view(torch.uint8)[:24],
-        # Not worth all of their memory.
-        "little": other[3:5],
-        "of it": other[9:10],
-        "alone": torch.ones(3),
-        "empty": torch.zeros(0, 2),
-        "scalar": base[4],
-    }
-    found = artifacts._brought_over(tensors)
-    assert copied == [48]
-    assert found.keys() == {"half", "bytes", "scalar"}
-    for name, tensor in found.items():
-        assert torch.equal(tensor, tensors[name]) and tensor.dtype == tensors[name].dtype
-        assert tensor.untyped_storage().data_ptr() != base.untyped_storage().data_ptr()
-
-
 @pytest.mark.gpu
 def test_views_of_a_device_are_written_as_those_of_the_host(tmp_path):
     base, other = torch.arange(12.0, device="cuda"), torch.arange(100, device="cuda")

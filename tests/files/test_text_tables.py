@@ -30,16 +30,6 @@ def test_a_caption_stays_in_one_line() -> None:
     assert lines_of(text_table("", ["name", "count"], ROWS, caption=caption))[-1].strip() == caption
 
 
-def test_other_columns_may_be_left() -> None:
-    assert "│ a    │ 1     │" in lines_of(text_table("", ["name", "count"], ROWS, left=(0, 1)))
-
-
-def test_rows_may_be_added_later() -> None:
-    table = text_table("", ["name", "count"])
-    table.add_row("e", "5")
-    assert "│ e    │     5 │" in lines_of(table)
-
-
 def test_long_cells_are_folded_not_cut() -> None:
     lines = lines_of(text_table("", ["sequence"], [["MKTAYIAKQR" * 5]]), width=24)
     assert "".join(line.strip("│ ") for line in lines[3:-1]) == "MKTAYIAKQR" * 5

@@ -305,13 +305,3 @@ def test_a_temporary_that_others_hold_or_remove_is_made_again(tmp_path, monkeypa
     assert not [*tmp_path.iterdir()]
     for handle in held:
         os.close(handle)
-
-
-def test_a_temporary_that_is_always_taken_is_an_error(tmp_path, monkeypatch):
-    def taken(path):
-        raise writing._TakenError
-
-    monkeypatch.setattr(writing, "_lock", taken)
-    with pytest.raises(OSError, match="others remove each new temporary folder"), locked_temporary(tmp_path, "claim"):
-        pass
-    assert not [*tmp_path.iterdir()]

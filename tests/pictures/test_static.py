@@ -10,7 +10,7 @@ import pytest
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.panels import Heatmap, Lines, Scatter, Sheet, Tracks
 from esm_turbo.pictures.ranking import ranking_sheet
-from esm_turbo.pictures.static import figure, number_text
+from esm_turbo.pictures.static import figure
 from esm_turbo.pictures.variant_map import variant_sheet
 
 
@@ -40,15 +40,6 @@ def test_a_variant_map_has_its_cells_axes_and_units(variants) -> None:
         assert part in shown
     # Foreign text is no formula.
     assert r"\$x^2\$" in drawn.texts[0].get_text()
-
-
-def test_the_names_of_tracks_stand_on_the_page(variants) -> None:
-    drawn = figure(variant_sheet(variants, "model x"))
-    drawn.draw_without_rendering()
-    names = {text.get_text(): text.get_window_extent() for axes in drawn.axes for text in axes.texts}
-    assert "|arm - full|\n(mean, nats)" in names
-    for name, box in names.items():
-        assert box.x0 >= 0 and box.x1 <= drawn.bbox.x1, name
 
 
 def long_tracks(count: int) -> Sheet:
@@ -121,11 +112,6 @@ def test_gaps_separate_what_is_not_beside_each_other() -> None:
     assert pieces == [[-0.5, 0.5], [0.5, 1.5, 2.5]]
 
 
-def test_a_short_map_has_a_narrow_page(variants) -> None:
-    narrow, wide = (figure(tracks_of(list(range(count)))).get_size_inches()[0] for count in (5, 90))
-    assert narrow == 7.5 and wide == 11 and figure(variant_sheet(variants, "")).get_size_inches()[0] == 11
-
-
 def test_a_ranking_prints_the_residues_of_the_best(ranking) -> None:
     drawn = figure(ranking_sheet(ranking, "model x"))
     best = [ranking.candidates[index].sequence for index in ranking.ranking()[:20]]
@@ -148,8 +134,3 @@ def test_groups_have_a_legend_and_numbers_a_scale() -> None:
     assert [text.get_text() for text in named.axes[0].get_legend().get_texts()] == ["u", "v"]
     scaled = figure(Sheet("t", "c", [[Scatter(**points, groups=x)]]))
     assert scaled.axes[0].get_legend() is None and scaled.axes[1].get_ylabel() == "kind"
-
-
-@pytest.mark.parametrize(("value", "text"), [(15.0, "15.0"), (0.00123, "0.00123"), (44930, "44,930"), (5.391, "5.39")])
-def test_numbers(value: float, text: str) -> None:
-    assert number_text(value) == text

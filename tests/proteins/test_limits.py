@@ -5,7 +5,7 @@ import warnings
 import pytest
 
 from esm_turbo.files.families import FAMILIES
-from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning, length_bin, range_of, warn_if_long
+from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning, length_bin, warn_if_long
 
 ESM2 = FAMILIES["esm"]
 
@@ -17,11 +17,6 @@ ESM2 = FAMILIES["esm"]
 def test_ranges_of_lengths(length, expected):
     assert length_bin(length) == expected
     assert length_bin(TRAINED_RESIDUES + 1) == "over 1022"
-
-
-@pytest.mark.parametrize(("number", "expected"), [(1, "1-3"), (3, "1-3"), (4, "4-9"), (9, "4-9"), (10, "over 9")])
-def test_ranges_of_other_bounds(number, expected):
-    assert range_of(number, (3, 9)) == expected
 
 
 def test_long_proteins_warn_once():

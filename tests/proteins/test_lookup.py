@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from esm_turbo.proteins.fasta import ProteinRecord, uniprot_parts
-from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, listed, shown
+from esm_turbo.proteins.lookup import ProteinIndex, UnknownProteinError, shown
 
 RECORDS = [
     ProteinRecord("sp|P69905|HBA_HUMAN", "MVLS"),
@@ -89,9 +89,3 @@ def test_equal_parts_of_one_identifier() -> None:
 )
 def test_parts_of_identifiers(identifier: str, parts: tuple[str, ...]) -> None:
     assert uniprot_parts(identifier) == parts
-
-
-def test_lists_are_short() -> None:
-    assert listed(["a", "b", "c"]) == "'a', 'b', 'c'"
-    assert listed([*"abcde"]) == "'a', 'b', 'c' and 2 more"
-    assert listed(["M" * 41]) == repr("M" * 37 + "...")

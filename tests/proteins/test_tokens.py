@@ -100,12 +100,6 @@ def test_a_sequence_must_be_a_string(codes: TokenCodes, sequence: Any) -> None:
         codes.encode(sequence, "sequence 7")
 
 
-def test_batch(codes: TokenCodes) -> None:
-    ids, mask = codes.batch([[0, 5, 6, 2], [0, 2]])
-    assert ids.tolist() == [[0, 5, 6, 2], [0, 2, 1, 1]]
-    assert mask.tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
