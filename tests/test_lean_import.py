@@ -74,15 +74,6 @@ def test_help_does_not_load_the_model_libraries(heavy: str) -> None:
     assert heavy not in modules
 
 
-def test_help_runs_as_a_module() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "esm_turbo.cli.app", "--help"], capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, result.stderr
-    for command in ("demo", "calibrate", "embed", "evaluate", "info"):
-        assert command in result.stdout
-
-
 def test_every_module_imports_without_triton() -> None:
     code = """
 import importlib, sys

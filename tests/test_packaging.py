@@ -8,7 +8,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -171,21 +170,3 @@ def test_the_conda_recipe_states_what_the_project_does() -> None:
 def _conda(requirement: Requirement) -> str:
     """A version range in conda's order, lower bound first."""
     return ",".join(sorted(map(str, requirement.specifier), key=lambda one: not one.startswith(">=")))
-
-
-def test_the_steps_of_the_image_run_without_docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`scripts/try_dockerfile.py` knows every step; what each runs is recorded here, and not run."""
-    commands: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "run", lambda command, **options: commands.append(command))
-    script = runpy.run_path(str(ROOT / "scripts" / "try_dockerfile.py"))
-    script["main"](tmp_path / "image", "TORCH_INDEX=https://example.org/simple")
-    make, install, info = commands
-    source, programs = f"{tmp_path}/image/src", f"{tmp_path}/image/venv/bin"
-    assert make[1:] == ["-m", "venv", f"{tmp_path}/image/venv"] and make[0].startswith("python3.")
-    assert install[:2] == [f"{programs}/pip", "install"] and install[-3:] == [
-        "-c", f"{source}/constraints.txt", f"{source}[h5]"
-    ]  # fmt: skip
-    assert "https://example.org/simple" in install
-    assert info == [f"{programs}/esm-turbo", "info"]
-    assert (tmp_path / "image" / "src" / "esm_turbo" / "cli" / "app.py").is_file()
-    assert (tmp_path / "image" / "src" / "constraints.txt").is_file()

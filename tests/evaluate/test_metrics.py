@@ -127,7 +127,3 @@ def test_layers_add_up_over_batches() -> None:
         ratio = np.linalg.norm(other[layer] - reference[layer]) / np.linalg.norm(reference[layer])
         assert cosine == pytest.approx(np.mean(cosines), abs=1e-6)
         assert relative_rms == pytest.approx(ratio, rel=1e-6)
-
-
-def test_no_layers_give_no_figures() -> None:
-    assert LayerErrors().figures() == []

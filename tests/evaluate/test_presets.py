@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 
 from esm_turbo import TurboConfig, TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.codecs import CODECS
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS
 from esm_turbo.evaluate import Evaluation
 from esm_turbo.evaluate.presets import resolve_presets
@@ -18,10 +17,6 @@ def test_all_stands_for_every_preset_and_reports_missing_packages(everything: Ev
     assert [preset.name for preset in everything.presets] == list(PRESETS)
     assert everything.unavailable == dict.fromkeys(OPTIONAL_PRESETS, NOT_INSTALLED)
     assert everything.to_dict()["unavailable"]["hqq4"] == NOT_INSTALLED
-
-
-def test_every_codec_has_a_preset() -> None:
-    assert {config.codec for config in (PRESETS | OPTIONAL_PRESETS).values()} == set(CODECS)
 
 
 def test_a_preset_given_by_name_must_be_available(tiny: TurboEsm, without_packages: None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 
@@ -32,11 +30,6 @@ def test_an_evaluation(evaluation) -> None:
     found = [1 - entry.against_full.residues.cosine_mean for entry in evaluation.frozen.extend]
     assert freezing.series["freezing error"].tolist() == pytest.approx(found)
     assert "esm2-mini" in sheet.caption and "2 proteins" in sheet.title
-
-
-def test_full_precision_alone_is_drawn(evaluation) -> None:
-    alone = replace(evaluation, presets=evaluation.presets[:1])
-    assert evaluation_sheet(alone).layout[0][0].names == ["exact"]
 
 
 def test_a_calibration(turbo) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 import pytest
 
-from esm_turbo.pictures.panels import ENTROPY, Heatmap, Tracks
+from esm_turbo.pictures.panels import Heatmap, Tracks
 
 
 def heatmap(values, **options) -> Heatmap:
@@ -38,7 +36,3 @@ def test_colours_span_values_or_the_given_limits() -> None:
 )
 def test_tracks_break_where_positions_are_left_out(columns: list[int], breaks: list[int]) -> None:
     assert Tracks([], columns, [""] * len(columns)).breaks == breaks
-
-
-def test_entropies_end_at_twenty_equal_residues() -> None:
-    assert (0.0, math.log2(20)) == ENTROPY
