@@ -36,6 +36,7 @@ from esm_turbo.model.collectors import (
     SampleCollector,
     SensitivityCollector,
 )
+from esm_turbo.model.heads import check_reads_on
 from esm_turbo.model.plan import ForwardInputs
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class KVCalibrator:
         check_weights(model)
         family = FAMILIES[encoder.config.model_type]
         self._encoder: CachedModel = family.load(family.model).from_esm(encoder).eval()
+        check_reads_on(self._encoder, "calibration")
         config = self._encoder.config
         self.geometry = Geometry.of(config)
         self._special_ids = torch.tensor(self._encoder.special_ids)

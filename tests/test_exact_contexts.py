@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, KVCalibrator, TurboEsm, TurboKVCache
 from tests.helpers.e1 import plain_forward
 from tests.test_modeling_e1_turbo import E1_MINI, REFERENCE, texts
 
@@ -174,3 +175,22 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         e1.extend(other.prefill("MKT"), "MK")
     with pytest.raises(ValueError, match="for model type 'E1', the model is 'esm'"):
         other.extend(e1.prefill("MKT"), "MK")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        lambda e1: e1.score("MKT", ["AY"]),
+        lambda e1: e1.score_pairs(["MKT"], ["AY"]),
+        lambda e1: e1.score_variants("MKT", ["M1A"]),
+        lambda e1: e1.generate("MKT", max_new_tokens=2),
+        lambda e1: e1.generate("M?T"),
+        lambda e1: e1.embed("MKT"),
+        lambda e1: e1.evaluate(["MKT"]),
+        lambda e1: KVCalibrator(e1.model),
+    ],
+    ids=["score", "score_pairs", "score_variants", "generate", "fill", "embed", "evaluate", "calibrate"],
+)
+def test_tasks_that_read_on_are_refused(e1: TurboEsm, task: Callable[[TurboEsm], object]) -> None:
+    with pytest.raises(ValueError, match=r"E1 does not support .*: its contexts are whole homologs"):
+        task(e1)

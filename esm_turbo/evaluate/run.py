@@ -18,6 +18,7 @@ from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, lea
 from esm_turbo.evaluate.results import Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
+from esm_turbo.model.heads import check_reads_on
 from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -60,6 +61,7 @@ def evaluate(
     """
     _check_options(max_proteins, extend_ks, refresh_ws)
     proteins = _proteins(sequences, names, classes)[:max_proteins]
+    check_reads_on(turbo.model.base_model, "evaluation")
     configs, unavailable = resolve_presets(turbo, presets)
     warn_if_long(map(len, proteins), turbo.model.family)
 

@@ -75,3 +75,20 @@ def check_head(model: Any, head: Head) -> None:
 
 def _named(config: Any) -> set[str]:
     return set(getattr(config, _FIELD, None) or ())
+
+
+def check_reads_on(encoder: Any, what: str) -> None:
+    """Check that contexts of an encoder are begins of proteins, which tasks continue, and not whole homologs.
+
+    Args:
+        encoder: such as `TurboEsmModel`.
+        what: would be done, for the error.
+
+    Raises:
+        ValueError: they are whole homologs, see `FamilyEncoder.exact_contexts`.
+    """
+    if encoder.exact_contexts is not None:
+        raise ValueError(
+            f"{encoder.family.name} does not support {what}: its contexts are whole homologs; call the model, or"
+            " `prefill` and `extend`"
+        )

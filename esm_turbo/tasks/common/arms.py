@@ -21,7 +21,7 @@ from esm_turbo.codecs.transfers import to_device
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, Geometry, TurboConfig
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.heads import check_head
+from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.tokens import TokenIds
@@ -61,9 +61,10 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
 
     Raises:
         ValueError: no such arm exists, `cache` belongs to another one or to another model, or the model's language
-            model head was never trained.
+            model head was never trained, or the family does not support scores.
     """
     check_head(turbo.model, "lm_head")
+    check_reads_on(turbo.model.base_model, "scores of candidates and variants")
     if cache is not None:
         own: Arm = "frozen" if cache.config == FROZEN else "turbo"
         if arm not in (None, own):

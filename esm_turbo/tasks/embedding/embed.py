@@ -15,7 +15,7 @@ from torch import Tensor
 from esm_turbo.codecs.transfers import to_device, to_host
 from esm_turbo.files.fingerprint import tensors_digest, weights_digest
 from esm_turbo.files.tabular import named
-from esm_turbo.model.heads import check_head
+from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
@@ -106,6 +106,7 @@ class EmbeddingRequest:
                 never trained, the results are not available in windows, or a store is given and no caches are
                 requested.
         """
+        check_reads_on(turbo.model.base_model, "`embed`")
         items = frozenset([include] if isinstance(include, str) else include)
         allowed = get_args(Include)
         if not items or not items <= set(allowed):

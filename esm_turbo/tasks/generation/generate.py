@@ -11,7 +11,7 @@ import torch
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.heads import check_head
+from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import ContextSource, check_store, default_storage
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
@@ -154,6 +154,7 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
         ValueError: a letter is not a residue, no residue is left, or the language model head was never trained.
     """
     check_head(turbo.model, "lm_head")
+    check_reads_on(turbo.model.base_model, "generation")
     return AllowedResidues(turbo.codes, turbo.model.config.vocab_size, options.allowed, options.banned)
 
 
