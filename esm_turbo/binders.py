@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.arms import ContextSource, protein_tokens
+from esm_turbo.tasks.common.arms import ReadableSource, protein_tokens
 from esm_turbo.tasks.common.checks import check_count
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -107,7 +107,7 @@ def generate_binders(
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
     toks_per_batch: int | None = None,
-    store: ContextSource | None = None,
+    store: ReadableSource | None = None,
     progress: Progress | None = None,
 ) -> Binders:
     """Generate peptides after a target, and rank them by pseudo-perplexity.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
     from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, MarginalMethod, UnmaskingOrder
+    from esm_turbo.tasks.common.pieces import Runner
     from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
@@ -347,12 +348,7 @@ class TurboEsm(ContextModel):
         """
         from esm_turbo.tasks.scoring.pairs import score_pairs
 
-        call: Callable[..., PairScores] = score_pairs
-        if devices is not None:
-            from esm_turbo.parallel.calls import score_pairs_on
-
-            call = functools.partial(score_pairs_on, devices=devices)
-        return call(
+        return score_pairs(
             self,
             targets,
             candidates,
@@ -363,6 +359,7 @@ class TurboEsm(ContextModel):
             background=background,
             store=store,
             progress=progress,
+            runner=self._runner(devices),
         )
 
     def score_variants(
@@ -416,12 +413,7 @@ class TurboEsm(ContextModel):
         """
         from esm_turbo.tasks.variants.many import score_many_variants
 
-        call: Callable[..., ManyVariantScores] = score_many_variants
-        if devices is not None:
-            from esm_turbo.parallel.calls import score_many_variants_on
-
-            call = functools.partial(score_many_variants_on, devices=devices)
-        return call(
+        return score_many_variants(
             self,
             wild_types,
             variants,
@@ -431,7 +423,15 @@ class TurboEsm(ContextModel):
             toks_per_batch=toks_per_batch,
             store=store,
             progress=progress,
+            runner=self._runner(devices),
         )
+
+    def _runner(self, devices: Devices | None) -> Runner | None:
+        if devices is None:
+            return None
+        from esm_turbo.parallel.calls import DeviceRunner
+
+        return DeviceRunner(self, devices)
 
     def evaluate(
         self,

@@ -6,23 +6,16 @@ A piece is computed by a call of the same function, so that whoever computes it,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import as_list
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
-from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.arms import protein_tokens, runs_on_cuda
-from esm_turbo.tasks.common.checks import check_count
-from esm_turbo.tasks.common.options import Background
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Runner, Task, packed, piece_limit
+from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.pieces import Runner, Task
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches
-from esm_turbo.tasks.scoring.pairs import PairScores, TargetPairs, checked_pairs, score_against, score_pairs
-from esm_turbo.tasks.variants.many import ManyVariantScores, checked_proteins, score_many_variants
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -32,8 +25,6 @@ Devices = str | Sequence[str] | Workers
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
-
-_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
 @contextlib.contextmanager
@@ -64,11 +55,34 @@ def workers_on(turbo: ContextModel, devices: Devices) -> Iterator[Runner]:
         yield workers
 
 
-def _names(devices: Devices) -> str:
-    """The runner for these devices, see `Runner.devices`; of a string, `workers_on` allows CUDA devices only."""
-    if isinstance(devices, Workers):
-        return devices.devices
-    return "cuda" if isinstance(devices, str) else " ".join(devices)
+class DeviceRunner:
+    """A `Runner` on devices, whose processes start when pieces are run.
+
+    Args:
+        turbo: the model.
+        devices: where copies of it run.
+    """
+
+    shares_files = True
+
+    def __init__(self, turbo: ContextModel, devices: Devices) -> None:
+        self._turbo, self._devices = turbo, devices
+        # Of a string, `workers_on` allows CUDA devices only.
+        names = ["cuda"] if isinstance(devices, str) else devices
+        self.devices = names.devices if isinstance(names, Workers) else " ".join(names)
+
+    def run(
+        self,
+        task: Task[PieceT, ResultT],
+        pieces: Sequence[PieceT],
+        *,
+        stage: str,
+        units: Sequence[int],
+        progress: Progress | None = None,
+    ) -> Iterator[tuple[int, ResultT]]:
+        """See `Runner.run`."""
+        with workers_on(self._turbo, self._devices) as workers:
+            yield from workers.run(task, pieces, stage=stage, units=units, progress=progress)
 
 
 def embed_on(
@@ -86,99 +100,19 @@ def embed_on(
     """
     if "cache" in request.include:
         raise ValueError("`devices` computes embeddings, but no caches: fill a store, see `store_sequences`")
-    rows = encode_rows(turbo.codes, sequences)
-    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo, _names(devices)))
+    runner, rows = DeviceRunner(turbo, devices), encode_rows(turbo.codes, sequences)
+    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo, runner.devices))
     pieces = [[sequences[index] for index in batch] for batch in batches]
     found: dict[int, ProteinEmbedding] = {}
     failed: dict[int, str] = {}
     units = [sum(map(len, piece)) for piece in pieces]
-    for number, (embeddings, reasons) in _run(turbo, devices, _EmbedCall(request), pieces, "embed", units):
+    for number, (embeddings, reasons) in runner.run(_EmbedCall(request), pieces, stage="embed", units=units):
         found |= {batches[number][row]: embedding for row, embedding in embeddings}
         failed |= {batches[number][row]: reason for row, reason in reasons.items()}
     if failed:
         first = min(failed)
         raise RuntimeError(f"sequence {first + 1} was not embedded: {failed[first]}")
     return [found[index] for index in range(len(sequences))]
-
-
-def score_pairs_on(
-    turbo: ContextModel,
-    targets: Sequence[str],
-    candidates: Sequence[str] | Sequence[Sequence[str]],
-    *,
-    devices: Devices,
-    refresh: int = DEFAULT_REFRESH,
-    background: Background | Sequence[str] = "targets",
-    progress: Progress | None = None,
-    **options: Any,
-) -> PairScores:
-    """`tasks.scoring.pairs.score_pairs` on several devices, whose `options` are the others."""
-    check_count("refresh", refresh, 0)
-    task = _Call(score_pairs, PairScores, {"refresh": refresh, "background": "none", **options})
-
-    def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
-        costs = [sum(len(one) * (refresh + len(one) + 1) for one in pair.candidates) for pair in pairs]
-        groups = _groups(turbo, devices, costs)
-        pieces = [([pairs[i].target for i in group], [list(pairs[i].candidates) for i in group]) for group in groups]
-        units = [sum(len(one) for i in group for one in pairs[i].candidates) for group in groups]
-        return PairScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
-
-    return score_against(checked_pairs(turbo, targets, candidates), background, score_all, progress)
-
-
-def score_many_variants_on(
-    turbo: ContextModel,
-    wild_types: Sequence[str | ProteinRecord],
-    variants: Sequence[Sequence[str]] | None = None,
-    *,
-    devices: Devices,
-    refresh: int = DEFAULT_REFRESH,
-    progress: Progress | None = None,
-    **options: Any,
-) -> ManyVariantScores:
-    """`tasks.variants.many.score_many_variants` on several devices, whose `options` are the others."""
-    check_count("refresh", refresh, 0)
-    given, lists = checked_proteins(wild_types, variants)
-    groups = _groups(turbo, devices, [len(one) * (refresh + 1) for one in as_list(given, "wild_type")])
-    pieces = [
-        ([given[i] for i in group], None if lists is None else [list(lists[i]) for i in group]) for group in groups
-    ]
-    task = _Call(score_many_variants, ManyVariantScores, {"refresh": refresh, **options})
-    units = list(map(len, groups))
-    return ManyVariantScores(*_joined(groups, _run(turbo, devices, task, pieces, "score", units, progress)))
-
-
-def _run(
-    turbo: ContextModel,
-    devices: Devices,
-    task: Task[PieceT, ResultT],
-    pieces: Sequence[PieceT],
-    stage: str,
-    units: Sequence[int],
-    progress: Progress | None = None,
-) -> Iterator[tuple[int, ResultT]]:
-    with workers_on(turbo, devices) as workers:
-        yield from workers.run(task, pieces, stage=stage, units=units, progress=progress)
-
-
-def _groups(turbo: ContextModel, devices: Devices, costs: Sequence[int]) -> list[tuple[int, ...]]:
-    """Indices of inputs that form a piece."""
-    on_cuda = runs_on_cuda(turbo, _names(devices))
-    return packed(range(len(costs)), costs, piece_limit(sum(costs), _TOKENS_PER_PIECE, on_cuda=on_cuda))
-
-
-def _joined(
-    groups: Sequence[Sequence[int]], results: Iterable[tuple[int, Any]]
-) -> tuple[tuple[Any, ...], dict[int, str]]:
-    """The scores of all inputs, and the reasons of those that have none."""
-    scores: list[Any] = [None] * sum(map(len, groups))
-    failed: dict[int, str] = {}
-    for number, result in results:
-        for place, index in enumerate(groups[number]):
-            scores[index] = result.scores[place]
-            if place in result.failed:
-                failed[index] = result.failed[place]
-    return tuple(scores), dict(sorted(failed.items()))
 
 
 _Embedded = tuple[list[tuple[int, ProteinEmbedding]], dict[int, str]]
@@ -198,31 +132,3 @@ class _EmbedCall:
 
     def has_failed(self, result: _Embedded) -> bool:
         return bool(result[1])
-
-
-@dataclass(frozen=True)
-class _Call:
-    """Calls a function of a model and of some inputs, with a list of what belongs to each.
-
-    Attributes:
-        function: what is called.
-        result: class of what it returns.
-        options: of the function.
-    """
-
-    function: Callable[..., Any]
-    result: Callable[..., Any]
-    options: Mapping[str, Any]
-
-    def run(
-        self, turbo: ContextModel, pieces: Iterable[tuple[list[Any], Any]], progress: Progress
-    ) -> Iterator[PairScores | ManyVariantScores]:
-        for inputs, own in pieces:
-            yield self.function(turbo, inputs, own, progress=progress, **self.options)
-
-    def failed(self, piece: tuple[list[Any], Any], reason: str) -> Any:
-        count = len(piece[0])
-        return self.result((None,) * count, dict.fromkeys(range(count), reason))
-
-    def has_failed(self, result: PairScores | ManyVariantScores) -> bool:
-        return bool(result.failed)

@@ -18,7 +18,7 @@ from esm_turbo.files.tabular import counted
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.serve.errors import NO_CONTEXT, RequestError
 from esm_turbo.store.tiers import Tier
-from esm_turbo.tasks.common.arms import as_read_fastest
+from esm_turbo.tasks.common.arms import maybe_decode
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -121,8 +121,8 @@ class Contexts:
             self.resident.put(key, context)
         return context
 
-    def as_read_fastest(self, key: Hashable, cache: TurboKVCache, tokens: int) -> TurboKVCache:
-        """The context as `tokens` that read it do so fastest, see `arms.as_read_fastest`.
+    def maybe_decode(self, key: Hashable, cache: TurboKVCache, tokens: int) -> TurboKVCache:
+        """The context as `tokens` that read it do so fastest, see `arms.maybe_decode`.
 
         Args:
             key: equal for equal contexts.
@@ -131,7 +131,7 @@ class Contexts:
         """
         found = self._decoded.get(key)
         if found is None:
-            found = as_read_fastest(self.turbo, cache, tokens)
+            found = maybe_decode(self.turbo, cache, tokens)
             if found is cache:
                 return cache
             self._decoded[key] = found

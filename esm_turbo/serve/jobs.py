@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,14 +22,11 @@ from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
 from esm_turbo.serve.rows import Rows
 from esm_turbo.tasks.common.arms import prefill_ids
-from esm_turbo.tasks.common.options import Arm, CandidateFill, MarginalMethod
+from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.rows import ItemRows, RowGroup
 from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
 from esm_turbo.tasks.generation.sampling import row_seeds
-from esm_turbo.tasks.scoring.score import CandidateScore, Scores, masked_rows
-from esm_turbo.tasks.scoring.targets import Target, cached_target
-from esm_turbo.tasks.variants.score import VariantScores, added_up, window_rows
-from esm_turbo.tasks.variants.substitutions import Substitutions
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -94,16 +90,30 @@ class Stretch:
     """Rows of a job that extend one context.
 
     Attributes:
-        rows: makes the rows of these numbers.
-        width: tokens per row.
-        count: number of rows.
-        keep: takes the numbers of rows and their predictions, [n, vocab_size].
+        group: the rows.
+        key: of the context, equal for equal ones.
+        cache: the context.
+        predicted: what is kept of each part of the rows, in order.
     """
 
-    rows: Callable[[Tensor], Rows]
-    width: int
-    count: int
-    keep: Callable[[Tensor, Tensor], None]
+    group: RowGroup
+    key: Hashable
+    cache: TurboKVCache
+    predicted: list[Tensor]
+
+    def rows(self, numbers: Tensor) -> Rows:
+        """The rows of these numbers."""
+        made = self.group.rows(numbers)
+        options: dict[str, Tensor] = {}
+        if made.visible is not None:
+            options["attention_mask"] = torch.cat([made.visible, torch.ones_like(made.input_ids)], dim=1)
+        if made.position_ids is not None:
+            options["position_ids"] = made.position_ids
+        return Rows(self.key, self.cache, made.input_ids, made.at, options)
+
+    def keep(self, numbers: Tensor, log_probs: Tensor) -> None:
+        """Take the predictions of the rows of these numbers, [n, vocab_size]."""
+        self.predicted.append(self.group.reduce(numbers, log_probs))
 
 
 @dataclass(frozen=True)
@@ -113,13 +123,13 @@ class Taken:
     job: RowJob
     rows: Rows
     numbers: Tensor
-    keep: Callable[[Tensor, Tensor], None]
+    stretch: Stretch
 
     def put(self, predicted: Tensor) -> None:
         """Give the job its predictions, float32 [n, vocab_size]."""
         if not bool(torch.isfinite(predicted).all()):
             raise RequestError(500, NOT_FINITE)
-        self.keep(self.numbers, predicted)
+        self.stretch.keep(self.numbers, predicted)
         self.job.missing -= len(predicted)
         self.job.advance(self.rows.input_ids.numel())
 
@@ -151,139 +161,49 @@ class RowJob(Job):
         """The next rows of one context: as many as have `tokens` tokens, at least one."""
         if self._stretches is None:
             self._stretches = self.stretches(turbo, contexts)
-        if self._stretch is None or self._next == self._stretch.count:
+        if self._stretch is None or self._next == self._stretch.group.count:
             self._stretch, self._next = next(self._stretches), 0
         stretch, begin = self._stretch, self._next
-        self._next = min(stretch.count, begin + max(1, tokens // stretch.width))
+        self._next = min(stretch.group.count, begin + max(1, tokens // stretch.group.width))
         self.left -= self._next - begin
         numbers = torch.arange(begin, self._next)
-        return Taken(self, stretch.rows(numbers), numbers, stretch.keep)
+        return Taken(self, stretch.rows(numbers), numbers, stretch)
 
 
-class ScoreJob(RowJob):
-    """Scores of candidates after a target, as `TurboEsm.score` computes them.
-
-    Args:
-        target: token ids of its residues.
-        candidates: token ids of each candidate.
-        arm: of the model's preset.
-        place: see `tasks.scoring.score.score`, and so is `refresh`.
-    """
-
-    kind = "score"
-
-    def __init__(
-        self, target: Sequence[int], candidates: Sequence[Sequence[int]], arm: Arm, place: CandidateFill, refresh: int
-    ) -> None:
-        self.target = list(target)
-        self.candidates = [list(candidate) for candidate in candidates]
-        self.arm, self.place = arm, place
-        self.refresh = min(refresh, len(self.target))
-        lengths = list(map(len, self.candidates))
-        contexts = len(set(lengths)) if place == "masked" else 1
-        tokens = sum(length * (self.refresh + length + 1) for length in lengths)
-        super().__init__(tokens + contexts * (len(self.target) + max(lengths)), rows=sum(lengths))
-        self._log_probs: list[list[float]] = [[] for _ in self.candidates]
-
-    def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
-        """A context per length of candidates."""
-        target = cached_target(turbo, self.target, self.arm, self.place, self.refresh, contexts)
-        prefix = self.target[len(self.target) - self.refresh :]
-        for length in sorted(set(map(len, self.candidates))):
-            group = [index for index, ids in enumerate(self.candidates) if len(ids) == length]
-            tokens = len(group) * length * (len(prefix) + length + 1)
-            key = ("score", bytes(self.target), length if self.place == "masked" else 0, self.refresh)
-            cache = contexts.ready(key, partial(_context_of, target, length))
-            cache = contexts.as_read_fastest(key, cache, tokens)
-            yield self._stretch_of(turbo, key, cache, prefix, group)
-
-    def _stretch_of(
-        self, turbo: ContextModel, key: Hashable, cache: TurboKVCache, prefix: list[int], group: list[int]
-    ) -> Stretch:
-        candidates = torch.tensor([self.candidates[index] for index in group])
-        count, length = candidates.shape
-
-        def rows(numbers: Tensor) -> Rows:
-            input_ids, at, _ = masked_rows(turbo.codes, prefix, candidates, numbers)
-            return Rows(key, cache, input_ids, at)
-
-        def keep(numbers: Tensor, predicted: Tensor) -> None:
-            residues = candidates.flatten()[numbers]
-            values = predicted.gather(1, residues[:, None])[:, 0].tolist()
-            for number, value in zip(numbers.tolist(), values, strict=True):
-                self._log_probs[group[number // length]].append(value)
-
-        return Stretch(rows, len(prefix) + length + 1, count * length, keep)
-
-    def result(self, turbo: ContextModel) -> Scores:
-        """As of `TurboEsm.score`."""
-        scores = tuple(
-            CandidateScore(turbo.codes.decode(ids), tuple(values))
-            for ids, values in zip(self.candidates, self._log_probs, strict=True)
-        )
-        preset = turbo.model.base_model.turbo_config.name
-        return Scores(scores, self.arm, preset, self.place, self.refresh, turbo.name)
-
-
-def _context_of(target: Target, length: int) -> TurboKVCache:
-    """What candidates of a number of residues read."""
-    cache: TurboKVCache = target.run(length).options["past_key_values"]
-    return cache
-
-
-class VariantsJob(RowJob):
-    """Scores of variants of a protein, as `TurboEsm.score_variants` computes them.
+class ItemJob(RowJob):
+    """Scores of an item, as `TurboEsm.score` or `TurboEsm.score_variants` computes them.
 
     Args:
-        wild_type: its residues.
-        ids: its tokens, `<cls>` and `<eos>` included.
-        names: of the variants.
-        parsed: their substitutions.
+        kind: `score` or `variants`.
+        item: its rows.
         arm: of the model's preset.
-        method: see `tasks.variants.score.score_variants`, and so is `refresh`.
     """
 
-    kind = "variants"
-
-    def __init__(
-        self,
-        wild_type: str,
-        ids: Sequence[int],
-        names: Sequence[str],
-        parsed: Substitutions,
-        arm: Arm,
-        method: MarginalMethod,
-        refresh: int,
-    ) -> None:
-        self.wild_type, self.ids, self.names, self.parsed = wild_type, list(ids), list(names), parsed
-        self.arm, self.method = arm, method
-        self.residues = len(self.ids) - 2
-        self.refresh = min(refresh, self.residues - 1) if method == "masked" else 0
-        positions, self._row = np.unique(parsed.index, return_inverse=True)
-        self._positions = torch.from_numpy(positions)
-        super().__init__(len(positions) * (self.refresh + 1) + len(self.ids), rows=len(positions))
-        self._predicted: list[Tensor] = []
+    def __init__(self, kind: str, item: ItemRows[Any], arm: Arm) -> None:
+        self.kind, self.item, self.arm = kind, item, arm
+        contexts = {tuple(group.context) for group in item.groups}
+        tokens = sum(group.tokens for group in item.groups) + sum(map(len, contexts))
+        super().__init__(tokens, rows=sum(group.count for group in item.groups))
+        self._predicted: list[list[Tensor]] = [[] for _ in item.groups]
 
     def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
-        """One, on the protein with `<eos>`."""
-        width, count = self.refresh + 1, len(self._positions)
-        key = ("variants", bytes(self.ids))
-        cache = contexts.ready(key, partial(prefill_ids, turbo, self.ids, self.arm, contexts))
-        if turbo.model.device.type == "cpu":
-            cache = contexts.as_read_fastest(key, cache, width * count)
+        """A group after the other."""
+        for group, predicted in zip(self.item.groups, self._predicted, strict=True):
+            key = (tuple(group.context), group.kept)
+            cache = contexts.ready(key, partial(self._context_of, group, turbo, contexts))
+            if turbo.model.device.type == "cpu" or not group.hides:
+                cache = contexts.maybe_decode(key, cache, group.tokens)
+            yield Stretch(group, key, cache, predicted)
 
-        def rows(numbers: Tensor) -> Rows:
-            positions = self._positions[numbers]
-            made = window_rows(turbo.codes, self.ids, self.residues, positions, self.method, self.refresh)
-            return Rows(key, cache, *made)
+    def _context_of(self, group: RowGroup, turbo: ContextModel, contexts: Contexts) -> TurboKVCache:
+        """What the rows of a group read."""
+        cache = prefill_ids(turbo, group.context, self.arm, contexts)
+        cache.crop(group.kept)
+        return cache
 
-        yield Stretch(rows, width, count, lambda numbers, predicted: self._predicted.append(predicted))
-
-    def result(self, turbo: ContextModel) -> VariantScores:
-        """As of `TurboEsm.score_variants`."""
-        scores = added_up(turbo.codes, self.names, self.parsed, self._row, torch.cat(self._predicted))
-        preset = turbo.model.base_model.turbo_config.name
-        return VariantScores(scores, self.wild_type, self.method, self.arm, preset, self.refresh, turbo.name)
+    def result(self, turbo: ContextModel) -> Any:
+        """As of the call."""
+        return self.item.result([torch.cat(own) for own in self._predicted])
 
 
 class WholeJob(Job):

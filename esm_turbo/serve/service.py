@@ -12,13 +12,14 @@ from esm_turbo.files.fingerprint import weights_digest
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import invalid
-from esm_turbo.serve.jobs import ContextJob, EmbedJob, GenerateJob, Job, ScoreJob, VariantsJob
+from esm_turbo.serve.jobs import ContextJob, EmbedJob, GenerateJob, ItemJob, Job
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 from esm_turbo.serve.schemas import EmbeddingsRequest, GenerateRequest, ScoreRequest, VariantsRequest
 from esm_turbo.tasks.common.run_info import context_arm
 from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
-from esm_turbo.tasks.variants.substitutions import Substitutions, all_substitutions
+from esm_turbo.tasks.scoring.score import TargetRows
+from esm_turbo.tasks.variants.score import ProteinRows
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -92,7 +93,7 @@ class Service:
         """The job of storing a context."""
         return ContextJob(self._residues(sequence, "sequence"))
 
-    def score_job(self, context: str, request: ScoreRequest) -> ScoreJob:
+    def score_job(self, context: str, request: ScoreRequest) -> ItemJob:
         """The job of scoring candidates."""
         target = self.contexts.sequence(context)
         _check_count(request.candidates, self.limits.candidates, "candidates")
@@ -104,29 +105,24 @@ class Service:
                 raise invalid("holds a <mask>, which has no likelihood; give residues only", *field)
         _check_at_most(request.refresh, self.limits.residues, "refresh")
         ids = self.turbo.codes.encode(target, "the target")
-        return self._small(ScoreJob(ids, candidates, self.arm, request.place, request.refresh), "candidates")
+        rows = TargetRows(self.turbo, ids, candidates, self.arm, request.place, request.refresh)
+        return self._small(ItemJob("score", rows, self.arm), "candidates")
 
-    def variants_job(self, context: str, request: VariantsRequest) -> VariantsJob:
+    def variants_job(self, context: str, request: VariantsRequest) -> ItemJob:
         """The job of scoring variants."""
         wild_type = self.contexts.sequence(context)
         _check_at_most(request.refresh, self.limits.residues, "refresh")
-        first = request.first_position
-        if request.variants is None:
-            names, parsed = all_substitutions(wild_type, first), Substitutions.all(wild_type)
-        else:
-            names = request.variants
+        names, method = request.variants, request.method
+        if names is not None:
             _check_count(names, self.limits.variants, "variants")
-            try:
-                parsed = Substitutions.parse(names, wild_type, first)
-            except ValueError as error:
-                wrong = next((i for i, name in enumerate(names) if str(error).startswith(repr(name))), 0)
-                raise invalid(str(error), "variants", wrong) from None
-        if not names:
+        try:
+            rows = ProteinRows(self.turbo, wild_type, names, method, self.arm, request.refresh, request.first_position)
+        except ValueError as error:
+            wrong = next((i for i, name in enumerate(names or ()) if str(error).startswith(repr(name))), 0)
+            raise invalid(str(error), "variants", wrong) from None
+        if not rows.groups[0].count:
             raise invalid("there is nothing to substitute", "variants")
-        codes = self.turbo.codes
-        ids = [codes.cls, *codes.encode(wild_type, "the wild type"), codes.eos]
-        job = VariantsJob(wild_type, ids, names, parsed, self.arm, request.method, request.refresh)
-        return self._small(job, "refresh")
+        return self._small(ItemJob("variants", rows, self.arm), "refresh")
 
     def embed_job(self, request: EmbeddingsRequest) -> EmbedJob:
         """The job of embedding sequences."""

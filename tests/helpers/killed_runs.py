@@ -21,6 +21,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.files import artifacts
 from esm_turbo.files.journal import Journal, journal_beside
 from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.common import pieces
 from esm_turbo.tasks.embedding import files as embedding_files
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.records import embed_records
@@ -97,7 +98,7 @@ def run_score(turbo: TurboEsm, job: dict[str, Any]) -> None:
     targets = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
     candidates = [scoring.Candidate("a", "ACDEF")]
     with journal_beside(Path(job["out"])) as journal:
-        scoring._TOKENS_PER_PIECE = 1
+        pieces.TOKENS_PER_PIECE = 1
         run = scoring.score_records(turbo, targets, candidates, ["frozen"], journal=journal)
         _write(run, job, journal)
 
@@ -106,7 +107,7 @@ def run_variants(turbo: TurboEsm, job: dict[str, Any]) -> None:
     """All single substitutions of every record, in pieces of one protein."""
     proteins = [ProteinRecord(name, sequence) for name, sequence in job["records"]]
     with journal_beside(Path(job["out"])) as journal:
-        variants._TOKENS_PER_PIECE = 1
+        pieces.TOKENS_PER_PIECE = 1
         run = variants.score_records(turbo, proteins, None, ["frozen"], journal=journal)
         _write(run, job, journal)
 

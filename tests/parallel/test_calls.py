@@ -11,7 +11,7 @@ import torch
 from esm_turbo import TurboEsm
 from esm_turbo.parallel import calls
 from esm_turbo.parallel.workers import NoWorkersError, Workers
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import arms, pieces
 from esm_turbo.tasks.common.pieces import InProcessRunner
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFS", "MSILVTRPSPAG", "GHIKLMNPQRSTVWYACD", "MKV", "ACDEFGHIKLMNP"]
@@ -26,7 +26,7 @@ def workers(turbo: TurboEsm) -> Iterator[Workers]:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_TOKENS_PER_PIECE", 800)
+    monkeypatch.setattr(pieces, "TOKENS_PER_PIECE", 800)
 
 
 @pytest.mark.slow

@@ -29,7 +29,6 @@ from esm_turbo.parallel.shards import (
 )
 from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.common.pieces import Plan, Shard
-from esm_turbo.tasks.scoring import records as scoring
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
 Run = Callable[..., int]
@@ -41,7 +40,7 @@ def run(turbo: TurboEsm, tiny_model: Callable[..., Any], tmp_path: Path, monkeyp
     tiny = TurboEsm(tiny_model(preset="exact"), turbo.tokenizer)
     monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: tiny)
     # Small enough for a target to be cut into several pieces.
-    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 1200)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1200)
     monkeypatch.chdir(tmp_path)
     records = proteins()
     Path("p.fasta").write_text("".join(f">{one.id}\n{one.sequence}\n" for one in records))

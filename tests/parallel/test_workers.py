@@ -155,7 +155,7 @@ def test_every_task_gives_the_bits_of_one_process(
     tiny: TurboEsm, workers: Workers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Small enough for a target to be cut into several pieces.
-    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 1600)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1600)
     candidates = [scoring.Candidate(f"c{n}", "ACDEFGHIK"[: n % 7 + 2]) for n in range(12)]
     runs = {}
     for name, runner in (("one", None), ("two", workers)):

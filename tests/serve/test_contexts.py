@@ -95,8 +95,8 @@ def test_the_store_is_limited(contexts):
 
 def test_few_contexts_are_kept_decoded(contexts, turbo):
     cache = turbo.prefill(SEQUENCE)
-    assert contexts.as_read_fastest("a", cache, 1) is cache
-    decoded = [contexts.as_read_fastest(key, cache, 10_000) for key in "abc"]
+    assert contexts.maybe_decode("a", cache, 1) is cache
+    decoded = [contexts.maybe_decode(key, cache, 10_000) for key in "abc"]
     assert {one.config.name for one in decoded} == {"exact"}
-    assert contexts.as_read_fastest("c", cache, 10_000) is decoded[2]
-    assert contexts.as_read_fastest("a", cache, 10_000) is not decoded[0]
+    assert contexts.maybe_decode("c", cache, 10_000) is decoded[2]
+    assert contexts.maybe_decode("a", cache, 10_000) is not decoded[0]

@@ -8,10 +8,11 @@ import torch
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.serve import rows as rows_module
-from esm_turbo.serve.rows import Rows, run_rows
+from esm_turbo.serve.jobs import Stretch
+from esm_turbo.serve.rows import run_rows
 from esm_turbo.tasks.common.arms import prefill_ids
-from esm_turbo.tasks.scoring.score import masked_rows
-from esm_turbo.tasks.variants.score import window_rows
+from esm_turbo.tasks.scoring.score import TargetRows
+from esm_turbo.tasks.variants.score import ProteinRows
 
 # In float32, of log-probabilities: a matrix product adds its terms in an order that depends on its shape.
 TOLERANCE = 1e-4
@@ -23,18 +24,22 @@ def parts(turbo):
     """Rows of several requests: scores on two targets, two of them on the same one, and variants."""
     made, codes = [], turbo.codes
     for target, candidates in ((0, ["ACDEF", "GHIKL"]), (1, ["ACDEF"]), (0, ["WWWWW"]), (1, ["MN"])):
-        ids = codes.encode(TARGETS[target], "a target")
-        cache = prefill_ids(turbo, [codes.cls, *ids], "turbo")
-        cache.crop(len(ids) - 7)
-        tokens = torch.tensor([codes.encode(one, "a candidate") for one in candidates])
-        input_ids, at, _ = masked_rows(codes, ids[-8:], tokens, torch.arange(tokens.numel()))
-        made.append(Rows(("score", target), cache, input_ids, at))
+        ids, peptides = codes.encode(TARGETS[target], ""), [codes.encode(one, "") for one in candidates]
+        made.append(all_rows(turbo, ("score", target), TargetRows(turbo, ids, peptides, "turbo", "empty", 8)))
     for target in (0, 1):
-        ids = [codes.cls, *codes.encode(TARGETS[target], "a target"), codes.eos]
-        cache = prefill_ids(turbo, ids, "turbo")
-        window = window_rows(codes, ids, len(ids) - 2, torch.tensor([0, 7, len(ids) - 3]), "masked", 8)
-        made.append(Rows(("variants", target), cache, *window))
+        protein = TARGETS[target]
+        variants = [f"{protein[index]}{1 + index}A" for index in (0, 7, len(protein) - 1)]
+        rows = ProteinRows(turbo, protein, variants, "masked", "turbo", 8, 1)
+        made.append(all_rows(turbo, ("variants", target), rows))
     return made
+
+
+def all_rows(turbo, key, item):
+    """All rows of an item that has one context."""
+    [group] = item.groups
+    cache = prefill_ids(turbo, group.context, "turbo")
+    cache.crop(group.kept)
+    return Stretch(group, key, cache, []).rows(torch.arange(group.count))
 
 
 def predictions(turbo, parts):

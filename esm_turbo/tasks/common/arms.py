@@ -79,7 +79,7 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
 def default_arm(turbo: ContextModel) -> Arm:
     """The arm that runs if none is named: `turbo`, or `frozen` for a model without a calibration.
 
-    Both score equally fast, see `as_read_fastest`, and about as accurately. A preset that was chosen is kept.
+    Both score equally fast, see `maybe_decode`, and about as accurately. A preset that was chosen is kept.
     """
     return "frozen" if turbo.calibration is None and not turbo.model.base_model.preset_chosen else "turbo"
 
@@ -97,13 +97,13 @@ def default_storage(turbo: ContextModel) -> Iterator[None]:
         encoder.turbo_config = before
 
 
-def decoding_pays(turbo: ContextModel, config: TurboConfig, tokens: float) -> bool:
+def should_decode(turbo: ContextModel, config: TurboConfig, tokens: float) -> bool:
     """Whether a context that is stored under these options, and that so many tokens read, is read faster decoded."""
     threshold = _DECODED_FROM.get(turbo.model.device.type)
     return threshold is not None and tokens >= threshold and config != FROZEN
 
 
-def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> TurboKVCache:
+def maybe_decode(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> TurboKVCache:
     """A context for many tokens that read it: decoded to full precision if that pays and memory permits.
 
     Args:
@@ -112,7 +112,7 @@ def as_read_fastest(turbo: ContextModel, cache: TurboKVCache, tokens: int) -> Tu
     """
     encoder = turbo.model.base_model
     # Contexts of a pool are there to be read as they are stored.
-    if isinstance(cache, PooledContexts) or not decoding_pays(turbo, cache.config, tokens / cache.batch_size):
+    if isinstance(cache, PooledContexts) or not should_decode(turbo, cache.config, tokens / cache.batch_size):
         return cache
     free = available_bytes(encoder.device)
     stored = cache.batch_size * cache.columns

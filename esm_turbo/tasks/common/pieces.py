@@ -222,7 +222,7 @@ def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:
     return [sorted(share) for share in shares]
 
 
-def piece_limit(total: int, usual: int = TOKENS_PER_PIECE, *, on_cuda: bool = True) -> int:
+def piece_limit(total: int, *, on_cuda: bool = True) -> int:
     """Tokens that a piece of a screen runs at most: a 64th of all, which a stopped run may lose, within limits.
 
     On a GPU a usual piece is four batches, and where rows differ in length a fifth that is nearly empty; the largest
@@ -231,11 +231,9 @@ def piece_limit(total: int, usual: int = TOKENS_PER_PIECE, *, on_cuda: bool = Tr
 
     Args:
         total: tokens of all pieces.
-        usual: tokens of a usual piece on a CUDA device.
-        on_cuda: whether such devices run them. On a CPU, a piece should not take minutes.
+        on_cuda: whether CUDA devices run them. On a CPU, a piece should not take minutes.
     """
-    if not on_cuda:
-        usual = max(1, usual // _CPU_PART)
+    usual = TOKENS_PER_PIECE if on_cuda else max(1, TOKENS_PER_PIECE // _CPU_PART)
     least = -(-usual // _LARGER)
     return min(max(least, min(usual, total // _FEWEST), total // _PIECES), _LARGER * usual)
 

@@ -1,36 +1,22 @@
-"""Scores of candidates on many targets, in batches that do not end where a target does (`tasks.common.waves`)."""
+"""Scores of candidates on many targets, in batches that do not end where a target does (`tasks.common.row_engine`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args
-
-import torch
-from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
-from esm_turbo.files.tabular import Tabular, counted, named
-from esm_turbo.model.memory import is_out_of_memory
+from esm_turbo.files.tabular import counted, named
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ReadableSource, batch_tokens, check_store, resolve_arm
-from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.memory import failure_reason
+from esm_turbo.tasks.common.arms import ReadableSource, resolve_arm
+from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.options import Arm, Background, CandidateFill
-from esm_turbo.tasks.common.progress import Progress, StageProgress, part_of
-from esm_turbo.tasks.common.waves import Extensions, Rows, merge_errors, predict_rows
-from esm_turbo.tasks.scoring.score import (
-    CandidateScore,
-    Scores,
-    encode_candidates,
-    masked_rows,
-    score,
-    target_ids,
-    warn_of_peptides,
-)
+from esm_turbo.tasks.common.pieces import Runner
+from esm_turbo.tasks.common.progress import Progress, part_of
+from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
+from esm_turbo.tasks.scoring.score import Scores, TargetRows, encode_candidates, target_ids, warn_of_peptides
 from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
 
 if TYPE_CHECKING:
@@ -38,14 +24,13 @@ if TYPE_CHECKING:
 
 
 class TargetPairs(NamedTuple):
-    """A target with the candidates that are scored on it."""
+    """A target with the candidates that are scored on it, all as residues."""
 
-    target: str
+    sequence: str
     candidates: Sequence[str]
 
 
-@dataclass(frozen=True)
-class PairScores(Tabular):
+class PairScores(ManyScores[Scores]):
     """Scores on many targets.
 
     Attributes:
@@ -53,37 +38,61 @@ class PairScores(Tabular):
         failed: by index of the target, why it could not be scored.
     """
 
-    scores: tuple[Scores | None, ...]
-    failed: Mapping[int, str]
+    noun = "target"
 
     def __repr__(self) -> str:
         pairs = sum(len(one.scores) for one in self.scores if one is not None)
         return named(self, counted(len(self.scores), "target"), counted(pairs, "pair"), f"{len(self.failed):,} failed")
-
-    def __len__(self) -> int:
-        return len(self.scores)
-
-    def __getitem__(self, index: int) -> Scores:
-        """Scores on a target.
-
-        Raises:
-            ValueError: it could not be scored.
-        """
-        found = self.scores[index]
-        if found is None:
-            raise ValueError(f"target {index} was not scored: {self.failed[index % len(self)]}")
-        return found
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
         scored = (one.columns() for one in self.scores if one is not None)
         return ["target", *next(scored, [])]
 
-    def rows(self) -> Iterator[tuple[object, ...]]:
-        """Per target, by its index, and candidate, its rank on this target and figures."""
-        for index, one in enumerate(self.scores):
-            for row in () if one is None else one.rows():
-                yield index, *row
+
+@dataclass(frozen=True)
+class ScoreTask(ScoringTask[TargetPairs, Scores]):
+    """Scores candidates on targets.
+
+    Attributes:
+        place: contents of the candidate's positions while a context is computed.
+    """
+
+    place: CandidateFill
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("place", self.place, get_args(CandidateFill))
+
+    def rows(self, turbo: ContextModel, item: TargetPairs, arm: Arm) -> TargetRows:
+        """See `ScoringTask.rows`."""
+        candidates = [turbo.codes.encode(one, "a candidate") for one in item.candidates]
+        return TargetRows(turbo, target_ids(turbo.codes, item.sequence), candidates, arm, self.place, self.refresh)
+
+    def tokens(self, item: TargetPairs) -> int:
+        """See `ScoringTask.tokens`."""
+        return sum(self.tokens_of(len(item.sequence), len(one)) for one in item.candidates)
+
+    def tokens_of(self, target: int, length: int) -> int:
+        """Tokens that run to score a candidate of `length` residues, each of which is masked in turn.
+
+        Args:
+            target: number of residues of its target.
+        """
+        again = target if "full" in self.arms else min(self.refresh, target)
+        return length * (again + length + 1)
+
+    def units(self, item: TargetPairs) -> int:
+        """Residues of all candidates."""
+        return sum(map(len, item.candidates))
+
+    def options(self) -> list[Any]:
+        """See `ScoringTask.options`."""
+        return [self.refresh, self.place, self.toks_per_batch]
+
+    def scores_from_dict(self, item: TargetPairs, values: Mapping[str, Any]) -> Scores:
+        """See `ScoringTask.scores_from_dict`."""
+        return Scores.from_dict(values)
 
 
 def score_pairs(
@@ -98,6 +107,7 @@ def score_pairs(
     background: Background | Sequence[str] = "targets",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
+    runner: Runner | None = None,
 ) -> PairScores:
     """Score candidates on many targets: as `score` on each, up to rounding, in batches filled across targets.
 
@@ -107,6 +117,7 @@ def score_pairs(
         background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
             the same candidate, which costs nothing; `none`; or as for `score.score`.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
+        runner: where targets are scored, in pieces; None is this process.
 
     `arm`, `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
 
@@ -114,28 +125,18 @@ def score_pairs(
         ValueError: a candidate is empty or has a letter that is not a residue, there are no targets, no candidates or
             not as many lists as targets, or an option is invalid.
     """
-    pairs = checked_pairs(turbo, targets, candidates)
-    given: dict[str, Any] = {
-        "arm": arm,
-        "refresh": refresh,
-        "place": place,
-        "toks_per_batch": toks_per_batch,
-        "store": store,
-    }
+    pairs = _checked_pairs(turbo, targets, candidates)
+    arm, _ = resolve_arm(turbo, arm)
+    task = ScoreTask((arm,), refresh, toks_per_batch, store, place)
+    warn_of_pairs(turbo, pairs, stacklevel=3)
 
     def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
-        found = dict(iter_scores(turbo, pairs, progress=progress, **given))
-        device = turbo.model.device
-        failed = {
-            i: failure_reason(pairs[i].target, one, device) for i, one in found.items() if isinstance(one, Exception)
-        }
-        scores = (found[i] for i in range(len(pairs)))
-        return PairScores(tuple(one if isinstance(one, Scores) else None for one in scores), failed)
+        return PairScores.of(score_items(turbo, task, pairs, progress=progress, runner=runner))
 
-    return score_against(pairs, background, score_all, progress)
+    return _score_against(pairs, background, score_all, progress)
 
 
-def score_against(
+def _score_against(
     pairs: Sequence[TargetPairs],
     background: Background | Sequence[str],
     score_all: Callable[[Sequence[TargetPairs], Progress | None], PairScores],
@@ -158,7 +159,7 @@ def score_against(
     found = score_all(pairs, part_of(progress, total=size + more))
     if compared == "targets":
         indices = [index for index, one in enumerate(found.scores) if one is not None]
-        known = figures_on_others([(pairs[i].target.upper(), found[i].by_candidate()) for i in indices])
+        known = figures_on_others([(pairs[i].sequence.upper(), found[i].by_candidate()) for i in indices])
         figures = dict(zip(indices, known, strict=True)) if any(known) else {}
     elif others:
         elsewhere = score_all(others, part_of(progress, start=size, total=size + more))
@@ -170,10 +171,17 @@ def score_against(
         one.with_background(figures[index], str(compared)) if one is not None and index in figures else one
         for index, one in enumerate(found.scores)
     )
-    return replace(found, scores=tuple(scores))
+    return PairScores(tuple(scores), found.failed)
 
 
-def checked_pairs(
+def warn_of_pairs(turbo: ContextModel, pairs: Sequence[TargetPairs], stacklevel: int = 2) -> None:
+    """Warn of targets with candidates that are longer than the model was trained on, or that it was not trained on."""
+    lengths = (len(one.sequence) + max(map(len, one.candidates)) for one in pairs)
+    warn_if_long(lengths, turbo.model.family, stacklevel=stacklevel + 1)
+    warn_of_peptides(turbo, stacklevel=stacklevel + 1)
+
+
+def _checked_pairs(
     turbo: ContextModel, targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence[str]]
 ) -> list[TargetPairs]:
     """Targets with their candidates; the arguments, and the errors, are those of `score_pairs`."""
@@ -197,137 +205,3 @@ def _pairs(targets: Sequence[str], candidates: Sequence[str] | Sequence[Sequence
         if not own:
             raise ValueError(f"`candidates` must hold at least one candidate of each target, target {number} has none")
     return [TargetPairs(target, as_list(own, "candidate")) for target, own in zip(targets, lists, strict=True)]
-
-
-def iter_scores(
-    turbo: ContextModel,
-    pairs: Sequence[TargetPairs],
-    *,
-    arm: Arm | None = None,
-    refresh: int = DEFAULT_REFRESH,
-    place: CandidateFill = "masked",
-    toks_per_batch: int | None = None,
-    store: ReadableSource | None = None,
-    progress: Progress | None = None,
-    ahead: Ahead | None = None,
-) -> Iterator[tuple[int, Scores | Exception]]:
-    """Score candidates on many targets, and yield the scores target by target.
-
-    Args:
-        pairs: targets with candidates, which must be valid.
-        ahead: see `waves.predict_rows`.
-
-    `score_pairs` has the other arguments.
-
-    Yields:
-        For each target, in order, its index and scores, or the ValueError or lack of memory that it
-        failed with.
-
-    Raises:
-        ValueError: an option is invalid.
-    """
-    check_store(store)
-    check_count("refresh", refresh, 0)
-    arm, preset = resolve_arm(turbo, arm)
-    check_choice("place", place, get_args(CandidateFill))
-    tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    counter = StageProgress(progress, "score", sum(len(c) for one in pairs for c in one.candidates))
-    if arm == "full":
-        return _recomputed(turbo, pairs, tokens, counter)
-    warn_if_long((len(one.target) + max(map(len, one.candidates)) for one in pairs), turbo.model.family, stacklevel=3)
-    warn_of_peptides(turbo)
-    task = _CachedTargets(turbo, pairs, arm, preset, refresh, place)
-    return task.scores(tokens, store, counter, ahead)
-
-
-def _recomputed(
-    turbo: ContextModel, pairs: Sequence[TargetPairs], tokens: int, counter: StageProgress
-) -> Iterator[tuple[int, Scores | Exception]]:
-    """One target after the other: every row holds a whole target, so that there is nothing to share."""
-    for index, one in enumerate(pairs):
-        try:
-            scores = score(
-                turbo, one.target, one.candidates, arm="full", toks_per_batch=tokens, progress=counter.part()
-            )
-        except Exception as error:
-            if not (isinstance(error, ValueError) or is_out_of_memory(error)):
-                raise
-            yield index, error.with_traceback(None)
-        else:
-            yield index, scores
-
-
-class _CachedTargets:
-    """The targets of a run, as rows that extend their contexts."""
-
-    def __init__(
-        self,
-        turbo: ContextModel,
-        pairs: Sequence[TargetPairs],
-        arm: Arm,
-        preset: str | None,
-        refresh: int,
-        place: CandidateFill,
-    ) -> None:
-        self.turbo, self.pairs = turbo, pairs
-        self.arm, self.preset, self.place = arm, preset, place
-        self.refresh = refresh
-        self.refreshed: dict[int, int] = {}
-        self.invalid: dict[int, ValueError] = {}
-
-    def scores(
-        self, tokens: int, store: ReadableSource | None, counter: StageProgress, ahead: Ahead | None
-    ) -> Iterator[tuple[int, Scores | Exception]]:
-        predicted = predict_rows(
-            self.turbo, self._jobs(), self.arm, tokens, store=store, advance=counter.advance, ahead=ahead
-        )
-        scored = (
-            (index, values if isinstance(values, Exception) else self._scores(index, values))
-            for index, values in predicted
-        )
-        return merge_errors(scored, self.invalid, len(self.pairs))
-
-    def _jobs(self) -> Iterator[Rows]:
-        codes = self.turbo.codes
-        for index, (target, candidates) in enumerate(self.pairs):
-            try:
-                token_ids = target_ids(codes, target)
-            except ValueError as error:
-                self.invalid[index] = error
-                continue
-            self.refreshed[index] = min(self.refresh, len(token_ids))
-            kept = len(token_ids) - self.refreshed[index]
-            for length, group in _by_length(codes.encode(one, "a candidate") for one in candidates):
-                after = [*[codes.mask] * length, codes.eos] if self.place == "masked" else []
-                yield Rows(
-                    index,
-                    (codes.cls, *token_ids, *after),
-                    1 + kept,
-                    count=len(group) * length,
-                    width=len(token_ids) - kept + length + 1,
-                    make=self._maker(token_ids[kept:], group),
-                )
-
-    def _maker(self, prefix: list[int], candidates: list[list[int]]) -> Callable[[Tensor], Extensions]:
-        def make(copies: Tensor) -> Extensions:
-            input_ids, at, _ = masked_rows(self.turbo.codes, prefix, torch.tensor(candidates), copies)
-            return Extensions(input_ids, at)
-
-        return make
-
-    def _scores(self, index: int, predicted: Sequence[Tensor]) -> Scores:
-        """Scores from the log-probabilities of each group of candidates of one length."""
-        codes = self.turbo.codes
-        residues = [codes.encode(one, "a candidate") for one in self.pairs[index].candidates]
-        found: dict[int, list[tuple[float, ...]]] = {}
-        for (length, group), values in zip(_by_length(residues), predicted, strict=True):
-            own = values.gather(1, torch.tensor(group).reshape(-1, 1)).reshape(-1, length)
-            found[length] = [tuple(row) for row in own.tolist()]
-        left = {length: iter(rows) for length, rows in found.items()}
-        scores = tuple(CandidateScore(codes.decode(ids), next(left[len(ids)])) for ids in residues)
-        return Scores(scores, self.arm, self.preset, self.place, self.refreshed.pop(index), self.turbo.name)
-
-
-def _by_length(candidates: Iterable[list[int]]) -> list[tuple[int, list[list[int]]]]:
-    """Candidates by their number of residues, from the fewest on; those of one length keep their order."""
-    return [(length, list(own)) for length, own in groupby(sorted(candidates, key=len), key=len)]

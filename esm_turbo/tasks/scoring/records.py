@@ -21,17 +21,15 @@ from esm_turbo.proteins.fasta import (
     read_fasta,
 )
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ReadableSource, runs_on_cuda
-from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
-from esm_turbo.tasks.common.memory import failure_reason
+from esm_turbo.tasks.common.arms import ReadableSource
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
-from esm_turbo.tasks.common.progress import Progress, part_of
+from esm_turbo.tasks.common.pieces import Plan, Runner, packed
+from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
-from esm_turbo.tasks.scoring.pairs import TargetPairs, iter_scores
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
+from esm_turbo.tasks.common.scoring_task import Scored, limit_of, score_items
+from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs, warn_of_pairs
 from esm_turbo.tasks.scoring.score import Scores
 
 if TYPE_CHECKING:
@@ -47,8 +45,6 @@ TYPES: Mapping[str, type[int] | type[float]] = {
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
-# Of pieces of small screens; another number for tests.
-_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 # Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
 _RECEPTORS = ("Receptor Sequence", "Input Sequence")
 
@@ -317,158 +313,58 @@ def score_records(
     for index, candidate in enumerate(candidates):
         by_target.setdefault(candidate.target, []).append(index)
     numbers = {t.id: sorted([*by_target.get(None, []), *by_target.get(t.id, [])]) for t in targets}
-    contexts = {target.id: _context(target, arms, refresh) for target in targets}
-    total = sum(_tokens(len(candidates[i].sequence), contexts[t.id]) for t in targets for i in numbers[t.id])
-    on_cuda = runs_on_cuda(turbo, None if runner is None else runner.devices)
-    limit = piece_limit(total, _TOKENS_PER_PIECE, on_cuda=on_cuda)
-    all_parts = [
-        _Part(target, tuple(own), tuple(candidates[index].sequence for index in own))
-        for target in targets
-        for own in _cut(candidates, numbers[target.id], contexts[target.id], limit)
-    ]
-    sizes = [part.tokens(contexts[part.target.id]) for part in all_parts]
-    all_pieces = packed(all_parts, sizes, limit)
-    plan = Plan() if plan is None else plan
-    names = [" ".join(f"{part.target.id} {part.numbers}" for part in piece) for piece in all_pieces]
-    costs = [
-        sum(forward_cost(turbo, part.tokens(contexts[part.target.id]), len(part.target.sequence)) for part in piece)
-        for piece in all_pieces
-    ]
-    pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    scored = run_resumable(
+    task = ScoreTask(tuple(arms), refresh, toks_per_batch, store, place)
+    lengths = [len(candidate.sequence) for candidate in candidates]
+    total = sum(task.tokens_of(len(t.sequence), lengths[number]) for t in targets for number in numbers[t.id])
+    limit = limit_of(turbo, total, runner)
+    parts: list[tuple[ProteinRecord, tuple[int, ...]]] = []
+    for target in targets:
+        shortest_first = sorted(numbers[target.id], key=lengths.__getitem__)
+        tokens = [task.tokens_of(len(target.sequence), lengths[number]) for number in shortest_first]
+        parts += [(target, tuple(sorted(own))) for own in packed(shortest_first, tokens, limit)]
+    pairs = [TargetPairs(t.sequence, tuple(candidates[number].sequence for number in own)) for t, own in parts]
+    warn_of_pairs(turbo, pairs)
+    scored = score_items(
         turbo,
-        _ScoreTask(tuple(arms), refresh, place, toks_per_batch, store),
-        pieces,
-        stage="score",
-        units=[len(arms) * sum(part.residues for part in piece) for piece in pieces],
+        task,
+        pairs,
+        limit,
+        names=[f"{target.id} {own}" for target, own in parts],
         progress=progress,
         runner=runner,
+        plan=plan,
         journal=journal,
     )
-    found: dict[str, list[tuple[_Part, Scored[Scores]]]] = {}
-    for piece, results in zip(pieces, scored, strict=True):
-        for part, one in zip(piece, results, strict=True):
-            found.setdefault(part.target.id, []).append((part, one))
+    found: dict[str, list[tuple[Sequence[int], Scored[Scores]]]] = {}
+    for index, one in scored.items():
+        target, own = parts[index]
+        found.setdefault(target.id, []).append((own, one))
     for target in targets:
-        parts = found.get(target.id, [])
-        if not parts:
+        of_target = found.get(target.id, [])
+        if not of_target:
             continue
-        reasons = dict.fromkeys(one.failed for _, one in parts if one.failed is not None)
+        reasons = dict.fromkeys(one.failed for _, one in of_target if one.failed is not None)
         run.failed += [BadRecord(target.id, reason) for reason in reasons]
         if reasons:
             continue
-        own = sorted(number for part, _ in parts for number in part.numbers)
-        result, failed = _result(target, [candidates[index] for index in own], _joined(parts, own, arms), top_k)
+        here = sorted(number for own, _ in of_target for number in own)
+        result, failed = _result(target, [candidates[index] for index in here], _joined(of_target, here, arms), top_k)
         run.failed += failed
         if result is not None:
             run.results.append(result)
-            if len(own) < len(numbers[target.id]):
-                run.partial[target.id] = [own[index] for index in result.kept]
+            if len(here) < len(numbers[target.id]):
+                run.partial[target.id] = [here[index] for index in result.kept]
     return run
 
 
-@dataclass(frozen=True)
-class _Part:
-    """Candidates on a target.
-
-    Attributes:
-        target: the record.
-        numbers: of the candidates in the file, from 0.
-        sequences: residues of each.
-    """
-
-    target: ProteinRecord
-    numbers: tuple[int, ...]
-    sequences: tuple[str, ...]
-
-    @property
-    def residues(self) -> int:
-        """Residues of all candidates."""
-        return sum(map(len, self.sequences))
-
-    def tokens(self, context: int) -> int:
-        """Tokens that run to score the candidates, `context` of the target's with each row."""
-        return sum(_tokens(len(one), context) for one in self.sequences)
-
-
-_Piece = tuple[_Part, ...]
-
-
-@dataclass(frozen=True)
-class _ScoreTask(ScoringTask[_Part, Scores]):
-    """Scores pieces; its attributes are options of `score.score`."""
-
-    arms: tuple[Arm, ...]
-    refresh: int
-    place: CandidateFill
-    toks_per_batch: int | None
-    store: ReadableSource | None
-
-    def begin(
-        self, turbo: ContextModel, piece: Sequence[_Part], number: int, progress: Progress, ahead: Ahead
-    ) -> Iterator[tuple[int, Scores | str]]:
-        pairs = [TargetPairs(part.target.sequence, part.sequences) for part in piece]
-        found = iter_scores(
-            turbo,
-            pairs,
-            arm=self.arms[number],
-            refresh=self.refresh,
-            place=self.place,
-            toks_per_batch=self.toks_per_batch,
-            store=self.store,
-            progress=part_of(progress, start=number * sum(part.residues for part in piece)),
-            ahead=ahead,
-        )
-        device = turbo.model.device
-        return (
-            (index, one if isinstance(one, Scores) else failure_reason(pairs[index].target, one, device))
-            for index, one in found
-        )
-
-    def settings(self, turbo: ContextModel) -> Any:
-        return [run_settings(turbo, self.arms), self.refresh, self.place, self.toks_per_batch]
-
-    def content(self, piece: _Piece) -> Any:
-        return [[part.target.sequence, *part.sequences] for part in piece]
-
-    def from_json(self, piece: _Piece, value: Any) -> list[Scored[Scores]]:
-        return [Scored({arm: Scores.from_dict(own) for arm, own in one.items()}) for one in value]
-
-
-def _context(target: ProteinRecord, arms: Sequence[Arm], refresh: int) -> int:
-    """Residues of a target that run again with every candidate."""
-    return len(target.sequence) if "full" in arms else min(refresh, len(target.sequence))
-
-
-def _tokens(length: int, context: int) -> int:
-    """Tokens that run to score a candidate of `length` residues: each is masked in turn."""
-    return length * (context + length + 1)
-
-
-def _cut(candidates: Sequence[Candidate], numbers: Sequence[int], context: int, limit: int) -> Iterator[list[int]]:
-    """The numbers of a target's candidates, piece by piece."""
-    piece, size = list[int](), 0
-    for number in sorted(numbers, key=lambda number: len(candidates[number].sequence)):
-        tokens = _tokens(len(candidates[number].sequence), context)
-        if piece and size + tokens > limit:
-            yield sorted(piece)
-            piece, size = [], 0
-        piece.append(number)
-        size += tokens
-    if piece:
-        yield sorted(piece)
-
-
 def _joined(
-    parts: Sequence[tuple[_Part, Scored[Scores]]], numbers: Sequence[int], arms: Sequence[Arm]
+    parts: Sequence[tuple[Sequence[int], Scored[Scores]]], numbers: Sequence[int], arms: Sequence[Arm]
 ) -> dict[Arm, Scores]:
     """The scores of all pieces of a target, in the order of the candidates' numbers."""
     joined = {}
     for arm in arms:
         by_number = {
-            number: one
-            for part, scored in parts
-            for number, one in zip(part.numbers, scored.scores[arm].scores, strict=True)
+            number: one for own, scored in parts for number, one in zip(own, scored.scores[arm].scores, strict=True)
         }
         joined[arm] = replace(parts[0][1].scores[arm], scores=tuple(by_number[number] for number in numbers))
     return joined

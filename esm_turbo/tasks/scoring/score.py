@@ -7,8 +7,8 @@ residues is masked in turn. With target T and residues c_1 ... c_m
 
 with probabilities over the whole vocabulary. A candidate takes m runs, which differ only in the last m + 1 tokens. So
 the target is computed once for all candidates of one length, with masks in their place, and each run extends this one
-context by the candidate and `<eos>`. The last residues of the target are refreshed in each run; `targets` decides
-which ones.
+context by the candidate and `<eos>`. The last `refresh` residues of the target, which depend most on the candidate, run
+again with it, and their cached keys and values are dropped.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 import torch
@@ -24,24 +25,27 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import Sequences, as_list
-from esm_turbo.files.tabular import Tabular, counted, named
+from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
 from esm_turbo.tasks.common.arms import (
-    ContextSource,
-    as_read_fastest,
+    ReadableSource,
+    arm_preset,
     batch_tokens,
     check_store,
-    log_probabilities,
+    context_config,
     resolve_arm,
+    single_row,
 )
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, SortBy
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
+from esm_turbo.tasks.common.row_engine import run_rows
+from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
+from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.scoring.specificity import NO_TARGET, BackgroundFigures, background_contexts, figures_in
-from esm_turbo.tasks.scoring.targets import Target, cached_target, recomputed_target, stored_target
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -106,7 +110,7 @@ class CandidateScore:
 
 
 @dataclass(frozen=True)
-class Scores(Tabular):
+class Scores(ItemScores):
     """Scores of candidates on one target.
 
     Attributes:
@@ -234,6 +238,120 @@ def _background_entries(one: CandidateScore) -> dict[str, Any]:
     return figures | {"background": one.background._asdict()}
 
 
+@dataclass(frozen=True, kw_only=True)
+class CandidateRows(RowGroup):
+    """Candidates of one length, each with one residue masked in turn.
+
+    Attributes:
+        codes: token ids of the model's tokenizer.
+        prefix: tokens that run before each candidate: the refreshed residues of the target, or all of it.
+        candidates: token ids, int64 [k, m].
+        positions: of the tokens of each row, int64 [width]; None for those after the context.
+    """
+
+    codes: TokenCodes
+    prefix: Sequence[int]
+    candidates: Tensor
+    positions: Tensor | None = None
+
+    def rows(self, numbers: Tensor) -> RowBatch:
+        """Row `r` masks residue `r % m` of candidate `r // m`."""
+        count, length = len(numbers), self.candidates.shape[1]
+        at = numbers % length
+        masked = self.candidates[numbers // length].scatter(1, at[:, None], self.codes.mask)
+        before, eos = torch.tensor(list(self.prefix), dtype=torch.int64), torch.tensor([self.codes.eos])
+        input_ids = torch.cat([before.expand(count, -1), masked, eos.expand(count, 1)], dim=1)
+        positions = None if self.positions is None else self.positions.expand(count, -1)
+        return RowBatch(input_ids, len(self.prefix) + at, position_ids=positions)
+
+    def reduce(self, numbers: Tensor, log_probs: Tensor) -> Tensor:
+        """Log-probabilities of the masked residues, float32 [n]."""
+        return log_probs.gather(1, self.candidates.flatten()[numbers, None])[:, 0]
+
+
+class TargetRows(ItemRows[Scores]):
+    """A target with candidates.
+
+    Args:
+        turbo: the model.
+        target: token ids of its residues; or a cache of one row without `<eos>`, which is not changed.
+        candidates: token ids of each.
+        arm: `full`, `frozen` or `turbo`.
+        place: contents of the candidate's positions while the context is computed.
+        refresh: number of residues at the end of the target that run again with each candidate; at most all do.
+
+    Attributes:
+        groups: candidates by their length, the shortest first.
+
+    Raises:
+        ValueError: the cache has several rows, no residues, or an `<eos>`.
+    """
+
+    groups: list[CandidateRows]
+
+    def __init__(
+        self,
+        turbo: ContextModel,
+        target: Sequence[int] | TurboKVCache,
+        candidates: Sequence[Sequence[int]],
+        arm: Arm,
+        place: CandidateFill,
+        refresh: int,
+    ) -> None:
+        self.turbo, self.arm, self.candidates = turbo, arm, candidates
+        self.place: CandidateFill | None = None if arm == "full" else place
+        codes = turbo.codes
+        if isinstance(target, TurboKVCache):
+            ids = single_row(target, "a target")
+            if codes.eos in ids:
+                raise ValueError("the cache holds an <eos>, which belongs after the candidate: see `turbo.prefill`")
+            self.residues = len(ids) - ids.count(codes.cls)
+            if self.residues == 0:
+                raise ValueError("the cache holds no residues: prefill a target first")
+        else:
+            ids, self.residues = [codes.cls, *target], len(target)
+        self.refresh = 0 if arm == "full" else min(refresh, self.residues)
+        kept = 0 if arm == "full" else len(ids) - self.refresh
+        prefix, context, after = ids[kept:], None, list[int]()
+        if isinstance(target, TurboKVCache):
+            context = target
+            if self.refresh:
+                context = target.select(0)
+                context.crop(kept)
+            if target.positions is not None:
+                following = int(target.next_positions[0])
+                longest = max(map(len, candidates))
+                after = [*target.positions[0, kept : len(ids)].tolist(), *range(following, following + longest + 1)]
+        self.groups = []
+        for length, own in groupby(sorted(candidates, key=len), key=len):
+            given = torch.tensor(list(own), dtype=torch.int64)
+            width = len(prefix) + length + 1
+            shown = [*[codes.mask] * length, codes.eos] if place == "masked" else []
+            self.groups.append(
+                CandidateRows(
+                    context=() if arm == "full" else (*ids, *([] if context is not None else shown)),
+                    kept=kept,
+                    count=given.numel(),
+                    width=width,
+                    cache=context,
+                    codes=codes,
+                    prefix=prefix,
+                    candidates=given,
+                    positions=torch.tensor(after[:width]) if after else None,
+                )
+            )
+
+    def result(self, predicted: Sequence[Tensor]) -> Scores:
+        """Scores from the log-probabilities of each group."""
+        left: dict[int, Iterator[list[float]]] = {}
+        for group, own in zip(self.groups, predicted, strict=True):
+            left[group.candidates.shape[1]] = iter(own.reshape(group.candidates.shape).tolist())
+        codes = self.turbo.codes
+        scores = tuple(CandidateScore(codes.decode(ids), tuple(next(left[len(ids)]))) for ids in self.candidates)
+        preset = arm_preset(self.turbo, self.arm)
+        return Scores(scores, self.arm, preset, self.place, self.refresh, self.turbo.name)
+
+
 def score(
     turbo: ContextModel,
     context: str | ProteinRecord | TurboKVCache,
@@ -244,7 +362,7 @@ def score(
     place: CandidateFill | None = None,
     toks_per_batch: int | None = None,
     background: Background | Sequence[str] = "none",
-    store: ContextSource | None = None,
+    store: ReadableSource | None = None,
     progress: Progress | None = None,
 ) -> Scores:
     """Score candidates as continuations of a target, each residue masked in turn.
@@ -277,40 +395,26 @@ def score(
     compared, others = background_contexts(background)
     if compared == "targets":
         raise ValueError("`background` 'targets' needs several targets: see `score_pairs`")
-    if isinstance(context, TurboKVCache):
-        arm, preset = resolve_arm(turbo, arm, context)
-        if place not in (None, "empty"):
-            raise ValueError(f"a cache was computed without candidates: `place` must be 'empty', got {place!r}")
-        place = "empty"
-        target = stored_target(context, turbo.codes, refresh)
-    else:
-        arm, preset = resolve_arm(turbo, arm)
-        place = check_choice("place", "masked" if place is None else place, get_args(CandidateFill))
-        token_ids = target_ids(turbo.codes, context)
-        if arm == "full":
-            target = recomputed_target(turbo, token_ids)
-        else:
-            target = cached_target(turbo, token_ids, arm, place, refresh, store)
-    toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([target.residues + max(map(len, residues))], turbo.model.family, stacklevel=3)
+    cache = context if isinstance(context, TurboKVCache) else None
+    arm, _ = resolve_arm(turbo, arm, cache)
+    if cache is not None and place not in (None, "empty"):
+        raise ValueError(f"a cache was computed without candidates: `place` must be 'empty', got {place!r}")
+    fill: CandidateFill = "masked" if cache is None else "empty"
+    fill = fill if place is None else check_choice("place", place, get_args(CandidateFill))
+    target = context if isinstance(context, TurboKVCache) else target_ids(turbo.codes, context)
+    rows = TargetRows(turbo, target, residues, arm, fill, refresh)
+    tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
+    warn_if_long([rows.residues + max(map(len, residues))], turbo.model.family, stacklevel=3)
     warn_of_peptides(turbo, stacklevel=3)
-    log_probs: dict[int, tuple[float, ...]] = {}
     unique = list(dict.fromkeys(turbo.codes.decode(ids) for ids in residues)) if others else []
     counter = StageProgress(progress, "score", sum(map(len, residues)) + len(others) * sum(map(len, unique)))
-    # Candidates of one length need no padding and share one context.
-    for length in sorted({len(ids) for ids in residues}):
-        group = [index for index, ids in enumerate(residues) if len(ids) == length]
-        flat: list[float] = []
-        same_length = torch.tensor([residues[index] for index in group])
-        for values in _masked_log_probabilities(turbo, target, same_length, toks_per_batch):
-            flat += values
-            counter.advance(len(values))
-        log_probs |= {index: tuple(flat[k * length : (k + 1) * length]) for k, index in enumerate(group)}
-    scores = tuple(CandidateScore(turbo.codes.decode(ids), log_probs[index]) for index, ids in enumerate(residues))
-    found = Scores(scores, arm, preset, None if arm == "full" else place, target.refresh, turbo.name)
+    config = None if arm == "full" or cache is not None else context_config(turbo, arm)
+    [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
+    if isinstance(found, Exception):
+        raise found
     if compared is None:
         return found
-    options: dict[str, Any] = {"arm": arm, "refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
+    options: dict[str, Any] = {"arm": arm, "refresh": refresh, "place": fill, "toks_per_batch": toks_per_batch}
     elsewhere = [score(turbo, one.sequence, unique, **options, store=store, progress=counter.part()) for one in others]
     return found.with_background(figures_in(one.by_candidate() for one in elsewhere), compared)
 
@@ -350,41 +454,3 @@ def warn_of_peptides(turbo: ContextModel, stacklevel: int = 2) -> None:
     if encoder.peptide_notice is not None:
         warnings.warn(encoder.peptide_notice, UntrainedInputWarning, stacklevel=stacklevel)
         encoder.peptide_notice = None
-
-
-def _masked_log_probabilities(
-    turbo: ContextModel, target: Target, candidates: Tensor, toks_per_batch: int
-) -> Iterator[list[float]]:
-    """Log-probabilities of the residues of candidates [k, m], each masked in turn: k m in all, batch by batch."""
-    count, length = candidates.shape
-    run = target.run(length)
-    copies, options = torch.arange(count * length), dict(run.options)
-    width = len(run.prefix) + length + 1
-    if "past_key_values" in options:
-        options["past_key_values"] = as_read_fastest(turbo, options["past_key_values"], len(copies) * width)
-    for part in copies.split(max(1, toks_per_batch // width)):
-        input_ids, at, residues = masked_rows(turbo.codes, run.prefix, candidates, part)
-        predicted = log_probabilities(turbo, input_ids, at, **options)
-        values: list[float] = predicted.gather(1, residues[:, None])[:, 0].tolist()
-        yield values
-
-
-def masked_rows(
-    codes: TokenCodes, prefix: Sequence[int], candidates: Tensor, copies: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of candidates with one residue masked: what runs after a cached target, see `Target.run`.
-
-    Args:
-        prefix: tokens that run before each candidate.
-        candidates: token ids [k, m].
-        copies: which rows, int64 [n]: row `r` masks residue `r % m` of candidate `r // m`.
-
-    Returns:
-        Token ids [n, len(prefix) + m + 1], the index of the mask in each, and the residue behind it, int64 [n] both.
-    """
-    length = candidates.shape[1]
-    rows, at = copies // length, copies % length
-    before, eos = torch.tensor(list(prefix), dtype=torch.int64), torch.tensor([codes.eos])
-    masked = candidates[rows].scatter(1, at[:, None], codes.mask)
-    input_ids = torch.cat([before.expand(len(copies), -1), masked, eos.expand(len(copies), 1)], dim=1)
-    return input_ids, len(prefix) + at, candidates[rows, at]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -15,19 +15,18 @@ from esm_turbo.files.tables import write_table
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.ahead import Ahead
-from esm_turbo.tasks.common.arms import ARMS, ReadableSource, runs_on_cuda
-from esm_turbo.tasks.common.kept import Scored, ScoringTask, run_resumable
-from esm_turbo.tasks.common.memory import failure_reason
+from esm_turbo.tasks.common.arms import ARMS, ReadableSource
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
-from esm_turbo.tasks.common.pieces import TOKENS_PER_PIECE, Plan, Runner, forward_cost, packed, piece_limit
-from esm_turbo.tasks.common.progress import Progress, StageProgress, part_of
+from esm_turbo.tasks.common.pieces import Plan, Runner
+from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import spearman
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
-from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata, run_settings
+from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
+from esm_turbo.tasks.common.scoring_task import limit_of, score_items
 from esm_turbo.tasks.variants.formats import SCORE, formatted
-from esm_turbo.tasks.variants.many import WildType, iter_variants
+from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.score import VariantScores, first_position_of
 from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
@@ -48,8 +47,6 @@ PROTEIN_COLUMN = "protein"
 _MEASURED_COLUMNS = ("fitness", "DMS_score")
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
-# Of pieces of small screens; another number for tests.
-_TOKENS_PER_PIECE = TOKENS_PER_PIECE
 
 
 @dataclass(frozen=True)
@@ -338,128 +335,39 @@ def score_records(
         for identifier in own_variants if variant.protein is None else [variant.protein]:
             own_variants[identifier].append(variant)
     wanted = [record for record in wild_types if variants is None or own_variants[record.id]]
-    positions = [
-        len(w.sequence) if variants is None else _positions(v.variant for v in own_variants[w.id]) for w in wanted
-    ]
     proteins = [
-        _Protein(one, first_position_of(one, first_position), _variants(own_variants[one.id], variants), n)
-        for one, n in zip(wanted, positions, strict=True)
+        WildType(
+            record.sequence,
+            first_position_of(record, first_position),
+            None if variants is None else tuple(one.variant for one in own_variants[record.id]),
+        )
+        for record in wanted
     ]
-    sizes = [one.tokens(arms, refresh) for one in proteins]
-    on_cuda = runs_on_cuda(turbo, None if runner is None else runner.devices)
-    all_pieces = packed(proteins, sizes, piece_limit(sum(sizes), _TOKENS_PER_PIECE, on_cuda=on_cuda))
-    plan = Plan() if plan is None else plan
-    names = [" ".join(f"{p.record.id} {list(p.variants or ())}" for p in piece) for piece in all_pieces]
-    costs = [
-        sum(forward_cost(turbo, p.tokens(arms, refresh), len(p.record.sequence)) for p in piece) for piece in all_pieces
-    ]
-    pieces = [all_pieces[index] for index in plan.choose(names, costs)]
-    scored = run_resumable(
+    task = VariantsTask(tuple(arms), refresh, toks_per_batch, store, method)
+    warn_if_long((len(record.sequence) for record in wanted), turbo.model.family)
+    scored = score_items(
         turbo,
-        _VariantsTask(tuple(arms), method, refresh, toks_per_batch, store),
-        pieces,
-        stage="score",
-        units=[len(arms) * sum(protein.positions for protein in piece) for piece in pieces],
+        task,
+        proteins,
+        limit_of(turbo, sum(map(task.tokens, proteins)), runner),
+        names=[f"{record.id} {list(one.variants or ())}" for record, one in zip(wanted, proteins, strict=True)],
         progress=progress,
         runner=runner,
+        plan=plan,
         journal=journal,
     )
-    for piece, results in zip(pieces, scored, strict=True):
-        for protein, one in zip(piece, results, strict=True):
-            if one.failed is not None:
-                run.failed.append(BadRecord(protein.record.id, one.failed))
-                continue
-            own = own_variants[protein.record.id]
-            if variants is None:
-                own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
-            run.results.append(ProteinVariants(protein.record, protein.first_position, tuple(own), one.scores))
+    for index, one in scored.items():
+        record, failed = wanted[index], one.failed
+        if failed is None and not all(math.isfinite(x) for scores in one.scores.values() for x in scores.values):
+            failed = "its scores are not finite; try --dtype float32"
+        if failed is not None:
+            run.failed.append(BadRecord(record.id, failed))
+            continue
+        own = own_variants[record.id]
+        if variants is None:
+            own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
+        run.results.append(ProteinVariants(record, proteins[index].first_position, tuple(own), one.scores))
     return run
-
-
-@dataclass(frozen=True)
-class _Protein:
-    """A protein with its variants.
-
-    Attributes:
-        record: the wild type.
-        first_position: position of its first residue.
-        variants: their notations; None for all single substitutions.
-        positions: number of distinct positions of the variants.
-    """
-
-    record: ProteinRecord
-    first_position: int
-    variants: tuple[str, ...] | None
-    positions: int
-
-    def tokens(self, arms: Sequence[Arm], refresh: int) -> int:
-        """Tokens that run to score the variants: a context, and a row for every position."""
-        length = len(self.record.sequence)
-        return length + self.positions * (length if "full" in arms else refresh + 1)
-
-
-_Piece = tuple[_Protein, ...]
-
-
-@dataclass(frozen=True)
-class _VariantsTask(ScoringTask[_Protein, VariantScores]):
-    """Scores pieces; its attributes are options of `many.iter_variants`."""
-
-    arms: tuple[Arm, ...]
-    method: MarginalMethod
-    refresh: int
-    toks_per_batch: int | None
-    store: ReadableSource | None
-
-    def begin(
-        self, turbo: ContextModel, piece: Sequence[_Protein], number: int, progress: Progress, ahead: Ahead
-    ) -> Iterator[tuple[int, VariantScores | str]]:
-        wild_types = [WildType(one.record.sequence, one.variants, one.first_position) for one in piece]
-        positions = sum(one.positions for one in piece)
-        found = iter_variants(
-            turbo,
-            wild_types,
-            method=self.method,
-            arm=self.arms[number],
-            refresh=self.refresh,
-            toks_per_batch=self.toks_per_batch,
-            store=self.store,
-            counter=StageProgress(part_of(progress, start=number * positions), "score", positions),
-            ahead=ahead,
-        )
-
-        def checked(index: int, one: VariantScores | Exception) -> VariantScores | str:
-            if isinstance(one, Exception):
-                return failure_reason(wild_types[index].residues, one, turbo.model.device)
-            return one if all(map(math.isfinite, one.values)) else "its scores are not finite; try --dtype float32"
-
-        return ((index, checked(index, one)) for index, one in found)
-
-    def settings(self, turbo: ContextModel) -> Any:
-        return [run_settings(turbo, self.arms), self.method, self.refresh, self.toks_per_batch]
-
-    def content(self, piece: _Piece) -> Any:
-        return [[one.record.sequence, one.first_position, one.variants] for one in piece]
-
-    def from_json(self, piece: _Piece, value: Any) -> list[Scored[VariantScores]]:
-        return [
-            Scored(
-                {
-                    arm: VariantScores.from_dict(own, protein.record.sequence, protein.first_position)
-                    for arm, own in one.items()
-                }
-            )
-            for protein, one in zip(piece, value, strict=True)
-        ]
-
-
-def _variants(own: Sequence[MeasuredVariant], given: Sequence[MeasuredVariant] | None) -> tuple[str, ...] | None:
-    return None if given is None else tuple(one.variant for one in own)
-
-
-def _positions(variants: Iterable[str]) -> int:
-    """Number of distinct positions of valid variants."""
-    return len({position for variant in variants for position in str(parts_of(variant)[0]).split(":")})
 
 
 def _number(text: str, column: str) -> float | None:

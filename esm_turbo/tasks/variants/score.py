@@ -6,7 +6,7 @@ A substitution of residue i scores log p(mutant) - log p(wild type) at position 
 Masked marginals take one run of the whole protein per position. Here the wild type is computed once and cached, and
 each run extends it in place: the column of the position is hidden and a mask runs instead. The cached columns were
 computed with the wild type's residue visible and still carry information about it. The residues around the position
-carry most, so `_extended` refreshes them: it hides their columns too, and runs them with the mask.
+carry most, so `WindowRows` refreshes them: it hides their columns too, and runs them with the mask.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
-from esm_turbo.files.tabular import Tabular, counted, named
+from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import (
-    ContextSource,
-    as_read_fastest,
+    ReadableSource,
+    arm_preset,
     batch_tokens,
     check_store,
-    log_probabilities,
-    prefill_ids,
+    context_config,
     resolve_arm,
     single_row,
 )
 from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.memory import check_memory
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
+from esm_turbo.tasks.common.row_engine import run_rows
+from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
+from esm_turbo.tasks.common.scoring_task import ItemScores
 from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, Substitutions, all_substitutions, parts_of
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class VariantScore:
 
 
 @dataclass(frozen=True)
-class VariantScores(Tabular):
+class VariantScores(ItemScores):
     """Scores of variants of one protein.
 
     Attributes:
@@ -138,6 +139,134 @@ class VariantScores(Tabular):
         }
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeRows(RowGroup):
+    """Whole proteins: one for each position, which is masked in it; or a single one, in which nothing is.
+
+    Attributes:
+        codes: token ids of the model's tokenizer.
+        ids: tokens of the protein, from `<cls>` on.
+        positions: indices of residues, from 0, int64 [k].
+        method: `masked` or `wild_type` marginals.
+    """
+
+    codes: TokenCodes
+    ids: Sequence[int]
+    positions: Tensor
+    method: MarginalMethod
+
+    def rows(self, numbers: Tensor) -> RowBatch:
+        """See `RowGroup.rows`."""
+        whole = torch.tensor([list(self.ids)])
+        # Residue i is token 1 + i.
+        if self.method == "wild_type":
+            return RowBatch(whole, 1 + self.positions[None])
+        at = 1 + self.positions[numbers]
+        return RowBatch(whole.repeat(len(at), 1).scatter(1, at[:, None], self.codes.mask), at)
+
+    def reduce(self, numbers: Tensor, log_probs: Tensor) -> Tensor:
+        """All of them, [n, vocab_size]."""
+        return log_probs.flatten(0, -2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WindowRows(WholeRows):
+    """Rows that extend a cached protein in place.
+
+    `refresh + 1` residues around each position run against all others in the cache; near an end the window is shifted
+    inwards.
+    """
+
+    def rows(self, numbers: Tensor) -> RowBatch:
+        """See `RowGroup.rows`."""
+        whole, positions = torch.tensor(list(self.ids)), self.positions[numbers]
+        residues = len(self.ids) - 1 - (self.ids[-1] == self.codes.eos)
+        start = (positions - (self.width - 1) // 2).clamp(0, residues - self.width)
+        columns = 1 + start[:, None] + torch.arange(self.width)
+        at = positions - start
+        input_ids = whole[columns]
+        if self.method == "masked":
+            input_ids = input_ids.scatter(1, at[:, None], self.codes.mask)
+        visible = torch.ones(len(positions), len(whole), dtype=torch.int64).scatter(1, columns, 0)
+        return RowBatch(input_ids, at, visible, columns)
+
+
+class ProteinRows(ItemRows[VariantScores]):
+    """A protein with variants.
+
+    Args:
+        turbo: the model.
+        wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on.
+        variants: their notations; None for all single substitutions.
+        method: `masked` or `wild_type` marginals.
+        arm: `full`, `frozen` or `turbo`.
+        refresh: number of residues around a position that run again with its mask, where one is masked.
+        first_position: position of the protein's first residue.
+
+    Attributes:
+        groups: one, on the protein.
+
+    Raises:
+        ValueError: the protein is invalid, a variant does not fit it, or the cache has several rows or does not hold a
+            whole protein.
+    """
+
+    groups: list[WholeRows]
+
+    def __init__(
+        self,
+        turbo: ContextModel,
+        wild_type: str | ProteinRecord | TurboKVCache,
+        variants: str | Sequence[str] | None,
+        method: MarginalMethod,
+        arm: Arm,
+        refresh: int,
+        first_position: int,
+    ) -> None:
+        self.turbo, self.method, self.arm, self.first_position = turbo, method, arm, first_position
+        codes, cache = turbo.codes, wild_type if isinstance(wild_type, TurboKVCache) else None
+        if isinstance(wild_type, TurboKVCache):
+            ids = _stored_protein(turbo, wild_type)
+        else:
+            ids = [codes.cls, *codes.encode(wild_type, "the wild type"), codes.eos]
+            if codes.mask in ids:
+                raise ValueError("the wild type holds a <mask>; give residues only")
+        self.wild_type = codes.decode(token for token in ids if token not in (codes.cls, codes.eos))
+        self.variants = None if variants is None else as_list(variants, "variant")
+        if self.variants is None:
+            self.substitutions = Substitutions.all(self.wild_type)
+        else:
+            self.substitutions = Substitutions.parse(self.variants, self.wild_type, first_position)
+        # A protein has at most this many residues besides the masked one.
+        refreshes = method == "masked" and arm != "full"
+        self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
+        positions, self._row = np.unique(self.substitutions.index, return_inverse=True)
+        full = arm == "full"
+        group = (WholeRows if full else WindowRows)(
+            context=() if full else ids,
+            kept=0 if full else len(ids),
+            count=1 if full and method == "wild_type" else len(positions),
+            width=len(ids) if full else self.refresh + 1,
+            hides=not full,
+            cache=cache,
+            codes=codes,
+            ids=ids,
+            positions=torch.from_numpy(positions),
+            method=method,
+        )
+        self.groups = [group]
+
+    def result(self, predicted: Sequence[Tensor]) -> VariantScores:
+        """Scores from the log-probabilities at each position."""
+        # All single ones get their names only now: there are many, and a wave may hold many proteins.
+        names = all_substitutions(self.wild_type, self.first_position) if self.variants is None else self.variants
+        scores = sum_effects(self.turbo.codes, names, self.substitutions, self._row, predicted[0])
+        preset = arm_preset(self.turbo, self.arm)
+        return VariantScores(
+            scores, self.wild_type, self.method, self.arm, preset, self.refresh, self.turbo.name, self.first_position
+        )
+
+
 def score_variants(
     turbo: ContextModel,
     wild_type: str | ProteinRecord | TurboKVCache,
@@ -148,7 +277,7 @@ def score_variants(
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
     toks_per_batch: int | None = None,
-    store: ContextSource | None = None,
+    store: ReadableSource | None = None,
     progress: Progress | None = None,
 ) -> VariantScores:
     """Score variants of a protein.
@@ -179,41 +308,20 @@ def score_variants(
     check_store(store)
     check_count("refresh", refresh, 0)
     cache = wild_type if isinstance(wild_type, TurboKVCache) else None
-    if isinstance(wild_type, TurboKVCache):
-        ids = _stored_protein(turbo, wild_type)
-    else:
-        ids = [turbo.codes.cls, *turbo.codes.encode(wild_type, "the wild type"), turbo.codes.eos]
-        if turbo.codes.mask in ids:
-            raise ValueError("the wild type holds a <mask>; give residues only")
-    arm, preset = resolve_arm(turbo, arm, cache)
-    residues = turbo.codes.decode(token for token in ids if token not in (turbo.codes.cls, turbo.codes.eos))
-    first_position = first_position_of(wild_type, first_position)
-    if variants is None:
-        names, parsed = all_substitutions(residues, first_position), Substitutions.all(residues)
-    else:
-        names = as_list(variants, "variant")
-        parsed = Substitutions.parse(names, residues, first_position)
-    toks_per_batch = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([len(residues)], turbo.model.family, stacklevel=3)
-    # A protein has at most this many residues besides the masked one.
-    refresh = min(refresh, len(residues) - 1) if method == "masked" and arm != "full" else 0
-    positions, row = np.unique(parsed.index, return_inverse=True)
-    if arm == "full":
-        check_memory(turbo.model.base_model, len(ids))
-        batches = _recomputed(turbo, ids, torch.from_numpy(positions), method, toks_per_batch)
-    else:
-        cache = prefill_ids(turbo, ids, arm, store) if cache is None else cache
-        batches = _extended(turbo, cache, ids, torch.from_numpy(positions), method, refresh, toks_per_batch)
-    counter = StageProgress(progress, "score", len(positions))
-    parts = []
-    for part in batches:
-        parts.append(part)
-        counter.advance(len(part))
-    scores = added_up(turbo.codes, names, parsed, row, torch.cat(parts))
-    return VariantScores(scores, residues, method, arm, preset, refresh, turbo.name, first_position)
+    arm, _ = resolve_arm(turbo, arm, cache)
+    position = first_position_of(wild_type, first_position)
+    rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position)
+    tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
+    warn_if_long([len(rows.wild_type)], turbo.model.family, stacklevel=3)
+    counter = StageProgress(progress, "score", len(rows.groups[0].positions))
+    config = None if arm == "full" or cache is not None else context_config(turbo, arm)
+    [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
+    if isinstance(found, Exception):
+        raise found
+    return found
 
 
-def added_up(
+def sum_effects(
     codes: TokenCodes, names: Sequence[str], parsed: Substitutions, row: npt.NDArray[np.int64], predicted: Tensor
 ) -> tuple[VariantScore, ...]:
     """Scores of variants from predictions at their positions.
@@ -241,73 +349,6 @@ def _token_ids(codes: TokenCodes, letters: npt.NDArray[np.str_]) -> npt.NDArray[
     """Token id of every residue."""
     known, inverse = np.unique(letters, return_inverse=True)
     return np.array([codes.residues[letter] for letter in known])[inverse]
-
-
-def _recomputed(
-    turbo: ContextModel, ids: Sequence[int], positions: Tensor, method: MarginalMethod, toks_per_batch: int
-) -> Iterator[Tensor]:
-    """Log-probabilities at residues, whose indices are given, [n, vocab_size], batch by batch.
-
-    The whole protein runs for each residue, or once if nothing is masked.
-    """
-    whole = torch.tensor([list(ids)])
-    size = len(positions) if method == "wild_type" else max(1, toks_per_batch // len(ids))
-    for part in positions.split(size):
-        # Residue i is token 1 + i.
-        if method == "wild_type":
-            yield log_probabilities(turbo, whole, 1 + part[None])[0]
-        else:
-            masked = whole.repeat(len(part), 1).scatter(1, 1 + part[:, None], turbo.codes.mask)
-            yield log_probabilities(turbo, masked, 1 + part)
-
-
-def _extended(
-    turbo: ContextModel,
-    cache: TurboKVCache,
-    ids: Sequence[int],
-    positions: Tensor,
-    method: MarginalMethod,
-    refresh: int,
-    toks_per_batch: int,
-) -> Iterator[Tensor]:
-    """The same by extensions in place."""
-    residues = sum(token not in (turbo.codes.cls, turbo.codes.eos) for token in ids)
-    width = refresh + 1
-    if turbo.model.device.type == "cpu":
-        cache = as_read_fastest(turbo, cache, len(positions) * width)
-    for part in positions.split(max(1, toks_per_batch // width)):
-        input_ids, at, options = window_rows(turbo.codes, ids, residues, part, method, refresh)
-        yield log_probabilities(turbo, input_ids, at, past_key_values=cache, **options)
-
-
-def window_rows(
-    codes: TokenCodes, ids: Sequence[int], residues: int, positions: Tensor, method: MarginalMethod, refresh: int
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Rows that extend a cached protein in place: what runs against the cache of `ids`.
-
-    `refresh + 1` residues around each position run against all others in the cache; near an end the window is shifted
-    inwards.
-
-    Args:
-        ids: tokens of the cached protein, from `<cls>` on.
-        residues: number of its residues.
-        positions: indices of residues, from 0, int64 [n].
-
-    Returns:
-        Token ids [n, refresh + 1], the index of the residue in each row, int64 [n], and `attention_mask` and
-        `position_ids` of the forward.
-    """
-    width = refresh + 1
-    whole = torch.tensor(list(ids))
-    start = (positions - refresh // 2).clamp(0, residues - width)
-    columns = 1 + start[:, None] + torch.arange(width)
-    at = positions - start
-    input_ids = whole[columns]
-    if method == "masked":
-        input_ids = input_ids.scatter(1, at[:, None], codes.mask)
-    past = torch.ones(len(positions), len(ids), dtype=torch.int64).scatter(1, columns, 0)
-    attention_mask = torch.cat([past, torch.ones_like(columns)], dim=1)
-    return input_ids, at, {"attention_mask": attention_mask, "position_ids": columns}
 
 
 def _stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:

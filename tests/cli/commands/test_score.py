@@ -207,7 +207,7 @@ def test_the_shipped_targets_and_peptides_can_be_read():
 def test_a_stopped_command_continues_where_it_was(esm_shared, targets, candidates, tmp_path, monkeypatch):
     out, whole = tmp_path / "scores.csv", tmp_path / "whole.csv"
     # A piece per target.
-    monkeypatch.setattr("esm_turbo.tasks.scoring.records._TOKENS_PER_PIECE", 800)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 800)
     assert esm_shared("score", targets, candidates, "--out", whole).code == 0
     add = Journal.add
 

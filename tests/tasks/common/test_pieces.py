@@ -86,13 +86,11 @@ def test_pieces_of_large_screens_are_larger() -> None:
     assert piece_limit(8 * TOKENS_PER_PIECE) == piece_limit(64 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE
     assert piece_limit(128 * TOKENS_PER_PIECE) == 2 * TOKENS_PER_PIECE
     assert piece_limit(10**12) == 4 * TOKENS_PER_PIECE
-    assert piece_limit(6400, 10) == 40
 
 
 def test_pieces_of_small_screens_are_an_eighth_of_them() -> None:
     assert piece_limit(4 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 2
     assert piece_limit(0) == piece_limit(2 * TOKENS_PER_PIECE) == TOKENS_PER_PIECE // 4
-    assert piece_limit(0, 1) == piece_limit(0, 1, on_cuda=False) == 1
 
 
 def test_pieces_on_a_cpu_are_a_quarter() -> None:

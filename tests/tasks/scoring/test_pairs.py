@@ -16,7 +16,7 @@ from esm_turbo.assets import evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.store.flat import FlatContext
-from esm_turbo.tasks.common import arms, waves
+from esm_turbo.tasks.common import arms, row_engine
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm, CandidateFill
 from esm_turbo.tasks.scoring.pairs import PairScores
@@ -79,13 +79,13 @@ def test_each_target_may_have_candidates_of_its_own(turbo: TurboEsm) -> None:
 
 def test_rows_of_several_targets_share_batches(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     indices: list[list[int]] = []
-    original = waves.log_probabilities
+    original = row_engine.log_probabilities
 
     def watched(*arguments: object, **options: object) -> object:
         indices.append(list(options.get("context_index", ())))  # type: ignore[call-overload]
         return original(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(waves, "log_probabilities", watched)
+    monkeypatch.setattr(row_engine, "log_probabilities", watched)
     turbo.score_pairs(TARGETS, CANDIDATES[:3], toks_per_batch=4096)
     [index] = indices
     assert len(index) == 4 * (5 + 3 + 5)
@@ -174,14 +174,14 @@ def test_contexts_that_autocast_rounds_are_found_ahead(
     """Though another thread reads them, which has an autocast of its own."""
     with ContextStore(tmp_path / "store") as store, torch.autocast("cpu", torch.bfloat16):
         first = turbo.score_pairs(TARGETS, CANDIDATES[:2], store=store)
-        monkeypatch.setattr(waves, "prefill_rows", lambda *_: pytest.fail("computed again"))
+        monkeypatch.setattr(row_engine, "prefill_rows", lambda *_: pytest.fail("computed again"))
         assert turbo.score_pairs(TARGETS, CANDIDATES[:2], store=store) == first
 
 
 def watched_caches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
     """Of each batch, whether contexts are read in place, and how many the store holds meanwhile."""
     found: list[tuple[bool, int]] = []
-    original = waves.log_probabilities
+    original = row_engine.log_probabilities
 
     def watched(*arguments: object, past_key_values: TurboKVCache, **options: object) -> object:
         hold = past_key_values.hold if isinstance(past_key_values, PooledContexts) else None
@@ -189,7 +189,7 @@ def watched_caches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, int]]:
         found.append((hold is not None, past_key_values.batch_size))
         return original(*arguments, past_key_values=past_key_values, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(waves, "log_probabilities", watched)
+    monkeypatch.setattr(row_engine, "log_probabilities", watched)
     return found
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import Tensor
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
@@ -17,10 +19,9 @@ from esm_turbo.tasks.common import arms
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
-from esm_turbo.tasks.scoring import records
-from esm_turbo.tasks.scoring.pairs import TargetPairs
+from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs
 from esm_turbo.tasks.scoring.records import COLUMNS, Candidate, read_candidates, read_pairs, score_records
-from esm_turbo.tasks.scoring.score import CandidateScore, Scores
+from esm_turbo.tasks.scoring.score import Scores, TargetRows
 from tests.helpers.scores import assert_close
 
 TARGETS = [ProteinRecord("one", "MKTAYIAKQRQISFVK"), ProteinRecord("two", "GSWKDLAEPL")]
@@ -137,16 +138,21 @@ def test_a_target_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, mo
 
 
 def test_scores_that_are_not_finite_are_set_apart(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(turbo: TurboEsm, pairs: list[TargetPairs], arm: Arm, **_: object) -> Iterator[tuple[int, Scores]]:
-        """NaN for the candidate WTC in one arm, and for everything on the second target."""
-        for index, (target, candidates) in enumerate(pairs):
-            wrong = {"WTC"} if arm == "turbo" else set()
-            if target == TARGETS[1].sequence:
-                wrong = set(candidates)
-            made = (CandidateScore(c, (math.nan if c in wrong else -1.0,) * len(c)) for c in candidates)
-            yield index, Scores(tuple(made), arm, None, None, 0, "m")
+    original = TargetRows.result
 
-    monkeypatch.setattr(records, "iter_scores", broken)
+    def broken(self: TargetRows, predicted: Sequence[Tensor]) -> Scores:
+        """NaN for the candidate WTC in one arm, and for everything on the second target."""
+        found = original(self, predicted)
+        wrong = {"WTC"} if self.arm == "turbo" else set()
+        if self.residues == len(TARGETS[1].sequence):
+            wrong = {one.candidate for one in found.scores}
+        made = (
+            replace(one, log_probabilities=(math.nan,) * len(one.candidate)) if one.candidate in wrong else one
+            for one in found.scores
+        )
+        return replace(found, scores=tuple(made))
+
+    monkeypatch.setattr(TargetRows, "result", broken)
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
     assert [one.record for one in run.failed] == ["b on one", "a on two", "b on two", "c on two"]
     assert {one.reason for one in run.failed} == {"its score is not finite; try --dtype float32"}
@@ -193,20 +199,20 @@ def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A piece per target: a quarter of this.
-    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 3200)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 3200)
     whole = score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"])
     computed: list[str] = []
-    original = records.iter_scores
+    original = ScoreTask.rows
 
-    def watched(turbo: TurboEsm, pairs: list[TargetPairs], **options: object) -> Iterator[tuple[int, object]]:
-        computed.extend(one.target for one in pairs)
-        return original(turbo, pairs, **options)  # type: ignore[arg-type]
+    def watched(self: ScoreTask, turbo: TurboEsm, item: TargetPairs, arm: Arm) -> TargetRows:
+        computed.append(item.sequence)
+        return original(self, turbo, item, arm)
 
     def stop(stage: str, done: int, total: int) -> None:
         if done > 2 * 8:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(records, "iter_scores", watched)
+    monkeypatch.setattr(ScoreTask, "rows", watched)
     with pytest.raises(KeyboardInterrupt):
         score_records(turbo, TARGETS, CANDIDATES, ["turbo", "frozen"], journal=Journal(tmp_path), progress=stop)
     computed.clear()

@@ -41,7 +41,7 @@ def test_all_single_substitutions(turbo: TurboEsm) -> None:
     calls: list[tuple[str, int, int]] = []
     found = score_many_variants(turbo, PROTEINS, refresh=5, progress=lambda *call: calls.append(call))
     assert_as_one_by_one(turbo, found, None)
-    assert calls[-1] == ("score", 4, 4)
+    assert calls[-1] == ("score", 44, 44)
     assert repr(found) == f"ManyVariantScores(4 proteins, {19 * sum(map(len, PROTEINS))} variants, 0 failed)"
     assert sum(1 for _ in found.rows()) == 19 * sum(map(len, PROTEINS))
 

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scipy.stats import spearmanr
+from torch import Tensor
 
 from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common import arms, memory, waves
+from esm_turbo.tasks.common import arms, memory, row_engine
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.variants import many, records, score
-from esm_turbo.tasks.variants.many import WildType
+from esm_turbo.tasks.variants import score
+from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_records
-from esm_turbo.tasks.variants.score import VariantScore, VariantScores
+from esm_turbo.tasks.variants.score import ProteinRows, VariantScore, VariantScores
 from tests.helpers.scores import assert_variants_close
 
 WILD_TYPE = ProteinRecord("wt", "MKTAYIAK")
@@ -209,13 +210,15 @@ def test_all_substitutions_are_the_default(turbo: TurboEsm) -> None:
 
 
 def test_scores_that_are_not_finite(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(turbo: TurboEsm, wild_types: list[WildType], **_: object) -> Iterator[tuple[int, VariantScores]]:
-        """NaN for the first protein."""
-        for index, one in enumerate(wild_types):
-            scores = tuple(VariantScore(name, -1.0 if index else math.nan) for name in one.variants or ())
-            yield index, VariantScores(scores, one.residues, "masked", "turbo", "turbo3", 0, "m")
+    original = ProteinRows.result
 
-    monkeypatch.setattr(records, "iter_variants", broken)
+    def broken(self: ProteinRows, predicted: Sequence[Tensor]) -> VariantScores:
+        """NaN for the first protein."""
+        found = original(self, predicted)
+        wrong = math.nan if self.wild_type == WILD_TYPE.sequence else 0.0
+        return replace(found, scores=tuple(VariantScore(one.variant, one.score + wrong) for one in found.scores))
+
+    monkeypatch.setattr(ProteinRows, "result", broken)
     variants = [*VARIANTS[:1], MeasuredVariant("G101A", protein=OTHER.id)]
     run = score_records(turbo, [WILD_TYPE, OTHER], [replace(variants[0], protein="wt"), variants[1]], ["turbo"])
     assert [one.wild_type for one in run.results] == [OTHER]
@@ -253,7 +256,7 @@ def test_a_protein_that_does_not_fit_does_not_stop_the_others(
             raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9 GiB")
 
     long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQ")
-    for module in (arms, many, score):
+    for module in (arms, row_engine):
         monkeypatch.setattr(module, "check_memory", small)
     run = score_records(turbo, [long, WILD_TYPE], None, [arm])
     assert run.failed == [BadRecord("long", "24 tokens at once need about 9 GiB")]
@@ -265,8 +268,7 @@ def test_a_protein_that_does_not_fit_is_refused_before_its_variants_are_named(
     turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, arm: Arm
 ) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda device: 2**18)
-    for module in (many, score):
-        monkeypatch.setattr(module, "all_substitutions", lambda *arguments: pytest.fail("began"))
+    monkeypatch.setattr(score, "all_substitutions", lambda *arguments: pytest.fail("began"))
     run = score_records(turbo, [ProteinRecord("a", "MKTAYIAKQRQISFVKSHFSRQ")], None, [arm])
     [failed] = run.failed
     assert run.results == [] and "24 tokens at once need about" in failed.reason
@@ -275,25 +277,25 @@ def test_a_protein_that_does_not_fit_is_refused_before_its_variants_are_named(
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The residues of all proteins that are scored from here on."""
     found: list[str] = []
-    original = records.iter_variants
+    original = VariantsTask.rows
 
-    def watched(turbo: TurboEsm, wild_types: list[WildType], **options: object) -> Iterator[tuple[int, object]]:
-        found.extend(one.residues for one in wild_types)
-        return original(turbo, wild_types, **options)  # type: ignore[arg-type]
+    def watched(self: VariantsTask, turbo: TurboEsm, item: WildType, arm: Arm) -> ProteinRows:
+        found.append(item.sequence)
+        return original(self, turbo, item, arm)
 
-    monkeypatch.setattr(records, "iter_variants", watched)
+    monkeypatch.setattr(VariantsTask, "rows", watched)
     return found
 
 
 def test_proteins_share_pieces_and_batches(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[int]] = []
-    original = waves.log_probabilities
+    original = row_engine.log_probabilities
 
     def watched(*arguments: object, **options: object) -> object:
         calls.append(list(options.get("context_index", ())))  # type: ignore[call-overload]
         return original(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(waves, "log_probabilities", watched)
+    monkeypatch.setattr(row_engine, "log_probabilities", watched)
     run = score_records(turbo, [WILD_TYPE, OTHER], None, ["turbo"])
     assert [one.wild_type.id for one in run.results] == ["wt", OTHER.id]
     [index] = calls
@@ -303,7 +305,7 @@ def test_proteins_share_pieces_and_batches(turbo: TurboEsm, monkeypatch: pytest.
 
 def test_a_run_that_was_stopped_continues(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # A piece per protein.
-    monkeypatch.setattr(records, "_TOKENS_PER_PIECE", 1)
+    monkeypatch.setattr("esm_turbo.tasks.common.pieces.TOKENS_PER_PIECE", 1)
     variants = [*(replace(one, protein="wt") for one in VARIANTS), MeasuredVariant("G101A", protein=OTHER.id)]
     proteins, both = [WILD_TYPE, OTHER], ["turbo", "frozen"]
     whole = score_records(turbo, proteins, variants, both)

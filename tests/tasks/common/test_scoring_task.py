@@ -13,8 +13,8 @@ from torch import Tensor
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
 from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common import waves
-from esm_turbo.tasks.common.ahead import Ahead
+from esm_turbo.tasks.common import pieces as pieces_module
+from esm_turbo.tasks.common import row_engine
 from esm_turbo.tasks.common.pieces import InProcessRunner
 from esm_turbo.tasks.common.progress import silent
 from esm_turbo.tasks.scoring import records as scoring
@@ -32,8 +32,7 @@ Screen = Callable[..., Any]
 @pytest.fixture(params=["score", "variants"])
 def screen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Screen:
     """A screen of the proteins, a piece each; its results, which can be compared."""
-    for module in (scoring, variants):
-        monkeypatch.setattr(module, "_TOKENS_PER_PIECE", 1)
+    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
 
     def score(turbo: TurboEsm, arms: Sequence[Any] = ("turbo",), **options: Any) -> Any:
         if request.param == "score":
@@ -135,14 +134,14 @@ def test_results_are_those_of_pieces_one_by_one(
 def test_the_next_piece_is_read_while_this_one_runs(
     turbo: TurboEsm, screen: Screen, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original, begun, seen = waves.log_probabilities, threading.Event(), list[int]()
+    original, begun, seen = row_engine.log_probabilities, threading.Event(), list[int]()
 
     def waiting(*arguments: Any, **options: Any) -> Tensor:
         begun.wait(20)
         seen.append(len(shelf.asked))
         return original(*arguments, **options)
 
-    monkeypatch.setattr(waves, "log_probabilities", waiting)
+    monkeypatch.setattr(row_engine, "log_probabilities", waiting)
     shelf.before = lambda number: number == 2 and begun.set()
     screen(turbo, store=shelf)
     # One ahead, and none twice.
@@ -177,7 +176,7 @@ def test_an_interruption_leaves_no_thread(
     def stop(*arguments: Any, **options: Any) -> Tensor:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(waves, "log_probabilities", stop)
+    monkeypatch.setattr(row_engine, "log_probabilities", stop)
     with pytest.raises(KeyboardInterrupt):
         screen(turbo, store=shelf)
     assert threads() == before
@@ -186,25 +185,16 @@ def test_an_interruption_leaves_no_thread(
 def test_pieces_that_share_a_context_compute_it_once(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scoring, "_TOKENS_PER_PIECE", 1)
-    original, computed = waves.prefill_rows, list[int]()
+    monkeypatch.setattr(pieces_module, "TOKENS_PER_PIECE", 1)
+    original, computed = row_engine.prefill_rows, list[int]()
 
     def counted(turbo: Any, rows: Sequence[Any], config: Any) -> TurboKVCache:
         computed.append(len(rows))
         return original(turbo, rows, config)
 
-    monkeypatch.setattr(waves, "prefill_rows", counted)
+    monkeypatch.setattr(row_engine, "prefill_rows", counted)
     candidates = [Candidate(str(number), residues) for number, residues in enumerate(["ACDEF", "GGGSG", "WTCWT"])]
     with ContextStore(tmp_path / "store") as store:
         run = scoring.score_records(turbo, PROTEINS[:1], candidates, ["turbo"], store=store)
     assert [len(one.candidates) for one in run.results] == [3]
     assert computed == [1]
-
-
-def test_errors_wait_for_their_turn(turbo: TurboEsm) -> None:
-    with Ahead(turbo.model.device) as ahead:
-        results = ahead.in_turn([lambda: "first", lambda: 1 // 0, lambda: "third"])  # type: ignore[list-item]
-        assert next(results) == "first"
-        ahead.begin_next()
-        with pytest.raises(ZeroDivisionError):
-            next(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +14,64 @@ import torch
 from torch import Tensor
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
-from esm_turbo.tasks.common import ahead, waves
-from esm_turbo.tasks.common.waves import Extensions, Rows, predict_rows
+from esm_turbo.proteins.tokens import TokenCodes
+from esm_turbo.tasks.common import row_engine
+from esm_turbo.tasks.common.arms import context_config
+from esm_turbo.tasks.common.row_engine import run_rows
+from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
 
 PROTEINS = ["MKTAYIAKQRQISFVKSHFS", "GSWKDLAEPLGSWKDLAEPL", "ACDEFGHIKLMNPQRSTVWY", "MKTAYIAKQRGSWKDLAEPL"]
 
 
-def jobs(turbo: TurboEsm, proteins: Sequence[str] = PROTEINS, count: int = 2) -> Iterator[Rows]:
-    """`count` rows of the width 2 after each protein."""
-    codes = turbo.codes
+@dataclass(frozen=True, kw_only=True)
+class MaskAfter(RowGroup):
+    """Rows of a mask and `<eos>` after a protein."""
 
-    def make(numbers: Tensor) -> Extensions:
-        return Extensions(torch.tensor([[codes.mask, codes.eos]]).repeat(len(numbers), 1), torch.zeros_like(numbers))
+    codes: TokenCodes
 
-    for owner, protein in enumerate(proteins):
-        ids = (codes.cls, *codes.encode(protein, "a protein"))
-        yield Rows(owner, ids, len(ids), count, 2, make)
+    def rows(self, numbers: Tensor) -> RowBatch:
+        input_ids = torch.tensor([[self.codes.mask, self.codes.eos]]).repeat(len(numbers), 1)
+        return RowBatch(input_ids, torch.zeros_like(numbers))
+
+    def reduce(self, numbers: Tensor, log_probs: Tensor) -> Tensor:
+        return log_probs
+
+
+class Protein(ItemRows[Tensor]):
+    def __init__(self, turbo: TurboEsm, residues: str, count: int) -> None:
+        ids = (turbo.codes.cls, *turbo.codes.encode(residues, "a protein"))
+        self.groups = [MaskAfter(context=ids, kept=len(ids), count=count, width=2, codes=turbo.codes)]
+
+    def result(self, predicted: Sequence[Tensor]) -> Tensor:
+        [found] = predicted
+        return found
+
+
+def predict(
+    turbo: TurboEsm, proteins: Sequence[str] = PROTEINS, tokens: int = 4096, store: Any = None
+) -> Iterator[Tensor | Exception]:
+    """The predictions of two rows after each protein."""
+    items = (Protein(turbo, one, 2) for one in proteins)
+    return run_rows(turbo, [RowRun(items, context_config(turbo, "turbo"), tokens)], store=store)
 
 
 def held_in_waves(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch, proteins: Sequence[str]) -> list[int]:
     sizes: list[int] = []
-    original = waves._run_wave
+    original = row_engine._run_wave
 
-    def watched(contexts: Any, wave: Any, held: dict[Any, Any], failed: Any) -> Any:
-        sizes.append(len(held))
-        return original(contexts, wave, held, failed)
+    def watched(turbo: Any, wave: Any, contexts: Any, advance: Any) -> None:
+        sizes.append(len(contexts.held))
+        original(turbo, wave, contexts, advance)
 
-    monkeypatch.setattr(waves, "_run_wave", watched)
-    assert [owner for owner, _ in predict_rows(turbo, jobs(turbo, proteins), "turbo", 4096)] == list(
-        range(len(proteins))
-    )
+    monkeypatch.setattr(row_engine, "_run_wave", watched)
+    assert len(list(predict(turbo, proteins))) == len(proteins)
     return sizes
 
 
 def test_no_more_contexts_than_memory_for_them_are_held(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     assert held_in_waves(turbo, monkeypatch, PROTEINS) == [4]
-    room_for_two = 45 * waves.cache_bytes(turbo.model.base_model, 1024) // 1024
-    monkeypatch.setattr(ahead, "available_bytes", lambda device: int(room_for_two / waves._SHARE))
+    room_for_two = 45 * row_engine.cache_bytes(turbo.model.base_model, 1024) // 1024
+    monkeypatch.setattr(row_engine, "available_bytes", lambda device: int(room_for_two / row_engine._SHARE))
     assert held_in_waves(turbo, monkeypatch, PROTEINS) == [2, 2]
 
 
@@ -80,25 +102,25 @@ class Shelf:
 def test_contexts_of_the_next_wave_are_read_while_others_run(turbo: TurboEsm) -> None:
     shelf = Shelf()
     # 21 tokens each, 4 batches of 11: two in a wave.
-    found = predict_rows(turbo, jobs(turbo), "turbo", 11, store=shelf)
+    found = predict(turbo, tokens=11, store=shelf)
     first = [next(found)]
     assert len(shelf.asked) == shelf.others == 4
     assert len(shelf.kept) == 2
     first += found
     assert len(shelf.kept) == 4
-    again = list(predict_rows(turbo, jobs(turbo), "turbo", 11, store=shelf))
-    for (_, one), (_, other) in zip(first, again, strict=True):
-        assert isinstance(one, list) and isinstance(other, list)
-        assert torch.equal(one[0], other[0])
+    again = list(predict(turbo, tokens=11, store=shelf))
+    for one, other in zip(first, again, strict=True):
+        assert isinstance(one, Tensor) and isinstance(other, Tensor)
+        assert torch.equal(one, other)
 
 
 def test_the_next_wave_is_in_device_memory_before_the_first_is_done(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = [values for _, values in predict_rows(turbo, jobs(turbo), "turbo", 4096)]
+    expected = list(predict(turbo))
     with ContextStore(tmp_path / "store") as store:
-        list(predict_rows(turbo, jobs(turbo), "turbo", 11, store=store))
-    store, original = ContextStore(tmp_path / "store"), waves.log_probabilities
+        list(predict(turbo, tokens=11, store=store))
+    store, original = ContextStore(tmp_path / "store"), row_engine.log_probabilities
     seen: list[int] = []
 
     def waiting(*arguments: Any, **options: Any) -> Tensor:
@@ -108,35 +130,33 @@ def test_the_next_wave_is_in_device_memory_before_the_first_is_done(
         seen.append(store.info()["memory"]["device"]["contexts"])
         return original(*arguments, **options)
 
-    monkeypatch.setattr(waves, "log_probabilities", waiting)
+    monkeypatch.setattr(row_engine, "log_probabilities", waiting)
     # 21 tokens each, 4 batches of 11: two in a wave.
-    found = predict_rows(turbo, jobs(turbo), "turbo", 11, store=store)
+    found = predict(turbo, tokens=11, store=store)
     first = next(found)
     assert seen[0] == 4
-    for one, (_, other) in zip(expected, [first, *found], strict=True):
-        assert isinstance(one, list) and isinstance(other, list)
-        torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-4)
+    for one, other in zip(expected, [first, *found], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     assert store.info()["memory"]["device"]["held"] == 0
 
 
 def test_a_batch_that_does_not_fit_runs_protein_by_protein(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = [values for _, values in predict_rows(turbo, jobs(turbo), "turbo", 4096)]
-    original, most = waves.log_probabilities, 4
+    expected = list(predict(turbo))
+    original, most = row_engine.log_probabilities, 4
 
     def small(turbo: Any, input_ids: Tensor, *arguments: Any, **options: Any) -> Tensor:
         if len(input_ids) > most:
             raise RuntimeError("CUDA out of memory")
         return original(turbo, input_ids, *arguments, **options)
 
-    monkeypatch.setattr(waves, "log_probabilities", small)
-    for one, (_, other) in zip(expected, predict_rows(turbo, jobs(turbo), "turbo", 4096), strict=True):
-        assert isinstance(one, list) and isinstance(other, list)
-        torch.testing.assert_close(one[0], other[0], rtol=0, atol=1e-4)
+    monkeypatch.setattr(row_engine, "log_probabilities", small)
+    for one, other in zip(expected, predict(turbo), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     most = 1
-    assert all(isinstance(error, RuntimeError) for _, error in predict_rows(turbo, jobs(turbo), "turbo", 4096))
+    assert all(isinstance(error, RuntimeError) for error in predict(turbo))
 
 
 def test_other_errors_are_raised(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waves, "log_probabilities", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(row_engine, "log_probabilities", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        list(predict_rows(turbo, jobs(turbo), "turbo", 4096))
+        list(predict(turbo))
