@@ -15,7 +15,6 @@ from transformers import EsmConfig
 
 from esm_turbo.calibrate import KVCalibrator
 from esm_turbo.calibration import Calibration
-from esm_turbo.cli.info_text import text_info
 from esm_turbo.codecs import KVCodec
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.context_store import is_store, store_info
@@ -54,10 +53,10 @@ def describe(
     length: int = 1024,
     batch_size: int = 1,
 ) -> dict[str, Any]:
-    """Describe a model, or anything that this package writes.
+    """Describe a model, or an artifact of this package.
 
     Args:
-        target: hub id or folder of a model; an artifact, store, folder or file of embeddings; JSON, a table or FASTA.
+        target: hub id or folder of a model; an artifact, store, folder or file of embeddings, or a table in Parquet.
         calibration: see `model_info`, as are `length` and `batch_size`.
 
     Raises:
@@ -85,7 +84,7 @@ def describe(
         return parquet_info(path)
     if is_zip(path):
         return pt_info(path)
-    return text_info(path) or file_info(path, length, batch_size)
+    return file_info(path, length, batch_size)
 
 
 def model_info(

@@ -100,7 +100,7 @@ def extend_attention(
         protected_columns, visible = None, None if context.mask is None else pack_mask(context.mask)
     if protected_columns is None:
         protected_columns = torch.empty(shape[0], 0, dtype=torch.int32, device=query.device)
-    arguments = (
+    inputs = AttentionInputs(
         query,
         keys,
         values,
@@ -117,8 +117,8 @@ def extend_attention(
         *_named(context.index, query),
     )
     if common is None or alike is None:
-        return attend_packed(*arguments)
-    reader, tensors = _reader(*arguments)
+        return attend_packed(*inputs)
+    reader, tensors = _reader(inputs)
     used = [*tensors[:3], *tensors[3], *tensors[4], *tensors[-1]]
     slabs = [packed[name] for names in layout.names for name in names]
     if _addresses(used) == _addresses([query, keys, values, *slabs, *protected]):
@@ -131,7 +131,7 @@ def _addresses(tensors: Iterable[Tensor]) -> list[int]:
 
 
 def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
-    """`named` and `most_queries` of `attend_packed`. The tables are made with the first layer."""
+    """`named` and `most_queries` of `AttentionInputs`. The tables are made with the first layer."""
     device, n = query.device, query.shape[2]
     if index is None:
         return [], 0
@@ -143,34 +143,13 @@ def _named(index: RowIndex | None, query: Tensor) -> tuple[list[Tensor], int]:
     return [tiles, contexts], most
 
 
-@operator("attend_packed")
-def attend_packed(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    key_slabs: list[Tensor],
-    value_slabs: list[Tensor],
-    layout: list[Tensor],
-    tables: list[Tensor],
-    residuals: list[Tensor],
-    angles: Tensor | None,
-    lengths: Tensor,
-    protected_columns: Tensor,
-    protected: list[Tensor],
-    protected_mask: Tensor | None,
-    visible: Tensor | None,
-    key_specs: list[int],
-    value_specs: list[int],
-    named: list[Tensor],
-    most_queries: int,
-) -> Tensor:
-    """Attention of new tokens to a packed context and to each other; two launches.
+class AttentionInputs(NamedTuple):
+    """Everything that attention of new tokens to a packed context and to each other reads.
 
     Shapes: B rows of the extension, C contexts (B, or 1 shared by all rows, or any that rows name), H heads, n new
     tokens, D `head_dim`, L columns, P slots.
 
-    Args:
+    Attributes:
         query: of the new tokens, after RoPE and scaling, [B, H, n, D].
         keys: of the new tokens, after RoPE, [B, H, n, D].
         values: of the new tokens, [B, H, n, D].
@@ -191,31 +170,46 @@ def attend_packed(
         named: where rows name their contexts, the tiles of the queries (`RowIndex.tiles`), and each row's context,
             int64 [B]; or empty.
         most_queries: that follow each other and read the same context, if rows name theirs.
+    """
+
+    query: Tensor
+    keys: Tensor
+    values: Tensor
+    mask: Tensor | None
+    key_slabs: list[Tensor]
+    value_slabs: list[Tensor]
+    layout: list[Tensor]
+    tables: list[Tensor]
+    residuals: list[Tensor]
+    angles: Tensor | None
+    lengths: Tensor
+    protected_columns: Tensor
+    protected: list[Tensor]
+    protected_mask: Tensor | None
+    visible: Tensor | None
+    key_specs: list[int]
+    value_specs: list[int]
+    named: list[Tensor]
+    most_queries: int
+
+
+@operator(
+    "attend_packed",
+    schema="(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor[] key_slabs, Tensor[] value_slabs,"
+    " Tensor[] layout, Tensor[] tables, Tensor[] residuals, Tensor? angles, Tensor lengths, Tensor protected_columns,"
+    " Tensor[] protected, Tensor? protected_mask, Tensor? visible, SymInt[] key_specs, SymInt[] value_specs,"
+    " Tensor[] named, SymInt most_queries) -> Tensor",
+)
+def attend_packed(*inputs: Any) -> Tensor:
+    """Attention of new tokens to a packed context and to each other; two launches.
+
+    Args:
+        *inputs: the fields of `AttentionInputs`.
 
     Returns:
         [B, H, n, D], in the query's dtype.
     """
-    reader, tensors = _reader(
-        query,
-        keys,
-        values,
-        mask,
-        key_slabs,
-        value_slabs,
-        layout,
-        tables,
-        residuals,
-        angles,
-        lengths,
-        protected_columns,
-        protected,
-        protected_mask,
-        visible,
-        key_specs,
-        value_specs,
-        named,
-        most_queries,
-    )
+    reader, tensors = _reader(AttentionInputs(*inputs))
     return reader.attend(*tensors)
 
 
@@ -229,7 +223,7 @@ torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
 class _Reader(NamedTuple):
     """Reads layers that differ in nothing but the tensors of `attend`.
 
-    Attributes: see `attend_packed`; masks are bytes.
+    Attributes: see `AttentionInputs`; masks are bytes.
     """
 
     plan: AttentionPlan
@@ -253,7 +247,7 @@ class _Reader(NamedTuple):
         angles: Tensor | None,
         protected: list[Tensor],
     ) -> Tensor:
-        """See `attend_packed`; two launches."""
+        """See `AttentionInputs`; two launches."""
         plan = self.plan
         query_map, map_scale, field_bias, value_map, value_scale, value_middle, means, inverses = layout
         # The kernels do not read the tables and angles that a codec does not have.
@@ -308,28 +302,16 @@ class _Reader(NamedTuple):
         return output
 
 
-def _reader(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    key_slabs: list[Tensor],
-    value_slabs: list[Tensor],
-    layout: list[Tensor],
-    tables: list[Tensor],
-    residuals: list[Tensor],
-    angles: Tensor | None,
-    lengths: Tensor,
-    protected_columns: Tensor,
-    protected: list[Tensor],
-    protected_mask: Tensor | None,
-    visible: Tensor | None,
-    key_specs: list[int],
-    value_specs: list[int],
-    named: list[Tensor],
-    most_queries: int,
-) -> tuple[_Reader, tuple[Any, ...]]:
+def _reader(inputs: AttentionInputs) -> tuple[_Reader, tuple[Any, ...]]:
     """The object that computes `attend_packed`, and the arguments of its `attend`."""
+    query, keys, values, mask, key_slabs, value_slabs, layout, tables, residuals, angles, *_ = inputs
+    lengths, protected_columns, protected = inputs.lengths, inputs.protected_columns, inputs.protected
+    protected_mask, visible, named, most_queries = (
+        inputs.protected_mask,
+        inputs.visible,
+        inputs.named,
+        inputs.most_queries,
+    )
     batch_size, device = query.shape[0], query.device
     contexts, columns = key_slabs[0].shape[0], key_slabs[0].shape[2]
     _check(query, keys, values, 1 if named else contexts, mask, protected_mask)
@@ -346,7 +328,7 @@ def _reader(
         query.dtype,
         device,
         (contexts, columns, slab_columns),
-        (tuple(key_specs), tuple(value_specs)),
+        (tuple(inputs.key_specs), tuple(inputs.value_specs)),
         (tuple([x.dtype for x in key_slabs]), tuple([x.dtype for x in value_slabs])),
         (layout[0].shape, layout[3].shape),
         (len(tiles), most_queries) if named else None,

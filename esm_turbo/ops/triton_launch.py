@@ -75,14 +75,17 @@ def fence(device: torch.device) -> None:
         torch.zeros(1, device=device)
 
 
-def operator(name: str, mutates_args: Sequence[str] = ()) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
+def operator(
+    name: str, mutates_args: Sequence[str] = (), schema: str | None = None
+) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Registers a launcher as the operator `esm_turbo::name`, and lets eager inference call the launcher directly.
 
-    The dispatch of an operator costs the host several times what the launch does, see `is_plain`.
+    The dispatch of an operator costs the host several times what the launch does, see `is_plain`. Without a `schema`,
+    the launcher's annotations say what it takes.
     """
 
     def register(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
-        registered = torch.library.custom_op(f"esm_turbo::{name}", mutates_args=mutates_args)(launcher)
+        registered = torch.library.custom_op(f"esm_turbo::{name}", mutates_args=mutates_args, schema=schema)(launcher)
 
         @functools.wraps(launcher)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -19,7 +19,7 @@ def info(
     batch: int = 1,
     json: JsonFile = None,
 ) -> None:
-    """Describe a model or anything that this program writes, and show the sizes of caches.
+    """Describe a model, a calibration, caches, embeddings or a store of contexts, and show the sizes of caches.
 
     Without an argument, describes the embedded model and the environment.
 
