@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +16,24 @@ from esm_turbo.serve.errors import RequestError
 from esm_turbo.serve.jobs import RowJob, Stretch, WholeJob
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
-from esm_turbo.serve.rows import Rows
+from esm_turbo.tasks.common.rows import RowBatch, RowGroup
 
 WIDTH, BATCH = 10, 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numbered(RowGroup):
+    """Rows of tokens that are the row's own number."""
+
+    begin: int
+    got: list[float]
+
+    def rows(self, numbers):
+        return RowBatch((self.begin + numbers)[:, None].expand(-1, WIDTH), numbers)
+
+    def reduce(self, numbers, log_probs):
+        self.got.extend(log_probs[:, 0].tolist())
+        return log_probs
 
 
 class Some(RowJob):
@@ -36,10 +52,8 @@ class Some(RowJob):
                 yield self.stretch(begin, end)
 
     def stretch(self, begin: int, end: int) -> Stretch:
-        def rows(numbers):
-            return Rows((self.name, begin), None, (begin + numbers)[:, None].expand(-1, WIDTH), numbers)
-
-        return Stretch(rows, WIDTH, end - begin, lambda numbers, predicted: self.got.extend(predicted[:, 0].tolist()))
+        group = Numbered(count=end - begin, width=WIDTH, begin=begin, got=self.got)
+        return Stretch(group, (self.name, begin), None, [])
 
     def result(self, turbo):
         return self.got
