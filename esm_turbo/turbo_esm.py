@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
-    from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, MarginalMethod, UnmaskingOrder
+    from esm_turbo.tasks.common.options import (
+        Arm,
+        Background,
+        CandidateFill,
+        MarginalMethod,
+        UnknownResidues,
+        UnmaskingOrder,
+    )
     from esm_turbo.tasks.common.pieces import Runner
     from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
@@ -303,6 +310,7 @@ class TurboEsm(ContextModel):
         refresh: int = DEFAULT_REFRESH,
         place: CandidateFill | None = None,
         toks_per_batch: int | None = None,
+        unknown_residues: UnknownResidues = "omit",
         background: Background | Sequence[str] = "none",
         store: ContextStore | None = None,
         progress: Progress | None = None,
@@ -321,6 +329,7 @@ class TurboEsm(ContextModel):
             refresh=refresh,
             place=place,
             toks_per_batch=toks_per_batch,
+            unknown_residues=unknown_residues,
             background=background,
             store=store,
             progress=progress,
@@ -335,6 +344,7 @@ class TurboEsm(ContextModel):
         refresh: int = DEFAULT_REFRESH,
         place: CandidateFill = "masked",
         toks_per_batch: int | None = None,
+        unknown_residues: UnknownResidues = "omit",
         background: Background | Sequence[str] = "targets",
         store: ContextStore | None = None,
         progress: Progress | None = None,
@@ -356,6 +366,7 @@ class TurboEsm(ContextModel):
             refresh=refresh,
             place=place,
             toks_per_batch=toks_per_batch,
+            unknown_residues=unknown_residues,
             background=background,
             store=store,
             progress=progress,

@@ -10,7 +10,7 @@ from cyclopts import Group, Parameter
 
 from esm_turbo.config import DEFAULT_PRESET, Backend
 from esm_turbo.files.suffixes import SEQUENCES, TABLES
-from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.options import Arm, SortBy, UnknownResidues
 
 DType = Literal["float32", "bfloat16", "float16"]
 
@@ -90,6 +90,40 @@ class SequenceOptions:
         bool,
         Parameter(help="Reduce identifiers of UniProt, such as sp|P69905|HBA_HUMAN, to P69905.", negative=""),
     ] = False
+
+
+@Parameter(name="*", group=Group("Screen"))
+@dataclass(frozen=True, kw_only=True)
+class ScreenOptions:
+    """What candidates are compared with, and what ranks them."""
+
+    background: Annotated[
+        str,
+        Parameter(
+            help="Compare each candidate with itself elsewhere, for its specificity: on the other targets, after no"
+            " target (alone), on shipped proteins (decoys), or on those of a FASTA file; none compares nothing."
+        ),
+        READS,
+    ] = "targets"
+    sort_by: Annotated[
+        SortBy,
+        Parameter(
+            help="Rank by likelihood, or by specificity: log-likelihood per residue minus the background's mean, in"
+            " its standard deviations if it has five contexts or more."
+        ),
+    ] = "likelihood"
+    rescore: Annotated[
+        int | None,
+        Parameter(help="Number of candidates per target, the best, that are scored again exactly, by the arm full."),
+    ] = None
+    unknown_residues: Annotated[
+        UnknownResidues,
+        Parameter(help="Leave B, X and Z, which stand for several residues, out of a candidate's figures, or not."),
+    ] = "omit"
+    pairs: Annotated[
+        Literal["column", "all"],
+        Parameter(help="Score a candidate on the target that its row names, or all candidates on all targets."),
+    ] = "column"
 
 
 @Parameter(name="*", group=_MODEL)

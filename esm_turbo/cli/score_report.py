@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.common.options import Arm
     from esm_turbo.tasks.common.rankings import RankAgreement
     from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
+    from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.records import ProteinVariants, VariantsRun
 
 # Proteins, or targets, up to which each is shown by itself, and how many of its best.
@@ -128,13 +129,14 @@ class _Correlations:
 def _target_table(result: TargetResult, top: int) -> Table:
     shown = result.ranking()[:top]
     reference = result.scores[result.reference]
+    specificity, again = _SpecificityColumn.of(reference), _rescored_cells(result)
     rows = []
     for rank, index in enumerate(shown, start=1):
         candidate = result.candidates[index]
         perplexities = (scores.scores[index].pseudo_perplexity for scores in result.scores.values())
         likelihood = reference.scores[index].pseudo_log_likelihood
         cells = [str(rank), candidate.id, _shortened(candidate.sequence), *(f"{x:.3f}" for x in perplexities)]
-        rows.append([*cells, f"{likelihood:.2f}"])
+        rows.append([*cells, f"{likelihood:.2f}", *specificity.cells(index), *again.get(index, [])])
     rest = len(result.candidates) - len(shown)
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
@@ -144,11 +146,44 @@ def _target_table(result: TargetResult, top: int) -> Table:
             "sequence",
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
             "pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else ""),
+            *specificity.names,
+            *(["full: perplexity", "rank"] if again else []),
         ],
         rows,
         left=(0, 1, 2),
         caption=f"and {rest:,} more" if rest else None,
     )
+
+
+@dataclass(frozen=True)
+class _SpecificityColumn:
+    """The specificity of candidates, in standard deviations of the background if all have it in them."""
+
+    values: tuple[float | None, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, scores: Scores) -> _SpecificityColumn:
+        if scores.background is None:
+            return cls((), ())
+        in_spreads = all(one.specificity_z is not None for one in scores.scores if one.background is not None)
+        values = tuple(one.specificity_z if in_spreads else one.specificity for one in scores.scores)
+        return cls(values, (f"specificity, {'s.d.' if in_spreads else 'nats'}",))
+
+    def cells(self, index: int) -> list[str]:
+        return [_number(self.values[index])] if self.names else []
+
+
+def _rescored_cells(result: TargetResult) -> dict[int, list[str]]:
+    """Exact perplexity of every candidate that was scored again, its rank among these, and how far it moved."""
+    if not result.rescored:
+        return {}
+    before, ranks = result.ranking(), result.rescored_ranks()
+    cells = {}
+    for index, one in result.rescored.items():
+        moved = before.index(index) + 1 - ranks[index]
+        cells[index] = [f"{one.pseudo_perplexity:.3f}", f"{ranks[index]}" + (f" ({moved:+d})" if moved else "")]
+    return {index: cells.get(index, ["", ""]) for index in range(len(result.candidates))}
 
 
 def _targets_summary(results: Sequence[TargetResult]) -> Table:

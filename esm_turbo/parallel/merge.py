@@ -21,11 +21,11 @@ from esm_turbo.files.writing import link_file, only_writer
 from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_output, shards_folder
 from esm_turbo.store.files import PARTITION_FILE, StoreFiles
 from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
+from esm_turbo.tasks.scoring.merging import Row, ranked, with_other_targets
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
 
-_Row = list[Any]
 # Lines that are read of a shard at a time.
 _LINES = 1000
-_RANK, _SCORE, _ARM = "rank", "pseudo_perplexity", "arm"
 
 
 def merge(out: str | os.PathLike[str], state: ShardsState) -> None:
@@ -75,47 +75,41 @@ def _merge_tables(out: Path, parts: Sequence[tuple[Manifest, Path]], state: Shar
     for part, (manifest, _) in enumerate(parts):
         for number, count in manifest.order:
             where[number].append((part, count))
-    failed = {one[0] for one in state.failed}
+    failed, settings = {one[0] for one in state.failed}, parts[0][0].settings
 
-    def rows() -> Iterator[_Row]:
+    def targets() -> Iterator[list[tuple[Sequence[int] | None, list[Row]]]]:
+        """Rows of every target from each shard, with the numbers of its candidates if others have some, too."""
         for number in sorted(where):
-            segments = [(part, list(islice(opened[part][3], count))) for part, count in where[number]]
-            if len(segments) == 1 and number not in parts[segments[0][0]][0].partial:
-                yield from segments[0][1]
+            segments: list[tuple[Sequence[int] | None, list[Row]]] = [
+                (parts[part][0].partial.get(number), list(islice(opened[part][3], count)))
+                for part, count in where[number]
+            ]
             # A target that failed in one shard would have failed as a whole.
-            elif segments[0][1][0][0] not in failed:
-                numbers = [(parts[part][0].partial[number], own) for part, own in segments]
-                yield from _ranked(columns, numbers)
+            if (len(segments) == 1 and segments[0][0] is None) or segments[0][1][0][0] not in failed:
+                yield segments
 
-    write_table(out, columns, rows(), types, metadata)
+    def rows() -> Iterator[Row]:
+        for segments in targets():
+            if segments[0][0] is None:
+                yield from segments[0][1]
+            else:
+                yield from ranked(columns, settings, [(numbers or (), own) for numbers, own in segments])
 
+    def compared() -> Iterator[Row]:
+        """Rows that need those of all targets."""
+        found = list(targets())
+        with_other_targets(columns, settings, [[row for _, own in segments for row in own] for segments in found])
+        for segments in found:
+            # A target of one shard has its candidates in the order of the input, or is ranked by likelihood.
+            arms = len({row[columns.index("arm")] for row in segments[0][1]})
+            numbered = [(range(len(own) // arms) if n is None else n, own) for n, own in segments]
+            yield from ranked(columns, settings, numbered)
 
-def _ranked(columns: Sequence[str], segments: Sequence[tuple[Sequence[int], Sequence[_Row]]]) -> Iterator[_Row]:
-    """The rows of one target, ranked over all segments; equal candidates keep their order in the input.
-
-    Args:
-        columns: of the rows.
-        segments: numbers of candidates, best first, and their rows, one per arm.
-    """
-    rank, score, arm = (columns.index(name) for name in (_RANK, _SCORE, _ARM))
-    by_candidate: list[tuple[int, list[_Row]]] = []
-    for numbers, rows in segments:
-        arms = len(rows) // len(numbers)
-        by_candidate += [(number, list(rows[arms * i : arms * (i + 1)])) for i, number in enumerate(numbers)]
-    names = [row[arm] for row in by_candidate[0][1]]
-    ranks: dict[tuple[int, int], int] = {}
-    for index in range(len(names)):
-        by_score = sorted(by_candidate, key=lambda one: (float(one[1][index][score]), one[0]))
-        ranks |= {(number, index): place for place, (number, _) in enumerate(by_score, start=1)}
-    # As in a run of its own, the arm `full` orders the candidates, or else the first.
-    reference = names.index("full") if "full" in names else 0
-    for number, rows in sorted(by_candidate, key=lambda one: (float(one[1][reference][score]), one[0])):
-        for index, row in enumerate(rows):
-            row[rank] = type(row[rank])(ranks[number, index])
-            yield row
+    later = settings.get("background") == "targets" and SPECIFICITY_COLUMNS[0] in columns
+    write_table(out, columns, compared() if later else rows(), types, metadata)
 
 
-def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterator[_Row]]:
+def _read(path: Path) -> tuple[list[str], dict[str, Any], dict[str, Any], Iterator[Row]]:
     """Columns of a table, types of those that hold numbers, its metadata, and its rows."""
     if path.suffix.lower() == PARQUET:
         # In memory, compressed: there may be more shards than files that a process may open.

@@ -29,7 +29,7 @@ OPTIONS = {
     "store": f"{FILES} {CACHES} {PARALLEL} --toks-per-batch",
     "evaluate": f"{FILES} {CALIBRATED} --plot --preset --max-proteins --extend-ks --refresh-ws --backend",
     "score": f"{FILES} {STORED} {PARALLEL} --plot --arm --refresh --place --top --top-k --toks-per-batch --out"
-    " --backend",
+    " --backend --background --sort-by --rescore --unknown-residues --pairs",
     "variants": f"{FILES} {STORED} {PARALLEL} --plot --columns --method --arm --refresh --first-position"
     " --protein-column --measured --top --toks-per-batch --out --backend",
     "serve": f"{STORED} --host --port --token-file --allowed-host --max-residues --max-candidates --max-contexts"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast, get_args
 
-from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.console import progress_bar, save, say, show
 from esm_turbo.cli.inputs import (
     announce,
     check_minimum,
@@ -28,6 +31,7 @@ from esm_turbo.cli.options import (
     OptionalInput,
     ParallelOptions,
     PictureFile,
+    ScreenOptions,
     SequenceOptions,
     StoreFolder,
     TableFile,
@@ -38,8 +42,14 @@ from esm_turbo.cli.report import failures
 from esm_turbo.cli.score_report import score_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
-from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, CandidateFill
+from esm_turbo.files.tabular import counted
+from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, UnknownResidues
+from esm_turbo.tasks.common.progress import part_of
+
+if TYPE_CHECKING:
+    from esm_turbo.tasks.common.pieces import Plan
+    from esm_turbo.tasks.scoring.records import Candidate, ScoringRun
 
 
 def score(
@@ -56,6 +66,7 @@ def score(
     out: TableFile = None,
     json: JsonFile = None,
     plot: PictureFile = None,
+    screen: ScreenOptions = ScreenOptions(),
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -69,8 +80,8 @@ def score(
     scored. A run that was stopped continues where it was, if it has an --out: run the same command again.
 
     Args:
-        targets: FASTA file, plain or gzip; or alone, PepMLM's table of pairs, with the columns Receptor Sequence (or
-            Input Sequence) and Binder (or Sequence).
+        targets: FASTA file, plain or gzip; or alone, a table of pairs, with the columns target (or as in PepMLM,
+            Receptor Sequence or Input Sequence), which holds residues, and binder (or sequence).
         candidates: FASTA file, or CSV or TSV file with a column sequence (or binder) and optional columns id and target
             (identifier, accession or sequence; a candidate with a target is scored on that one only).
         arm: How targets are computed: full recomputes them for every mask, frozen stores them at full precision, turbo
@@ -83,48 +94,88 @@ def score(
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the candidates.
     """
     check_minimum(0, refresh=refresh, top=top)
-    check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch)
+    check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch, rescore=screen.rescore)
     if arm == ():
         raise ValueError("--arm must name at least one arm")
+    if screen.rescore is not None and (parallel.shard is not None or "full" in (arm or ())):
+        reason = "--arm full scores all" if parallel.shard is None else "a shard has only some of each ranking"
+        raise ValueError(f"--rescore scores the best again by the arm full, but {reason}; give one of the two")
     spread = Spread.of(parallel, model, backend=backend)
-    sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates])
+    background, contexts, files = _background(screen.background, letters)
+    sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, *files])
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
+    from esm_turbo.tasks.scoring.screens import compare, equal_targets, rescore, shared_candidates, sort
 
     if candidates is None:
         good, read, bad_candidates = read_pairs(targets, unknown=letters.unknown, remove_gaps=letters.remove_gaps)
         candidates, bad_targets = targets, list[BadRecord]()
     else:
         good, bad_targets = read_proteins(targets, letters)
-        read, bad_candidates = read_candidates(candidates, good, **asdict(letters))
+        # Names of targets that are not read need not exist.
+        named = good if screen.pairs == "column" else None
+        read, bad_candidates = read_candidates(candidates, named, **asdict(letters))
+    if screen.pairs == "all":
+        # A candidate of several rows is the same on all targets.
+        read = list({one.sequence: replace(one, target=None) for one in reversed(read)}.values())[::-1]
     check_usable(candidates, read, bad_candidates)
+    _mention_unknown(read, screen.unknown_residues)
+    compares = background is not None and (bool(contexts) or shared_candidates(good, read))
+    if screen.sort_by == "specificity" and not compares:
+        raise ValueError(
+            "--sort-by specificity: no candidate has several targets, so that none is compared with anything; give"
+            " --background alone, decoys or a FASTA file"
+        )
     check_plot(plot, len(good))
     turbo = spread.load()
     good = readable(turbo, targets, good, bad_targets)
     arms = named_arms(arm, turbo)
     settings = {"refresh": refresh, "place": place, "toks_per_batch": toks_per_batch}
-    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | asdict(letters)):
+    chosen: dict[str, Any] = {
+        "background": background,
+        "sort_by": screen.sort_by,
+        "unknown_residues": screen.unknown_residues,
+    }
+    chosen |= {"pairs": screen.pairs, "equal_targets": equal_targets(good)}
+    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | chosen | asdict(letters)):
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:
         opened = opened_store(store, turbo, alone=spread.devices is None)
-        with opened as contexts, spread.runner() as runner, progress_bar("residues") as progress:
-            run = score_records(
-                turbo,
-                good,
-                read,
-                arms,
-                top_k=top_k,
-                journal=journal,
-                progress=progress,
-                refresh=refresh,
-                place=place,
-                toks_per_batch=toks_per_batch,
-                store=contexts,
-                runner=runner,
-                plan=sharding.plan,
-            )
+        with opened as known, spread.runner() as runner, progress_bar("residues") as progress:
+
+            def score_some(
+                stage: str,
+                plan: Plan | None,
+                targets: Sequence[ProteinRecord],
+                candidates: Sequence[Candidate],
+                arms: Sequence[Arm],
+            ) -> ScoringRun:
+                return score_records(
+                    turbo,
+                    targets,
+                    candidates,
+                    arms,
+                    top_k=top_k,
+                    journal=journal,
+                    progress=part_of(progress, stage=stage),
+                    refresh=refresh,
+                    place=place,
+                    toks_per_batch=toks_per_batch,
+                    unknown_residues=screen.unknown_residues,
+                    store=known,
+                    runner=runner,
+                    plan=plan,
+                )
+
+            run = score_some("score", sharding.plan, good, read, arms)
+            if background is not None and compares:
+                more = partial(score_some, "background", None)
+                compare(run, background, contexts, more, later=sharding.plan is not None)
+            sort(run, screen.sort_by)
+            if screen.rescore is not None:
+                rescore(run, screen.rescore, partial(score_some, "rescore", None))
         if sharding.out is not None and run.results:
-            save(partial(run.write, run=used, settings=settings), sharding.out)
+            save(partial(run.write, run=used, settings=settings | chosen), sharding.out)
     sharding.finish(used, [*bad_targets, *bad_candidates, *run.failed], *run.places(good))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of
@@ -137,3 +188,27 @@ def score(
     rows = sum(len(one.candidates) * len(one.scores) for one in run.results)
     show(*score_report(run, top), *outcome(rows, "score", sharding.out, failed), to_json=json, result=result)
     return sharding.exit_code(failed)
+
+
+def _background(name: str, letters: SequenceOptions) -> tuple[str | None, list[ProteinRecord], list[Path]]:
+    """A background's name, the proteins in whose context candidates are scored for it, and the file that has them."""
+    from esm_turbo.tasks.scoring.specificity import background_contexts
+
+    if name in get_args(Background):
+        return *background_contexts(cast(Background, name)), []
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(f"--background must be {', '.join(get_args(Background))} or a FASTA file, got {name!r}")
+    good, bad = read_proteins(path, letters)
+    list_bad(path, bad)
+    return "decoys", good, [path]
+
+
+def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownResidues) -> None:
+    """Say how many candidates hold residues that stand for several."""
+    from esm_turbo.tasks.scoring.score import UNKNOWN
+
+    count = sum(not set(UNKNOWN).isdisjoint(one.sequence) for one in candidates)
+    if count:
+        what = "are left out of the figures" if unknown_residues == "omit" else "make them unlikely"
+        say(f"{count:,} of {counted(len(candidates), 'candidate')} hold B, X or Z, which {what} (--unknown-residues)")

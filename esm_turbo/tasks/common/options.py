@@ -26,6 +26,9 @@ CandidateFill = Literal["masked", "empty"]
 Background = Literal["none", "alone", "targets", "decoys"]
 """Contexts that candidates are compared with: no target, the other targets of a run, or the shipped decoys."""
 
+UnknownResidues = Literal["omit", "score"]
+"""Whether B, X and Z, which stand for several residues, are left out of a candidate's figures."""
+
 SortBy = Literal["likelihood", "specificity"]
 """Figure that ranks candidates."""
 

@@ -12,7 +12,7 @@ from esm_turbo.files.tabular import counted, named
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.arms import ReadableSource, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice
-from esm_turbo.tasks.common.options import Arm, Background, CandidateFill
+from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, UnknownResidues
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
@@ -104,6 +104,7 @@ def score_pairs(
     refresh: int = DEFAULT_REFRESH,
     place: CandidateFill = "masked",
     toks_per_batch: int | None = None,
+    unknown_residues: UnknownResidues = "omit",
     background: Background | Sequence[str] = "targets",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
@@ -119,19 +120,22 @@ def score_pairs(
         progress: called with stage `score` and residues of all pairs, see `Progress`.
         runner: where targets are scored, in pieces; None is this process.
 
-    `arm`, `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
+    `arm`, `refresh`, `place`, `toks_per_batch`, `unknown_residues` and `store` are those of `score.score`.
 
     Raises:
         ValueError: a candidate is empty or has a letter that is not a residue, there are no targets, no candidates or
             not as many lists as targets, or an option is invalid.
     """
+    check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
     pairs = _checked_pairs(turbo, targets, candidates)
     arm, _ = resolve_arm(turbo, arm)
     task = ScoreTask((arm,), refresh, toks_per_batch, store, place)
     warn_of_pairs(turbo, pairs, stacklevel=3)
 
     def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
-        return PairScores.of(score_items(turbo, task, pairs, progress=progress, runner=runner))
+        found = PairScores.of(score_items(turbo, task, pairs, progress=progress, runner=runner))
+        scores = (None if one is None else one.with_unknown(unknown_residues) for one in found.scores)
+        return PairScores(tuple(scores), found.failed)
 
     return _score_against(pairs, background, score_all, progress)
 

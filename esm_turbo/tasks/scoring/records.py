@@ -22,7 +22,7 @@ from esm_turbo.proteins.fasta import (
 )
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.arms import ReadableSource
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.pieces import Plan, Runner, packed
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import RankAgreement
@@ -30,7 +30,7 @@ from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
 from esm_turbo.tasks.common.scoring_task import Scored, limit_of, score_items
 from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs, warn_of_pairs
-from esm_turbo.tasks.scoring.score import Scores
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -40,13 +40,21 @@ TYPES: Mapping[str, type[int] | type[float]] = {
     "rank": int,
     "pseudo_log_likelihood": float,
     "pseudo_perplexity": float,
+    "specificity": float,
+    "specificity_z": float,
+    "full_pseudo_perplexity": float,
+    "full_rank": int,
 }
 """Columns that hold numbers."""
+RESCORED_COLUMNS = ("full_pseudo_perplexity", "full_rank")
+"""Of candidates that were scored again by the arm `full`."""
 
 # Another name of the column `sequence`.
 _ALIAS = "binder"
+_NOT_FINITE = "its score is not finite; try --dtype float32"
+_UNKNOWN = "it holds none but unknown residues (B, X, Z); with --unknown-residues score they count"
 # Columns of the targets in PepMLM's tables: of its data, and of what its script generates.
-_RECEPTORS = ("Receptor Sequence", "Input Sequence")
+_RECEPTORS = ("Receptor Sequence", "Input Sequence", "target")
 
 
 @dataclass(frozen=True)
@@ -76,6 +84,8 @@ class TargetResult(Tabular):
         scores: scores of these candidates by arm.
         agreement: agreement of every other arm with the reference arm.
         kept: index of each candidate among all that ran.
+        sort_by: what ranks the candidates.
+        rescored: scores of the best candidates by the arm `full`, by index; None if none were scored again.
     """
 
     target: ProteinRecord
@@ -83,6 +93,8 @@ class TargetResult(Tabular):
     scores: Mapping[Arm, Scores]
     agreement: Mapping[Arm, RankAgreement]
     kept: tuple[int, ...] = ()
+    sort_by: SortBy = "likelihood"
+    rescored: Mapping[int, CandidateScore] | None = None
 
     def __repr__(self) -> str:
         return named(self, self.target.id, counted(len(self.candidates), "candidate"), arms=list(self.scores))
@@ -92,23 +104,37 @@ class TargetResult(Tabular):
         """The arm that ranks the candidates and that the others are compared with: `full`, or else the first."""
         return _reference(tuple(self.scores))
 
-    def ranking(self) -> list[int]:
-        """Indices of the candidates, best first."""
-        return self.scores[self.reference].ranking()
+    def ranking(self, arm: Arm | None = None) -> list[int]:
+        """Indices of the candidates, best first, in an arm; None is the reference."""
+        return self.scores[self.reference if arm is None else arm].ranking(self.sort_by)
+
+    def rescored_ranks(self) -> dict[int, int]:
+        """Rank of every candidate that was scored again among these, from 1, by index."""
+        again = self.rescored or {}
+        chosen = sorted(again)
+        scores = replace(self.scores[self.reference], scores=tuple(again[index] for index in chosen))
+        return {chosen[place]: rank for rank, place in enumerate(scores.ranking(self.sort_by), start=1)}
 
     def columns(self) -> tuple[str, ...]:
-        """`COLUMNS`."""
-        return COLUMNS
+        """`COLUMNS`, and those of a background and of candidates that were scored again, if there are any."""
+        compared = self.scores[self.reference].background is not None
+        return (*COLUMNS, *(SPECIFICITY_COLUMNS * compared), *(RESCORED_COLUMNS * (self.rescored is not None)))
 
     def rows(self) -> Iterator[tuple[object, ...]]:
-        """Rows of `COLUMNS`, best candidate first, one row per arm."""
-        ranks = {arm: {index: rank for rank, index in enumerate(s.ranking(), 1)} for arm, s in self.scores.items()}
+        """Rows of `columns`, best candidate first, one row per arm; None where a candidate has no such figure."""
+        ranks = {arm: {index: rank for rank, index in enumerate(self.ranking(arm), 1)} for arm in self.scores}
+        full_ranks = self.rescored_ranks()
         for index in self.ranking():
             candidate = self.candidates[index]
+            again: tuple[object, ...] = ()
+            if self.rescored is not None:
+                full = self.rescored.get(index)
+                again = (None, None) if full is None else (full.pseudo_perplexity, full_ranks[index])
             for arm, scores in self.scores.items():
                 one = scores.scores[index]
                 figures = (ranks[arm][index], one.pseudo_log_likelihood, one.pseudo_perplexity)
-                yield self.target.id, candidate.id, candidate.sequence, arm, *figures
+                compared = () if scores.background is None else (one.specificity, one.specificity_z)
+                yield self.target.id, candidate.id, candidate.sequence, arm, *figures, *compared, *again
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -118,7 +144,26 @@ class TargetResult(Tabular):
             "candidates": [{"id": one.id, "sequence": one.sequence} for one in self.candidates],
             "arms": {arm: scores.to_dict() for arm, scores in self.scores.items()},
             "agreement": {arm: one.to_dict() for arm, one in self.agreement.items()},
-        }
+            "sort_by": self.sort_by,
+        } | self._rescored_entry()
+
+    def _rescored_entry(self) -> dict[str, Any]:
+        if self.rescored is None:
+            return {}
+        ranks, before = self.rescored_ranks(), self.ranking()
+        entries = [
+            {
+                "id": self.candidates[index].id,
+                "sequence": one.candidate,
+                "rank": rank,
+                "full_rank": ranks[index],
+                "pseudo_log_likelihood": one.pseudo_log_likelihood,
+                "pseudo_perplexity": one.pseudo_perplexity,
+            }
+            for rank, index in enumerate(before, start=1)
+            if (one := self.rescored.get(index)) is not None
+        ]
+        return {"rescored": entries}
 
 
 @dataclass
@@ -139,13 +184,17 @@ class ScoringRun(Tabular):
         return named(self, counted(len(self.results), "target"), f"{len(self.failed):,} failed")
 
     def columns(self) -> list[str]:
-        """`COLUMNS`, and the other columns of the candidates."""
+        """Those of the results, and the other columns of the candidates."""
         others = (candidate.columns or {} for result in self.results for candidate in result.candidates)
-        return [*COLUMNS, *kept_columns(others, [*COLUMNS, "id", _ALIAS, *RUN_COLUMNS])]
+        own = self._own_columns()
+        return [*own, *kept_columns(others, [*own, "id", _ALIAS, *RUN_COLUMNS])]
+
+    def _own_columns(self) -> tuple[str, ...]:
+        return next((one.columns() for one in self.results), COLUMNS)
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Rows of `columns`, target by target, best candidate first, one row per arm."""
-        others = self.columns()[len(COLUMNS) :]
+        others = self.columns()[len(self._own_columns()) :]
         for result in self.results:
             own = result.rows()
             for index in result.ranking():
@@ -190,7 +239,7 @@ class ScoringRun(Tabular):
 
 def read_candidates(
     path: str | os.PathLike[str],
-    targets: Sequence[ProteinRecord],
+    targets: Sequence[ProteinRecord] | None,
     *,
     unknown: str | None = None,
     remove_gaps: bool = False,
@@ -201,7 +250,7 @@ def read_candidates(
     Args:
         path: the file. A table needs only the column `sequence`, or `binder`; `target` names the target of a candidate
             by identifier, UniProt accession or sequence.
-        targets: the targets that candidates may name.
+        targets: the targets that candidates may name; None leaves these names unread.
         unknown: see `normalize_sequence`, as is `remove_gaps`.
 
     Returns:
@@ -220,7 +269,7 @@ def read_candidates(
             reason += ", or write 'sequence' above them in a file that ends in .csv"
             raise FastaError(error.path, [BadRecord("", reason)]) from None
         return [Candidate(record.id, record.sequence) for record in records], bad
-    proteins = ProteinIndex(targets, "target")
+    proteins = None if targets is None else ProteinIndex(targets, "target")
 
     def name(row: CsvRow) -> str:
         return f"{row['id'] or 'candidate'} (line {row.line})"
@@ -229,7 +278,7 @@ def read_candidates(
         if len(row["sequence"].split()) > 1:
             raise ValueError("has a space inside; remove it, or write two rows")
         sequence = normalize_sequence(row["sequence"], name=name(row), unknown=unknown, remove_gaps=remove_gaps)
-        target = proteins.find(row["target"]).id if row["target"] else None
+        target = proteins.find(row["target"]).id if proteins is not None and row["target"] else None
         return Candidate(row["id"] or f"#{number}", sequence, target, row.cells)
 
     rows = read_csv(path, ["sequence"], ["id", "target"], {"sequence": _ALIAS})
@@ -242,7 +291,8 @@ def read_pairs(
     """Read targets and candidates from one table, as PepMLM writes it.
 
     Args:
-        path: a CSV or TSV file with a column `Receptor Sequence` or `Input Sequence`, and one `Binder` or `Sequence`.
+        path: a CSV or TSV file with a column `target`, `Receptor Sequence` or `Input Sequence`, which holds residues,
+            and one `Binder` or `Sequence`.
         unknown: see `normalize_sequence`, as is `remove_gaps`.
 
     Returns:
@@ -286,6 +336,7 @@ def score_records(
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     top_k: int = DEFAULT_TOP_K,
+    unknown_residues: UnknownResidues = "omit",
     progress: Progress | None = None,
     runner: Runner | None = None,
     plan: Plan | None = None,
@@ -306,7 +357,7 @@ def score_records(
         plan: which pieces are scored; None is all.
         journal: keeps the scores of each piece, and has those of an earlier run with the same settings.
 
-    `refresh`, `place`, `toks_per_batch` and `store` are those of `score.score`.
+    `refresh`, `place`, `toks_per_batch`, `unknown_residues` and `store` are those of `score.score`.
     """
     run = ScoringRun()
     by_target: dict[str | None, list[int]] = {}
@@ -348,7 +399,8 @@ def score_records(
         if reasons:
             continue
         here = sorted(number for own, _ in of_target for number in own)
-        result, failed = _result(target, [candidates[index] for index in here], _joined(of_target, here, arms), top_k)
+        joined = {arm: one.with_unknown(unknown_residues) for arm, one in _joined(of_target, here, arms).items()}
+        result, failed = _result(target, [candidates[index] for index in here], joined, top_k)
         run.failed += failed
         if result is not None:
             run.results.append(result)
@@ -375,8 +427,13 @@ def _result(
 ) -> tuple[TargetResult | None, list[BadRecord]]:
     """The result of the candidates whose scores are finite in every arm, and the other candidates."""
     finite = [all(s.scores[i].is_finite() for s in all_scores.values()) for i in range(len(candidates))]
-    reason = "its score is not finite; try --dtype float32"
-    failed = [BadRecord(f"{c.id} on {target.id}", reason) for c, ok in zip(candidates, finite, strict=True) if not ok]
+    failed = [
+        BadRecord(
+            f"{c.id} on {target.id}", _NOT_FINITE if next(iter(all_scores.values())).scores[i].scored else _UNKNOWN
+        )
+        for i, c in enumerate(candidates)
+        if not finite[i]
+    ]
     kept = [i for i, ok in enumerate(finite) if ok]
     if not kept:
         return None, failed

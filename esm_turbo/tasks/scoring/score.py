@@ -39,7 +39,7 @@ from esm_turbo.tasks.common.arms import (
     single_row,
 )
 from esm_turbo.tasks.common.checks import check_choice, check_count
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, SortBy
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.rankings import RankAgreement, rank_agreement
 from esm_turbo.tasks.common.row_engine import run_rows
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
+UNKNOWN = "BXZ"
+"""Letters that stand for several residues. The model has seen few of them, and predicts none."""
 SPECIFICITY_COLUMNS = ("specificity", "specificity_z")
 
 
@@ -64,11 +66,13 @@ class CandidateScore:
         candidate: its residues.
         log_probabilities: log-probability of each residue while it was masked, natural logarithms.
         background: its figures in other contexts; None if there are none.
+        unknown_residues: whether all figures leave out the residues B, X and Z.
     """
 
     candidate: str
     log_probabilities: tuple[float, ...]
     background: BackgroundFigures | None = None
+    unknown_residues: UnknownResidues = "omit"
 
     def __repr__(self) -> str:
         names = ("pseudo_perplexity", "pseudo_log_likelihood", "specificity")
@@ -76,14 +80,22 @@ class CandidateScore:
         return named(self, repr(self.candidate), **{n: None if x is None else round(x, 4) for n, x in known.items()})
 
     @property
+    def scored(self) -> int:
+        """Number of residues that the figures are of."""
+        return scored_residues(self.candidate, self.unknown_residues)
+
+    @property
     def pseudo_log_likelihood(self) -> float:
         """Sum over the residues, nats."""
-        return math.fsum(self.log_probabilities)
+        if self.scored == len(self.candidate):
+            return math.fsum(self.log_probabilities)
+        pairs = zip(self.candidate, self.log_probabilities, strict=True)
+        return math.fsum(value for letter, value in pairs if letter not in UNKNOWN)
 
     @property
     def mean_log_probability(self) -> float:
-        """Mean over the residues, nats; higher is more likely."""
-        return self.pseudo_log_likelihood / len(self.log_probabilities)
+        """Mean over the residues, nats; higher is more likely. NaN if none is known."""
+        return self.pseudo_log_likelihood / self.scored if self.scored else math.nan
 
     @property
     def pseudo_perplexity(self) -> float:
@@ -105,8 +117,8 @@ class CandidateScore:
         return None if self.background is None or difference is None else self.background.in_spreads(difference)
 
     def is_finite(self) -> bool:
-        """Whether no residue's probability is NaN or zero."""
-        return all(map(math.isfinite, self.log_probabilities))
+        """Whether no residue's probability is NaN or zero, and at least one is scored."""
+        return all(map(math.isfinite, self.log_probabilities)) and self.scored > 0
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,10 @@ class Scores(ItemScores):
         scores = tuple(replace(one, background=figures.get(one.candidate)) for one in self.scores)
         return replace(self, scores=scores, background=background)
 
+    def with_unknown(self, unknown_residues: UnknownResidues) -> Scores:
+        """The same scores with unknown residues in the figures, or without."""
+        return replace(self, scores=tuple(replace(one, unknown_residues=unknown_residues) for one in self.scores))
+
     def agreement(self, reference: Scores, top_k: int = DEFAULT_TOP_K) -> RankAgreement:
         """Agreement with another ranking of the same candidates, by log-probability per residue.
 
@@ -203,6 +219,7 @@ class Scores(ItemScores):
                 one["sequence"],
                 tuple(one["log_probabilities"]),
                 BackgroundFigures(**one["background"]) if "background" in one else None,
+                values.get("unknown_residues", "omit"),
             )
             for one in values["candidates"]
         )
@@ -218,6 +235,7 @@ class Scores(ItemScores):
             "place": self.place,
             "refresh": self.refresh,
             "background": self.background,
+            "unknown_residues": next((one.unknown_residues for one in self.scores), "omit"),
             "candidates": [
                 {
                     "sequence": one.candidate,
@@ -361,6 +379,7 @@ def score(
     refresh: int = DEFAULT_REFRESH,
     place: CandidateFill | None = None,
     toks_per_batch: int | None = None,
+    unknown_residues: UnknownResidues = "omit",
     background: Background | Sequence[str] = "none",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
@@ -379,6 +398,7 @@ def score(
             one context per candidate length; `empty` computes the target alone, once. A cache is used as it is:
             `empty`.
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
+        unknown_residues: `omit` leaves B, X and Z of candidates out of their figures; `score` takes them as they are.
         background: contexts in which candidates are scored, too, for their specificity: `alone`, without a target;
             `decoys`, the shipped proteins; or residues of other proteins. Each costs as much as the target.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
@@ -392,6 +412,7 @@ def score(
     residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
     check_store(store)
     check_count("refresh", refresh, 0)
+    check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
     compared, others = background_contexts(background)
     if compared == "targets":
         raise ValueError("`background` 'targets' needs several targets: see `score_pairs`")
@@ -412,11 +433,18 @@ def score(
     [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
     if isinstance(found, Exception):
         raise found
+    found = found.with_unknown(unknown_residues)
     if compared is None:
         return found
     options: dict[str, Any] = {"arm": arm, "refresh": refresh, "place": fill, "toks_per_batch": toks_per_batch}
     elsewhere = [score(turbo, one.sequence, unique, **options, store=store, progress=counter.part()) for one in others]
+    elsewhere = [one.with_unknown(unknown_residues) for one in elsewhere]
     return found.with_background(figures_in(one.by_candidate() for one in elsewhere), compared)
+
+
+def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
+    """Number of residues of a candidate that its figures are of."""
+    return len(candidate) - (sum(map(candidate.count, UNKNOWN)) if unknown_residues == "omit" else 0)
 
 
 def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:
