@@ -136,7 +136,9 @@ def _target_table(result: TargetResult, top: int) -> Table:
         perplexities = (scores.scores[index].pseudo_perplexity for scores in result.scores.values())
         likelihood = reference.scores[index].pseudo_log_likelihood
         cells = [str(rank), candidate.id, _shortened(candidate.sequence), *(f"{x:.3f}" for x in perplexities)]
-        rows.append([*cells, f"{likelihood:.2f}", *specificity.cells(index), *again.get(index, [])])
+        # The width of a terminal does not hold both.
+        shown_figure = specificity.cells(index) or [f"{likelihood:.2f}"]
+        rows.append([*cells, *shown_figure, *again.get(index, [])])
     rest = len(result.candidates) - len(shown)
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
@@ -145,9 +147,8 @@ def _target_table(result: TargetResult, top: int) -> Table:
             "candidate",
             "sequence",
             *(f"pseudo-perplexity, {arm}" for arm in result.scores),
-            "pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else ""),
-            *specificity.names,
-            *(["full: perplexity", "rank"] if again else []),
+            *(specificity.names or ["pseudo-log-lik." + (f", {result.reference}" if len(result.scores) > 1 else "")]),
+            *(["by full", "rank"] if again else []),
         ],
         rows,
         left=(0, 1, 2),

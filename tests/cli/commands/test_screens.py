@@ -67,7 +67,7 @@ def test_without_a_background_the_table_has_no_such_columns(esm_shared, targets,
 def test_the_best_are_scored_again(esm_shared, turbo, targets, candidates, tmp_path):
     out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
     code, printed, _ = esm_shared("score", targets, candidates, "--rescore", 2, "--out", out, "--json", found)
-    assert code == 0 and "full: perplexity" in printed
+    assert code == 0 and "by full" in printed
     exact = turbo.score(TARGETS["one"], list(CANDIDATES.values()), arm="full")
     values = {one.candidate: one.pseudo_perplexity for one in exact.scores}
     rows = rows_of(out)[:4]
