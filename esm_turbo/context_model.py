@@ -81,8 +81,8 @@ class ContextModel:
     """A model that caches contexts and extends them.
 
     This is the whole contract: tasks, context stores and evaluations use `model`, `tokenizer`, `codes`,
-    `calibration`, `name`, `prefill` and `extend`, and nothing else. A class for another model family that provides
-    these seven runs every task.
+    `calibration`, `name`, `prefill`, `prefill_within_call` and `extend`, and nothing else. A class for another model
+    family that provides these eight runs every task.
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
@@ -147,8 +147,20 @@ class ContextModel:
 
         Raises:
             ValueError: a sequence is empty, too long for exact contexts or has a letter that is not a residue, there
-                are too many homologs, or a total is smaller than the context's own count.
+                are too many homologs, a total is smaller than the context's own count, or the model cannot be
+                identified, see `ModelIdentity.check_lasting`.
         """
+        self.model.new_cache()
+        return self.prefill_within_call(sequences, total_tokens, total_masks)
+
+    @torch.no_grad()
+    def prefill_within_call(
+        self,
+        sequences: Sequences,
+        total_tokens: int | Sequence[int] | None = None,
+        total_masks: int | Sequence[int] | None = None,
+    ) -> TurboKVCache:
+        """As `prefill`, for contexts that are not returned to users: any model can read what it has just written."""
         rows, positions = self.codes.present(self.encode_contexts(as_list(sequences)))
         input_ids, attention_mask = self.codes.batch(rows)
         places = None if positions is None else self.codes.batch(positions)[0]
@@ -162,10 +174,12 @@ class ContextModel:
         device = self.model.device
 
         def call() -> TurboKVCache:
-            output = self.model.base_model(
+            encoder = self.model.base_model
+            output = encoder(
                 to_device(input_ids, device),
                 to_device(attention_mask, device),
                 None if places is None else to_device(places, device),
+                past_key_values=encoder.kv.cache_within_call(encoder.turbo_config),
                 use_cache=True,
                 token_counts=counts,
                 row_lengths=[len(row) for row in rows],

@@ -453,8 +453,9 @@ class ContextStore:
         """Contents and usage of the store, JSON values.
 
         Returns:
-            `model`, `geometry`, `presets` (contexts and bytes on disk of each), their sums `contexts` and `bytes`,
-            `memory` (contexts held by this object) and `usage` (look-ups of all processes, and hit rates by place).
+            `model`, its `precision` and `geometry`, `presets` (contexts and bytes on disk of each), their sums
+            `contexts` and `bytes`, `memory` (contexts held by this object) and `usage` (look-ups of all processes, and
+            hit rates by place).
         """
         with self._mutex:
             self._files.read_header()
@@ -464,6 +465,7 @@ class ContextStore:
                 "kind": "context_store",
                 "format_version": FORMAT_VERSION,
                 "model": None if header is None else header.model,
+                "precision": None if header is None else header.identity.precision,
                 "geometry": None if header is None else header.geometry.to_dict(),
                 "presets": presets,
                 "contexts": sum(preset["contexts"] for preset in presets),

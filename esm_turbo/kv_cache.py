@@ -13,15 +13,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed, codec_class
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.fingerprint import codec_fingerprint, same_codec, same_model
+from esm_turbo.files.fingerprint import codec_fingerprint, same_codec
+from esm_turbo.files.identity import ModelIdentity
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.layer import TurboCacheLayer
@@ -48,9 +47,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMAT_VERSION", "Append", "TurboCacheLayer", "TurboKVCache"]
 
-FORMAT_VERSION = 2
-# Of a file with chains, which other releases do not know.
-_CHAINS_VERSION = 3
+FORMAT_VERSION = 4
 
 # A protein has one <cls> and at most one <eos>. On a device this is assumed of one sequence, since counting would wait
 # for it.
@@ -66,7 +63,7 @@ class TurboKVCache(CacheStorage):
     Args:
         config: options under which the contents are stored.
         geometry: of the model.
-        fingerprint: of the model, see `model_fingerprint`.
+        identity: of the model.
         codec: reads and writes the contents; None until a model claims the cache and checks that it is the one.
         device: of the tensors.
 
@@ -85,14 +82,14 @@ class TurboKVCache(CacheStorage):
         self,
         config: TurboConfig,
         geometry: Geometry,
-        fingerprint: npt.NDArray[np.float32],
+        identity: ModelIdentity,
         codec: KVCodec | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__(geometry.num_layers, device)
         self.config = config
         self.geometry = geometry
-        self.fingerprint = fingerprint
+        self.identity = identity
         self.codec = codec
         self.codec_fingerprint = codec_fingerprint({}) if codec is None else codec.fingerprint
         self._seq_length: int | None = None
@@ -104,7 +101,7 @@ class TurboKVCache(CacheStorage):
         cls,
         config: TurboConfig,
         geometry: Geometry,
-        fingerprint: npt.NDArray[np.float32],
+        identity: ModelIdentity,
         codec: KVCodec,
         tensors: Mapping[str, Tensor],
     ) -> Self:
@@ -113,7 +110,7 @@ class TurboKVCache(CacheStorage):
         Raises:
             KeyError: `lengths`, `token_ids` or `protected_columns` is missing.
         """
-        cache = cls(config, geometry, fingerprint, codec)
+        cache = cls(config, geometry, identity, codec)
         cache._set_tensors(tensors)
         cache._changed()
         return cache
@@ -557,7 +554,7 @@ class TurboKVCache(CacheStorage):
         if other.config != self.config:
             names = f"{self.config.name} and {other.config.name}"
             raise ValueError(f"cannot concatenate caches of presets {names}: {differs}")
-        if other.geometry != self.geometry or not same_model(other.fingerprint, self.fingerprint):
+        if other.geometry != self.geometry or other.identity.difference(self.identity):
             raise ValueError(f"cannot concatenate caches of different models: {differs}")
         if not same_codec(other.codec_fingerprint, self.codec_fingerprint):
             raise ValueError(f"cannot concatenate caches written with different calibrations: {differs}")
@@ -581,7 +578,7 @@ class TurboKVCache(CacheStorage):
             first.check_alike(other, row)
             row += other.batch_size
         caches = [cache for cache in caches if cache.batch_size]
-        whole = cls(first.config, first.geometry, first.fingerprint, first.codec, first.device)
+        whole = cls(first.config, first.geometry, first.identity, first.codec, first.device)
         whole.codec_fingerprint = first.codec_fingerprint
         if not caches:
             return whole
@@ -605,12 +602,19 @@ class TurboKVCache(CacheStorage):
         return whole
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a safetensors file, whole or not at all."""
-        fingerprints = {"fingerprint": self.fingerprint, "codec_fingerprint": self.codec_fingerprint}
-        tensors = {name: torch.from_numpy(array) for name, array in fingerprints.items()} | dict(self.named_tensors())
-        metadata = {"geometry": self.geometry.to_dict(), "config": self.config.to_dict()}
-        version = FORMAT_VERSION if self.chains is None else _CHAINS_VERSION
-        write_artifact(path, "cache", version, tensors, metadata)
+        """Writes a safetensors file, whole or not at all.
+
+        Raises:
+            ValueError: the model that computed the cache drops values at random, runs unknown code, or has changed.
+        """
+        self.identity.check_unchanged()
+        codec = {"codec_fingerprint": torch.from_numpy(self.codec_fingerprint)}
+        metadata = {
+            "geometry": self.geometry.to_dict(),
+            "config": self.config.to_dict(),
+            "model": self.identity.to_dict(),
+        }
+        write_artifact(path, "cache", FORMAT_VERSION, codec | dict(self.named_tensors()), metadata)
 
     @classmethod
     def load(
@@ -630,13 +634,13 @@ class TurboKVCache(CacheStorage):
         Raises:
             ValueError: the file is missing, damaged, of another format version, or another model's.
         """
-        tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION, _CHAINS_VERSION)
+        tensors, metadata = read_artifact(path, "cache", FORMAT_VERSION)
         try:
-            geometry, fingerprint = Geometry(**metadata["geometry"]), tensors.pop("fingerprint").numpy()
-            # Four attention matrices per layer: a number of layers costs nothing that the file does not hold.
-            if fingerprint.ndim != 2 or len(fingerprint) <= 4 * geometry.num_layers:
-                raise ValueError(f"the fingerprint {list(fingerprint.shape)} is not of {geometry.num_layers} layers")
-            cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, fingerprint)
+            geometry, identity = Geometry(**metadata["geometry"]), ModelIdentity.from_dict(metadata["model"])
+            # A number of layers costs nothing that the file does not hold.
+            if geometry.num_layers > len(tensors):
+                raise ValueError(f"{len(tensors)} tensors are not those of {geometry.num_layers} layers")
+            cache = cls(TurboConfig.from_dict(metadata["config"]), geometry, identity)
             cache.codec_fingerprint = tensors.pop("codec_fingerprint").numpy()
             cache._set_tensors(tensors)
             fits = cache._fits()

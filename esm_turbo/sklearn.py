@@ -17,7 +17,7 @@ from filelock import FileLock
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.files.identity import kept_digest
 from esm_turbo.proteins.fasta import ProteinRecord, normalize_sequence
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.files import sequence_hash
@@ -74,7 +74,7 @@ class TurboEsmEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         _sequences(X)
         turbo = self._turbo()
         self._request(turbo)
-        self.weights_ = weights_digest(turbo.model)
+        self.weights_ = kept_digest(turbo.model)
         self._n_features_out = int(turbo.model.config.hidden_size)
         return self
 
@@ -91,7 +91,7 @@ class TurboEsmEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEs
         check_is_fitted(self, "weights_")
         sequences = _sequences(X)
         turbo = self._turbo()
-        if weights_digest(turbo.model) != self.weights_:
+        if kept_digest(turbo.model) != self.weights_:
             raise ValueError(f"the weights of {turbo.name} are not those of `fit`; fit again")
         distinct = list(dict.fromkeys(sequences))
         embedded = dict(zip(distinct, self._embedded(turbo, distinct), strict=True))

@@ -193,12 +193,12 @@ def test_weights_that_change_unseen_are_found_after_the_forward(monkeypatch: pyt
     turbo = TurboEsm.from_pretrained(preset="exact", calibration=False, device="cpu")
     cache = turbo.prefill(SEQUENCES[1])
     expected = turbo.extend(cache, "WKD").logits
-    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_model"], "on_cpu", False)
     assert torch.equal(turbo.extend(cache, "WKD").logits, expected)
     turbo.model.esm.encoder.layer[0].output.dense.weight.data.mul_(2)
     with pytest.raises(ValueError, match="the cache belongs to another model: the weights differ"):
         turbo.extend(cache, "WKD")
-    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    monkeypatch.setattr(turbo.model.esm.__dict__["_seen_model"], "on_cpu", False)
     cache = turbo.prefill(SEQUENCES[1])
     turbo.model.esm.encoder.layer[0].output.dense.weight.data.mul_(2)
     with pytest.raises(ValueError, match="the cache belongs to another model: the weights differ"):
@@ -214,9 +214,10 @@ def test_a_prefill_after_an_unseen_change_is_of_the_new_weights(
     encoder = turbo.model.esm
     turbo.prefill(SEQUENCES)
     forwards = []
+    encoder.model_id = "notes its calls"
     encoder.register_forward_pre_hook(lambda module, args: forwards.append(args))
     for factor, expected in ((1, 1), (2, 2)):
-        monkeypatch.setattr(encoder.__dict__["_seen_weights"], "on_cpu", False)
+        monkeypatch.setattr(encoder.__dict__["_seen_model"], "on_cpu", False)
         encoder.encoder.layer[0].output.dense.weight.data.mul_(factor)
         forwards.clear()
         cache = turbo.prefill(SEQUENCES)
@@ -226,7 +227,7 @@ def test_a_prefill_after_an_unseen_change_is_of_the_new_weights(
     assert all(torch.equal(tensor, again[name]) for name, tensor in cache.named_tensors())
     calibrated = ContextModel(tiny_model(preset="turbo3"), exact.tokenizer)
     calibrated.prefill(SEQUENCES)
-    monkeypatch.setattr(calibrated.model.esm.__dict__["_seen_weights"], "on_cpu", False)
+    monkeypatch.setattr(calibrated.model.esm.__dict__["_seen_model"], "on_cpu", False)
     calibrated.model.esm.encoder.layer[0].attention.self.key.weight.data.mul_(2)
     with pytest.raises(ValueError, match="the weights are not this model's"):
         calibrated.prefill(SEQUENCES)

@@ -63,14 +63,14 @@ def compressed(tiny):
 def prefilled(monkeypatch):
     """The sequences that a store computes, per call; tests that call prefill pass a string, not a list."""
     calls = []
-    original = TurboEsm.prefill
+    original = TurboEsm.prefill_within_call
 
     def noting(self, sequences, *arguments, **options):
         if isinstance(sequences, list):
             calls.append(sequences)
         return original(self, sequences, *arguments, **options)
 
-    monkeypatch.setattr(TurboEsm, "prefill", noting)
+    monkeypatch.setattr(TurboEsm, "prefill_within_call", noting)
     return calls
 
 
@@ -245,31 +245,33 @@ def test_token_dropout_counts_are_part_of_the_key(compressed, tmp_path):
     assert any(not torch.equal(tensor[0], tensor[1]) for tensor in both.layers[1].packed.values())
 
 
-def test_presets_and_dtypes_have_their_own_partitions(tiny, tmp_path):
+def test_presets_have_their_own_partitions(tiny, tmp_path):
     store = ContextStore(tmp_path)
     standardized = replace(TurboConfig(), seed=3, standardize=True)
     models = [tiny(config) for config in ("exact", "paper", DEFAULT_PRESET, standardized)]
-    half = tiny(DEFAULT_PRESET)
-    half.model.bfloat16()
-    for turbo in [*models, half]:
+    for turbo in models:
         assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), turbo.prefill("MKTAYIAK"))
     info = store.info()
-    assert info["contexts"] == 5
+    assert info["contexts"] == 4
     names = {turbo.model.esm.turbo_config.name for turbo in models}
-    found = {(preset["preset"], preset["dtype"]) for preset in info["presets"]}
-    assert found == {(name, "float32") for name in names} | {(DEFAULT_PRESET, "bfloat16")}
-    assert usage(store, "missed", "disk", "host") == (5, 0, 0)
+    assert {preset["preset"] for preset in info["presets"]} == names
+    assert usage(store, "missed", "disk", "host") == (4, 0, 0)
 
 
-def test_what_autocast_rounds_has_its_own_partition(tiny, tmp_path):
-    turbo, store = tiny(DEFAULT_PRESET), ContextStore(tmp_path)
-    with torch.autocast("cpu", torch.bfloat16):
-        rounded = store.get_or_prefill(turbo, "MKTAYIAK")
-    assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), turbo.prefill("MKTAYIAK"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert_same(store.get_or_prefill(turbo, "MKTAYIAK"), rounded)
-    assert {one["dtype"] for one in store.info()["presets"]} == {"float32", "float32-autocast-bfloat16"}
-    assert usage(store, "missed", "host") == (2, 1)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_store_is_of_one_precision(tiny, tmp_path, dtype):
+    turbo, store, name = tiny(DEFAULT_PRESET), ContextStore(tmp_path), str(dtype).removeprefix("torch.")
+    store.get_or_prefill(turbo, "MKTAYIAK")
+    rounded = tiny(DEFAULT_PRESET)
+    rounded.model.to(dtype)
+    with pytest.raises(ValueError, match=f"made in float32, and the model computes in {name};"):
+        store.get_or_prefill(rounded, "MKTAYIAK")
+    with (
+        torch.autocast("cpu", dtype),
+        pytest.raises(ValueError, match=f"made in float32, and the model computes in float32-autocast-{name};"),
+    ):
+        store.get(turbo, "MKTAYIAK")
+    assert store.info()["contexts"] == 1
 
 
 def test_another_calibration_has_its_own_partition(turbo, tiny_esm, tmp_path):
@@ -672,7 +674,8 @@ def test_a_batch_is_computed_while_the_one_before_is_written(compressed, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(TurboEsm, "prefill"), (store_files.Staging, "write"), (store_files.Staging, "publish")]
+    ("owner", "name"),
+    [(TurboEsm, "prefill_within_call"), (store_files.Staging, "write"), (store_files.Staging, "publish")],
 )
 def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, monkeypatch, ahead, owner, name):
     ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
@@ -722,14 +725,14 @@ def test_given_batches_are_added_one_ahead(compressed, tmp_path, prefilled, monk
 
 
 def test_batches_that_do_not_fit_are_reported_and_the_others_stored(compressed, tmp_path, monkeypatch, ahead):
-    original, failed = TurboEsm.prefill, {}
+    original, failed = TurboEsm.prefill_within_call, {}
 
     def small(self, sequences, *arguments, **options):
         if max(map(len, sequences)) > 20:
             raise torch.OutOfMemoryError("out of memory")
         return original(self, sequences, *arguments, **options)
 
-    monkeypatch.setattr(TurboEsm, "prefill", small)
+    monkeypatch.setattr(TurboEsm, "prefill_within_call", small)
     batches = [proteins()[3:6], proteins()[:3], proteins()[6:]]
     store = ContextStore(tmp_path)
     assert list(store.add_batches(compressed, batches, failed.__setitem__)) == [2, 3, 0]

@@ -26,8 +26,9 @@ from esm_turbo import TurboConfig, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.codecs import ExactCodec, KVCodec
 from esm_turbo.config import Geometry
 from esm_turbo.files import artifacts
+from esm_turbo.files.identity import UNKNOWN_MODEL
 from esm_turbo.kv.tensors import axis_of
-from esm_turbo.kv_cache import _CHAINS_VERSION, FORMAT_VERSION
+from esm_turbo.kv_cache import FORMAT_VERSION
 from esm_turbo.ops.backends import TorchBackend
 from tests.helpers.codec_samples import certain_tokens
 from tests.helpers.models import CACHE_CONFIGS, CLS, EOS, MASK, make_calibration, random_ids
@@ -223,12 +224,12 @@ def test_named_tensors_are_complete(model: TurboEsmForMaskedLM, tmp_path: Path) 
     with torch.no_grad():
         model(torch.tensor([[7], [8]]), None, torch.tensor([[30], [31]]), past_key_values=cache, use_cache=True)
     named = dict(cache.named_tensors())
-    made = TurboKVCache.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, named)
+    made = TurboKVCache.from_tensors(cache.config, cache.geometry, cache.identity, cache.codec, named)
     assert_caches_equal(made, cache)
     assert all(tensor is named[name] for name, tensor in made.named_tensors())
     cache.save(tmp_path / "cache.safetensors")
     with safe_open(tmp_path / "cache.safetensors", "pt") as file:
-        assert named.keys() == set(file.keys()) - {"fingerprint", "codec_fingerprint"}
+        assert named.keys() == set(file.keys()) - {"codec_fingerprint"}
     packed = next(iter(cache.layers[0].packed))
     assert {"lengths", "token_ids", "positions", "protected_columns", f"layers.0.packed.{packed}"} <= named.keys()
     for wrong in ("layers.0.other.keys", "keys", "layers.keys"):
@@ -634,8 +635,7 @@ def random_kv(codec: KVCodec, lengths: list[int], seed: int) -> tuple[Tensor, Te
 
 
 def new_cache(codec: KVCodec, cls: type[TurboKVCache] = TurboKVCache) -> TurboKVCache:
-    fingerprint = torch.zeros(1 + 4 * codec.geometry.num_layers, 17).numpy()
-    return cls(codec.config, codec.geometry, fingerprint, codec)
+    return cls(codec.config, codec.geometry, UNKNOWN_MODEL, codec)
 
 
 def write(
@@ -831,11 +831,11 @@ def test_an_empty_cache_is_saved(model: TurboEsmForMaskedLM, tmp_path: Path) -> 
     assert loaded.lengths.tolist() == [2, 3]
 
 
-def test_a_cache_written_in_float32_is_read_in_bfloat16(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
+def test_a_cache_is_read_in_its_own_dtype_alone(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
     prefill(model, [9, 4]).save(tmp_path / "cache.safetensors")
     half = copy.deepcopy(model).to(torch.bfloat16)
-    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=half)
-    assert torch.isfinite(probe(half, loaded)).all()
+    with pytest.raises(ValueError, match="it was made in float32, and the model computes in bfloat16"):
+        TurboKVCache.load(tmp_path / "cache.safetensors", model=half)
 
 
 def test_files_are_plain(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
@@ -955,7 +955,7 @@ def rewrite(path: Path, *, strings: dict[str, str] | None = None, drop: str | No
 
 
 def test_another_version(saved: Path) -> None:
-    version = _CHAINS_VERSION + 1
+    version = FORMAT_VERSION + 1
     rewrite(saved, strings={"format_version": str(version)})
     with pytest.raises(ValueError, match=f"cache format version {version}, this release reads"):
         TurboKVCache.load(saved)
@@ -973,7 +973,9 @@ def test_another_kind(saved: Path, turbo: object, tmp_path: Path) -> None:
         {"drop": "lengths"},
         {"drop": "token_ids"},
         {"drop": "protected_columns"},
-        {"drop": "fingerprint"},
+        {"drop": "codec_fingerprint"},
+        {"strings": {"model": "{}"}},
+        {"strings": {"model": '{"precision": 32, "weights": "", "options": "", "forward": ""}'}},
         {"drop": "layers.1.packed.keys"},
         {"strings": {"geometry": "{}"}},
         {"strings": {"geometry": '{"num_layers": 3, "num_heads": 4, "head_dim": 16}'}},
@@ -1012,7 +1014,7 @@ def test_a_number_of_layers_costs_no_memory(saved: Path, num_layers: int) -> Non
     rewrite(saved, strings={"geometry": f'{{"num_layers": {num_layers}, "num_heads": 4, "head_dim": 16}}'})
     tracemalloc.start()
     try:
-        with pytest.raises(ValueError, match=rf"the fingerprint \[\d+, 17\] is not of {num_layers} layers"):
+        with pytest.raises(ValueError, match=f"tensors are not those of {num_layers} layers"):
             TurboKVCache.load(saved)
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:

@@ -19,6 +19,7 @@ from transformers.models.esm import modeling_esm
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention, TurboKVCache
 from esm_turbo.calibration import OtherWeightsWarning
 from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.kv.append import Append
 from tests.helpers.models import MASK, make_config, make_esm, random_ids
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -313,14 +314,18 @@ def cache(plain: TurboEsmForMaskedLM) -> TurboKVCache:
         return plain(*random_ids([9, 5]), use_cache=True).past_key_values
 
 
-def test_an_error_during_an_append_leaves_the_cache_unchanged(plain: TurboEsmForMaskedLM, cache: TurboKVCache) -> None:
+def test_an_error_during_an_append_leaves_the_cache_unchanged(
+    plain: TurboEsmForMaskedLM, cache: TurboKVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What is appended comes in at the end, for all layers at once."""
-    handle = plain.esm.encoder.layer[1].register_forward_hook(lambda *_: 1 / 0)
-    try:
-        with torch.no_grad(), pytest.raises(ZeroDivisionError):
-            plain(NEW, past_key_values=cache, use_cache=True)
-    finally:
-        handle.remove()
+    stage = TurboKVCache.stage
+
+    def staged(self: TurboKVCache, append: Append, layer: int, *arguments: object) -> object:
+        return stage(self, append, layer, *arguments) if layer == 0 else 1 / 0
+
+    monkeypatch.setattr(TurboKVCache, "stage", staged)
+    with torch.no_grad(), pytest.raises(ZeroDivisionError):
+        plain(NEW, past_key_values=cache, use_cache=True)
     assert cache.lengths.tolist() == [9, 5]
     assert {layer.columns for layer in cache.layers} == {9}
 
@@ -338,6 +343,7 @@ def test_a_model_can_be_pickled_after_a_forward(attention: str) -> None:
     model = TurboEsmForMaskedLM.from_esm(make_esm(layers=2, attn_implementation=attention), preset="exact")
     ids, mask = random_ids([9, 5])
     wanted = {"output_hidden_states": True, "output_attentions": attention == "eager", "use_cache": True}
+    model.esm.model_id = "with a hook"
     expected = model(ids, mask, **wanted)
     seen = []
     model.esm.encoder.layer[0].register_forward_hook(_note)
@@ -424,6 +430,7 @@ def test_a_calibration_from_before_a_change_warns_once(
         warnings.simplefilter("error")
         model(ids, use_cache=True)
     change(model)
+    model.esm.model_id = "changed"
     with pytest.warns(OtherWeightsWarning, match="before the model was fine-tuned or adapted"):
         cache = model(ids, use_cache=True).past_key_values
     with warnings.catch_warnings():

@@ -14,12 +14,15 @@ import numpy as np
 import torch
 from scipy.special import log_softmax
 from torch import Tensor
+from transformers.modeling_outputs import ModelOutput
 
 from benchmarks.harness.embedded import embedded, evaluation_set, plain_model, rounded
 from benchmarks.harness.measure import Case, Check, Figures, worst
 from esm_turbo import TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.evaluate.contexts import to_float64
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.unmasking import MaskedBatch
@@ -161,13 +164,20 @@ class _counted:
 
     def __init__(self, turbo: TurboEsm) -> None:
         self.tokens: list[int] = []
-        self.hook = turbo.model.esm.register_forward_pre_hook(lambda module, args: self.tokens.append(args[0].numel()))
+        self.executor = turbo.model.esm.executor
+        forward = self.executor.forward
+
+        def counted(inputs: ForwardInputs, cache: TurboKVCache | None) -> ModelOutput:
+            self.tokens.append(inputs.ids.numel())
+            return forward(inputs, cache)
+
+        self.executor.forward = counted  # type: ignore[method-assign]
 
     def __enter__(self) -> list[int]:
         return self.tokens
 
     def __exit__(self, *error: object) -> None:
-        self.hook.remove()
+        del self.executor.forward
 
 
 _cached: dict[tuple[str, int | None], tuple[list[Tensor], float]] = {}

@@ -92,7 +92,7 @@ def _check(model: TurboEsmModel, new_tokens: int) -> Check:
 
 def _spec(model: TurboEsmModel, cache: TurboKVCache) -> ContextSpec:
     assert cache.codec is not None
-    return ContextSpec(cache.config, cache.geometry, cache.fingerprint, cache.codec, "random", str(model.dtype))
+    return ContextSpec(cache.config, cache.geometry, cache.identity, cache.codec, "random")
 
 
 def _put(pool: ContextPool, hold: PoolHold, key: tuple[str, str], cache: TurboKVCache) -> bool:

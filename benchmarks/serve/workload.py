@@ -105,6 +105,10 @@ class _Resident:
     def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
         raise NotImplementedError("no request reads a context of residues alone")
 
+    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
+        context = self._contexts.get((config.name, bytes(token_ids)))
+        return None if context is None else context.clone().cache(context_spec(turbo, config))
+
     def get_or_compute(
         self,
         turbo: ContextModel,

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers import EsmConfig
@@ -20,6 +19,7 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.context_store import is_store, store_info
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.hub import full_name, local_files_only, not_found
+from esm_turbo.files.identity import UNKNOWN_MODEL
 from esm_turbo.files.kinds import (
     CALIBRATION_FILE,
     INDEX_FILE,
@@ -220,7 +220,7 @@ def stored_bytes(codec: KVCodec, length: int) -> float:
 
 def _bytes_of(codec: KVCodec, tokens: int) -> int:
     geometry = codec.geometry
-    cache = TurboKVCache(codec.config, geometry, np.zeros(0, dtype=np.float32), codec)
+    cache = TurboKVCache(codec.config, geometry, UNKNOWN_MODEL, codec)
     input_ids = torch.tensor([[_CLS, *[_RESIDUE] * (tokens - 1)]])
     append = cache.plan_append(input_ids, torch.ones_like(input_ids, dtype=torch.bool), None, (_CLS,))
     states = torch.zeros(1, geometry.num_heads, tokens, geometry.head_dim)

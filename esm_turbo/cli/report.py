@@ -186,6 +186,7 @@ def _store_tables(result: Mapping[str, Any]) -> list[object]:
     shown = {
         "kind": "store of contexts",
         "model": result["model"] or "none yet",
+        "precision": result["precision"] or "-",
         "contexts": result["contexts"],
         "bytes": bytes_text(result["bytes"]),
         "look-ups": usage["looked_up"],
@@ -193,8 +194,8 @@ def _store_tables(result: Mapping[str, Any]) -> list[object]:
     }
     rates = {"hits": usage["hit_rate"], **{f"hits {place}": rate for place, rate in usage["hit_rates"].items()}}
     shown |= {name: "-" if rate is None else f"{100 * rate:.1f} %" for name, rate in rates.items()}
-    rows = [[p["preset"], p["dtype"], f"{p['contexts']:,}", bytes_text(p["bytes"])] for p in result["presets"]]
-    return [_pairs("", shown), text_table("", ["preset", "dtype", "contexts", "bytes"], rows)]
+    rows = [[p["preset"], f"{p['contexts']:,}", bytes_text(p["bytes"])] for p in result["presets"]]
+    return [_pairs("", shown), text_table("", ["preset", "contexts", "bytes"], rows)]
 
 
 def _cache_table(sizes: Mapping[str, Any]) -> Table:

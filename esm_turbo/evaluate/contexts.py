@@ -10,9 +10,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.metrics import Array, Outputs
-from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.sessions import KVSession, Prefill
 
@@ -49,11 +48,10 @@ def prefill(
         ValueError: a preset needs a calibration, and the model has none.
     """
     esm, device = model.base_model, model.device
-    geometry, fingerprint = Geometry.of(model.config), model_fingerprint(esm)
     input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
     prefills = []
     for config in dict.fromkeys(configs):
-        cache = TurboKVCache(config, geometry, fingerprint, esm.codec(config), device)
+        cache = esm.kv.cache_within_call(config)
         append = cache.plan_append(input_ids, attention_mask != 0, None, esm.special_ids)
         prefills.append(Prefill(cache, append, model.kv_backend))
     output = model(input_ids, attention_mask, kv_session=_PrefillEach(prefills), output_hidden_states=True)

@@ -1,12 +1,12 @@
-"""Fingerprints, which tell whether an artifact belongs to a model.
+"""Fingerprints, which tell whether a calibration serves a model.
+
+A calibration fits statistics rather than bits, so that it is compared with a tolerance: it serves a model in any dtype.
+Contexts are compared exactly, see `identity`.
 
 A fingerprint describes every tensor that decides keys and values: embeddings, weights, biases and norms of all layers,
 rotary frequencies, and adapters. Each tensor, rounded to bfloat16, has its Frobenius norm and, for each of four
-contiguous blocks of rows, four fixed random projections u^T W v, divided by the norm. Rounding makes fingerprints of
-one checkpoint in float32 and bfloat16 equal up to the order of sums, so that the comparison can be tight.
-
-A calibration fits statistics rather than bits. It is compared with a tolerance by `attention_fingerprint`, the part of
-W_q, W_k, W_v and W_o.
+contiguous blocks of rows, four fixed random projections u^T W v, divided by the norm. Whether a calibration can be
+used at all is decided by `attention_fingerprint`, the part of W_q, W_k, W_v and W_o.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import functools
 import hashlib
 import itertools
 import json
-import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.families import FAMILIES, projections_of
+from esm_turbo.files.identity import OUTSIDE_ENCODER, refuse_offloaded
 
 RTOL = 1e-2
 CODEC_RTOL = 1e-4
@@ -35,57 +35,31 @@ _NUM_PROJECTIONS = 4
 _NUM_BLOCKS = 4
 # Below this root mean square, differences count absolutely: float16 has no relative precision there.
 _SMALL = 1e-4
-# Elements of each tensor that are compared to notice writes that leave no trace in counters.
-_SAMPLED = 32
-# Modules that have no influence on keys and values.
-OUTSIDE_ENCODER = ("pooler", "contact_head")
 _ROW = 1 + _NUM_PROJECTIONS * _NUM_BLOCKS
 # Columns of the first row: whether a tensor is float16, layer_norm_eps, token_dropout, then a hash of adapters.
 _HASH = 3
-_KEPT_AS = "_seen_weights"
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Where modules are defined that compute what their parameters say.
 _LIBRARY = ("transformers.activations", *(family.library_modules for family in FAMILIES.values()))
 _PLAIN = (*_LIBRARY, "torch.nn.modules.", "esm_turbo.")
 
 Fingerprint = npt.NDArray[np.float32]
-Gather = Callable[[Sequence[Tensor]], Callable[[], Tensor]]
-"""Given views of tensors, [elements] each, makes a function that reads them, one after the other."""
-_VERSION = operator.attrgetter("_version")
 
 
-def model_fingerprint(model: Any, *, sampled: bool | None = None, gather: Gather | None = None) -> Fingerprint:
+def model_fingerprint(model: Any) -> Fingerprint:
     """Fingerprint of an encoder, [1 + tensors, 1 + blocks * projections].
 
     The first row describes the configuration and what adapters show besides tensors; the four attention matrices of
-    each layer follow, then all other tensors. The result is kept, and the same array is returned while nothing changes.
-
-    Changes are noticed by counters of in-place writes, by addresses and by the identity of modules and tensors. A write
-    through `.data` moves none of these: it is noticed by a sample of evenly spaced elements, if it covers at least one
-    part in 32 of a tensor's storage in a row. A write there to fewer elements may go unseen.
-
-    Args:
-        model: the model.
-        sampled: whether to compare the sample as well, for which a device must be waited for; None for on the CPU only.
-        gather: how the sample is read; None for PyTorch, which takes the host several times as long as one launch.
+    each layer follow, then all other tensors.
 
     Raises:
         ValueError: weights are offloaded to the CPU or a disk.
     """
-    seen: _Weights | None = model.__dict__.get(_KEPT_AS)
-    if seen is None or not seen.are_current(sampled, gather):
-        before, seen = seen, _Weights(model)
-        if before is not None and same_model(before.fingerprint, seen.fingerprint):
-            # Tensors were moved, but not changed.
-            seen.fingerprint = before.fingerprint
-        model.__dict__[_KEPT_AS] = seen
-    return seen.fingerprint
-
-
-def known_fingerprint(model: Any) -> Fingerprint | None:
-    """The last result of `model_fingerprint`, if it was called."""
-    seen: _Weights | None = model.__dict__.get(_KEPT_AS)
-    return None if seen is None else seen.fingerprint
+    refuse_offloaded(model.named_parameters())
+    tensors = list(_tensors(model))
+    rows = [_describe(_as_matrix(tensor).bfloat16(), _NUM_BLOCKS) for tensor in tensors]
+    header = torch.from_numpy(_header(model, tensors))
+    fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
+    return fingerprint
 
 
 def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
@@ -99,51 +73,6 @@ def attention_fingerprint(fingerprint: Fingerprint, layers: int) -> Fingerprint:
 def is_adapted(fingerprint: Fingerprint) -> bool:
     """True if modules of the model have been replaced, as adapters do."""
     return bool(fingerprint[0, _HASH:].any())
-
-
-def refuse_offloaded(parameters: Iterable[tuple[str, Tensor]]) -> None:
-    """Check that weights lie in memory: of those that are copied there for each use, nothing is known.
-
-    Raises:
-        ValueError: some do not.
-    """
-    absent = [name for name, parameter in parameters if parameter.device.type == "meta"]
-    if absent:
-        raise ValueError(
-            f"{len(absent)} weights of the model, such as {absent[0]}, are offloaded to the CPU or a disk, from where"
-            " every use would copy them: use more devices, or run all of it on the CPU"
-        )
-
-
-def weights_digest(model: nn.Module) -> str:
-    """Hash of the bits of all parameters and of what adapters show besides, the same on every device.
-
-    Each tensor is described by exact sums of its bits as integers, plain and weighted by row and by column.
-    """
-    digest = hashlib.sha256()
-    for name, module in model.named_modules():
-        if _is_foreign(module):
-            digest.update(f"{_shown(name, module)}\n".encode())
-    for name, parameter in model.named_parameters():
-        bits = _as_matrix(parameter).contiguous().view(_INTEGERS[parameter.element_size()])
-        rows, columns = (bits.sum(dim, dtype=torch.int64).cpu().numpy() for dim in (1, 0))
-        sums = [int((x * np.arange(1, len(x) + 1) ** 3).sum()) for x in (rows, columns)]
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)} {int(rows.sum())} {sums}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def tensors_digest(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """Hash of named tensors, with their dtypes and shapes."""
-    digest = hashlib.sha256()
-    for name, tensor in tensors:
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def version_of(tensor: Tensor) -> int:
-    """Number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def codec_fingerprint(state: Mapping[str, Tensor]) -> Fingerprint:
@@ -182,75 +111,14 @@ def _close(a: Fingerprint, b: Fingerprint, rtol: float) -> bool:
     return norms and bool(np.abs(a[..., 1:] - b[..., 1:]).max() <= rtol)
 
 
-class _Weights:
-    """The weights of a model when its fingerprint was computed, and what tells whether they have changed since."""
-
-    def __init__(self, model: Any) -> None:
-        refuse_offloaded(model.named_parameters())
-        modules = list(_modules(model))
-        self.own = [module.__dict__ for _, module in modules]
-        self.groups = [own[kind] for own in self.own for kind in ("_modules", "_parameters", "_buffers")]
-        named = [(group, name, entry) for group in self.groups for name, entry in group.items()]
-        self.places = [group for group, _, _ in named], [name for _, name, _ in named]
-        self.entries = [entry for _, _, entry in named]
-        # Some libraries put other mappings in place of a module's dictionaries.
-        self.look_up = dict.get if all(isinstance(group, dict) for group in self.groups) else _entry
-        self.foreign = [(name, module) for name, module in modules if _is_foreign(module)]
-        self.tensors = list(_tensors(model))
-        # Inference tensors count no writes.
-        self.counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
-        self.on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors)
-        self.traces = self._traces()
-        self.views = _sampled_views(self.tensors)
-        self.sample = self._sample()
-        self.gathered: list[Callable[[], Tensor]] | None = None
-        rows = [_describe(_as_matrix(tensor).bfloat16(), _NUM_BLOCKS) for tensor in self.tensors]
-        header = torch.from_numpy(self._header(model.config))
-        self.fingerprint: Fingerprint = torch.stack([header, *(row.cpu() for row in rows)]).numpy()
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles of a model have not been seen."""
-        return type(None), ()
-
-    def are_current(self, sampled: bool | None, gather: Gather | None) -> bool:
-        """True if nothing has changed, see `model_fingerprint`."""
-        # Every call comes here: loops over all modules run in C.
-        entries = map(self.look_up, *self.places)
-        if not all(map(operator.is_, entries, self.entries)) or self._traces() != self.traces:
-            return False
-        if not (self.on_cpu if sampled is None else sampled):
-            return True
-        if gather is None:
-            return all(map(torch.equal, self.sample, self._sample()))
-        if self.gathered is None:
-            self.gathered = [gather(views) for views in self.views]
-        return all(torch.equal(before, found()) for before, found in zip(self.sample, self.gathered, strict=True))
-
-    def _traces(self) -> tuple[Any, ...]:
-        """Return what differs after a change, without reading any tensor's elements."""
-        return (
-            [*map(len, self.groups)],
-            ["forward" in own for own in self.own],
-            [*map(_VERSION, self.counting)],
-            [*map(Tensor.data_ptr, self.tensors)],
-            [_shown(name, module) for name, module in self.foreign],
-        )
-
-    def _sample(self) -> list[Tensor]:
-        """Bits of the sampled elements, one tensor for each device and width."""
-        return [torch.cat(views) for views in self.views]
-
-    def _header(self, config: Any) -> Fingerprint:
-        shown = "\n".join(_shown(name, module) for name, module in self.foreign)
-        bits = np.frombuffer(hashlib.sha256(shown.encode()).digest(), dtype=np.uint8)[: _ROW - _HASH]
-        half = any(tensor.dtype == torch.float16 for tensor in self.tensors)
-        # Not every family has these options.
-        options = np.array([half, getattr(config, "layer_norm_eps", 0), getattr(config, "token_dropout", False)])
-        return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
-
-
-def _entry(group: Mapping[str, Any], name: str) -> Any:
-    return group.get(name)
+def _header(model: Any, tensors: Sequence[Tensor]) -> Fingerprint:
+    config = model.config
+    shown = "\n".join(_shown(name, module) for name, module in _modules(model) if _is_foreign(module))
+    bits = np.frombuffer(hashlib.sha256(shown.encode()).digest(), dtype=np.uint8)[: _ROW - _HASH]
+    half = any(tensor.dtype == torch.float16 for tensor in tensors)
+    # Not every family has these options.
+    options = np.array([half, getattr(config, "layer_norm_eps", 0), getattr(config, "token_dropout", False)])
+    return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
 
 
 def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -292,19 +160,6 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple | set | frozenset):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Evenly spaced elements of every tensor, as views, by device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        # An odd step, so that a sample of a matrix does not stay in one column.
-        step = tensor.numel() // _SAMPLED | 1
-        stored = tensor.detach() if tensor.is_contiguous() else tensor.detach().movedim(-1, 0)
-        # As integers, NaN is equal to itself, and autocast leaves them alone.
-        bits = stored.reshape(-1).view(_INTEGERS[tensor.element_size()])
-        groups.setdefault((tensor.device, bits.dtype), []).append(bits[step // 2 :: step])
-    return list(groups.values())
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs import KVCodec, PackedContext, codec_class, codec_without_calibration
 from esm_turbo.config import DEFAULT_PRESET, Backend, Geometry, TurboConfig
-from esm_turbo.files.fingerprint import Fingerprint, known_fingerprint, model_fingerprint, same_codec, same_model
+from esm_turbo.files.fingerprint import same_codec
+from esm_turbo.files.identity import ModelIdentity, exact_identity, model_identity, seen_before
 from esm_turbo.kv.tensors import OWN_TENSORS
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -37,8 +38,8 @@ class CacheEngine:
     def __init__(self, encoder: FamilyEncoder) -> None:
         self.encoder = encoder
         self.calibration: Calibration | None = None
-        # Fingerprint of the weights for which the calibration has been checked.
-        self._calibrated: Fingerprint | None = None
+        # The model for which the calibration has been checked.
+        self._calibrated: ModelIdentity | None = None
         self.config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.preset_chosen = False
         self.backend: str | Backend = Backend.AUTO
@@ -60,7 +61,7 @@ class CacheEngine:
                 raise ValueError(f"`calibration` must be a Calibration or its path, got {calibration!r}")
             calibration.check_model(self.encoder)
             calibration.warn_if_inaccurate(config)
-            self._calibrated = model_fingerprint(self.encoder)
+            self._calibrated = model_identity(self.encoder)
         self.calibration, self.config, self.backend = calibration, config, backend
         self.preset_chosen = preset is not None
 
@@ -79,14 +80,14 @@ class CacheEngine:
         Raises:
             ValueError: the options need a calibration and the model has none, or another model's.
         """
-        return self._codec(config, model_fingerprint(self.encoder))
+        return self._codec(config, model_identity(self.encoder))
 
-    def _codec(self, config: TurboConfig, fingerprint: Fingerprint) -> KVCodec:
-        """See `codec`; the fingerprint is the model's."""
+    def _codec(self, config: TurboConfig, identity: ModelIdentity) -> KVCodec:
+        """See `codec`; the identity is the model's."""
         if self.calibration is not None:
-            if self._calibrated is not fingerprint:
+            if self._calibrated is not identity:
                 self.calibration.check_model(self.encoder)
-                self._calibrated = fingerprint
+                self._calibrated = identity
             return self.calibration.codec(config)
         codec = codec_without_calibration(config, Geometry.of(self.encoder.config))
         if codec is not None:
@@ -122,13 +123,27 @@ class CacheEngine:
         return self.kv_backend.compile_ahead(sizes, codecs, self.encoder.dtype, self.encoder.device)
 
     def new_cache(self) -> TurboKVCache:
-        """An empty cache of this model."""
-        fingerprint = model_fingerprint(self.encoder)
-        codec = self._codec(self.config, fingerprint)
-        return TurboKVCache(self.config, Geometry.of(self.encoder.config), fingerprint, codec, self.encoder.device)
+        """An empty cache of this model.
+
+        Raises:
+            ValueError: the preset needs a calibration and the model has none, the model is in training mode, or it runs
+                unknown code, see `ModelIdentity.check_lasting`.
+        """
+        model_identity(self.encoder).check_lasting()
+        return self.cache_within_call(self.config)
+
+    def cache_within_call(self, config: TurboConfig) -> TurboKVCache:
+        """An empty cache that is not returned to users: any model can read what it has just written.
+
+        Args:
+            config: options under which contexts are stored.
+        """
+        identity = model_identity(self.encoder)
+        codec = self._codec(config, identity)
+        return TurboKVCache(config, Geometry.of(self.encoder.config), identity, codec, self.encoder.device)
 
     def notice_changes(self) -> bool:
-        """Notice changes of the weights that a forward on a device does not, see `model_fingerprint`.
+        """Notice changes of the weights that a forward on a device does not, see `model_identity`.
 
         Waits for the device. Caches that were written with other weights are refused afterwards.
 
@@ -136,8 +151,9 @@ class CacheEngine:
             Whether there were any since the last forward.
         """
         fast = self.encoder.device.type == "cuda" and self.kv_backend.name is Backend.TRITON
-        before = known_fingerprint(self.encoder)
-        return model_fingerprint(self.encoder, sampled=True, gather=Gatherer if fast else None) is not before
+        before = seen_before(self.encoder)
+        model_identity(self.encoder, sampled=True, gather=Gatherer if fast else None)
+        return seen_before(self.encoder) is not before
 
     def claim_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
@@ -145,7 +161,11 @@ class CacheEngine:
         Raises:
             ValueError: the cache is another model's, or this model has no calibration or another one.
         """
-        self.notice_changes()
+        if cache.codec is None:
+            # It may come from a file.
+            exact_identity(self.encoder)
+        else:
+            self.notice_changes()
         self.claim(cache)
 
     def claim(self, cache: TurboKVCache) -> None:
@@ -153,21 +173,21 @@ class CacheEngine:
         if isinstance(cache, PooledContexts):
             for slab in cache.slabs_read:
                 self.claim(slab)
-        fingerprint, codec = model_fingerprint(self.encoder), cache.codec
-        if codec is not None and cache.fingerprint is fingerprint and codec is self._codec(cache.config, fingerprint):
+        identity, codec = model_identity(self.encoder), cache.codec
+        if codec is not None and cache.identity is identity and codec is self._codec(cache.config, identity):
             self._place(cache)
             return
         geometry = Geometry.of(self.encoder.config)
         if difference := cache.geometry.unlike(geometry):
             raise ValueError(f"the cache is {difference}")
-        if not same_model(cache.fingerprint, fingerprint):
-            raise ValueError("the cache belongs to another model: the weights differ")
-        codec = self._codec(cache.config, fingerprint)
+        if difference := cache.identity.difference(identity):
+            raise ValueError(f"the cache belongs to another model: {difference}")
+        codec = self._codec(cache.config, identity)
         if not same_codec(cache.codec_fingerprint, codec.fingerprint):
             raise ValueError("the cache was written with another calibration: this one cannot read its codes")
         cache.check_layout(codec)
-        # The same array, so that the next check is one of identity.
-        cache.codec, cache.fingerprint = codec, fingerprint
+        # The same object, so that the next check is one of identity.
+        cache.codec, cache.identity = codec, identity
         self._place(cache)
 
     def decode(self, cache: TurboKVCache) -> TurboKVCache:
@@ -189,7 +209,7 @@ class CacheEngine:
             keys, values = decoded_attention.decode(codec, index, context, self.encoder.dtype)
             tensors |= {f"layers.{index}.packed.keys": keys, f"layers.{index}.packed.values": values}
         config = TurboConfig.from_preset("exact")
-        return TurboKVCache.from_tensors(config, cache.geometry, cache.fingerprint, self.codec(config), tensors)
+        return TurboKVCache.from_tensors(config, cache.geometry, cache.identity, self.codec(config), tensors)
 
     def _place(self, cache: TurboKVCache) -> None:
         """Put what a cache stores of each layer beside the layer, where they lie on several devices."""

@@ -39,15 +39,19 @@ class CachedModel(FamilyEncoder):
     Attributes:
         kv: its caches: options, codec, and which caches are its own.
         executor: plans and runs its forwards.
+        model_id: name of what runs, where hooks or other unknown code run with the model; None for none. With one,
+            contexts can be kept, for models of the same name: change it whenever that code changes.
     """
 
     kv: CacheEngine
     executor: Executor
+    model_id: str | None
 
     def prepare_turbo(self) -> None:
         """Set the defaults of `set_turbo`; called by the class's `__init__`."""
         self.kv = CacheEngine(self)
         self.executor = Executor(self, self.kv)
+        self.model_id = None
 
     def forward(
         self,

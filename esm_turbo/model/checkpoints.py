@@ -17,11 +17,10 @@ from transformers import PreTrainedConfig
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
-from esm_turbo.files.fingerprint import OUTSIDE_ENCODER
+from esm_turbo.files.identity import OUTSIDE_ENCODER, is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.model.plain import is_recorder
 from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
 
 if TYPE_CHECKING:

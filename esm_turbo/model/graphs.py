@@ -210,7 +210,7 @@ class _PrefillGraph(_Graph):
         self._packing = Packing(1, tokens, tokens, positions, self._offsets, None, None)
         self._inputs = ForwardInputs(self._input_ids, self._mask, token_counts=self._counts)
         self._executor = executor
-        self._like = (cache.config, cache.geometry, cache.fingerprint, cache.codec, device)
+        self._like = (cache.config, cache.geometry, cache.identity, cache.codec, device)
         self.contexts = cache
 
     def run(self) -> Tensor:
@@ -402,7 +402,7 @@ class GraphPool:
             graph.contexts.load_(cache, source)
             graph.replay()
             decoded: TurboKVCache = graph.decoded.cut([n])[0]
-            decoded.fingerprint = cache.fingerprint
+            decoded.identity = cache.identity
             return decoded
 
     @contextmanager
@@ -529,7 +529,7 @@ class GraphPool:
         for (other, *own_layout), graph in self._graphs.items():
             if isinstance(graph, _ExtensionGraph) and other[2:4] == bucket[2:4] and tuple(own_layout) == layout:
                 # Those of a model whose weights have changed would be refused.
-                graph.contexts.fingerprint = cache.fingerprint
+                graph.contexts.identity = cache.identity
                 return graph.contexts
         return StaticKVCache.like(cache, bucket.columns, bucket.contexts)
 

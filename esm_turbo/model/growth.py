@@ -162,9 +162,7 @@ class Growth:
             part = tensor[:batch_size]
             tensors[name] = (part.narrow(dim_of(name), 0, columns) if axis_of(name) is Axis.COLUMN else part).clone()
         assert contexts.codec is not None
-        return TurboKVCache.from_tensors(
-            contexts.config, contexts.geometry, contexts.fingerprint, contexts.codec, tensors
-        )
+        return TurboKVCache.from_tensors(contexts.config, contexts.geometry, contexts.identity, contexts.codec, tensors)
 
 
 class _ColumnWriter:

@@ -41,6 +41,16 @@ class CachedMaskedLM(CheckpointMixin, _LibraryModel):
         backend: KVBackend = self.base_model.kv_backend
         return backend
 
+    @property
+    def model_id(self) -> str | None:
+        """See `CachedModel.model_id`."""
+        name: str | None = self.base_model.model_id
+        return name
+
+    @model_id.setter
+    def model_id(self, name: str | None) -> None:
+        self.base_model.model_id = name
+
     def notice_changes(self) -> bool:
         """See `CachedModel.notice_changes`."""
         changed: bool = self.base_model.notice_changes()

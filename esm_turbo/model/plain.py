@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from esm_turbo.files.identity import is_recorder
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")
@@ -80,11 +81,6 @@ class _Tree:
     def addresses(self) -> tuple[int, ...]:
         held = chain.from_iterable([state[name].values() for state, name in self.holders])
         return tuple(map(Tensor.data_ptr, [x for x in held if x is not None]))
-
-
-def is_recorder(hook: Any) -> bool:
-    """Tell whether a hook is the library's own, which records hidden states while a forward asks for them."""
-    return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 
 
 def _is_replaced(hook: Any) -> bool:

@@ -85,7 +85,7 @@ class PooledContexts(TurboKVCache):
             at = torch.from_numpy(slots).to(slab.device)
             own = {name: tensor[at] for name, tensor in slab.named_tensors() if name in OWN_TENSORS}
             assert slab.codec is not None
-            part = cls.from_tensors(slab.config, slab.geometry, slab.fingerprint, slab.codec, own)
+            part = cls.from_tensors(slab.config, slab.geometry, slab.identity, slab.codec, own)
             parts.append(part)
         made = cls.cat(parts)
         made.slabs, made.places, made.hold = slabs, where[order], hold

@@ -7,7 +7,6 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from esm_turbo.files.fingerprint import same_model
 from esm_turbo.kv.append import Append
 from esm_turbo.kv.tensors import LAYER_TENSORS, OWN_TENSORS, Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
@@ -49,7 +48,7 @@ class StaticKVCache(TurboKVCache):
         tensors = {
             name: _zeros(name, tensor, rows, sizes) for name, tensor in cache.named_tensors() if name != "chains"
         }
-        made = cls.from_tensors(cache.config, cache.geometry, cache.fingerprint, cache.codec, tensors)
+        made = cls.from_tensors(cache.config, cache.geometry, cache.identity, cache.codec, tensors)
         made.copy_(cache)
         return made
 
@@ -60,7 +59,7 @@ class StaticKVCache(TurboKVCache):
             ValueError: they are of another model or stored otherwise, too many or too long.
         """
         same = cache.codec is self.codec and cache.config == self.config
-        if not same or not same_model(cache.fingerprint, self.fingerprint):
+        if not same or cache.identity.difference(self.identity):
             raise ValueError("the contexts must be of the same model, options and calibration")
         if cache.batch_size > self.batch_size or cache.columns > self.columns:
             raise ValueError(
@@ -79,7 +78,7 @@ class StaticKVCache(TurboKVCache):
     def load_(self, cache: TurboKVCache, rows: ByteRows) -> None:
         """Loads contexts that are known to fit; `rows` are those of their layers."""
         # The model may have noticed changes of its weights since.
-        self.fingerprint = cache.fingerprint
+        self.identity = cache.identity
         self.lengths.zero_()
         self.protected_columns.fill_(-1)
         for name in OWN_TENSORS:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from esm_turbo import __version__
 from esm_turbo.context_store import ContextStore
-from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.files.identity import lasting_identity
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import invalid
@@ -67,7 +67,7 @@ class Service:
         self.arm = context_arm(turbo)
         self._run = {
             "model": self.name,
-            "fingerprint": weights_digest(turbo.model),
+            "fingerprint": lasting_identity(turbo.model).digest,
             "arm": str(self.arm),
             "preset": turbo.model.base_model.turbo_config.name,
             "version": __version__,

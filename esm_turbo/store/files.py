@@ -1,7 +1,7 @@
 """Files of a store: its header, partitions of contexts of the same kind, and one file per context.
 
-    store.safetensors                   format version, model
-    turbo3-float32-1f2e3d4c/            a partition: contexts of one preset, calibration and dtype
+    store.safetensors                   format version, identity of the model
+    turbo3-1f2e3d4c/                    a partition: contexts of one preset and calibration
         shelf.safetensors               its options, and the fingerprint of its calibration
         5a/5a0c...b1.safetensors        a context, named by a hash of its tokens
         .batch.x1y2z3w4.tmp/            contexts that a process has computed, not yet among the others
@@ -9,7 +9,8 @@
     usage.jsonl                         counts of look-ups
     .lock                               held by the process that is writing
 
-Fingerprints are compared with a tolerance and so cannot be part of a name: a partition is found by comparing with each.
+A store belongs to one model, to the bit. Calibrations are compared with a tolerance, and so cannot be part of a name: a
+partition is found by comparing with each.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ import torch
 
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.fingerprint import model_fingerprint, same_codec, same_model
+from esm_turbo.files.fingerprint import same_codec
+from esm_turbo.files.identity import ModelIdentity, lasting_identity
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import (
     LOCK_FILE,
@@ -51,7 +53,7 @@ from esm_turbo.store.flat import ContextSpec, FlatContext
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 PARTITION_FILE = "shelf.safetensors"
 _UNFINISHED_FILE = "unfinished.json"
 STORED_KINDS = ("context_shelf", "context")
@@ -129,7 +131,7 @@ class StoreFiles:
             return partition
         # The store is new, or somebody has removed it, in whole or in part, while it was in use.
         if not has_header:
-            header = StoreHeader(spec.model, spec.geometry, spec.fingerprint)
+            header = StoreHeader(spec.model, spec.geometry, spec.identity)
             header.write(self.folder / STORE_FILE)
             self.header = header
         partition = partition or Partition.of(self.folder, spec)
@@ -200,7 +202,7 @@ class StoreHeader:
 
     model: str
     geometry: Geometry
-    fingerprint: npt.NDArray[np.float32]
+    identity: ModelIdentity
 
     @classmethod
     def read(cls, path: Path) -> StoreHeader:
@@ -209,17 +211,17 @@ class StoreHeader:
         Raises:
             ArtifactError: the file is damaged or of another version.
         """
-        tensors, metadata = read_artifact(path, "context_store", FORMAT_VERSION)
+        _, metadata = read_artifact(path, "context_store", FORMAT_VERSION)
         try:
-            return cls(metadata["model"], Geometry(**metadata["geometry"]), tensors["fingerprint"].numpy().copy())
+            identity = ModelIdentity.from_dict(metadata["identity"])
+            return cls(metadata["model"], Geometry(**metadata["geometry"]), identity)
         except (KeyError, TypeError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
     def write(self, path: Path) -> None:
-        metadata = {"model": self.model, "geometry": self.geometry.to_dict()}
+        metadata = {"model": self.model, "geometry": self.geometry.to_dict(), "identity": self.identity.to_dict()}
         with replacing(path, inside=True) as temporary:
-            fingerprint = {"fingerprint": torch.from_numpy(self.fingerprint)}
-            write_artifact(temporary, "context_store", FORMAT_VERSION, fingerprint, metadata)
+            write_artifact(temporary, "context_store", FORMAT_VERSION, {}, metadata)
 
     def check(self, spec: ContextSpec | StoreHeader, folder: Path) -> None:
         """Makes sure that the store belongs to the model, or that of another store.
@@ -229,26 +231,24 @@ class StoreHeader:
         """
         if difference := self.geometry.unlike(spec.geometry):
             raise ValueError(f"{folder}: holds contexts of {self.model}, {difference}; give another folder")
-        if not same_model(self.fingerprint, spec.fingerprint):
+        if difference := self.identity.difference(spec.identity):
             raise ValueError(
-                f"{folder}: holds contexts of another model, {self.model}: the weights differ; give another folder"
+                f"{folder}: holds contexts of another model, {self.model}: {difference}; give another folder"
             )
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Contexts of one preset, calibration and dtype.
+    """Contexts of one preset and calibration.
 
     Attributes:
         folder: of its files.
         config: options under which the contexts are stored.
-        dtype: of the model that computed them, and that of autocast if it was on.
         codec_fingerprint: of the calibration.
     """
 
     folder: Path
     config: TurboConfig
-    dtype: str
     codec_fingerprint: npt.NDArray[np.float32]
 
     @property
@@ -260,8 +260,7 @@ class Partition:
         """A new partition for the contexts that a model writes."""
         fingerprint = spec.codec.fingerprint
         digest = hashlib.sha256(np.ascontiguousarray(fingerprint).tobytes()).hexdigest()[:8]
-        name = f"{spec.config.name}-{spec.dtype}-{digest}"
-        return cls(store / name, spec.config, spec.dtype, fingerprint)
+        return cls(store / f"{spec.config.name}-{digest}", spec.config, fingerprint)
 
     @classmethod
     def read(cls, path: Path) -> Partition:
@@ -273,13 +272,13 @@ class Partition:
         tensors, metadata = read_artifact(path, "context_shelf", FORMAT_VERSION)
         try:
             config = TurboConfig.from_dict(metadata["config"])
-            return cls(path.parent, config, metadata["dtype"], tensors["codec_fingerprint"].numpy().copy())
+            return cls(path.parent, config, tensors["codec_fingerprint"].numpy().copy())
         except (KeyError, TypeError, ValueError) as error:
             raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
 
     def write(self) -> None:
         path = self.folder / PARTITION_FILE
-        metadata = {"config": self.config.to_dict(), "dtype": self.dtype}
+        metadata = {"config": self.config.to_dict()}
         fingerprint = torch.from_numpy(np.ascontiguousarray(self.codec_fingerprint))
         refuse_links(self.folder, self.folder.parent)
         with replacing(path, inside=True) as temporary:
@@ -287,16 +286,11 @@ class Partition:
 
     def matches(self, spec: ContextSpec) -> bool:
         """True if its contexts are of this kind."""
-        return (
-            self.config == spec.config
-            and self.dtype == spec.dtype
-            and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
-        )
+        return self.config == spec.config and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
 
     def is_like(self, other: Partition) -> bool:
         """True if its contexts are of the same kind as those of a partition of another store."""
-        same = self.config == other.config and self.dtype == other.dtype
-        return same and same_codec(self.codec_fingerprint, other.codec_fingerprint)
+        return self.config == other.config and same_codec(self.codec_fingerprint, other.codec_fingerprint)
 
     def keys(self) -> Iterator[str]:
         """Keys of all contexts."""
@@ -349,7 +343,6 @@ class Partition:
         sizes = [entry.stat().st_size for entry in _files(self.folder)]
         return {
             "preset": self.config.name,
-            "dtype": self.dtype,
             "folder": self.name,
             "contexts": len(sizes),
             "bytes": sum(sizes),
@@ -469,21 +462,17 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
         config: options under which they are stored; None is the model's own preset.
 
     Raises:
-        ValueError: the model's preset needs a calibration, and there is none.
+        ValueError: the model's preset needs a calibration, and there is none, or the model cannot be identified, see
+            `ModelIdentity.check_lasting`.
     """
-    turbo.model.notice_changes()
-    esm, dtype, device_type = turbo.model.base_model, str(turbo.model.dtype), turbo.model.device.type
-    if torch.is_autocast_enabled(device_type):
-        # It rounds what the model computes: these contexts are none of the model without it.
-        dtype += f"-autocast-{torch.get_autocast_dtype(device_type)}"
+    esm = turbo.model.base_model
     config = esm.turbo_config if config is None else config
     return ContextSpec(
         config=config,
         geometry=Geometry.of(esm.config),
-        fingerprint=model_fingerprint(esm),
+        identity=lasting_identity(esm),
         codec=esm.codec(config),
         model=turbo.name,
-        dtype=dtype.replace("torch.", ""),
     )
 
 

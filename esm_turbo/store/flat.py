@@ -14,13 +14,13 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec
 from esm_turbo.codecs.transfers import to_host
 from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.identity import ModelIdentity
 from esm_turbo.kv.tensors import Axis, axis_of, dim_of
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.ops.copies import Cutter
@@ -39,18 +39,16 @@ class ContextSpec:
     Attributes:
         config: options under which they are stored.
         geometry: of the model.
-        fingerprint: of the model.
+        identity: of the model, with the precision of its computations.
         codec: reads them.
         model: name of the model.
-        dtype: of the model's computations, with that of autocast if it is on.
     """
 
     config: TurboConfig
     geometry: Geometry
-    fingerprint: npt.NDArray[np.float32]
+    identity: ModelIdentity
     codec: KVCodec
     model: str
-    dtype: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ class FlatContext:
 
     def cache(self, spec: ContextSpec) -> TurboKVCache:
         """The cache, whose tensors are views of the buffer; they must not be written into."""
-        return TurboKVCache.from_tensors(spec.config, spec.geometry, spec.fingerprint, spec.codec, self.tensors())
+        return TurboKVCache.from_tensors(spec.config, spec.geometry, spec.identity, spec.codec, self.tensors())
 
     def description(self) -> list[list[Any]]:
         """Names, dtypes and shapes of the tensors, JSON values; see `from_description`."""

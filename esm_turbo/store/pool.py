@@ -302,7 +302,7 @@ class PoolHold:
             for slab in slabs:
                 if slab.cache is None:
                     slab.cache = StaticKVCache.from_tensors(
-                        spec.config, spec.geometry, spec.fingerprint, spec.codec, slab.tensors
+                        spec.config, spec.geometry, spec.identity, spec.codec, slab.tensors
                     )
             numbers = {id(slab): number for number, slab in enumerate(slabs)}
             places = [(numbers[id(slot.slab)], slot.number) for slot in slots]

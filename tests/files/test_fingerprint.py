@@ -1,8 +1,6 @@
-"""Fingerprints: one model in any dtype, and no other model."""
+"""Fingerprints: one calibration for a model in any dtype, and for no other model."""
 
 import copy
-import gc
-import weakref
 
 import numpy as np
 import pytest
@@ -14,9 +12,7 @@ from esm_turbo.files.fingerprint import (
     model_fingerprint,
     same_attention,
     same_model,
-    weights_digest,
 )
-from esm_turbo.ops.copies import Gatherer
 
 MATRICES = ("query", "key", "value", "output")
 
@@ -133,20 +129,6 @@ def test_a_calibration_tolerates_more_than_rounding(model):
     assert same_attention(attention_fingerprint(before, 3), attention_fingerprint(after, 3))
 
 
-def test_an_in_place_change_is_detected(model):
-    before = model_fingerprint(model)
-    assert model_fingerprint(model) is before
-    with torch.no_grad():
-        weight(model, 1, "key").mul_(2)
-    assert not same_model(before, model_fingerprint(model))
-
-
-def test_loading_other_weights_is_detected(tiny_esm, model):
-    before = model_fingerprint(model)
-    model.load_state_dict(tiny_esm(layers=3, seed=9).esm.state_dict())
-    assert not same_model(before, model_fingerprint(model))
-
-
 def test_other_shapes_are_another_model(model):
     fingerprint = model_fingerprint(model)
     assert not same_model(fingerprint, fingerprint[:2])
@@ -196,45 +178,6 @@ def test_every_row_and_column_of_every_tensor_counts(model, name, part):
     after = model_fingerprint(model)
     assert not same_model(before, after)
     assert not same_model(before, model_fingerprint(copy.deepcopy(model).bfloat16()))
-
-
-@pytest.mark.parametrize("name", DECIDING)
-def test_writes_through_data_are_noticed(model, name):
-    before = model_fingerprint(model)
-    model.get_parameter(name).data.mul_(1.1)
-    assert not same_model(before, model_fingerprint(model))
-    before = model_fingerprint(model)
-    data = model.get_parameter(name).data
-    # A sixteenth, somewhere; a sample is taken of every thirty-second part.
-    data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
-    assert not same_model(before, model_fingerprint(model))
-
-
-def test_writes_are_noticed_in_one_launch_too(model):
-    """As the sample is read on a device."""
-    before = model_fingerprint(model, gather=Gatherer)
-    assert model_fingerprint(model, sampled=True, gather=Gatherer) is before
-    model.get_parameter(DECIDING[0]).data.mul_(1.1)
-    assert model_fingerprint(model, sampled=False) is before
-    after = model_fingerprint(model, sampled=True, gather=Gatherer)
-    assert not same_model(before, after)
-    assert model_fingerprint(model, sampled=True, gather=Gatherer) is after
-    assert model_fingerprint(model) is after
-
-
-def test_casting_to_half_precision_and_back_is_noticed(model):
-    before = model_fingerprint(model)
-    model.half().float()
-    after = model_fingerprint(model)
-    assert after is not before
-    assert not same_model(before, after)
-
-
-def test_moved_tensors_keep_the_fingerprint(model):
-    before = model_fingerprint(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.clone()
-    assert model_fingerprint(model) is before
 
 
 class Adapter(torch.nn.Module):
@@ -294,49 +237,3 @@ def test_a_replaced_forward_makes_another_model(model):
 def test_options_that_decide_numbers_make_another_model(tiny_esm, option):
     one, other = (model_fingerprint(tiny_esm(layers=2, **options).esm) for options in ({}, option))
     assert not same_model(one, other)
-
-
-def test_what_does_not_decide_keys_and_values(model):
-    before = model_fingerprint(model)
-    with torch.no_grad():
-        for parameter in model.contact_head.parameters():
-            parameter.mul_(2)
-    model.encoder.layer[0].register_forward_hook(lambda *_: None)
-    assert model_fingerprint(model) is before
-
-
-def test_a_model_that_is_copied_or_freed_keeps_nothing(model):
-    before = model_fingerprint(model)
-    twin = copy.deepcopy(model)
-    with torch.no_grad():
-        twin.get_parameter(DECIDING[0]).mul_(2)
-    assert not same_model(before, model_fingerprint(twin))
-    assert model_fingerprint(model) is before
-    gone = weakref.ref(twin)
-    del twin
-    gc.collect()
-    assert gone() is None
-
-
-@pytest.mark.parametrize("name", DECIDING)
-def test_the_digest_sees_every_bit(model, name):
-    digests = {weights_digest(model), weights_digest(copy.deepcopy(model).bfloat16())}
-    parameter = model.get_parameter(name)
-    with torch.no_grad():
-        for change in (
-            lambda x: x.view(-1)[:1].neg_(),
-            lambda x: x.view(-1)[-1:].mul_(1 + 2**-20),
-            lambda x: x.copy_(x.flip(0)),
-            lambda x: x.copy_(x.flip(-1)),
-        ):
-            change(parameter.data)
-            digests.add(weights_digest(model))
-    assert len(digests) == (6 if parameter.dim() == 2 else 5)
-    assert weights_digest(model) == weights_digest(copy.deepcopy(model))
-
-
-def test_models_made_under_inference_mode(tiny_esm):
-    with torch.inference_mode():
-        inferred = tiny_esm(head_dim=16, heads=4, layers=3).esm
-        fingerprint = model_fingerprint(inferred)
-    assert same_model(fingerprint, model_fingerprint(tiny_esm(head_dim=16, heads=4, layers=3).esm))

@@ -120,6 +120,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Toy:
     torch.manual_seed(0)
     model = Toy(ToyConfig()).eval()
     model.set_turbo(preset="exact")
+    model.model_id = "toy"
     return model
 
 

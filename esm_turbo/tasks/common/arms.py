@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device
-from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, Geometry, TurboConfig
-from esm_turbo.files.fingerprint import model_fingerprint
+from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import available_bytes
@@ -273,8 +272,7 @@ def prefill_rows(turbo: ContextModel, rows: Sequence[TokenIds], config: TurboCon
     """
     rows, positions = turbo.codes.present(rows)
     esm, lengths = turbo.model.base_model, [len(row) for row in rows]
-    geometry = Geometry.of(esm.config)
-    cache = TurboKVCache(config, geometry, model_fingerprint(esm), esm.codec(config), esm.device)
+    cache: TurboKVCache = esm.kv.cache_within_call(config)
     more = cache_bytes(esm, max(lengths) * len(rows), config)
     check_memory(esm, max(lengths), rows=len(rows), more=more)
     input_ids, mask = (to_device(x, esm.device) for x in turbo.codes.batch(rows))

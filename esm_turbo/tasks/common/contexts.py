@@ -37,7 +37,7 @@ def prefill_wanted(
                 "total_tokens": [one.total_tokens for one in own],
                 "total_masks": [one.total_masks for one in own],
             }
-        cache = turbo.prefill([one.sequence for one in own], **totals)
+        cache = turbo.prefill_within_call([one.sequence for one in own], **totals)
         return Computed([one.key for one in own], FlatBatch.of(cache, [one.tokens for one in own]))
 
     def fail(index: int, error: Exception) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.files.fingerprint import weights_digest
+from esm_turbo.files.identity import kept_digest
 from esm_turbo.tasks.common.arms import arm_preset, context_config
 from esm_turbo.tasks.common.options import Arm
 
@@ -57,7 +57,7 @@ class RunInfo:
         """
         presets = {arm: arm_preset(turbo, arm) for arm in arms}
         if "turbo" in arms:
-            turbo.model.new_cache()
+            turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         device, dtype = str(turbo.model.device), str(turbo.model.dtype).removeprefix("torch.")
         threads = torch.get_num_threads() if device == "cpu" else None
         return cls(
@@ -97,7 +97,7 @@ def run_settings(turbo: ContextModel, arms: Sequence[Arm]) -> dict[Arm, dict[str
     """For each arm all that scores depend on besides sequences and options, up to rounding, as JSON values."""
     shared = {
         "versions": package_versions(),
-        "weights": weights_digest(turbo.model),
+        "weights": kept_digest(turbo.model),
         "dtype": str(turbo.model.dtype).removeprefix("torch."),
         "device": turbo.model.device.type,
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device, to_host
-from esm_turbo.files.fingerprint import tensors_digest, weights_digest
+from esm_turbo.files.identity import lasting_identity, tensors_digest
 from esm_turbo.files.tabular import named
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import NotEnoughMemoryError
@@ -122,8 +122,10 @@ class EmbeddingRequest:
         if store is not None and "cache" not in items:
             raise ValueError(f"a store keeps caches: include 'cache', got {sorted(items)}")
         request = cls(layers, items, windows, store)
-        if request.writes_contexts:
+        if "cache" in items:
             turbo.model.new_cache()
+        elif request.writes_contexts:
+            turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         return request
 
 
@@ -166,10 +168,14 @@ def embed(
 
 
 def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[str, Any]:
-    """Everything that determines the values of embeddings up to rounding, as JSON values."""
+    """Everything that determines the values of embeddings up to rounding, as JSON values.
+
+    Raises:
+        ValueError: the model cannot be identified, see `ModelIdentity.check_lasting`.
+    """
     settings: dict[str, Any] = {
         "model": turbo.name,
-        "weights": weights_digest(turbo.model),
+        "weights": lasting_identity(turbo.model).digest,
         "dtype": str(turbo.model.dtype).removeprefix("torch."),
         "repr_layers": sorted(request.layers),
         "include": sorted(request.include),
@@ -177,7 +183,7 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     if request.windows is not None:
         settings["windows"] = asdict(request.windows)
     if request.writes_contexts:
-        codec = turbo.model.new_cache().codec
+        codec = turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}
     return settings
 

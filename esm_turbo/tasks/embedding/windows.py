@@ -150,7 +150,8 @@ class _WindowRun:
         tokens = torch.tensor([len(residues) + 2], device=self.ids.device)
         # Token dropout is that of the whole protein.
         self.counts = (tokens, (self.ids == turbo.codes.mask).sum()[None])
-        self.cache: TurboKVCache | None = turbo.model.new_cache() if windows.memory else None
+        encoder = turbo.model.base_model
+        self.cache: TurboKVCache | None = encoder.kv.cache_within_call(encoder.turbo_config) if windows.memory else None
 
     @torch.no_grad()
     def window(self, start: int, end: int, next_start: int | None) -> dict[int, Tensor]:

@@ -194,7 +194,7 @@ def _prefilled(
     contexts = [turbo.codes.decode(row) for row in rows]
     number_of = {context: number for number, context in enumerate(dict.fromkeys(contexts))}
     distinct = list(number_of)
-    cache = turbo.prefill(distinct) if store is None else store.get_or_prefill(turbo, distinct)
+    cache = turbo.prefill_within_call(distinct) if store is None else store.get_or_prefill(turbo, distinct)
     chosen = [number_of[context] for context in contexts for _ in range(repeats)]
     if chosen != list(range(len(number_of))):
         cache.batch_select_indices(torch.tensor(chosen))

@@ -93,7 +93,7 @@ def generate_records(
     # Errors that concern all records are raised before any of them runs.
     allowed_residues(turbo, options)
     with default_storage(turbo):
-        turbo.model.new_cache()
+        turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
     samples = options.num_return_sequences
     _check_results(records, options)
     counter = StageProgress(progress, "generate", len(records) * samples)

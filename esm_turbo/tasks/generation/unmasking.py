@@ -88,9 +88,13 @@ class MaskedBatch:
         identical = all(row == self.rows[0] for row in self.rows)
         rows = self.rows[:1] if identical else self.rows
         ids, mask = self.turbo.codes.batch(rows)
-        device = self.turbo.model.device
+        device, encoder = self.turbo.model.device, self.turbo.model.base_model
         output = self.turbo.model(
-            ids.to(device), mask.to(device), use_cache=self.refresh_every > 1, row_lengths=list(map(len, rows))
+            ids.to(device),
+            mask.to(device),
+            past_key_values=encoder.kv.cache_within_call(encoder.turbo_config) if self.refresh_every > 1 else None,
+            use_cache=self.refresh_every > 1,
+            row_lengths=list(map(len, rows)),
         )
         self.cache = output.past_key_values
         logits: Tensor = output.logits

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from esm_turbo import ContextStore
-from esm_turbo.modeling_esm_turbo import TurboEsmModel
+from esm_turbo.model.executor import Executor
 from tests.helpers.command_inputs import files
 
 
@@ -40,13 +40,13 @@ def test_a_store_inside_a_file_is_refused(esm, fasta, tiny_folder):
 
 
 def test_a_protein_that_does_not_fit_does_not_stop_the_others(esm, write, tmp_path, tiny_folder, monkeypatch):
-    def small(self, input_ids, *arguments, **options):
-        if input_ids.numel() > 30:
+    def small(self, inputs, cache):
+        if inputs.ids.numel() > 30:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
-        return original(self, input_ids, *arguments, **options)
+        return original(self, inputs, cache)
 
-    original = TurboEsmModel.forward
-    monkeypatch.setattr(TurboEsmModel, "forward", small)
+    original = Executor.forward
+    monkeypatch.setattr(Executor, "forward", small)
     fasta, folder = write("some.fasta", f">a\nMKTAYIAK\n>b\nGSGS\n>c\n{'MK' * 20}\n>d\nMMM\n"), tmp_path / "store"
     result = esm("store", fasta, folder, "--model", tiny_folder, "--preset", "exact")
     assert result.code == 1
@@ -58,15 +58,14 @@ def test_a_protein_that_does_not_fit_does_not_stop_the_others(esm, write, tmp_pa
 def computed(monkeypatch):
     """Numbers of tokens of the rows that the model computes from scratch, forward by forward."""
     calls = []
-    original = TurboEsmModel.forward
+    original = Executor.forward
 
-    def noting(self, input_ids=None, *arguments, **options):
-        cache = options.get("past_key_values")
-        if options.get("use_cache") and (cache is None or not cache.get_seq_length()):
-            calls.append(input_ids.shape[1])
-        return original(self, input_ids, *arguments, **options)
+    def noting(self, inputs, cache):
+        if inputs.use_cache and not cache.get_seq_length():
+            calls.append(inputs.ids.shape[1])
+        return original(self, inputs, cache)
 
-    monkeypatch.setattr(TurboEsmModel, "forward", noting)
+    monkeypatch.setattr(Executor, "forward", noting)
     return calls
 
 

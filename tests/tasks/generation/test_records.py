@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from torch import Tensor
 
 from esm_turbo import TurboEsm
 from esm_turbo.model.memory import NotEnoughMemoryError
+from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.proteins.fasta import ProteinRecord, token_batches
 from esm_turbo.tasks.generation import records
 from esm_turbo.tasks.generation.options import GenerationOptions
@@ -51,13 +51,13 @@ def test_batches_follow_from_the_kind_of_device(exact: TurboEsm, monkeypatch: py
 def test_samples_are_rows_of_a_batch(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many samples are asked for, no batch has more tokens than allowed, and none computes a context twice."""
     forwards: list[tuple[int, int]] = []
-    original = exact.model.esm.forward
+    original = exact.model.esm.executor.forward
 
-    def noting(input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
-        forwards.append(tuple(input_ids.shape))
-        return original(input_ids, *arguments, **options)
+    def noting(inputs: ForwardInputs, cache: Any) -> Any:
+        forwards.append(tuple(inputs.ids.shape))
+        return original(inputs, cache)
 
-    monkeypatch.setattr(exact.model.esm, "forward", noting)
+    monkeypatch.setattr(exact.model.esm.executor, "forward", noting)
     options = GenerationOptions(max_new_tokens=2, num_return_sequences=20)
     generated, bad = generate_records(exact, RECORDS[:1], options, toks_per_batch=60)
     assert (len(generated), bad) == (20, [])
@@ -74,14 +74,14 @@ def test_samples_are_rows_of_a_batch(exact: TurboEsm, monkeypatch: pytest.Monkey
 
 def test_a_record_that_does_not_fit_does_not_stop_the_others(exact: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
     """The allocator of the CPU raises a plain RuntimeError; a batch is halved until only the large record is left."""
-    original = exact.model.esm.forward
+    original = exact.model.esm.executor.forward
 
-    def small(input_ids: Tensor, *arguments: Any, **options: Any) -> Any:
-        if input_ids.shape[1] > 24:
+    def small(inputs: ForwardInputs, cache: Any) -> Any:
+        if inputs.ids.shape[1] > 24:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9")
-        return original(input_ids, *arguments, **options)
+        return original(inputs, cache)
 
-    monkeypatch.setattr(exact.model.esm, "forward", small)
+    monkeypatch.setattr(exact.model.esm.executor, "forward", small)
     generated, bad = generate_records(exact, RECORDS, GenerationOptions(positions=[2], num_return_sequences=2))
     assert [(one.record, one.sample) for one in generated] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
     [(record, reason)] = [(one.record, one.reason) for one in bad]
