@@ -556,14 +556,20 @@ class _Code:
         self.names.append(f"{name} {kind.__module__}.{kind.__qualname__}")
         for hook in (hook for hooks in _HOOKS for hook in own[hooks].values()):
             if not is_recorder(hook):
-                self.names.append(f"{name} {_name_of(hook)}")
+                self._name_own(name, hook)
                 self._judge(hook, f"a hook of {name or 'the model'}")
         if kind.__module__.partition(".")[0] not in _LIBRARIES:
             self.foreign = self.foreign or f"{kind.__module__}.{kind.__qualname__} ({name})"
         for key, value in own.items():
             if key not in _OWN_OF_MODULE and callable(value) and not isinstance(value, nn.Module):
-                self.names.append(f"{name}.{key} {_name_of(value)}")
+                if not key.startswith("_"):
+                    self._name_own(f"{name}.{key}", value)
                 self._judge(value, f"{name}.{key}")
+
+    def _name_own(self, name: str, value: Any) -> None:
+        # These move tensors between devices, and compute nothing.
+        if not _name_of(value).startswith(("accelerate.", "esm_turbo.")):
+            self.names.append(f"{name} {_name_of(value)}")
 
     def _functions(self, one: type) -> Iterator[Any]:
         # Of PyTorch's and the library's own bases only what a call passes through.
