@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from esm_turbo import ContextStore, KVCalibrator, TurboEsm, TurboKVCache
+from esm_turbo.serve.service import Service
 from tests.helpers.e1 import plain_forward
 from tests.test_modeling_e1_turbo import E1_MINI, REFERENCE, texts
 
@@ -188,6 +189,7 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: e1.embed("MKT"),
         lambda e1: e1.evaluate(["MKT"]),
         lambda e1: KVCalibrator(e1.model),
+        lambda e1: Service(e1, ContextStore("unused")),
     ],
     ids=["score", "score_pairs", "score_variants", "generate", "fill", "embed", "evaluate", "calibrate"],
 )

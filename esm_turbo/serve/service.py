@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 from esm_turbo import __version__
 from esm_turbo.context_store import ContextStore
 from esm_turbo.files.identity import lasting_identity
+from esm_turbo.model.heads import check_reads_on
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import invalid
@@ -46,7 +47,8 @@ class Service:
         arm: how its contexts are kept, `turbo` or `frozen`.
 
     Raises:
-        ValueError: the store belongs to another model, or the preset needs a calibration and there is none.
+        ValueError: the store belongs to another model, the preset needs a calibration and there is none, or the model's
+            contexts are whole homologs.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Service:
         toks_per_batch: int | None = None,
         wait: float = 0.002,
     ) -> None:
+        check_reads_on(turbo.model.base_model, "the service")
         turbo.model.new_cache()
         store.check_model(turbo)
         self.turbo = turbo
