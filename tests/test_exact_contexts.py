@@ -191,7 +191,7 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: KVCalibrator(e1.model),
         lambda e1: Service(e1, ContextStore("unused")),
     ],
-    ids=["score", "score_pairs", "score_variants", "generate", "fill", "embed", "evaluate", "calibrate"],
+    ids=["score", "score_pairs", "score_variants", "generate", "fill", "embed", "evaluate", "calibrate", "serve"],
 )
 def test_tasks_that_read_on_are_refused(e1: TurboEsm, task: Callable[[TurboEsm], object]) -> None:
     with pytest.raises(ValueError, match=r"E1 does not support .*: its contexts are whole homologs"):
