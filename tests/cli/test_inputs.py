@@ -429,8 +429,14 @@ def test_only_the_embedded_model_is_called_a_demonstration(esm, fasta, tmp_path,
     assert json.loads((tmp_path / "out" / "settings.json").read_text())["device"] == "cpu"
 
 
-def test_a_missing_calibration_is_the_only_message(esm, fasta, tiny_folder):
-    result = esm("score", fasta, fasta, "--model", tiny_folder, "--arm", "turbo")
+@pytest.fixture
+def known(write):
+    """Proteins without unknown residues, of which commands say nothing."""
+    return write("known.fasta", ">a class=alpha_beta\nMKTAYIAKQRQISFVK\n>b class=alpha_beta\nGSGSWKDL\n")
+
+
+def test_a_missing_calibration_is_the_only_message(esm, known, tiny_folder):
+    result = esm("score", known, known, "--model", tiny_folder, "--arm", "turbo")
     assert result.code == 2
     assert "calibrat" in result.error
     assert not result.said
@@ -480,15 +486,15 @@ def test_the_suffix_decides_the_format(esm, fasta, tmp_path, tiny_folder):
 @pytest.mark.parametrize(
     "command", [["score", "IN"], ["variants"], ["generate", "--max-new-tokens", "1"], ["binders", "--length", "3"]]
 )
-def test_a_model_without_a_calibration_runs_at_full_precision(esm, fasta, tiny_folder, command):
-    name, *options = [fasta if one == "IN" else one for one in command]
+def test_a_model_without_a_calibration_runs_at_full_precision(esm, known, tiny_folder, command):
+    name, *options = [known if one == "IN" else one for one in command]
     model = ["--model", tiny_folder, "--json", "-"]
-    result = esm(name, fasta, *options, *model)
+    result = esm(name, known, *options, *model)
     assert (result.code, result.err) == (0, "")
     assert json.loads(result.out)["run"]["arms"] == {"frozen": "exact"}
     # The default that is named is not the default.
     for preset in ("turbo2", "turbo3"):
-        result = esm(name, fasta, *options, *model, "--preset", preset)
+        result = esm(name, known, *options, *model, "--preset", preset)
         assert result.code == 2
         assert f"preset '{preset}' needs a calibration" in result.error and "--calibration auto" in result.error
 
@@ -496,9 +502,9 @@ def test_a_model_without_a_calibration_runs_at_full_precision(esm, fasta, tiny_f
 @pytest.mark.parametrize(
     "command", [["score", "IN", "IN", "--arm", "frozen"], ["embed", "IN", "new", "--include", "mean"]]
 )
-def test_a_preset_that_nothing_is_stored_under_is_mentioned(esm, fasta, tmp_path, tiny_folder, monkeypatch, command):
+def test_a_preset_that_nothing_is_stored_under_is_mentioned(esm, known, tmp_path, tiny_folder, monkeypatch, command):
     monkeypatch.chdir(tmp_path)
-    arguments = [*(fasta if one == "IN" else one for one in command), "--model", tiny_folder]
+    arguments = [*(known if one == "IN" else one for one in command), "--model", tiny_folder]
     result = esm(*arguments, "--preset", "turbo3")
     assert result.code == 0
     assert result.err == "esm-turbo: warning: --preset turbo3 changes nothing: this run stores no contexts under it\n"
