@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.figure import Figure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Logo, Scatter
 from esm_turbo.pictures.static import PlacedPanel, histogram_bins

@@ -381,7 +381,7 @@ def test_health_and_metrics(client, context):
     client.post(f"/v1/contexts/{context}/score", {"candidates": ["A"]})
     wait_until(lambda: value(answers) == before[0] + 1)
     # The candidate and its context.
-    assert value("esm_turbo_tokens_total") - before[1] >= 1 + 8 + 1
+    wait_until(lambda: value("esm_turbo_tokens_total") - before[1] >= 1 + 8 + 1)
     assert client.get("/healthz").json["status"] == "ok"
 
 
