@@ -17,7 +17,7 @@ import esm_turbo
 TOO_OLD = "ESM-C needs transformers 5.16 or newer, installed is"
 HAS_ESMC = hasattr(transformers, "EsmcModel")
 # They draw, and are imported once that is asked for.
-DRAWING = ("esm_turbo.pictures.interactive", "esm_turbo.pictures.page", "esm_turbo.pictures.static")
+DRAWING = ("esm_turbo.pictures.hover", "esm_turbo.pictures.page", "esm_turbo.pictures.static")
 HAS_PLOT = all(find_spec(name) for name in ("matplotlib", "logomaker"))
 
 HEAVY = ("torch", "transformers", "triton", "matplotlib", "pandas", "sklearn")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from matplotlib.figure import Figure
 
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Lines, Logo, Scatter
 from esm_turbo.pictures.static import PlacedPanel, histogram_bins
