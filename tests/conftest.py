@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 
 # Before transformers is imported: no test but those marked `network` may look for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -23,6 +24,16 @@ torch.set_num_threads(1)
 # Nor on its speed.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.fixture(autouse=True)
+def as_signals_were() -> Iterator[None]:
+    """Handlers of SIGINT and SIGTERM outlive no test: a command run in this process ignores both once it is done."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        if signal.getsignal(number) is not handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

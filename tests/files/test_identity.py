@@ -3,9 +3,11 @@
 import copy
 import functools
 import gc
+import itertools
 import multiprocessing
 import pickle
 import weakref
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -306,9 +308,9 @@ def test_a_store_is_refused_in_another_process(turbo, tmp_path, dtype):
     store = ContextStore(tmp_path)
     store.add(in_turbo(make(getattr(torch, dtype)), turbo), [SEQUENCE])
     other = {"float32": "float16", "bfloat16": "float32", "float16": "bfloat16"}[dtype]
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        cases = [(dtype, None), (other, None), (dtype, "trains"), *((dtype, change.__name__) for change in CHANGES[:5])]
-        right, precision, random, *changed = pool.starmap(_read, [(tmp_path, *case) for case in cases])
+    cases = [(dtype, None), (other, None), (dtype, "trains"), *((dtype, change.__name__) for change in CHANGES[:5])]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        right, precision, random, *changed = pool.map(_read, itertools.repeat(tmp_path), *zip(*cases, strict=True))
     assert right == "right"
     assert f"made in {dtype}, and the model computes in {other}" in precision
     assert ".eval()" in random
