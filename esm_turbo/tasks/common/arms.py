@@ -83,13 +83,17 @@ def default_arm(turbo: ContextModel) -> Arm:
     return "frozen" if turbo.calibration is None and not turbo.model.base_model.preset_chosen else "turbo"
 
 
+def default_config(turbo: ContextModel) -> TurboConfig:
+    """The options under which contexts are stored if no arm is named: not those of a preset that nobody has chosen."""
+    return context_config(turbo, default_arm(turbo))
+
+
 @contextlib.contextmanager
 def default_storage(turbo: ContextModel) -> Iterator[None]:
-    """Within the block, contexts are stored as `default_arm` says, and not as the preset that nobody has chosen."""
+    """Within the block, contexts are stored as `default_config` says."""
     encoder = turbo.model.base_model
     before = encoder.turbo_config
-    if default_arm(turbo) == "frozen":
-        encoder.turbo_config = FROZEN
+    encoder.turbo_config = default_config(turbo)
     try:
         yield
     finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from esm_turbo.tasks.generation.unmasking import MaskedBatch, unmask
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["GenerationOptions", "GenerationOutput", "generate"]
+__all__ = ["GenerationOptions", "GenerationOutput", "generate", "generation_steps"]
 
 # Defaults of `refresh_every`, chosen by measurement: see docs/generation.md.
 _APPEND_EVERY, _UNMASK_EVERY = 1, 8
@@ -97,6 +97,32 @@ def generate(
             or the preset needs a calibration and there is none.
         NotEnoughMemoryError: all rows together need more memory than is free.
     """
+    steps = generation_steps(turbo, sequences, options, seed, store)
+    while True:
+        try:
+            next(steps)
+        except StopIteration as end:
+            made: GenerationOutput = end.value
+            return made
+
+
+def generation_steps(
+    turbo: ContextModel,
+    sequences: Sequence[str] | TurboKVCache,
+    options: GenerationOptions,
+    seed: int | Sequence[int] = 0,
+    store: ContextSource | None = None,
+    tokens: int | None = None,
+) -> Generator[int, None, GenerationOutput]:
+    """As `generate`, step by step, for callers that do other work in between.
+
+    Args:
+        sequences: as of `generate`, and so are `options`, `seed` and `store`.
+        tokens: that the model may run from one yield to the next, about; None is all of those that are appended.
+
+    Yields:
+        The number of tokens that were run.
+    """
     check_store(store)
     cache = sequences if isinstance(sequences, TurboKVCache) else None
     if isinstance(sequences, TurboKVCache):
@@ -121,7 +147,7 @@ def generate(
         else:
             cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
         decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY, token_ids)
-        return _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache)
+        return (yield from _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache, tokens))
     if cache is not None or store is not None:
         given = "a cache" if store is None else "contexts of a store"
         raise ValueError(f"{given} can only be appended to: give `max_new_tokens`")
@@ -136,10 +162,9 @@ def generate(
         refresh,
         options.refresh_every or _UNMASK_EVERY,
     )
-    with default_storage(turbo):
-        log_probs = unmask(
-            batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps
-        )
+    log_probs = yield from unmask(
+        batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps
+    )
     return GenerationOutput(
         [turbo.codes.decode(row[1:-1]) for row in batch.rows],
         batch.chosen,
@@ -202,11 +227,25 @@ def _prefilled(
 
 
 def _append(
-    turbo: ContextModel, decoder: LeftToRight, sampler: ResidueSampler, new_tokens: int, return_cache: bool
-) -> GenerationOutput:
-    """Append residues to every row."""
+    turbo: ContextModel,
+    decoder: LeftToRight,
+    sampler: ResidueSampler,
+    new_tokens: int,
+    return_cache: bool,
+    tokens: int | None,
+) -> Generator[int, None, GenerationOutput]:
+    """Append residues to every row, see `generation_steps`."""
     begins = [len(ids) for ids in decoder.token_ids]
-    log_probs = decoder.append(sampler, new_tokens, return_cache)
+    log_probs: list[list[float]] = [[] for _ in begins]
+    # A refresh, the token before it and the mask.
+    per_step = sum(min(begin, decoder.refresh) + 2 for begin in begins)
+    count = new_tokens if tokens is None else max(1, tokens // per_step)
+    for done in range(0, new_tokens, count):
+        now = min(count, new_tokens - done)
+        last = done + now == new_tokens
+        for own, more in zip(log_probs, decoder.append(sampler, now, return_cache or not last), strict=True):
+            own += more
+        yield now * per_step
     return GenerationOutput(
         [turbo.codes.decode(ids[1:]) for ids in decoder.token_ids],
         [list(range(begin, begin + new_tokens)) for begin in begins],

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 from bisect import bisect_left
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Generator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Generator, Tensor
+from torch import Tensor
 
+from esm_turbo.tasks.common.arms import default_config
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ class MaskedBatch:
         chosen: the columns that change, in ascending order.
         running: the columns that run in a step: chosen ones and their neighbours, in ascending order.
         steps: number of steps of the sweep so far.
+        ran: tokens that the last step ran.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class MaskedBatch:
         self.rows = [list(row) for row in rows]
         self.chosen = [sorted(columns) for columns in chosen]
         self.refresh_every = refresh_every
-        self.steps = 0
+        self.steps = self.ran = 0
         self.running = [
             sorted({x for c in columns for x in range(max(c - refresh, 1), min(c + refresh, len(row) - 2) + 1)})
             for row, columns in zip(self.rows, self.chosen, strict=True)
         ]
         self.cache: TurboKVCache | None = None
+        # Once, as the preset of the model may be another between two steps.
+        self._config = default_config(turbo)
 
     def put(self, columns: Sequence[Collection[int]], token: int) -> None:
         """Set columns of each protein to a token."""
@@ -88,11 +92,12 @@ class MaskedBatch:
         identical = all(row == self.rows[0] for row in self.rows)
         rows = self.rows[:1] if identical else self.rows
         ids, mask = self.turbo.codes.batch(rows)
+        self.ran = ids.numel()
         device, encoder = self.turbo.model.device, self.turbo.model.base_model
         output = self.turbo.model(
             ids.to(device),
             mask.to(device),
-            past_key_values=encoder.kv.cache_within_call(encoder.turbo_config) if self.refresh_every > 1 else None,
+            past_key_values=encoder.kv.cache_within_call(self._config) if self.refresh_every > 1 else None,
             use_cache=self.refresh_every > 1,
             row_lengths=list(map(len, rows)),
         )
@@ -106,6 +111,7 @@ class MaskedBatch:
         ids, _ = self.turbo.codes.batch(
             [[row[column] for column in columns] for row, columns in zip(self.rows, self.running, strict=True)]
         )
+        self.ran = ids.numel()
         logits: Tensor = self.turbo.model(
             ids.to(self.turbo.model.device), *self._seen_and_positions, past_key_values=self.cache
         ).logits
@@ -133,8 +139,8 @@ class MaskedBatch:
 
 def unmask(
     batch: MaskedBatch, sampler: ResidueSampler, mask_id: int, order: UnmaskingOrder, per_step: int, sweeps: int
-) -> list[dict[int, float]]:
-    """Mask the chosen columns and draw each of them, once per sweep.
+) -> Generator[int, None, list[dict[int, float]]]:
+    """Mask the chosen columns and draw each of them, once per sweep; yield after each step the tokens that it ran.
 
     Args:
         batch: the proteins; their rows are changed.
@@ -182,10 +188,13 @@ def unmask(
                 batch.rows[row][column] = token
                 log_probs[row][column] = log_prob
                 waiting[row].discard(column)
+            yield batch.ran
     return log_probs
 
 
-def _order(columns: list[int], order: UnmaskingOrder, log_probs: dict[int, float], generator: Generator) -> list[int]:
+def _order(
+    columns: list[int], order: UnmaskingOrder, log_probs: dict[int, float], generator: torch.Generator
+) -> list[int]:
     """The columns of a row in the order in which a sweep draws them, if that is known in advance."""
     if order == "left_to_right":
         return columns

@@ -10,6 +10,7 @@ import torch
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.proteins.limits import LongProteinWarning
+from esm_turbo.tasks.generation.generate import GenerationOptions, generation_steps
 from tests.helpers.models import random_ids
 from tests.helpers.plain_generation import ATOL, PREFIX
 
@@ -39,6 +40,37 @@ def test_rows_do_not_depend_on_each_other(exact: TurboEsm, options: dict[str, ob
         torch.testing.assert_close(
             torch.tensor(alone.log_probs[0]), torch.tensor(together.log_probs[row]), rtol=0, atol=ATOL
         )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_new_tokens": 11, "refresh": 4, "refresh_every": 3},
+        {"max_new_tokens": 7, "return_cache": True},
+        {"positions": list(range(2, 14)), "sweeps": 2},
+        {"positions": list(range(2, 14)), "order": "confidence", "per_step": 5},
+    ],
+)
+def test_generation_in_steps_is_that_in_one_call(exact: TurboEsm, options: dict[str, object]) -> None:
+    expected = exact.generate([PREFIX, "MKT" * 6], num_return_sequences=2, seed=3, **options)
+    checked = GenerationOptions(num_return_sequences=2, **options)
+    steps = generation_steps(exact, [PREFIX, "MKT" * 6], checked, 3, tokens=30)
+    ran, before = [], exact.model.base_model.turbo_config
+    while True:
+        try:
+            ran.append(next(steps))
+        except StopIteration as end:
+            made = end.value
+            break
+        # Others may use the model meanwhile.
+        assert exact.model.base_model.turbo_config is before
+        exact.prefill("ACD")
+    assert len(ran) > 2 and min(ran) > 0
+    assert (made.sequences, made.positions) == (expected.sequences, expected.positions)
+    torch.testing.assert_close(torch.tensor(made.log_probs), torch.tensor(expected.log_probs), rtol=0, atol=ATOL)
+    assert (made.cache is None) == (expected.cache is None)
+    if expected.cache is not None:
+        assert torch.equal(made.cache.token_ids, expected.cache.token_ids)
 
 
 @pytest.mark.parametrize("options", [{"max_new_tokens": 12}, {"positions": list(range(2, 14))}])
