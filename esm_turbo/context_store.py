@@ -447,7 +447,7 @@ class ContextStore:
         with self._mutex:
             partition = self._files.partition(context_spec(turbo))
             requests = context_requests(turbo, sequences) if sequences else []
-            return sum(partition is None or not partition.path(one.key).exists() for one in requests)
+            return sum(partition is None or not partition.path(one.key).is_file() for one in requests)
 
     def info(self) -> dict[str, Any]:
         """Contents and usage of the store, JSON values.

@@ -423,7 +423,13 @@ def rewrite(path):
     write_artifact(path, "context", FORMAT_VERSION, tensors, metadata | {"layout": metadata["layout"][1:]})
 
 
-@pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite])
+def plant_folder(path):
+    path.unlink()
+    path.mkdir()
+    (path / "note.txt").write_text("not a context")
+
+
+@pytest.mark.parametrize("damage", [flip, flip_header, cut, empty, swap, rewrite, plant_folder])
 def test_a_damaged_context_is_reported_and_computed_again(compressed, tmp_path, prefilled, caplog, damage):
     ContextStore(tmp_path).get_or_prefill(compressed, ["MKTAYIAK", "GSGSWKDL"], toks_per_batch=1)
     expected = entries(tmp_path)
@@ -459,7 +465,7 @@ def _tokens_in(path):
 def entries_or_none(folder):
     try:
         return entries(folder)
-    except SafetensorError:
+    except (SafetensorError, OSError):
         return None
 
 

@@ -18,6 +18,7 @@ from esm_turbo.files.paths import NotWritableError, is_device
 LOCK_FILE = ".lock"
 # Errors that another attempt would meet again.
 _NEVER_WRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM)
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[a-z0-9_]{8}\.tmp")
 
 
@@ -43,6 +44,11 @@ class WritingError(OSError):
     def __init__(self, path: str | os.PathLike[str], reason: str, number: int | None) -> None:
         super().__init__(f"{os.fspath(path)}: cannot be written ({reason})")
         self.reason, self.errno = reason, number
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """True of an error in writing to a disk that has no room left, or none for this user."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 @contextlib.contextmanager
@@ -249,7 +255,9 @@ def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
         # Whoever reads the output has gone.
         raise
     except (OSError, SafetensorError) as error:
-        number = error.errno if isinstance(error, OSError) else None
+        # safetensors says it in words alone.
+        said = _OS_ERROR.search(str(error))
+        number = error.errno if isinstance(error, OSError) else said and int(said[1])
         # What is written in several steps is named after the last of them.
         reason = error.reason if isinstance(error, WritingError) else getattr(error, "strerror", None) or str(error)
         raise WritingError(path, reason, number) from error

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import errno
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -15,6 +14,7 @@ from fastapi.responses import JSONResponse, PlainTextResponse, Response, Streami
 from fastapi.routing import APIRoute
 
 from esm_turbo import __version__
+from esm_turbo.files.writing import is_full_disk
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.serve.errors import RequestError, busy, failure, invalid, printable
 from esm_turbo.serve.jobs import Job
@@ -261,7 +261,7 @@ async def _result(future: asyncio.Future[Any]) -> Any:
             raise RequestError(503, f"not enough memory: {message}") from error
         if isinstance(error, ValueError):
             raise invalid(message) from error
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if is_full_disk(error):
             raise RequestError(507, "the disk of the store is full") from error
         _log.error("a request failed: %s: %s", type(error).__name__, message)
         raise failure() from error

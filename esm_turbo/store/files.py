@@ -22,6 +22,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -432,6 +433,9 @@ class Staging:
         refuse_links(path.parent, self.partition.folder.parent)
         with file_errors(path):
             path.parent.mkdir(exist_ok=True)
+            if path.is_dir() and not path.is_symlink():
+                # Nobody but a stranger makes one here, and a file cannot replace it.
+                shutil.rmtree(path)
             os.replace(self._path(key), path)
 
     def _path(self, key: str) -> Path:
@@ -481,7 +485,9 @@ def _files(partition: Path) -> Iterator[os.DirEntry[str]]:
         for folder in folders:
             if folder.is_dir() and not folder.name.startswith("."):
                 with os.scandir(folder) as entries:
-                    yield from (e for e in entries if e.name.endswith(_SUFFIX) and not e.name.startswith("."))
+                    yield from (
+                        e for e in entries if e.name.endswith(_SUFFIX) and not (e.name.startswith(".") or e.is_dir())
+                    )
 
 
 def _may_precede_header(name: str) -> bool:

@@ -12,6 +12,7 @@ from http.client import HTTPResponse
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 
 from benchmarks.serve.process import Client
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
@@ -507,7 +508,7 @@ def test_a_full_store_and_a_full_disk_are_told(turbo, tmp_path, monkeypatch):
     with running(turbo, tmp_path / "another") as client:
 
         def full(*_, **__):
-            raise OSError(28, "No space left on device")
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
 
         monkeypatch.setattr("esm_turbo.files.artifacts.save_file", full)
         assert client.post("/v1/contexts", {"sequence": "ACD"}).status == 507

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.config import TurboConfig
+from esm_turbo.files.writing import is_full_disk
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import available_bytes, is_out_of_memory
 from esm_turbo.model.pooled import PooledContexts
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 _SHARE, _BATCHES = 0.125, 4
 
 _TokenIds = tuple[int, ...]
+_log = logging.getLogger("esm_turbo")
 
 
 @torch.no_grad()
@@ -271,8 +274,7 @@ class _Contexts(NamedTuple):
             own = [missing[index] for index in part]
             cache = prefill_rows(turbo, own, config)
             if store is not None:
-                for ids, one in zip(own, cache.cut([len(ids) for ids in own]), strict=True):
-                    store.get_or_compute(turbo, ids, config, repeat(one).__next__)
+                _store_all(turbo, store, config, zip(own, cache.cut([len(ids) for ids in own]), strict=True))
             if any(kept[ids] < len(ids) for ids in own):
                 cache.crop(torch.tensor([kept[ids] for ids in own]))
             held.update({ids: _ContextRow(cache, row) for row, ids in enumerate(own)})
@@ -284,6 +286,22 @@ class _Contexts(NamedTuple):
         for batch in reversed(token_batches([len(ids) for ids in missing], wave.toks_per_batch)):
             halve_until_it_fits(run, batch, fail)
         return cls(held, failed)
+
+
+def _store_all(
+    turbo: ContextModel,
+    store: ReadableSource,
+    config: TurboConfig,
+    contexts: Iterable[tuple[_TokenIds, TurboKVCache]],
+) -> None:
+    """Store contexts as far as the disk has room for them; rows need only those in memory."""
+    try:
+        for ids, cache in contexts:
+            store.get_or_compute(turbo, ids, config, repeat(cache).__next__)
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        _log.warning("%s; it goes on without storing contexts", error)
 
 
 def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Callable[[int], None]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
@@ -154,6 +155,29 @@ def test_a_batch_that_does_not_fit_runs_protein_by_protein(turbo: TurboEsm, monk
         torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
     most = 1
     assert all(isinstance(error, RuntimeError) for error in predict(turbo))
+
+
+def test_a_full_disk_ends_storing_alone(
+    turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = list(predict(turbo))
+    with ContextStore(tmp_path / "store") as store:
+        list(predict(turbo, PROTEINS[:1], store=store))
+
+        def full(*_: Any, **__: Any) -> None:
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("esm_turbo.files.artifacts.save_file", full)
+            found = list(predict(turbo, store=store))
+        [warned] = caplog.records
+        assert "No space left" in warned.getMessage() and "goes on without storing" in warned.getMessage()
+        for own, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(own, theirs, rtol=0, atol=1e-4)
+        assert store.info()["contexts"] == 1
+        # With room again, they are stored.
+        list(predict(turbo, store=store))
+        assert store.info()["contexts"] == len(PROTEINS)
 
 
 def test_other_errors_are_raised(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
