@@ -14,18 +14,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 
+from esm_turbo import binders
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_REFRESH, Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_list
+from esm_turbo.evaluate import run
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.tasks.scoring import score
+from esm_turbo.tasks.variants import score as variants
 
 if TYPE_CHECKING:
-    from esm_turbo.binders import Binders
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_store import ContextStore
-    from esm_turbo.evaluate import Evaluation
-    from esm_turbo.evaluate.presets import Presets
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.proteins.fasta import ProteinRecord
@@ -43,9 +44,7 @@ if TYPE_CHECKING:
     from esm_turbo.tasks.generation.generate import GenerationOutput
     from esm_turbo.tasks.generation.options import Allowed
     from esm_turbo.tasks.scoring.pairs import PairScores
-    from esm_turbo.tasks.scoring.score import Scores
     from esm_turbo.tasks.variants.many import ManyVariantScores
-    from esm_turbo.tasks.variants.score import VariantScores
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +53,18 @@ __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 class TurboEsm(ContextModel):
     """ESM-2, ESM-C or E1 with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
+
+    score = score.score
+    """Score candidates as continuations of a target, see `tasks.scoring.score.score`."""
+
+    score_variants = variants.score_variants
+    """Score substitutions in a protein, see `tasks.variants.score.score_variants`."""
+
+    generate_binders = binders.generate_binders
+    """Generate peptides for a target by the recipe of PepMLM, see `binders.generate_binders`."""
+
+    evaluate = run.evaluate
+    """Measure the accuracy and memory of presets on proteins, see `evaluate.evaluate`."""
 
     @classmethod
     def from_pretrained(
@@ -255,86 +266,6 @@ class TurboEsm(ContextModel):
         )
         return generate(self, given, options, seed, store)
 
-    def generate_binders(
-        self,
-        target: str | ProteinRecord,
-        length: int,
-        *,
-        num_return_sequences: int = 4,
-        top_k: int | None = 3,
-        top_p: float = 1.0,
-        temperature: float = 1.0,
-        per_step: int | None = None,
-        sweeps: int = 1,
-        allowed: str | None = None,
-        banned: str = "",
-        seed: int = 0,
-        arm: Arm | None = None,
-        refresh: int = DEFAULT_REFRESH,
-        toks_per_batch: int | None = None,
-        store: ContextStore | None = None,
-        progress: Progress | None = None,
-    ) -> Binders:
-        """Generate peptides after a target by the recipe of PepMLM, and rank them by pseudo-perplexity.
-
-        The arguments are those of `binders.generate_binders`.
-        """
-        from esm_turbo.binders import generate_binders
-
-        return generate_binders(
-            self,
-            target,
-            length,
-            num_return_sequences=num_return_sequences,
-            top_k=top_k,
-            top_p=top_p,
-            temperature=temperature,
-            per_step=per_step,
-            sweeps=sweeps,
-            allowed=allowed,
-            banned=banned,
-            seed=seed,
-            arm=arm,
-            refresh=refresh,
-            toks_per_batch=toks_per_batch,
-            store=store,
-            progress=progress,
-        )
-
-    def score(
-        self,
-        context: str | ProteinRecord | TurboKVCache,
-        candidates: Sequences,
-        *,
-        arm: Arm | None = None,
-        refresh: int = DEFAULT_REFRESH,
-        place: CandidateFill | None = None,
-        toks_per_batch: int | None = None,
-        unknown_residues: UnknownResidues = "omit",
-        background: Background | Sequence[str] = "none",
-        store: ContextStore | None = None,
-        progress: Progress | None = None,
-    ) -> Scores:
-        """Score candidates as continuations of a target: pseudo-log-likelihoods on one cached context.
-
-        The arguments are those of `tasks.scoring.score.score`.
-        """
-        from esm_turbo.tasks.scoring.score import score
-
-        return score(
-            self,
-            context,
-            candidates,
-            arm=arm,
-            refresh=refresh,
-            place=place,
-            toks_per_batch=toks_per_batch,
-            unknown_residues=unknown_residues,
-            background=background,
-            store=store,
-            progress=progress,
-        )
-
     def score_pairs(
         self,
         targets: Sequence[str],
@@ -371,38 +302,6 @@ class TurboEsm(ContextModel):
             store=store,
             progress=progress,
             runner=self._runner(devices),
-        )
-
-    def score_variants(
-        self,
-        wild_type: str | ProteinRecord | TurboKVCache,
-        variants: str | Sequence[str] | None = None,
-        *,
-        method: MarginalMethod = "masked",
-        arm: Arm | None = None,
-        refresh: int = DEFAULT_REFRESH,
-        first_position: int | None = None,
-        toks_per_batch: int | None = None,
-        store: ContextStore | None = None,
-        progress: Progress | None = None,
-    ) -> VariantScores:
-        """Score substitutions in a protein by masked or wild-type marginals.
-
-        The arguments are those of `tasks.variants.score.score_variants`.
-        """
-        from esm_turbo.tasks.variants.score import score_variants
-
-        return score_variants(
-            self,
-            wild_type,
-            variants,
-            method=method,
-            arm=arm,
-            refresh=refresh,
-            first_position=first_position,
-            toks_per_batch=toks_per_batch,
-            store=store,
-            progress=progress,
         )
 
     def score_many_variants(
@@ -443,36 +342,6 @@ class TurboEsm(ContextModel):
         from esm_turbo.parallel.calls import DeviceRunner
 
         return DeviceRunner(self, devices)
-
-    def evaluate(
-        self,
-        sequences: Sequences,
-        presets: Presets = None,
-        max_proteins: int | None = None,
-        *,
-        names: Sequence[str] | None = None,
-        classes: Sequence[str | None] | None = None,
-        extend_ks: Sequence[int] = (1, 8, 32),
-        refresh_ws: Sequence[int] = (0, 8, 32),
-        progress: Progress | None = None,
-    ) -> Evaluation:
-        """Measure the accuracy and memory of presets on proteins.
-
-        The arguments are those of `evaluate.evaluate`.
-        """
-        from esm_turbo.evaluate import evaluate
-
-        return evaluate(
-            self,
-            as_list(sequences),
-            presets,
-            max_proteins,
-            names=names,
-            classes=classes,
-            extend_ks=extend_ks,
-            refresh_ws=refresh_ws,
-            progress=progress,
-        )
 
 
 @functools.cache

@@ -93,7 +93,7 @@ SIGNATURES: dict[Any, str] = {
 
 @pytest.mark.parametrize("function", SIGNATURES, ids=lambda f: f.__qualname__)
 def test_signatures(function: Any) -> None:
-    parameters = [p for p in inspect.signature(function).parameters.values() if p.name != "self"]
+    parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in ("self", "turbo")]
     keyword_only, index = False, 0
     for wanted in re.split(r", (?![^(]*\))", SIGNATURES[function]):
         name, _, default = wanted.partition("=")

@@ -16,15 +16,11 @@ from transformers.utils import logging
 
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.binders import generate_binders
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
-from esm_turbo.evaluate import evaluate
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.generate import generate
 from esm_turbo.tasks.generation.options import GenerationOptions
-from esm_turbo.tasks.scoring.score import score
-from esm_turbo.tasks.variants.score import score_variants
 from esm_turbo.turbo_esm import _mention_demonstration
 from tests.helpers.models import CLS, EOS
 
@@ -198,11 +194,7 @@ def test_an_object_that_is_not_a_calibration_is_refused(calibration: object) -> 
 @pytest.mark.parametrize(
     ("method", "task"),
     [
-        (TurboEsm.score, score),
-        (TurboEsm.score_variants, score_variants),
-        (TurboEsm.evaluate, evaluate),
         (TurboEsm.generate, generate),
-        (TurboEsm.generate_binders, generate_binders),
         (TurboEsm.embed, embed),
     ],
     ids=lambda function: function.__qualname__,

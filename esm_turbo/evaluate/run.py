@@ -11,6 +11,7 @@ import torch
 
 from esm_turbo import __version__
 from esm_turbo.config import Geometry
+from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.evaluate.memory import measure_memory
 from esm_turbo.evaluate.presets import Presets, resolve_presets
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 def evaluate(
     turbo: ContextModel,
-    sequences: Sequence[str],
+    sequences: Sequences,
     presets: Presets = None,
     max_proteins: int | None = None,
     *,
@@ -45,7 +46,7 @@ def evaluate(
 
     Args:
         turbo: the model with its calibration; its own preset does not matter.
-        sequences: residues, without masks.
+        sequences: residues, or records, without masks.
         presets: presets to evaluate; a mapping gives them names of the caller's choice. "all" stands for all presets,
             of which those that cannot run here are reported; None for full precision and the model's own preset.
         max_proteins: evaluate only the first N proteins.
@@ -99,13 +100,8 @@ def _check_options(
             raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
 
 
-def _proteins(
-    sequences: Sequence[str], names: Sequence[str] | None, classes: Sequence[str | None] | None
-) -> list[Protein]:
-    if isinstance(sequences, str):
-        sequences = [sequences]
-    if not sequences:
-        raise ValueError("`sequences` must hold at least one sequence")
+def _proteins(sequences: Sequences, names: Sequence[str] | None, classes: Sequence[str | None] | None) -> list[Protein]:
+    sequences = as_list(sequences)
     for option, given in (("names", names), ("classes", classes)):
         if given is not None and len(given) != len(sequences):
             raise ValueError(f"`{option}` must be one per sequence, got {len(given)} for {len(sequences)} sequences")

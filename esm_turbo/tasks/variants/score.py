@@ -312,7 +312,7 @@ def score_variants(
     position = first_position_of(wild_type, first_position)
     rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position)
     tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
-    warn_if_long([len(rows.wild_type)], turbo.model.family, stacklevel=3)
+    warn_if_long([len(rows.wild_type)], turbo.model.family)
     counter = StageProgress(progress, "score", len(rows.groups[0].positions))
     config = None if arm == "full" or cache is not None else context_config(turbo, arm)
     [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
