@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.arms import ReadableSource, protein_tokens
 from esm_turbo.tasks.common.checks import check_count
+from esm_turbo.tasks.common.context_sources import ReadableSource
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import GenerationOptions, generate

@@ -216,4 +216,4 @@ DEFAULT_REFRESH = 8
 """Cached residues that run again beside new or masked ones; chosen by measurement, see docs/concepts.md."""
 
 DEFAULT_TOKS_PER_BATCH = 4096
-"""Padded tokens per batch of whole proteins; see `tasks.common.arms.protein_tokens` for CUDA."""
+"""Padded tokens per batch of whole proteins; see `tasks.common.forwards.protein_tokens` for CUDA."""

@@ -86,9 +86,9 @@ class ContextModel:
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
-    `new_cache()`, `claim_cache()`, `notice_changes()` and `growing()`; of the encoder, `model.base_model`, the forward,
-    `config`, `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the encoder's
-    layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
+    `new_cache()`, `bind_cache()`, `refresh_fingerprint()` and `growing()`; of the encoder, `model.base_model`, the
+    forward, `config`, `device`, `turbo_config`, `codec()`, `decoded()` and `predict_contacts()`. Calibration reads the
+    encoder's layers, and evaluations also use `kv_session`, `special_ids`, `backend` and `set_turbo()`.
 
     Args:
         model: the model; it is put into evaluation mode.
@@ -189,7 +189,7 @@ class ContextModel:
 
         cache = call()
         # Looked for while the device computes: a cache is not returned as one of the weights that were there before.
-        return call() if self.model.notice_changes() else cache
+        return call() if self.model.refresh_fingerprint() else cache
 
     def encode_contexts(self, sequences: Sequence[str]) -> list[TokenRow]:
         """Token ids of the contexts that `prefill` computes, by which a store knows them.
@@ -239,11 +239,11 @@ class ContextModel:
         """
         call = partial(self._extend, cache, as_list(sequences), eos, refresh, append, context_index)
         if append:
-            self.model.notice_changes()
+            self.model.refresh_fingerprint()
             return call()
         output = call()
         # Looked for while the device computes: what changed weights made of a context is not returned.
-        return call() if self.model.notice_changes() else output
+        return call() if self.model.refresh_fingerprint() else output
 
     def _extend(
         self,

@@ -32,11 +32,12 @@ from esm_turbo.store.files import FORMAT_VERSION, StoreFiles, context_spec
 from esm_turbo.store.filling import Filling, StoredBatch
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.lookup import Lookup
-from esm_turbo.store.requests import ContextRequest, context_requests, deduplicate, key_of_tokens
+from esm_turbo.store.requests import PrefillRequest, context_requests, deduplicate, key_of_tokens
 from esm_turbo.store.usage import Usage, rates
 from esm_turbo.store.writer import Writer
-from esm_turbo.tasks.common.arms import FoundContexts, protein_tokens
+from esm_turbo.tasks.common.context_sources import FoundContexts
 from esm_turbo.tasks.common.contexts import prefill_wanted
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.progress import Progress, silent
 
 __all__ = ["ContextStore", "context_key", "is_store", "store_info"]
@@ -399,7 +400,7 @@ class ContextStore:
         self._refuse_read_only()
         spec = context_spec(turbo)
 
-        def missing() -> Iterator[Sequence[ContextRequest]]:
+        def missing() -> Iterator[Sequence[PrefillRequest]]:
             for batch in batches:
                 requests = deduplicate(context_requests(turbo, batch))
                 with self._mutex:
@@ -416,7 +417,7 @@ class ContextStore:
         if self.read_only:
             raise ValueError(f"{self.folder}: opened with `read_only`: nothing can be added")
 
-    def _done(self, spec: ContextSpec, requests: Sequence[ContextRequest], report: Progress) -> set[int]:
+    def _done(self, spec: ContextSpec, requests: Sequence[PrefillRequest], report: Progress) -> set[int]:
         """Indices of the contexts that are in the store, undamaged."""
         partition = self._files.partition(spec)
         if self._files.is_unfinished():
@@ -478,7 +479,7 @@ class ContextStore:
         self,
         turbo: ContextModel,
         spec: ContextSpec,
-        requests: Sequence[ContextRequest],
+        requests: Sequence[PrefillRequest],
         done: set[int],
         toks_per_batch: int | None,
         on_failure: Callable[[str, str], None] | None = None,

@@ -54,7 +54,7 @@ FORMAT_VERSION = 4
 _DEVICE_SLOTS = 2
 # Positions are stored as int32. More than the tokens of any row.
 MAX_POSITION = 2**31 - 1
-_UNCLAIMED = "the cache belongs to no model yet: call model.claim_cache(cache) first"
+_UNCLAIMED = "the cache belongs to no model yet: call model.bind_cache(cache) first"
 
 
 class TurboKVCache(CacheStorage):
@@ -651,7 +651,7 @@ class TurboKVCache(CacheStorage):
         cache._maybe_empty = True
         cache._changed()
         if model is not None:
-            model.claim_cache(cache)
+            model.bind_cache(cache)
             if device is None and model.base_model.is_spread:
                 # Each layer is where the model's is.
                 return cache

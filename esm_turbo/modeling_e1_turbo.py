@@ -153,7 +153,7 @@ class E1Layer(nn.Module):
         return output
 
 
-class _Checkpoints(CheckpointMixin):
+class _E1Checkpoints(CheckpointMixin):
     """Fields and checks of E1's checkpoints."""
 
     family = FAMILIES["E1"]
@@ -201,7 +201,7 @@ class _Checkpoints(CheckpointMixin):
             init.copy_(module.inv_freq, module.compute())
 
 
-class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
+class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
     """The encoder of E1, see `CachedModel`."""
 
     # Extensions are captured once their eager forward has been measured on a GPU.
@@ -332,7 +332,7 @@ class TurboE1Model(_Checkpoints, CachedModel, PreTrainedModel):
         return output
 
 
-class TurboE1ForMaskedLM(_Checkpoints, CachedMaskedLM, PreTrainedModel):
+class TurboE1ForMaskedLM(_E1Checkpoints, CachedMaskedLM, PreTrainedModel):
     """E1 with its language-model head; see `TurboE1Model`."""
 
     def __init__(self, config: TurboE1Config) -> None:

@@ -138,7 +138,7 @@ class _AttentionWeights(KVSession):
         self.weights.append(scores.softmax(dim=-1))
 
 
-class _Checkpoints(CheckpointMixin):
+class _Esm2Checkpoints(CheckpointMixin):
     """Fields and checks of ESM-2's checkpoints."""
 
     family = FAMILIES["esm"]
@@ -179,7 +179,7 @@ class _Checkpoints(CheckpointMixin):
         return state
 
 
-class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
+class TurboEsmModel(_Esm2Checkpoints, CachedModel, EsmModel):
     """`EsmModel` with a key/value cache, see `CachedModel`."""
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)
@@ -300,7 +300,7 @@ class TurboEsmModel(_Checkpoints, CachedModel, EsmModel):
         return contacts
 
 
-class TurboEsmForMaskedLM(_Checkpoints, CachedMaskedLM, EsmForMaskedLM):
+class TurboEsmForMaskedLM(_Esm2Checkpoints, CachedMaskedLM, EsmForMaskedLM):
     """`EsmForMaskedLM` with a key/value cache; see `TurboEsmModel`."""
 
     _keep_in_fp32_modules_strict = ("rotary_embeddings",)

@@ -111,7 +111,7 @@ def _normed(ops: ModuleType, x: Tensor, norm: EsmcLayerNorm) -> Tensor:
     return normed
 
 
-class _Checkpoints(CheckpointMixin):
+class _EsmcCheckpoints(CheckpointMixin):
     """Fields and checks of ESM-C's checkpoints."""
 
     family = FAMILIES["esmc"]
@@ -144,7 +144,7 @@ class _Checkpoints(CheckpointMixin):
             raise ValueError(f"rope_type must be 'default', got {config.rope_parameters['rope_type']!r}")
 
 
-class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
+class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
     """`EsmcModel` with a key/value cache, see `CachedModel`."""
 
     _keep_in_fp32_modules_strict = ("rotary_emb",)
@@ -290,7 +290,7 @@ class TurboEsmcModel(_Checkpoints, CachedModel, EsmcModel):
         return output
 
 
-class TurboEsmcForMaskedLM(_Checkpoints, CachedMaskedLM, EsmcForMaskedLM):
+class TurboEsmcForMaskedLM(_EsmcCheckpoints, CachedMaskedLM, EsmcForMaskedLM):
     """`EsmcForMaskedLM` with a key/value cache; see `TurboEsmcModel`."""
 
     _keep_in_fp32_modules_strict = ("rotary_emb",)

@@ -38,7 +38,7 @@ from esm_turbo.store.flat import FlatContext
 from esm_turbo.store.requests import context_requests
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.forwards import prefill_ids
 
 DRIVER = Path(__file__).parent / "helpers" / "killed_runs.py"
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "GSGSWKDLAEX", "M", "mktay<mask>aakk", "ACDEFGHIKLMNPQRSTVWY" * 2]

@@ -122,9 +122,9 @@ def test_what_cannot_be_dropped(tiny_model: MakeModel, tmp_path: Path) -> None:
         prefill(tiny_model(), [10]).drop_front(-1)
     cache.save(tmp_path / "cache.safetensors")
     loaded = TurboKVCache.load(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match="claim_cache"):
+    with pytest.raises(ValueError, match="bind_cache"):
         loaded.drop_front(64)
-    model.claim_cache(loaded)
+    model.bind_cache(loaded)
     loaded.drop_front(64)
     assert loaded.lengths.tolist() == [36]
 

@@ -177,9 +177,9 @@ def test_codecs_without_planes(tiny_model: MakeModel, preset: str | TurboConfig)
 def test_a_cache_that_no_model_has_claimed(model: TurboEsmForMaskedLM, tmp_path: Path) -> None:
     prefill(model, [5]).save(tmp_path / "cache.safetensors")
     loaded = TurboKVCache.load(tmp_path / "cache.safetensors")
-    with pytest.raises(ValueError, match=r"call model\.claim_cache"):
+    with pytest.raises(ValueError, match=r"call model\.bind_cache"):
         loaded.drop_refinements()
-    model.claim_cache(loaded)
+    model.bind_cache(loaded)
     loaded.drop_refinements()
     assert loaded.nbytes < TurboKVCache.load(tmp_path / "cache.safetensors").nbytes
 

@@ -19,7 +19,7 @@ from esm_turbo.evaluate import evaluate as evaluate_presets
 from esm_turbo.evaluate.contexts import prefill
 from esm_turbo.evaluate.protocols import extend_each_token
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
-from esm_turbo.tasks.common.arms import FROZEN
+from esm_turbo.tasks.common.forwards import FROZEN
 
 SETS = ("cath_val200", "long_human", "paper_six")
 """Evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six proteins."""

@@ -21,7 +21,7 @@ from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, DEFAULT_REFRESH
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.scoring.score import Scores
 from esm_turbo.tasks.variants.score import score_variants
 

@@ -185,7 +185,7 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
 
 def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm) -> tuple[Arm, ...]:
     """The arms of a command, each once; if none is named, the model's default."""
-    from esm_turbo.tasks.common.arms import default_arm
+    from esm_turbo.tasks.common.forwards import default_arm
 
     if arm is None:
         return (default_arm(turbo),)

@@ -14,7 +14,7 @@ from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.protocols import Comparison, Protein, extend_at_end, leave_one_out
 from esm_turbo.files.quality import EXPECTED, Figures, Quality
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
-from esm_turbo.tasks.common.arms import FROZEN
+from esm_turbo.tasks.common.forwards import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS, TurboConfig
-from esm_turbo.tasks.common.arms import FROZEN
+from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel

@@ -18,7 +18,7 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
 from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
 from esm_turbo.proteins.fasta import token_batches
-from esm_turbo.tasks.common.arms import FROZEN
+from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel

@@ -142,7 +142,7 @@ class CacheEngine:
         codec = self._codec(config, identity)
         return TurboKVCache(config, Geometry.of(self.encoder.config), identity, codec, self.encoder.device)
 
-    def notice_changes(self) -> bool:
+    def refresh_fingerprint(self) -> bool:
         """Notice changes of the weights that a forward on a device does not, see `model_identity`.
 
         Waits for the device. Caches that were written with other weights are refused afterwards.
@@ -155,7 +155,7 @@ class CacheEngine:
         model_identity(self.encoder, sampled=True, gather=Gatherer if fast else None)
         return seen_before(self.encoder) is not before
 
-    def claim_cache(self, cache: TurboKVCache) -> None:
+    def bind_cache(self, cache: TurboKVCache) -> None:
         """Check that a cache is this model's, and set the codec that reads it. Waits for the device.
 
         Raises:
@@ -165,11 +165,11 @@ class CacheEngine:
             # It may come from a file.
             exact_identity(self.encoder)
         else:
-            self.notice_changes()
+            self.refresh_fingerprint()
         self.claim(cache)
 
     def claim(self, cache: TurboKVCache) -> None:
-        """See `claim_cache`; does not wait for the device."""
+        """See `bind_cache`; does not wait for the device."""
         if isinstance(cache, PooledContexts):
             for slab in cache.slabs_read:
                 self.claim(slab)

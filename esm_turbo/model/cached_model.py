@@ -219,13 +219,13 @@ class CachedModel(FamilyEncoder):
         """See `CacheEngine.new_cache`."""
         return self.kv.new_cache()
 
-    def notice_changes(self) -> bool:
-        """See `CacheEngine.notice_changes`."""
-        return self.kv.notice_changes()
+    def refresh_fingerprint(self) -> bool:
+        """See `CacheEngine.refresh_fingerprint`."""
+        return self.kv.refresh_fingerprint()
 
-    def claim_cache(self, cache: TurboKVCache) -> None:
-        """See `CacheEngine.claim_cache`."""
-        self.kv.claim_cache(cache)
+    def bind_cache(self, cache: TurboKVCache) -> None:
+        """See `CacheEngine.bind_cache`."""
+        self.kv.bind_cache(cache)
 
     @torch.no_grad()
     def decoded(self, cache: TurboKVCache) -> TurboKVCache:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, StaticRowIndex, of_rows
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.model.growth import Growth, Runner, StepKind
+from esm_turbo.model.growth import Growth, StepKind, StepRunner
 from esm_turbo.model.packing import Packing
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.model.static_cache import StaticKVCache, layer_rows
@@ -158,7 +158,7 @@ class _ExtensionGraph(_Graph):
 
     contexts: StaticKVCache
 
-    def __init__(self, executor: Runner, contexts: StaticKVCache, bucket: Bucket) -> None:
+    def __init__(self, executor: StepRunner, contexts: StaticKVCache, bucket: Bucket) -> None:
         device = executor.encoder.device
         self.contexts = contexts
         # Padding is a token that is not a mask: a row of masks alone has no scale in token dropout.
@@ -198,7 +198,7 @@ class _ExtensionGraph(_Graph):
 class _PrefillGraph(_Graph):
     """A prefill of one row of up to so many tokens, stored as in an empty cache."""
 
-    def __init__(self, executor: Runner, cache: TurboKVCache, tokens: int) -> None:
+    def __init__(self, executor: StepRunner, cache: TurboKVCache, tokens: int) -> None:
         device = executor.encoder.device
         self._padding = executor.encoder.special_ids[0]
         self._input_ids = torch.full((1, tokens), self._padding, device=device)
@@ -240,7 +240,7 @@ class _DecodingGraph(_Graph):
 
     decoded: TurboKVCache
 
-    def __init__(self, executor: Runner, contexts: StaticKVCache) -> None:
+    def __init__(self, executor: StepRunner, contexts: StaticKVCache) -> None:
         self.contexts = contexts
         self._executor = executor
 
@@ -262,7 +262,7 @@ class Caller(NamedTuple):
         uses: number of calls that this one counts for; a call that is known to recur counts more.
     """
 
-    executor: Runner
+    executor: StepRunner
     addresses: tuple[int, ...]
     uses: int = 1
 

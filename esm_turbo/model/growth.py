@@ -45,7 +45,7 @@ class StepKind(NamedTuple):
     stored: int
 
 
-class Runner(Protocol):
+class StepRunner(Protocol):
     """The part of an `Executor` that graphs need: see there."""
 
     encoder: FamilyEncoder
@@ -79,7 +79,7 @@ class Growth:
     read: list[Any]
 
     def __init__(
-        self, executor: Runner, cache: TurboKVCache, rows: int, columns: int, kinds: Sequence[StepKind]
+        self, executor: StepRunner, cache: TurboKVCache, rows: int, columns: int, kinds: Sequence[StepKind]
     ) -> None:
         self.alone: Callable[[], AbstractContextManager[None]] = nullcontext
         self.contexts = StaticKVCache.like(cache, max(columns, cache.columns), rows)

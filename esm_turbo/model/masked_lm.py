@@ -51,14 +51,14 @@ class CachedMaskedLM(CheckpointMixin, _LibraryModel):
     def model_id(self, name: str | None) -> None:
         self.base_model.model_id = name
 
-    def notice_changes(self) -> bool:
-        """See `CachedModel.notice_changes`."""
-        changed: bool = self.base_model.notice_changes()
+    def refresh_fingerprint(self) -> bool:
+        """See `CachedModel.refresh_fingerprint`."""
+        changed: bool = self.base_model.refresh_fingerprint()
         return changed
 
-    def claim_cache(self, cache: TurboKVCache) -> None:
-        """See `CachedModel.claim_cache`."""
-        self.base_model.claim_cache(cache)
+    def bind_cache(self, cache: TurboKVCache) -> None:
+        """See `CachedModel.bind_cache`."""
+        self.base_model.bind_cache(cache)
 
     def new_cache(self) -> TurboKVCache:
         """See `CachedModel.new_cache`."""

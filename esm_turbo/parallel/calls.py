@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.batches import encode_rows
-from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import Runner, Task
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed_batches, embedding_batches

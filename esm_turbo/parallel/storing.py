@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from esm_turbo.context_store import ContextStore
 from esm_turbo.proteins.batches import encode_rows, remaining_batches
-from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress
 

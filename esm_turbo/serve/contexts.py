@@ -18,7 +18,7 @@ from esm_turbo.files.tabular import counted
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.serve.errors import NO_CONTEXT, RequestError
 from esm_turbo.store.tiers import Tier
-from esm_turbo.tasks.common.arms import maybe_decode
+from esm_turbo.tasks.common.forwards import maybe_decode
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import busy, stopping
-from esm_turbo.serve.jobs import Job, RowJob, Taken, WholeJob
+from esm_turbo.serve.jobs import CallJob, Job, RowJob, RowSlice
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 from esm_turbo.serve.rows import run_rows
-from esm_turbo.tasks.common.arms import batch_tokens
+from esm_turbo.tasks.common.forwards import batch_tokens
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -153,8 +153,8 @@ class Engine:
         begin = time.monotonic()
         tokens = 0
         try:
-            if isinstance(first, WholeJob):
-                tokens = self._run_whole(first)
+            if isinstance(first, CallJob):
+                tokens = self._run_call(first)
             elif isinstance(first, RowJob):
                 tokens = self._run_rows(first)
         except Exception as error:
@@ -196,15 +196,15 @@ class Engine:
                 self._changed.wait(left)
             return job
 
-    def _run_whole(self, first: WholeJob) -> int:
+    def _run_call(self, first: CallJob) -> int:
         """Run a job and others like it; the number of their tokens."""
         jobs, tokens = [first], first.tokens
 
         def fits(job: Job) -> bool:
-            alike = isinstance(job, WholeJob) and job.merge == first.merge
+            alike = isinstance(job, CallJob) and job.merge == first.merge
             return alike and tokens + job.tokens <= self.toks_per_batch
 
-        while tokens < self.toks_per_batch and isinstance(job := self._fill(first, fits), WholeJob):
+        while tokens < self.toks_per_batch and isinstance(job := self._fill(first, fits), CallJob):
             jobs.append(job)
             tokens += job.tokens
         results: Sequence[object] | None = None
@@ -225,7 +225,7 @@ class Engine:
                 job.succeed(result)
         return tokens
 
-    def _alone(self, job: WholeJob) -> object:
+    def _alone(self, job: CallJob) -> object:
         try:
             return job.run(self.turbo, self.contexts, [job], self.toks_per_batch)[0]
         except Exception as error:
@@ -233,7 +233,7 @@ class Engine:
 
     def _run_rows(self, first: RowJob) -> int:
         """Run a batch of rows of a job and of others; the number of its tokens."""
-        batch: list[Taken] = []
+        batch: list[RowSlice] = []
         job, tokens = first, 0
         while tokens < self.toks_per_batch:
             if job.left == 0:
@@ -252,7 +252,7 @@ class Engine:
         self._run_batch([taken for taken in batch if not taken.job.over])
         return tokens
 
-    def _run_batch(self, batch: Sequence[Taken]) -> None:
+    def _run_batch(self, batch: Sequence[RowSlice]) -> None:
         left = dict(enumerate(batch))
         try:
             for index, predicted in run_rows(self.turbo, [taken.rows for taken in batch]):
@@ -268,7 +268,7 @@ class Engine:
         for job in dict.fromkeys(taken.job for taken in left.values()):
             self._run_batch([taken for taken in left.values() if taken.job is job])
 
-    def _put(self, taken: Taken, predicted: Tensor) -> None:
+    def _put(self, taken: RowSlice, predicted: Tensor) -> None:
         """Give a job its predictions; with its last ones it ends, whatever else is in the batch."""
         job = taken.job
         try:

@@ -1,7 +1,7 @@
 """Requests as the engine runs them.
 
 A `RowJob` consists of rows, of which the engine takes as many at a time as a batch has room for, so that a long request
-does not keep short ones waiting. A `WholeJob` runs at once, together with others of its kind.
+does not keep short ones waiting. A `CallJob` runs at once, together with others of its kind.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
 from esm_turbo.serve.rows import Rows
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.rows import ItemRows, RowGroup
 from esm_turbo.tasks.embedding.embed import embed
@@ -86,7 +86,7 @@ class Job(ABC):
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ContextGroup:
     """Rows of a job that extend one context.
 
     Attributes:
@@ -117,19 +117,19 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Taken:
+class RowSlice:
     """Rows that the engine took from a job, and where their predictions go."""
 
     job: RowJob
     rows: Rows
     numbers: Tensor
-    stretch: Stretch
+    group: ContextGroup
 
     def put(self, predicted: Tensor) -> None:
         """Give the job its predictions, float32 [n, vocab_size]."""
         if not bool(torch.isfinite(predicted).all()):
             raise RequestError(500, NOT_FINITE)
-        self.stretch.keep(self.numbers, predicted)
+        self.group.keep(self.numbers, predicted)
         self.job.missing -= len(predicted)
         self.job.advance(self.rows.input_ids.numel())
 
@@ -145,29 +145,29 @@ class RowJob(Job):
     def __init__(self, tokens: int, rows: int) -> None:
         super().__init__(tokens)
         self.left = self.missing = rows
-        self._stretches: Iterator[Stretch] | None = None
-        self._stretch: Stretch | None = None
+        self._groups: Iterator[ContextGroup] | None = None
+        self._group: ContextGroup | None = None
         self._next = 0
 
     @abstractmethod
-    def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
+    def context_groups(self, turbo: ContextModel, contexts: Contexts) -> Iterator[ContextGroup]:
         """Its rows by context; each context is computed when its first row is about to be taken."""
 
     @abstractmethod
     def result(self, turbo: ContextModel) -> Any:
         """Its result, once all rows have run."""
 
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Taken:
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> RowSlice:
         """The next rows of one context: as many as have `tokens` tokens, at least one."""
-        if self._stretches is None:
-            self._stretches = self.stretches(turbo, contexts)
-        if self._stretch is None or self._next == self._stretch.group.count:
-            self._stretch, self._next = next(self._stretches), 0
-        stretch, begin = self._stretch, self._next
-        self._next = min(stretch.group.count, begin + max(1, tokens // stretch.group.width))
+        if self._groups is None:
+            self._groups = self.context_groups(turbo, contexts)
+        if self._group is None or self._next == self._group.group.count:
+            self._group, self._next = next(self._groups), 0
+        current, begin = self._group, self._next
+        self._next = min(current.group.count, begin + max(1, tokens // current.group.width))
         self.left -= self._next - begin
         numbers = torch.arange(begin, self._next)
-        return Taken(self, stretch.rows(numbers), numbers, stretch)
+        return RowSlice(self, current.rows(numbers), numbers, current)
 
 
 class ItemJob(RowJob):
@@ -186,14 +186,14 @@ class ItemJob(RowJob):
         super().__init__(tokens, rows=sum(group.count for group in item.groups))
         self._predicted: list[list[Tensor]] = [[] for _ in item.groups]
 
-    def stretches(self, turbo: ContextModel, contexts: Contexts) -> Iterator[Stretch]:
+    def context_groups(self, turbo: ContextModel, contexts: Contexts) -> Iterator[ContextGroup]:
         """A group after the other."""
         for group, predicted in zip(self.item.groups, self._predicted, strict=True):
             key = (tuple(group.context), group.kept)
             cache = contexts.ready(key, partial(self._context_of, group, turbo, contexts))
             if turbo.model.device.type == "cpu" or not group.hides:
                 cache = contexts.maybe_decode(key, cache, group.tokens)
-            yield Stretch(group, key, cache, predicted)
+            yield ContextGroup(group, key, cache, predicted)
 
     def _context_of(self, group: RowGroup, turbo: ContextModel, contexts: Contexts) -> TurboKVCache:
         """What the rows of a group read."""
@@ -206,7 +206,7 @@ class ItemJob(RowJob):
         return self.item.result([torch.cat(own) for own in self._predicted])
 
 
-class WholeJob(Job):
+class CallJob(Job):
     """A job that runs in one call, together with others of equal `merge`."""
 
     merge: Hashable
@@ -216,7 +216,7 @@ class WholeJob(Job):
         """The results of `jobs`, itself among them, all of equal `merge`."""
 
 
-class ContextJob(WholeJob):
+class ContextJob(CallJob):
     """Storing the contexts of sequences; the result is their keys."""
 
     kind = "contexts"
@@ -231,7 +231,7 @@ class ContextJob(WholeJob):
         return list(contexts.add([job.sequence for job in jobs], toks_per_batch))
 
 
-class EmbedJob(WholeJob):
+class EmbedJob(CallJob):
     """Mean embeddings of sequences; the result is float32 [sequences, hidden_size]."""
 
     kind = "embeddings"
@@ -256,7 +256,7 @@ class EmbedJob(WholeJob):
         return [one if bool(torch.isfinite(one).all()) else RequestError(500, NOT_FINITE) for one in results]
 
 
-class GenerateJob(WholeJob):
+class GenerateJob(CallJob):
     """New residues for one sequence, as `TurboEsm.generate` draws them.
 
     Args:

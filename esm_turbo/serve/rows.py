@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.tasks.common.arms import log_probabilities
+from esm_turbo.tasks.common.forwards import log_probabilities
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel

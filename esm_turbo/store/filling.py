@@ -16,7 +16,7 @@ from esm_turbo.store.claims import Claims
 from esm_turbo.store.files import Partition, Staging
 from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.lookup import Lookup
-from esm_turbo.store.requests import ContextRequest
+from esm_turbo.store.requests import PrefillRequest
 from esm_turbo.store.writer import Writer
 
 _POLL_SECONDS = 0.1
@@ -45,7 +45,7 @@ class StoredBatch(NamedTuple):
         computed: number of those that this process computed.
     """
 
-    requests: Sequence[ContextRequest]
+    requests: Sequence[PrefillRequest]
     contexts: dict[str, FlatContext]
     computed: int
 
@@ -64,7 +64,7 @@ class _PendingBatch(NamedTuple):
         claim: on the missing ones, ends with it.
     """
 
-    requests: Sequence[ContextRequest]
+    requests: Sequence[PrefillRequest]
     partition: Partition
     found: dict[str, FlatContext]
     missing: Sequence[str]
@@ -94,14 +94,14 @@ class Filling:
     mutex: threading.RLock
     spec: ContextSpec
     device: torch.device
-    prefill: Callable[[Sequence[ContextRequest]], Sequence[Computed]]
+    prefill: Callable[[Sequence[PrefillRequest]], Sequence[Computed]]
 
-    def compute(self, batches: Iterable[Sequence[ContextRequest]]) -> Iterator[StoredBatch]:
+    def compute(self, batches: Iterable[Sequence[PrefillRequest]]) -> Iterator[StoredBatch]:
         """Computes all contexts of batches, and writes none."""
         for batch in batches:
             yield StoredBatch(batch, _by_key(self.prefill(batch)), len(batch))
 
-    def fill(self, batches: Iterable[Sequence[ContextRequest]], *, in_order: bool = False) -> Iterator[StoredBatch]:
+    def fill(self, batches: Iterable[Sequence[PrefillRequest]], *, in_order: bool = False) -> Iterator[StoredBatch]:
         """Computes and writes the contexts of batches that are not in the store.
 
         A GPU computes a batch while the one before is written; a CPU has nothing to spare for that. A batch of which
@@ -123,7 +123,7 @@ class Filling:
         coming, ahead = iter(batches), 1 if _writers(self.device) > 1 else 0
         pending: deque[_PendingBatch] = deque()
         # Batches left to other processes, and how many of them were tried since something last came on.
-        claimed: deque[Sequence[ContextRequest]] = deque()
+        claimed: deque[Sequence[PrefillRequest]] = deque()
         tried, since = 0, time.monotonic()
         try:
             while True:
@@ -154,7 +154,7 @@ class Filling:
             for one in pending:
                 one.claim.close()
 
-    def _begin(self, requests: Sequence[ContextRequest], *, waits: bool) -> _PendingBatch | None:
+    def _begin(self, requests: Sequence[PrefillRequest], *, waits: bool) -> _PendingBatch | None:
         """Reads a batch, or claims and computes it, and begins to write it.
 
         Args:

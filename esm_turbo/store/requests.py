@@ -13,7 +13,7 @@ from esm_turbo.proteins.batches import TokenRow
 
 
 @dataclass(frozen=True)
-class ContextRequest:
+class PrefillRequest:
     """A request for a context.
 
     Attributes:
@@ -38,7 +38,7 @@ def context_requests(
     sequences: Sequences,
     total_tokens: int | Sequence[int] | None = None,
     total_masks: int | Sequence[int] | None = None,
-) -> list[ContextRequest]:
+) -> list[PrefillRequest]:
     """Requests for the contexts of sequences, with the arguments of `ContextModel.prefill`.
 
     Raises:
@@ -52,11 +52,11 @@ def context_requests(
     all_masks = totals_per_row("total_masks", total_masks, masks)
     requests = []
     for sequence, row, *counts in zip(sequences, rows, tokens, masks, all_tokens, all_masks, strict=True):
-        requests.append(ContextRequest(_key(row, *counts[2:]), sequence, *counts))
+        requests.append(PrefillRequest(_key(row, *counts[2:]), sequence, *counts))
     return requests
 
 
-def deduplicate(requests: Sequence[ContextRequest]) -> list[ContextRequest]:
+def deduplicate(requests: Sequence[PrefillRequest]) -> list[PrefillRequest]:
     """The requests without repeated ones."""
     return list({one.key: one for one in requests}.values())
 

@@ -88,7 +88,7 @@ def test_its_caches_and_calibration_are_its_own(
         other = TurboEsm.from_pretrained(folder, calibration=model / "calibration.safetensors", device="cpu")
         other.prefill(SEQUENCE)
     with pytest.raises(ValueError, match="another model"):
-        turbo.model.claim_cache(TurboEsm.from_pretrained(model, preset="exact", device="cpu").prefill(SEQUENCE))
+        turbo.model.bind_cache(TurboEsm.from_pretrained(model, preset="exact", device="cpu").prefill(SEQUENCE))
     calibrate_records(turbo, records, presets=["turbo3"]).save(folder / "calibration.safetensors")
     again = TurboEsm.from_pretrained(folder, device="cpu")
     assert again.calibration is not None and again.prefill(SEQUENCE).config.name == "turbo3"

@@ -296,7 +296,7 @@ def test_changed_weights(tiny_model: MakeModel, captures: list) -> None:
     others = pool_without_cuda(captures)
     others.decode(Caller(model.esm.executor, (1,), 2), cache)
     model.esm.encoder.layer[1].output.dense.weight.mul_(1.5)
-    model.notice_changes()
+    model.refresh_fingerprint()
     with pytest.warns(OtherWeightsWarning):
         cache = contexts(model, [12])
     for n in (20, 4):

@@ -11,7 +11,7 @@ import torch
 from esm_turbo import TurboEsm
 from esm_turbo.parallel import calls
 from esm_turbo.parallel.workers import NoWorkersError, Workers
-from esm_turbo.tasks.common import arms, pieces
+from esm_turbo.tasks.common import forwards, pieces
 from esm_turbo.tasks.common.pieces import InProcessRunner
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFS", "MSILVTRPSPAG", "GHIKLMNPQRSTVWYACD", "MKV", "ACDEFGHIKLMNP"]
@@ -129,7 +129,7 @@ def test_batches_follow_from_the_kind_of_device(turbo: TurboEsm, monkeypatch: py
             return InProcessRunner(turbo).run(work, pieces, stage="embed", units=[1] * len(pieces))
 
     sizes: list[list[int]] = []
-    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 45)
+    monkeypatch.setattr(forwards, "DEFAULT_TOKS_PER_BATCH", 45)
     for devices in ("cpu", "cuda:0 cuda:1"):
         turbo.embed(SEQUENCES, include=["mean"], devices=Noting(devices))
     monkeypatch.setattr(Workers, "of", lambda turbo, devices: Noting(" ".join(devices)))

@@ -27,7 +27,7 @@ from esm_turbo.parallel.shards import (
     shards_folder,
     shards_state,
 )
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.pieces import Plan, Shard
 from tests.helpers.embedding_files import DAMAGE, files, h5_content, proteins
 
@@ -217,7 +217,7 @@ def test_shards_of_devices_with_other_batches_are_refused_by_name(
     assert run(command, "p.fasta", "out", "--shard", "1/2") == 0
     assert Manifest.read(shards_folder("out") / "_shard-00001-of-00002.json").settings["toks_per_batch"] == 4096
     # As on CUDA, which has another default.
-    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 64)
+    monkeypatch.setattr(forwards, "DEFAULT_TOKS_PER_BATCH", 64)
     assert run(command, "p.fasta", "out", "--shard", "2/2") == 0
     assert shards_state("out").problems == ["shard 2/2 is of toks_per_batch 64, not 4096 as shard 1/2"]
     (shards_folder("out") / "_shard-00002-of-00002.json").unlink()

@@ -10,7 +10,7 @@ import pytest
 
 from esm_turbo import ContextStore, TurboEsm
 from esm_turbo.parallel.storing import store_sequences
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Shard
 
 SEQUENCES = ["MKTAYIAKQR", "QISFVKSHFSRQ", "MKTAYIAKQR", "LEERLGLIEVQAPILSRVGDG"]
@@ -76,7 +76,7 @@ class Noting(InProcessRunner):
 def test_pieces_follow_from_the_kind_of_device(
     frozen: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", 16)
+    monkeypatch.setattr(forwards, "DEFAULT_TOKS_PER_BATCH", 16)
     found = {}
     for devices, tokens in (("cpu", None), ("cuda:0 cuda:1", None), ("cuda", 16)):
         runner, store = Noting(frozen, devices), ContextStore(tmp_path / f"{devices} {tokens}")

@@ -8,7 +8,7 @@ import torch
 from esm_turbo import ContextStore
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.forwards import prefill_ids
 
 SEQUENCE = "MKTAYIAKQRQISFVKSHFSRQ"
 

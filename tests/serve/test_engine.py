@@ -13,7 +13,7 @@ import torch
 from esm_turbo.serve import engine as engine_module
 from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import RequestError
-from esm_turbo.serve.jobs import RowJob, Stretch, WholeJob
+from esm_turbo.serve.jobs import CallJob, ContextGroup, RowJob
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 from esm_turbo.tasks.common.rows import RowBatch, RowGroup
@@ -45,21 +45,21 @@ class Some(RowJob):
         super().__init__(rows * WIDTH, rows)
         self.name, self.got = name, []
 
-    def stretches(self, turbo, contexts):
+    def context_groups(self, turbo, contexts):
         half = self.left // 2
         for begin, end in ((0, half), (half, self.left)):
             if end > begin:
-                yield self.stretch(begin, end)
+                yield self.group(begin, end)
 
-    def stretch(self, begin: int, end: int) -> Stretch:
+    def group(self, begin: int, end: int) -> ContextGroup:
         group = Numbered(count=end - begin, width=WIDTH, begin=begin, got=self.got)
-        return Stretch(group, (self.name, begin), None, [])
+        return ContextGroup(group, (self.name, begin), None, [])
 
     def result(self, turbo):
         return self.got
 
 
-class Whole(WholeJob):
+class Whole(CallJob):
     """A job whose result is the number of jobs that it ran with."""
 
     kind = "whole"

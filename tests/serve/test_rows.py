@@ -8,9 +8,9 @@ import torch
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.serve import rows as rows_module
-from esm_turbo.serve.jobs import Stretch
+from esm_turbo.serve.jobs import ContextGroup
 from esm_turbo.serve.rows import run_rows
-from esm_turbo.tasks.common.arms import prefill_ids
+from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.scoring.score import TargetRows
 from esm_turbo.tasks.variants.score import ProteinRows
 
@@ -39,7 +39,7 @@ def all_rows(turbo, key, item):
     [group] = item.groups
     cache = prefill_ids(turbo, group.context, "turbo")
     cache.crop(group.kept)
-    return Stretch(group, key, cache, []).rows(torch.arange(group.count))
+    return ContextGroup(group, key, cache, []).rows(torch.arange(group.count))
 
 
 def predictions(turbo, parts):

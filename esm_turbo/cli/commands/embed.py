@@ -113,7 +113,7 @@ def embed(
         raise ValueError(f"--groups {groups} colours a picture; give --plot as well")
     turbo = spread.load()
     good = readable(turbo, proteins, good, bad)
-    from esm_turbo.tasks.common.arms import protein_tokens
+    from esm_turbo.tasks.common.forwards import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest, embedding_settings
     from esm_turbo.tasks.embedding.records import embed_records

@@ -90,7 +90,7 @@ def generate(
     check_plot(plot, len(good))
     turbo = load_model(model)
     good = readable(turbo, proteins, good, bad)
-    from esm_turbo.tasks.common.arms import default_storage
+    from esm_turbo.tasks.common.forwards import default_storage
     from esm_turbo.tasks.common.run_info import context_arm
     from esm_turbo.tasks.generation.generate import GenerationOptions
     from esm_turbo.tasks.generation.notation import parse_allowed, parse_positions

@@ -83,7 +83,7 @@ def serve(
         listener = opened.enter_context(open_socket(host, port))
         turbo = load_model(model, backend=backend)
         from esm_turbo.context_store import ContextStore
-        from esm_turbo.tasks.common.arms import default_storage
+        from esm_turbo.tasks.common.forwards import default_storage
         from esm_turbo.tasks.common.run_info import context_arm
 
         opened.enter_context(default_storage(turbo))

@@ -56,7 +56,7 @@ def store(
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.context_store import ContextStore
     from esm_turbo.parallel.storing import store_sequences
-    from esm_turbo.tasks.common.arms import protein_tokens
+    from esm_turbo.tasks.common.forwards import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
 
     toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)

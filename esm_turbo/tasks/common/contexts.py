@@ -8,12 +8,12 @@ from esm_turbo.context_model import ContextModel
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.store.filling import Computed
 from esm_turbo.store.flat import FlatBatch
-from esm_turbo.store.requests import ContextRequest
+from esm_turbo.store.requests import PrefillRequest
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 
 
 def prefill_wanted(
-    turbo: ContextModel, on_failure: Callable[[str, str], None] | None, wanted: Sequence[ContextRequest]
+    turbo: ContextModel, on_failure: Callable[[str, str], None] | None, wanted: Sequence[PrefillRequest]
 ) -> list[Computed]:
     """Computes contexts at once, in parts if memory requires it.
 

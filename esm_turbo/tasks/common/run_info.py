@@ -13,7 +13,7 @@ import torch
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.files.identity import kept_digest
-from esm_turbo.tasks.common.arms import arm_preset, context_config
+from esm_turbo.tasks.common.forwards import arm_preset, context_config
 from esm_turbo.tasks.common.options import Arm
 
 if TYPE_CHECKING:

@@ -12,15 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tabular import Tabular
 from esm_turbo.model.memory import is_out_of_memory
-from esm_turbo.tasks.common.arms import (
-    ReadableSource,
-    batch_tokens,
-    check_store,
-    context_config,
-    resolve_arm,
-    runs_on_cuda,
-)
 from esm_turbo.tasks.common.checks import check_count
+from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
+from esm_turbo.tasks.common.forwards import batch_tokens, context_config, resolve_arm, runs_on_cuda
 from esm_turbo.tasks.common.memory import failure_reason
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.pieces import Plan, Runner, forward_cost, packed, piece_limit

@@ -19,7 +19,8 @@ from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, check_store, prefill_rows, protein_tokens
+from esm_turbo.tasks.common.context_sources import ContextSource, check_store
+from esm_turbo.tasks.common.forwards import prefill_rows, protein_tokens
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
@@ -271,7 +272,7 @@ _Launched = list[Callable[[], _Results]]
 def _one_ahead(turbo: ContextModel, launches: Iterable[_Launched], request: EmbeddingRequest) -> Iterator[_Results]:
     """Collect batches. A GPU computes the next one while the caller writes this one; a CPU gains nothing from that."""
     if "cache" in request.include:
-        turbo.model.notice_changes()
+        turbo.model.refresh_fingerprint()
     ahead = 1 if turbo.model.device.type == "cuda" else 0
     launched: deque[_Launched] = deque()
     for parts in launches:

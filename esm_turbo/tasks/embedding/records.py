@@ -19,7 +19,7 @@ from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.writing import locked_temporary, only_writer, refuse_links
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common.arms import protein_tokens
+from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent

@@ -13,7 +13,8 @@ from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ContextSource, check_store, default_storage
+from esm_turbo.tasks.common.context_sources import ContextSource, check_store
+from esm_turbo.tasks.common.forwards import default_storage
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
@@ -200,7 +201,7 @@ def _check_memory(turbo: ContextModel, rows: Sequence[Sequence[int]], options: G
 
 def _rows_of_cache(turbo: ContextModel, cache: TurboKVCache) -> list[list[int]]:
     """Token ids of the residues of each row of a cache of contexts."""
-    turbo.model.claim_cache(cache)
+    turbo.model.bind_cache(cache)
     rows = [row[:n] for row, n in zip(cache.token_ids.tolist(), cache.lengths.tolist(), strict=True)]
     for number, row in enumerate(rows, start=1):
         if row[:1] != [turbo.codes.cls] or len(row) < 2 or turbo.codes.eos in row:

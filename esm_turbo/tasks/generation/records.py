@@ -10,7 +10,8 @@ import torch
 
 from esm_turbo.model.memory import available_bytes
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
-from esm_turbo.tasks.common.arms import ContextSource, default_storage, protein_tokens
+from esm_turbo.tasks.common.context_sources import ContextSource
+from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo

@@ -21,7 +21,7 @@ from esm_turbo.proteins.fasta import (
     read_fasta,
 )
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.arms import ReadableSource
+from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.pieces import Plan, Runner, packed
 from esm_turbo.tasks.common.progress import Progress

@@ -12,8 +12,9 @@ from esm_turbo.context_model import as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import ReadableSource, resolve_arm
 from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.context_sources import ReadableSource
+from esm_turbo.tasks.common.forwards import resolve_arm
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress

@@ -17,7 +17,8 @@ from esm_turbo.files.text_files import NO_SUCH_FILE
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
-from esm_turbo.tasks.common.arms import ARMS, ReadableSource
+from esm_turbo.tasks.common.context_sources import ReadableSource
+from esm_turbo.tasks.common.forwards import ARMS
 from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
 from esm_turbo.tasks.common.pieces import Plan, Runner
 from esm_turbo.tasks.common.progress import Progress

@@ -26,16 +26,9 @@ from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.tasks.common.arms import (
-    ReadableSource,
-    arm_preset,
-    batch_tokens,
-    check_store,
-    context_config,
-    resolve_arm,
-    single_row,
-)
 from esm_turbo.tasks.common.checks import check_choice, check_count
+from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
+from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows

@@ -127,7 +127,7 @@ def test_a_target_that_does_not_fit_into_memory_is_reported(esm_shared, targets,
             raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9.0 GiB of memory")
         check_memory(model, tokens, **options)
 
-    monkeypatch.setattr("esm_turbo.tasks.common.arms.check_memory", check)
+    monkeypatch.setattr("esm_turbo.tasks.common.forwards.check_memory", check)
     code, printed, err = esm_shared("score", targets, candidates)
     assert code == 1
     # <cls>, 33 residues, three masks and <eos>.

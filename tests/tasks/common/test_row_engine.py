@@ -17,7 +17,7 @@ from torch import Tensor
 from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboKVCache
 from esm_turbo.proteins.tokens import TokenCodes
 from esm_turbo.tasks.common import row_engine
-from esm_turbo.tasks.common.arms import context_config
+from esm_turbo.tasks.common.forwards import context_config
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
 

@@ -20,7 +20,7 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.pieces import InProcessRunner
 from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
@@ -352,7 +352,7 @@ def test_batches_follow_from_the_kind_of_device(run, tiny, tmp_path, monkeypatch
     run(tmp_path / "explicit")
     expected = list(computed)
     assert len(expected) == 4
-    monkeypatch.setattr(arms, "DEFAULT_TOKS_PER_BATCH", TOKS_PER_BATCH)
+    monkeypatch.setattr(forwards, "DEFAULT_TOKS_PER_BATCH", TOKS_PER_BATCH)
     one = [sorted((sequence for batch in expected for sequence in batch), key=len)]
     for devices, wanted in ((None, expected), ("cpu", expected), ("cuda:0 cuda:1", one)):
         computed.clear()

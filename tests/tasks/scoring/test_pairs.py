@@ -16,7 +16,7 @@ from esm_turbo.assets import evaluation_proteins
 from esm_turbo.config import DEFAULT_PRESET
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.store.flat import FlatContext
-from esm_turbo.tasks.common import arms, row_engine
+from esm_turbo.tasks.common import forwards, row_engine
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm, CandidateFill
 from esm_turbo.tasks.scoring.pairs import PairScores
@@ -94,14 +94,14 @@ def test_rows_of_several_targets_share_batches(turbo: TurboEsm, monkeypatch: pyt
 
 
 def test_targets_that_fail_do_not_stop_the_others(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = arms.check_memory
+    check = forwards.check_memory
 
     def small(model: object, tokens: int, *, rows: int = 1, more: int = 0) -> None:
         if tokens > 40:
             raise NotEnoughMemoryError(f"{tokens} tokens are too many")
         check(model, tokens, rows=rows, more=more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(arms, "check_memory", small)
+    monkeypatch.setattr(forwards, "check_memory", small)
     found = turbo.score_pairs(["M1K", *TARGETS, "", "MK-"], ["ACDEF", "WTC"])
     assert {i: reason.partition(" ")[0] for i, reason in found.failed.items()} == {
         0: "the", 4: "44", 5: "the", 6: "the"
@@ -216,7 +216,7 @@ def test_contexts_of_a_store_are_read_in_place(
 def test_contexts_that_many_rows_read_are_copied(
     turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(arms._DECODED_FROM, "cpu", 80)
+    monkeypatch.setitem(forwards._DECODED_FROM, "cpu", 80)
     caches = watched_caches(monkeypatch)
     with ContextStore(tmp_path / "store") as store:
         first = turbo.score_pairs(TARGETS[:2], ["ACDEF", "WTC"], store=store, toks_per_batch=4096)
@@ -225,7 +225,7 @@ def test_contexts_that_many_rows_read_are_copied(
     # 5 rows of 14 tokens, and 3 of 12: to none do 80 tokens of one context come.
     assert sorted(caches) == [(True, 4)]
     assert_close(again[1], first[1])
-    monkeypatch.setitem(arms._DECODED_FROM, "cpu", 50)
+    monkeypatch.setitem(forwards._DECODED_FROM, "cpu", 50)
     caches.clear()
     with ContextStore(tmp_path / "store") as store:
         again = turbo.score_pairs(TARGETS[:2], ["ACDEF", "WTC"], store=store, toks_per_batch=4096)

@@ -15,7 +15,7 @@ from esm_turbo import TurboEsm
 from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
 from esm_turbo.proteins.fasta import BadRecord, FastaError, ProteinRecord
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.common.run_info import RunInfo
@@ -131,7 +131,7 @@ def test_a_target_that_does_not_fit_does_not_stop_the_others(turbo: TurboEsm, mo
         if tokens > 18:
             raise NotEnoughMemoryError("too large")
 
-    monkeypatch.setattr(arms, "check_memory", small)
+    monkeypatch.setattr(forwards, "check_memory", small)
     run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"])
     assert [(one.record, one.reason) for one in run.failed] == [("one", "too large")]
     assert [result.target.id for result in run.results] == ["two"]
@@ -233,7 +233,7 @@ def test_a_stopped_run_continues_with_the_bits_of_a_whole_one(
 
 def test_a_target_that_failed_is_tried_again(turbo: TurboEsm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(arms, "available_bytes", lambda device: 10)
+        patch.setattr(forwards, "available_bytes", lambda device: 10)
         patch.setattr("esm_turbo.tasks.common.memory.available_bytes", lambda device: 10)
         run = score_records(turbo, TARGETS, CANDIDATES, ["turbo"], journal=Journal(tmp_path))
         assert [one.record for one in run.failed] == ["one", "two"]

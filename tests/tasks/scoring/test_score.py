@@ -14,7 +14,7 @@ from transformers import EsmForMaskedLM
 from esm_turbo import TurboEsm
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.proteins.limits import LongProteinWarning
-from esm_turbo.tasks.common import arms, memory
+from esm_turbo.tasks.common import forwards, memory
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.scoring.score import CandidateScore, Scores
 from tests.helpers.frozen_esm2 import FrozenEsm2
@@ -267,9 +267,9 @@ def test_a_model_without_a_calibration_scores_frozen_unless_told_otherwise(turbo
 
 
 def test_a_decoded_context_gives_the_same_scores(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arms, "_DECODED_FROM", {})
+    monkeypatch.setattr(forwards, "_DECODED_FROM", {})
     packed = turbo.score(TARGET, CANDIDATES)
-    monkeypatch.setattr(arms, "_DECODED_FROM", {"cpu": 1})
+    monkeypatch.setattr(forwards, "_DECODED_FROM", {"cpu": 1})
     decoded = turbo.score(TARGET, CANDIDATES)
     assert decoded.preset == "turbo3"
     assert 0 < (log_probabilities(decoded) - log_probabilities(packed)).abs().max() <= TOLERANCE

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from esm_turbo import TurboEsm
-from esm_turbo.tasks.common import arms
+from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.memory import NotEnoughMemoryError
 from esm_turbo.tasks.common.options import Arm, MarginalMethod
 from esm_turbo.tasks.variants.many import ManyVariantScores, score_many_variants
@@ -51,7 +51,7 @@ def test_proteins_that_fail_do_not_stop_the_others(turbo: TurboEsm, monkeypatch:
         if tokens > 20:
             raise NotEnoughMemoryError(f"{tokens} tokens are too many")
 
-    monkeypatch.setattr(arms, "check_memory", small)
+    monkeypatch.setattr(forwards, "check_memory", small)
     found = score_many_variants(turbo, [*PROTEINS, "MK1", "MK"], [*VARIANTS, ["M1A"], ["K1A"]])
     assert [one is None for one in found.scores] == [False, False, False, True, True, True]
     assert found.failed[3] == "26 tokens are too many"

@@ -17,7 +17,7 @@ from esm_turbo.files.csv_files import CsvError
 from esm_turbo.files.journal import Journal
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common import arms, memory, row_engine
+from esm_turbo.tasks.common import forwards, memory, row_engine
 from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants import score
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
@@ -256,7 +256,7 @@ def test_a_protein_that_does_not_fit_does_not_stop_the_others(
             raise NotEnoughMemoryError(f"{tokens} tokens at once need about 9 GiB")
 
     long = ProteinRecord("long", "MKTAYIAKQRQISFVKSHFSRQ")
-    for module in (arms, row_engine):
+    for module in (forwards, row_engine):
         monkeypatch.setattr(module, "check_memory", small)
     run = score_records(turbo, [long, WILD_TYPE], None, [arm])
     assert run.failed == [BadRecord("long", "24 tokens at once need about 9 GiB")]

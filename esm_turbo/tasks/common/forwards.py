@@ -10,9 +10,8 @@ Each task decides which of its `refresh` residues of a cached context run again 
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, get_args, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from esm_turbo.model.memory import available_bytes
 from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.tokens import TokenIds
 from esm_turbo.tasks.common.checks import check_choice
+from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import Arm
 
@@ -68,9 +68,9 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
         own: Arm = "frozen" if cache.config == FROZEN else "turbo"
         if arm not in (None, own):
             raise ValueError(f"a cache of preset {cache.config.name!r} is for arm {own!r}, not {arm!r}")
-        turbo.model.claim_cache(cache)
+        turbo.model.bind_cache(cache)
         return own, cache.config.name
-    turbo.model.notice_changes()
+    turbo.model.refresh_fingerprint()
     chosen = check_choice("arm", default_arm(turbo) if arm is None else arm, ARMS)
     return chosen, arm_preset(turbo, chosen)
 
@@ -177,67 +177,6 @@ def _checked_tokens(toks_per_batch: int) -> int:
     if toks_per_batch < 1:
         raise ValueError(f"`toks_per_batch` must be at least 1, got {toks_per_batch}")
     return toks_per_batch
-
-
-@runtime_checkable
-class ContextSource(Protocol):
-    """Where tasks look contexts up before they compute them; a `ContextStore` is one."""
-
-    def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
-        """As `ContextModel.prefill`, but computes only what is missing."""
-
-    def get_or_compute(
-        self,
-        turbo: ContextModel,
-        token_ids: Sequence[int],
-        config: TurboConfig,
-        compute: Callable[[], TurboKVCache],
-        /,
-    ) -> TurboKVCache:
-        """The context of exactly these tokens, computed by `compute` if it is missing."""
-
-
-def check_store(store: object) -> None:
-    """Check that `store`, an argument of several tasks, is a `ContextSource` or None.
-
-    Raises:
-        ValueError: it is something else, such as the path of one.
-    """
-    if store is None or isinstance(store, ContextSource):
-        return
-    path = f"; open the folder: ContextStore({str(store)!r})" if isinstance(store, str | os.PathLike) else ""
-    raise ValueError(f"`store` must be a ContextStore, got a {type(store).__name__}{path}")
-
-
-class ReadableSource(ContextSource, Protocol):
-    """A `ContextSource` that can be asked for what it has; a `ContextStore` is one, too."""
-
-    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
-        """The context of exactly these tokens if it is there; called from other threads, too."""
-
-
-class FoundContexts(NamedTuple):
-    """Contexts that a store has, of some that it was asked for by token ids.
-
-    Attributes:
-        held: those that stay in device memory, where they are read; None if there are none.
-        rows: which of the requested ones each row of `held` is.
-        copied: the others, each a cache of one row, by their numbers among the requested ones.
-    """
-
-    held: PooledContexts | None
-    rows: tuple[int, ...]
-    copied: dict[int, TurboKVCache]
-
-
-@runtime_checkable
-class HoldingSource(Protocol):
-    """A source whose contexts can be read in place, in device memory; a `ContextStore` is one."""
-
-    def hold_found(
-        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig, /
-    ) -> FoundContexts:
-        """The contexts of exactly these tokens that are there; called from other threads, too."""
 
 
 def prefill_ids(

@@ -12,8 +12,8 @@ from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.config import DEFAULT_PRESET
-from esm_turbo.tasks.common import arms, memory
-from esm_turbo.tasks.common.arms import (
+from esm_turbo.tasks.common import forwards, memory
+from esm_turbo.tasks.common.forwards import (
     ARMS,
     FROZEN,
     batch_tokens,
@@ -96,9 +96,9 @@ def test_contexts_are_decoded_where_that_pays_and_fits(
     assert maybe_decode(exact, frozen, 10**6) is frozen
     # 9 tokens of 2 layers, 4 heads and 16 components, keys and values in float32.
     needed = 9 * 2 * 4 * 16 * 2 * 4
-    monkeypatch.setattr(arms, "available_bytes", lambda device: 4 * needed)
+    monkeypatch.setattr(forwards, "available_bytes", lambda device: 4 * needed)
     assert maybe_decode(compressed, cache, 256) is not cache
-    monkeypatch.setattr(arms, "available_bytes", lambda device: 4 * needed - 1)
+    monkeypatch.setattr(forwards, "available_bytes", lambda device: 4 * needed - 1)
     assert maybe_decode(compressed, cache, 256) is cache
 
 
