@@ -10,10 +10,9 @@ rotation of its queries and keys, and the statistics hold at every position up t
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from esm_turbo.calibration import Calibration
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments, Sensitivity, TokenMoments
+from esm_turbo.codecs.fitting.stored import from_tensors, to_tensors
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import package_versions
 from esm_turbo.files.families import FAMILIES, FAMILY_NAMES, encoder_of, projections_of
@@ -45,9 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from esm_turbo.model.cached_model import CachedModel
-
-
-_Dataclass = TypeVar("_Dataclass", TokenMoments, Sensitivity, Moments)
 
 
 @dataclass(frozen=True)
@@ -211,13 +208,15 @@ class KVCalibrator:
             )
         statistics = KVStatistics(
             self.geometry,
-            _as_saved(self._residues),
-            _as_saved(self._specials),
-            _as_saved(self._sensitivity),
+            self._residues,
+            self._specials,
+            self._sensitivity,
             self._sample.sample(),
             self._inv_freq.numpy().astype(np.float64),
             self._output_gram,
         )
+        # Rounded as in files, so that a calibration and its saved copy give the same codecs.
+        statistics = from_tensors(*to_tensors(statistics), self.geometry)
         record = {
             "model": model_name(self.model.config._name_or_path),
             "sequences": self.n_sequences_seen_,
@@ -273,15 +272,3 @@ def _output_gram(model: CachedModel, geometry: Geometry) -> Array:
         heads = weight.reshape(weight.shape[0], geometry.num_heads, geometry.head_dim)
         grams.append(np.einsum("ohi,ohj->hij", heads, heads, optimize=True))
     return np.stack(grams).astype(np.float32).astype(np.float64)
-
-
-def _as_saved(statistics: _Dataclass) -> _Dataclass:
-    """Round arrays to float32 as in files, so that a calibration and its saved copy give the same codecs."""
-    rounded: dict[str, Any] = {}
-    for field in dataclasses.fields(statistics):
-        value = getattr(statistics, field.name)
-        if dataclasses.is_dataclass(value):
-            rounded[field.name] = _as_saved(value)  # type: ignore[type-var]
-        elif isinstance(value, np.ndarray):
-            rounded[field.name] = value.astype(np.float32).astype(np.float64)
-    return dataclasses.replace(statistics, **rounded)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from threadpoolctl import threadpool_limits
 from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, codec_class
-from esm_turbo.codecs.fitting.statistics import KVStatistics, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.codecs.fitting.statistics import KVStatistics
+from esm_turbo.codecs.fitting.stored import from_tensors, to_tensors
+from esm_turbo.codecs.fitting.transforms import inverted
 from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.families import encoder_of
@@ -36,9 +36,10 @@ from esm_turbo.files.tabular import counted, named
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FORMAT_VERSION = 1
-_TOKEN_KINDS = ("residues", "specials")
-_STATES = ("keys", "values")
+FORMAT_VERSION = 2
+READABLE_VERSIONS = (1, FORMAT_VERSION)
+# Tokens of the sample in a file, for the codebooks of other options: a quarter of what the presets are fitted to.
+_SAVED_TOKENS = 256
 
 
 class OtherWeightsWarning(UserWarning):
@@ -154,26 +155,21 @@ class Calibration:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file atomically."""
-        statistics = self.statistics
-        tensors = {"fingerprint": torch.from_numpy(self.fingerprint), "output_gram": _f32(statistics.output_gram)}
+        # The presets of the product need no more of the sample once they are fitted.
+        complete = set(PRODUCT_PRESETS.values()) <= self._codecs.keys()
+        tensors, counts = to_tensors(self.statistics, _SAVED_TOKENS if complete else None)
+        tensors["fingerprint"] = torch.from_numpy(self.fingerprint)
         if self.weights is not None:
             tensors["weights"] = torch.from_numpy(self.weights)
-        tensors["inv_freq"] = _f32(statistics.inv_freq)
-        tensors |= {f"sample.{name}": torch.from_numpy(array) for name, array in vars(statistics.sample).items()}
-        for name in ("sample.keys", "sample.values"):
-            tensors[name] = tensors[name].to(torch.bfloat16)
-        for kind in _TOKEN_KINDS:
-            tensors |= _arrays(f"moments.{kind}", getattr(statistics, kind))
-        tensors |= _arrays("sensitivity", statistics.sensitivity)
-        counts = {kind: getattr(statistics, kind).keys.count for kind in _TOKEN_KINDS}
-        counts["sensitivity"] = statistics.sensitivity.count
         presets = {}
         for config, codec in self._codecs.items():
             presets[config.name] = config.to_dict()
             tensors |= {f"codec.{config.name}.{name}": tensor for name, tensor in codec.state.items()}
         tensors, copies = _without_copies(tensors)
+        tensors, inverses = _without_inverses(tensors, copies)
         metadata = {
             "copies": copies,
+            "inverses": inverses,
             "geometry": self.geometry.to_dict(),
             "counts": counts,
             "presets": presets,
@@ -198,13 +194,15 @@ class Calibration:
         if path.is_dir():
             path = path / CALIBRATION_FILE
         try:
-            tensors, metadata = read_artifact(path, "calibration", FORMAT_VERSION)
+            tensors, metadata = read_artifact(path, "calibration", *READABLE_VERSIONS)
+            for name, (kind, source) in metadata.get("inverses", {}).items():
+                tensors[name] = _INVERSES[kind](tensors[source])
             tensors |= {name: tensors[original] for name, original in metadata["copies"].items()}
             geometry, found = Geometry(**metadata["geometry"]), tuple(tensors["moments.residues.keys.mean"].shape)
             if found != (geometry.num_layers, geometry.num_heads, geometry.head_dim):
                 raise ValueError(f"moments {list(found)} are not of {geometry}")
             calibration = cls(
-                _statistics(tensors, metadata),
+                from_tensors(tensors, metadata["counts"], geometry),
                 tensors["fingerprint"].numpy(),
                 metadata["provenance"],
                 _fitted(tensors, metadata["presets"]),
@@ -240,54 +238,29 @@ def _without_copies(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], d
     return kept, copies
 
 
-def _f32(array: npt.NDArray[np.float64]) -> Tensor:
-    return torch.from_numpy(array.astype(np.float32))
+def _invert(matrix: Tensor) -> Tensor:
+    with threadpool_limits(1, user_api="blas"):
+        return torch.from_numpy(inverted(matrix.numpy()).astype(np.float32))
 
 
-def _arrays(prefix: str, statistics: Any) -> dict[str, Tensor]:
-    """The arrays of a dataclass and of the dataclasses in it; counts that are one number are metadata."""
-    found: dict[str, Tensor] = {}
-    for name, value in vars(statistics).items():
-        if is_dataclass(value):
-            found |= _arrays(f"{prefix}.{name}", value)
-        elif isinstance(value, np.ndarray):
-            found[f"{prefix}.{name}"] = _f32(value)
-    return found
+_INVERSES: dict[str, Callable[[Tensor], Tensor]] = {"transposed": lambda x: x.mT.contiguous(), "inverted": _invert}
 
 
-def _statistics(tensors: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> KVStatistics:
-    def f64(name: str) -> npt.NDArray[np.float64]:
-        return tensors[name].numpy().astype(np.float64)
-
-    def moments(kind: str) -> TokenMoments:
-        count = metadata["counts"][kind]
-        return TokenMoments(
-            *(Moments(count, f64(f"moments.{kind}.{s}.mean"), f64(f"moments.{kind}.{s}.covariance")) for s in _STATES)
-        )
-
-    def weighted(name: str) -> Moments:
-        return Moments(*(f64(f"sensitivity.{name}.{part}") for part in ("count", "mean", "covariance")))
-
-    sensitivity = Sensitivity(
-        metadata["counts"]["sensitivity"],
-        f64("sensitivity.key_mean"),
-        weighted("keys"),
-        weighted("values"),
-        f64("sensitivity.queries"),
-        f64("sensitivity.attention"),
-    )
-    sample = {field.name: tensors[f"sample.{field.name}"] for field in fields(TokenSample)}
-    for name in ("keys", "values"):
-        sample[name] = sample[name].float()
-    return KVStatistics(
-        Geometry(**metadata["geometry"]),
-        moments("residues"),
-        moments("specials"),
-        sensitivity,
-        TokenSample(**{name: tensor.numpy() for name, tensor in sample.items()}),
-        f64("inv_freq"),
-        f64("output_gram"),
-    )
+def _without_inverses(
+    tensors: Mapping[str, Tensor], copies: Mapping[str, str]
+) -> tuple[dict[str, Tensor], dict[str, tuple[str, str]]]:
+    """Leave out inverses that can be computed; of each, how and of which tensor."""
+    kept, computed = dict(tensors), {}
+    for name in tensors:
+        source = name.removesuffix("_inverse") + "_map"
+        source = copies.get(source, source)
+        if name.endswith("_inverse"):
+            for kind, inverse in _INVERSES.items():
+                if torch.equal(inverse(tensors[source]), tensors[name]):
+                    computed[name] = kind, source
+                    del kept[name]
+                    break
+    return kept, computed
 
 
 def _fitted(

@@ -11,7 +11,7 @@ from transformers import EsmModel
 
 from esm_turbo import Calibration, KVCalibrator, TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.calibration import FORMAT_VERSION
+from esm_turbo.calibration import FORMAT_VERSION, READABLE_VERSIONS
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
@@ -149,6 +149,57 @@ def test_saving_what_was_loaded_changes_nothing(file, tmp_path):
     assert_same_states(first[0], second[0])
 
 
+def of_format_1(tensors, metadata):
+    """Whole matrices and inverses, as the first format has them."""
+    size = metadata["geometry"]["head_dim"]
+    rows, columns = np.tril_indices(size)
+    for name, half in tensors.items():
+        if name.split(".")[-1] in ("covariance", "queries", "output_gram"):
+            tensors[name] = torch.empty(*half.shape[:-1], size, size)
+            tensors[name][..., rows, columns] = tensors[name][..., columns, rows] = half
+    for name, (kind, source) in metadata.pop("inverses").items():
+        inverse = {"transposed": torch.transpose, "inverted": lambda x, *_: torch.linalg.inv(x.double()).float()}
+        tensors[name] = inverse[kind](tensors[source], -1, -2).contiguous()
+
+
+def test_files_of_format_1_load(calibration, file):
+    loaded = Calibration.load(rewritten(file, of_format_1, version=1))
+    assert_same_statistics(loaded.statistics, calibration.statistics)
+    for preset in PRODUCT_PRESETS:
+        for name, tensor in calibration.codec(preset).state.items():
+            # The inverses are another library's here.
+            torch.testing.assert_close(loaded.codec(preset).state[name], tensor, rtol=1e-6, atol=1e-6)
+
+
+def test_files_hold_triangles_and_no_inverses(file):
+    tensors, metadata = read_artifact(file, "calibration", FORMAT_VERSION)
+    assert tensors["output_gram"].shape == (2, 2, 136)
+    assert not [name for name in tensors if name.endswith("_inverse")]
+    assert {kind for kind, _ in metadata["inverses"].values()} == {"transposed", "inverted"}
+
+
+def test_files_of_the_presets_hold_a_part_of_the_sample(tiny_esm, random_proteins, tmp_path):
+    calibrator = KVCalibrator(tiny_esm(**SIZES)).partial_fit(*random_proteins([300, 200], seed=1, eos=True))
+    calibration = calibrator.finalize(presets=())
+    whole = calibration.statistics
+    calibration.save(tmp_path / "unfitted")
+    assert_same_statistics(Calibration.load(tmp_path / "unfitted").statistics, whole)
+    calibration.fit().save(tmp_path / "fitted")
+    loaded = Calibration.load(tmp_path / "fitted")
+    assert_same_statistics(loaded.statistics, dataclasses.replace(whole, sample=whole.sample.at(slice(256))))
+    # The sample of a smaller `sample_size`.
+    few = KVCalibrator(calibrator.model, sample_size=256).partial_fit(*random_proteins([300, 200], seed=1, eos=True))
+    np.testing.assert_array_equal(few.finalize(presets=()).statistics.sample.keys, loaded.statistics.sample.keys)
+
+
+def test_a_file_of_650m_has_120_mib_at_most(tiny_esm, random_proteins, tmp_path):
+    calibrator = KVCalibrator(tiny_esm(head_dim=64, heads=8, layers=1))
+    calibrator.partial_fit(*random_proteins([600, 600], seed=1, eos=True)).finalize().save(tmp_path / "heads")
+    size = (tmp_path / "heads").stat().st_size
+    # 33 layers of 20 heads.
+    assert size * 33 * 20 / 8 <= 120 * 2**20
+
+
 def test_a_folder_stands_for_the_file_in_it(calibration, tmp_path):
     calibration.save(tmp_path / "new" / CALIBRATION_FILE)
     assert_same_statistics(Calibration.load(tmp_path / "new").statistics, calibration.statistics)
@@ -160,6 +211,8 @@ def test_states_of_renamed_presets_still_load(calibration, file):
         metadata["presets"] = {"of old": metadata["presets"].pop("paper")}
         for name in [name for name in tensors if name.startswith("codec.paper.")]:
             tensors[name.replace("codec.paper.", "codec.of old.")] = tensors.pop(name)
+        kind, source = metadata["inverses"].pop("codec.paper.key_inverse")
+        metadata["inverses"]["codec.of old.key_inverse"] = kind, source.replace("codec.paper.", "codec.of old.")
 
     loaded = Calibration.load(rewritten(file, rename))
     assert_same_states(loaded.codec("paper").state, calibration.codec("paper").state)
@@ -254,7 +307,7 @@ def test_shipped_calibration_is_the_embedded_models(turbo):
     shipped = Calibration.load(EMBEDDED_MODEL, model=turbo.model)
     assert shipped.provenance["max_positions"] >= 1022
     assert shipped.provenance["residues"] >= 20_000
-    _, metadata = read_artifact(EMBEDDED_MODEL / CALIBRATION_FILE, "calibration", FORMAT_VERSION)
+    _, metadata = read_artifact(EMBEDDED_MODEL / CALIBRATION_FILE, "calibration", *READABLE_VERSIONS)
     options = [TurboConfig.from_dict(options) for options in metadata["presets"].values()]
     assert set(PRODUCT_PRESETS.values()) <= set(options)
 

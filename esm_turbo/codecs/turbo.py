@@ -158,11 +158,11 @@ class TurboCodec(KVCodec):
         layers = statistics.geometry.num_layers
         state = {
             "key_map": key_map.forward,
-            "key_inverse": key_map.inverse,
+            "key_inverse": transforms.inverted(key_map.forward),
             "key_steps": _fit_steps(keys, sample.key_weights, key_widths, size),
             "key_mean": key_mean,
             "value_map": value_map.forward,
-            "value_inverse": value_map.inverse,
+            "value_inverse": transforms.inverted(value_map.forward),
             "value_steps": _fit_steps(values, sample.value_weights, value_widths, size),
             "value_mean": value_mean,
             "inv_freq": np.tile(statistics.inv_freq, (layers, 1)),

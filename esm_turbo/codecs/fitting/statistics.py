@@ -119,7 +119,7 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class TokenSample:
-    """A bounded random sample of tokens, from which codebooks are fitted.
+    """A bounded random sample of tokens, from which codebooks are fitted; its first tokens are a smaller sample.
 
     Attributes:
         keys: keys after RoPE, rounded to bfloat16 as in files, [layers, heads, tokens, head_dim].
@@ -137,17 +137,20 @@ class TokenSample:
     key_weights: npt.NDArray[np.float32]
     value_weights: npt.NDArray[np.float32]
 
+    def at(self, tokens: slice | npt.NDArray[np.bool_]) -> TokenSample:
+        """Some of the tokens."""
+        return TokenSample(
+            self.keys[:, :, tokens],
+            self.values[:, :, tokens],
+            self.is_special[tokens],
+            self.positions[tokens],
+            self.key_weights[:, :, tokens],
+            self.value_weights[:, :, tokens],
+        )
+
     def residues(self) -> TokenSample:
         """The sample without special tokens."""
-        keep = ~self.is_special
-        return TokenSample(
-            self.keys[:, :, keep],
-            self.values[:, :, keep],
-            self.is_special[keep],
-            self.positions[keep],
-            self.key_weights[:, :, keep],
-            self.value_weights[:, :, keep],
-        )
+        return self.at(~self.is_special)
 
 
 @dataclass(frozen=True)

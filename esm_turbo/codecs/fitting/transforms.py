@@ -119,6 +119,11 @@ def standardized(
     return Transform(forward / std[..., :, None], inverse * std[..., None, :])
 
 
+def inverted(forward: ArrayLike) -> FloatArray:
+    """Inverse of maps in float32, [..., head_dim, head_dim]: as good as that of the fit, and it need not be stored."""
+    return np.linalg.inv(np.asarray(forward, dtype=np.float32).astype(np.float64))
+
+
 def component_variances(transform: tuple[ArrayLike, ArrayLike], second_moment: ArrayLike) -> FloatArray:
     """Mean square of each component after a map, the diagonal of T second_moment T^T, float64 [..., head_dim].
 

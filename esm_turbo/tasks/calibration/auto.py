@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from safetensors import SafetensorError, safe_open
 
 from esm_turbo.assets import calibration_proteins
-from esm_turbo.calibration import FORMAT_VERSION, Calibration
+from esm_turbo.calibration import READABLE_VERSIONS, Calibration
 from esm_turbo.config import Geometry
 from esm_turbo.files.fingerprint import model_fingerprint, same_model
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict, sha256_file
@@ -57,8 +57,8 @@ def auto_calibration(
     """
     fasta = calibration_proteins()
     folder = calibration_folder()
-    # A file's name begins with a digest of the file format, the proteins and the model's shape.
-    prefix = _digest(f"{FORMAT_VERSION} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
+    # A file's name begins with a digest of the oldest format still read, the proteins and the model's shape.
+    prefix = _digest(f"{READABLE_VERSIONS[0]} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())
     calibration = _saved(folder, prefix, turbo)
     if calibration is not None:
         return calibration
