@@ -82,16 +82,8 @@ def _compile_codecs(codecs: Sequence[KVCodec], sizes: Sizes, dtype: torch.dtype,
     variants = encoder_variants(sizes, dtype, device, capability)
     for codec in codecs:
         variants += cache_variants(codec, sizes, dtype, device, capability)
-    return _compile_all(variants)
-
-
-def _compile_all(variants: list[Variant]) -> int:
     distinct = list(dict.fromkeys(variants))
-    _, reasons = compile_together(distinct)
-    if reasons:
-        # Processes may have lacked memory or permission; what does not compile raises its own error here.
-        for variant in distinct:
-            variant.compile()
+    compile_together(distinct)
     return len(distinct)
 
 
