@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from esm_turbo.tasks.common.arms import default_config
+from esm_turbo.tasks.common.forwards import default_config
 from esm_turbo.tasks.common.options import UnmaskingOrder
 
 if TYPE_CHECKING:
