@@ -18,11 +18,11 @@ from typing import Any
 import matplotlib
 
 from benchmarks.harness import records
-from benchmarks.report import plots_accuracy, plots_gpu, plots_scoring
+from benchmarks.report import plots_accuracy, plots_scoring
 
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = ROOT / "docs" / "images"
-PLOTS = plots_accuracy.PLOTS | plots_gpu.PLOTS | plots_scoring.PLOTS
+PLOTS = plots_accuracy.PLOTS | plots_scoring.PLOTS
 """Functions that draw, and the result files that they read, by the image's name."""
 
 # Text stays text, so that an image can be searched; ids are the same in every run. Figures are drawn about as wide as
