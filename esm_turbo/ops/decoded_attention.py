@@ -149,7 +149,7 @@ def queries_per_tile(num_tokens: int) -> int:
     return whole if whole >= _FULL * _QUERIES else _QUERIES
 
 
-@operator("attend_shared")
+@operator("attend_shared", lambda query, *_: empty_by_token(query))
 def attend_shared(
     query: Tensor,
     keys: Tensor,
@@ -230,13 +230,6 @@ def attend_shared(
     return output
 
 
-def _attend_shared_fake(query: Tensor, *_: object) -> Tensor:
-    return empty_by_token(query)
-
-
-torch.library.register_fake("esm_turbo::attend_shared", _attend_shared_fake)
-
-
 def _in_whole_heads(x: Tensor) -> Tensor:
     """x [C, H, L, D] in memory where neighbours along every other dimension are a multiple of D numbers apart."""
     return x if x.stride(3) == 1 and not any(step % x.shape[3] for step in x.stride()[:3]) else x.contiguous()
@@ -252,7 +245,7 @@ def _head_strides(**tensors: Tensor) -> dict[str, int]:
     }
 
 
-@operator("attend_new")
+@operator("attend_new", lambda query, *_: empty_by_token(query))
 def attend_new(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, past: Tensor, lse: Tensor) -> Tensor:
     """Adds the new tokens to attention to the past; one launch.
 
@@ -298,10 +291,3 @@ def attend_new(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
         PRECISION="tf32x3" if query.dtype == torch.float32 and not interpreted() else "ieee",
     )
     return output
-
-
-def _attend_new_fake(query: Tensor, *_: object) -> Tensor:
-    return empty_by_token(query)
-
-
-torch.library.register_fake("esm_turbo::attend_new", _attend_new_fake)

@@ -195,6 +195,7 @@ class AttentionInputs(NamedTuple):
 
 @operator(
     "attend_packed",
+    lambda query, *_: empty_by_token(query),
     schema="(Tensor query, Tensor keys, Tensor values, Tensor? mask, Tensor[] key_slabs, Tensor[] value_slabs,"
     " Tensor[] layout, Tensor[] tables, Tensor[] residuals, Tensor? angles, Tensor lengths, Tensor protected_columns,"
     " Tensor[] protected, Tensor? protected_mask, Tensor? visible, SymInt[] key_specs, SymInt[] value_specs,"
@@ -211,13 +212,6 @@ def attend_packed(*inputs: Any) -> Tensor:
     """
     reader, tensors = _reader(AttentionInputs(*inputs))
     return reader.attend(*tensors)
-
-
-def _attend_packed_fake(query: Tensor, *_: Any) -> Tensor:
-    return empty_by_token(query)
-
-
-torch.library.register_fake("esm_turbo::attend_packed", _attend_packed_fake)
 
 
 class _Reader(NamedTuple):

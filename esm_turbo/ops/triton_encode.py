@@ -137,7 +137,12 @@ def encode(
     return packed, unquantised, rows
 
 
-@operator("encode_packed", mutates_args=("counters",))
+def _encode_packed_fake(keys: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    protected, sizes, flags = others[4], *others[-2:]
+    return _outputs(keys, protected, sizes[0], flags[2])
+
+
+@operator("encode_packed", _encode_packed_fake, mutates_args=("counters",))
 def encode_packed(
     keys: Tensor,
     values: Tensor,
@@ -241,14 +246,6 @@ def encode_packed(
         OVERLAP=overlap,
     )
     return codes, residuals, special
-
-
-def _encode_packed_fake(keys: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-    protected, sizes, flags = others[4], *others[-2:]
-    return _outputs(keys, protected, sizes[0], flags[2])
-
-
-torch.library.register_fake("esm_turbo::encode_packed", _encode_packed_fake)
 
 
 def _outputs(

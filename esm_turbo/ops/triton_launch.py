@@ -76,16 +76,22 @@ def fence(device: torch.device) -> None:
 
 
 def operator(
-    name: str, mutates_args: Sequence[str] = (), schema: str | None = None
+    name: str, fake: Callable[..., _R], mutates_args: Sequence[str] = (), schema: str | None = None
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Registers a launcher as the operator `esm_turbo::name`, and lets eager inference call the launcher directly.
 
-    The dispatch of an operator costs the host several times what the launch does, see `is_plain`. Without a `schema`,
-    the launcher's annotations say what it takes.
+    The dispatch of an operator costs the host several times what the launch does, see `is_plain`.
+
+    Args:
+        name: of the operator.
+        fake: makes empty results, for tracing.
+        mutates_args: arguments that are written into.
+        schema: of the operator; None takes it from the launcher's annotations.
     """
 
     def register(launcher: Callable[_P, _R]) -> Callable[_P, _R]:
         registered = torch.library.custom_op(f"esm_turbo::{name}", mutates_args=mutates_args, schema=schema)(launcher)
+        registered.register_fake(fake)
 
         @functools.wraps(launcher)
         def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:

@@ -15,7 +15,7 @@ _BLOCK = 1024
 _HEADS = 8
 
 
-@operator("rotate")
+@operator("rotate", lambda query, keys, *_: (empty_by_token(query), empty_by_token(keys)))
 def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Scaled queries and keys after RoPE, see `torch_ops.rotate`; one launch."""
     from esm_turbo.ops.kernels import layer as kernels
@@ -52,14 +52,7 @@ def rotate(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) 
     return new_query, new_keys
 
 
-def _rotate_fake(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    return empty_by_token(query), empty_by_token(keys)
-
-
-torch.library.register_fake("esm_turbo::rotate", _rotate_fake)
-
-
-@operator("gelu")
+@operator("gelu", lambda x: x.new_empty(x.shape))
 def gelu(x: Tensor) -> Tensor:
     """The model's activation, see `torch_ops.gelu`; one launch."""
     from esm_turbo.ops.kernels import layer as kernels
@@ -77,10 +70,3 @@ def gelu(x: Tensor) -> Tensor:
         BLOCK=_BLOCK,
     )
     return activated
-
-
-def _gelu_fake(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-torch.library.register_fake("esm_turbo::gelu", _gelu_fake)
