@@ -1,4 +1,4 @@
-"""Compressed key/value caches for the protein language models ESM-2 and ESM-C.
+"""Compressed key/value caches for the protein language models ESM-2, ESM-C and E1.
 
 Public names are loaded on first use: importing the package itself imports neither torch nor transformers.
 """

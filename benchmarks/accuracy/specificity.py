@@ -1,4 +1,4 @@
-"""Where true binders stand among the peptides of other targets, by likelihood and by specificity.
+"""Ranks of true binders among the peptides of other targets, by likelihood and by specificity.
 
 Every peptide of `peptide_targets_dev.csv` is scored on every target. For each background and figure, a row has the rank
 of each target's own peptide and how much the rankings of different targets resemble each other.
@@ -73,7 +73,7 @@ def _compared(plain: PairScores, targets: Sequence[str], candidates: list[str], 
 def places(
     scores: PairScores, at: Sequence[int], own: Sequence[str], number: Callable[[CandidateScore], float | None]
 ) -> Figures:
-    """Where peptides stand on their targets by a number of which more is better.
+    """Ranks of peptides on their targets by a number of which more is better.
 
     Args:
         scores: of the same candidates on every target.

@@ -90,7 +90,7 @@ class Operations:
         self.cache, self.rows = self._prefill(rng.randint(1, 3))
 
     def run(self) -> str:
-        """What is wrong first, in words; empty if nothing is."""
+        """The first thing that is wrong, in words; empty if nothing is."""
         wrong = self._compare()
         for _ in range(self.rng.randint(4, 12)):
             if wrong:

@@ -95,7 +95,7 @@ def _input_names() -> frozenset[str]:
 
 
 def content(path: Path) -> bytes:
-    """What a file says: its bytes, without what the libraries that write it leave to chance."""
+    """The content of a file: its bytes, without those that the libraries that write it leave to chance."""
     if path.suffix == ".safetensors":
         return _with_sorted_header(path.read_bytes())
     return _as_safetensors(path) if path.suffix == ".h5" else path.read_bytes()
@@ -164,7 +164,7 @@ class References:
 
 
 def differences(found: Mapping[str, bytes], expected: Mapping[str, bytes], *, mended: bool = False) -> list[Finding]:
-    """What differs from the outputs of an undisturbed run.
+    """Differences from the outputs of an undisturbed run.
 
     Args:
         found: files.
@@ -192,7 +192,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _same_tensors(name: str, found: bytes, expected: bytes, tolerance: float) -> bool:
-    """Whether two files hold the same tensors and fields, see `_equal`."""
+    """True if two files hold the same tensors and fields, see `_equal`."""
     read = {".pt": _load_pt, ".safetensors": _load_safetensors, ".h5": _load_safetensors}.get(Path(name).suffix)
     if read is None:
         return False
@@ -212,7 +212,7 @@ def _load_safetensors(data: bytes) -> object:
 
 
 def _equal(one: object, other: object, tolerance: float) -> bool:
-    """Whether floats agree up to a tolerance relative to the largest, and all but as large a share of integers."""
+    """True if floats agree up to a tolerance relative to the largest, and all but as large a share of integers."""
     if isinstance(one, dict) and isinstance(other, dict):
         if tolerance:
             # Of the results' own bytes.

@@ -179,7 +179,7 @@ def damage(rng: random.Random, paths: Sequence[Path], *, exchange: bool = True) 
 
 
 def _same_json(path: Path, one: bytes, other: bytes) -> bool:
-    """Whether two contents of a JSON file differ in spaces alone, which is no damage."""
+    """True if two contents of a JSON file differ in spaces alone, which is no damage."""
     try:
         return path.suffix == ".json" and json.loads(one) == json.loads(other)
     except ValueError:

@@ -48,7 +48,7 @@ _UNCOMPARED = "usage.jsonl"
 
 @dataclass
 class Trial:
-    """What happened in one trial.
+    """The result of one trial.
 
     Attributes:
         kills: processes that were killed.
@@ -238,7 +238,7 @@ ENGINES: dict[str, Callable[[random.Random, Path, str, Cluster | None], Trial]] 
     "ray actors": actors,
     "ray driver": ray_driver,
 }
-"""What is killed, by name."""
+"""The processes that are killed, by name."""
 
 
 def run_trial(engine: str, task: str, seed: str, root: Path, cluster: Cluster | None = None) -> Trial:
@@ -306,7 +306,7 @@ def _killed(log: Path) -> list[list[int]]:
 
 
 def _wait(condition: Callable[[], bool], seconds: float) -> bool:
-    """Whether a condition holds before the time is over."""
+    """True if a condition holds before the time is over."""
     end = time.monotonic() + seconds
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.05)

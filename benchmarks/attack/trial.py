@@ -1,4 +1,4 @@
-"""What all trials share: commands and calls in forks, and what is wrong with how one ended."""
+"""Common parts of all trials: commands and calls in forks, and the faults in how one ended."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command or call ended.
+    """The end of a command or call.
 
     Attributes:
         code: exit code; negative for a signal.
@@ -194,7 +194,7 @@ def library(folder: Path, function: Callable[[], int]) -> Outcome:
 
 
 def faults(outcome: Outcome) -> list[Finding]:
-    """What is wrong with how a command ended, whatever it was given."""
+    """Faults in how a command ended, whatever it was given."""
     found = []
     lines = [line for line in outcome.err.splitlines() if line.strip()]
     last = lines[-1] if lines else ""

@@ -79,7 +79,7 @@ def change(rng: random.Random, model: nn.Module) -> str:
 
 
 def _decides(name: str, last: int) -> bool:
-    """Whether keys and values depend on a parameter."""
+    """True if keys and values depend on a parameter."""
     if not name.startswith("esm.") or "position_embeddings" in name or "contact_head" in name:
         return False
     if name.startswith(f"esm.encoder.layer.{last}."):
@@ -159,7 +159,7 @@ def embedded(rng: random.Random, folder: Path, references: References) -> list[F
 
 
 def _alike(one: Path, other: Path) -> bool:
-    """Whether one folder has all results of the other."""
+    """True if one folder has all results of the other."""
     found, expected = (
         {path.name: content(path) for path in folder.rglob("*") if path.suffix in (".pt", ".safetensors")}
         for folder in (one, other)

@@ -22,7 +22,7 @@ _WARM_UPS = 3
 
 
 def available() -> bool:
-    """Whether there is a device to measure on."""
+    """True if there is a device to measure on."""
     return torch.cuda.is_available()
 
 

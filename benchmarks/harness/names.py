@@ -10,7 +10,7 @@ COMPRESSED = tuple(preset for preset in PRODUCT_PRESETS if preset != "exact")
 
 # Attention on a CUDA device.
 LAYER = "maps and bits of a layer of esm2-mini, random codes"
-"""What rows of attention alone name as their model."""
+"""The model that rows of attention alone name."""
 SDPA, SDPA_FLOAT32 = "SDPA bf16", "SDPA fp32"
 
 # Embeddings.

@@ -1,4 +1,4 @@
-"""What the generated tables have in common."""
+"""Common parts of the generated tables."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def small(x: float) -> str:
 
 
 def source(record: Record, file: str, model: str = "esm2-mini") -> str:
-    """Where the figures of a table come from: one of its records, the file, and the model in words."""
+    """The source of the figures of a table: one of its records, the file, and the model in words."""
     where, versions = record["environment"], record["environment"]["versions"]
     changed = " with local changes" if record["revision"]["dirty"] else ""
     return (

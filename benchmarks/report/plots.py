@@ -56,7 +56,7 @@ def draw(name: str, path: Path) -> None:
 
 
 def source(name: str) -> str:
-    """What an image says of the results that it was made from."""
+    """The description by which an image names the results that it was made from."""
     digest = hashlib.sha256()
     for file in PLOTS[name][1]:
         path = records.RESULTS / f"{file}.jsonl"
@@ -65,7 +65,7 @@ def source(name: str) -> str:
 
 
 def is_current(name: str, path: Path) -> bool:
-    """Whether an image was made from the results that are stored now."""
+    """True if an image was made from the results that are stored now."""
     return path.exists() and source(name) in path.read_text(encoding="utf-8")
 
 

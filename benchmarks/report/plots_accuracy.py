@@ -60,7 +60,7 @@ def pareto() -> Figure:
 
 
 def freezing() -> Figure:
-    """What freezing costs and what compressing costs, by residues refreshed."""
+    """Freezing error and quantisation error by residues refreshed."""
     figure = Figure(figsize=(8.7, 3.8))
     axes = figure.subplots(1, 3, sharey=True)
     frozen = stored.accuracy("cath_val200", "exact", "extend")["figures"]["preset"]["extend"]

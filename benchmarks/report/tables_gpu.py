@@ -44,7 +44,7 @@ def gpu_attention() -> str:
 
 
 def gpu_overview() -> str:
-    """How many times as fast as SDPA attention over compressed contexts is, for some shapes."""
+    """Speedup of attention over compressed contexts against SDPA, for some shapes."""
     records = [r for r in _records("decode_attention_cuda") if _decoding(r["figures"]["shape"]) in _OVERVIEW]
     rows = [
         [_decoding(record["figures"]["shape"]), *(_ratio(record["figures"], f"{SDPA} / {preset}") for preset in _SHOWN)]

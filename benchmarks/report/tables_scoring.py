@@ -75,7 +75,7 @@ _NUMBERS = {
 
 
 def specificity() -> str:
-    """Where true binders stand by each number."""
+    """Ranks of true binders by each number."""
     record = stored.newest("specificity", lambda figures: figures["case"])["all pairs"]
     figures = record["figures"]
     rows = []
@@ -136,7 +136,7 @@ def variant_effects() -> str:
 
 
 def variant_leak() -> str:
-    """What cached proteins tell of the residues that a mask replaces."""
+    """Predictions of masked residues from cached proteins that have seen them."""
     record = variant_record("leak")
     rows = []
     for arm in variant_arms():

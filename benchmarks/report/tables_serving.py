@@ -23,7 +23,7 @@ _CLIENTS, _CONTEXTS = 64, 200
 
 
 def serving() -> str:
-    """What was found on each device, and what was asked."""
+    """Workload and results on each device."""
     runs = stored.newest("serve", _device)
     targets = [record["figures"]["targets"] for record in runs.values()]
     rows = [

@@ -35,7 +35,7 @@ def embedding_throughput() -> str:
 
 
 def embedding_output() -> str:
-    """What files and caches cost."""
+    """Costs of files and caches."""
     [(_, record)] = _speed("embedding_output")
     seconds = record["figures"]["seconds"]
     residues = record["figures"]["shape"]["residues"]

@@ -14,7 +14,7 @@ from benchmarks.serve.workload import Ask, answered, difference
 
 @dataclass
 class Outcome:
-    """What came of requests.
+    """Outcomes of requests.
 
     Attributes:
         seconds: from each request to its answer, by kind.

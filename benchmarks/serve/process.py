@@ -130,7 +130,7 @@ class Process:
 
     @property
     def said(self) -> str:
-        """What it has written since it began to serve."""
+        """Its output since it began to serve."""
         return "".join(self._lines[self._since :])
 
     @property

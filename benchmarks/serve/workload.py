@@ -35,7 +35,7 @@ class Ask:
     body: dict[str, Any]
 
     def path(self, keys: Sequence[str]) -> str:
-        """Where it goes; `keys` are the ids of the proteins."""
+        """The path of the request; `keys` are the ids of the proteins."""
         context = f"/v1/contexts/{keys[self.target]}"
         return {"score": f"{context}/score", "variants": f"{context}/variants"}.get(self.kind, f"/v1/{self.kind}")
 

@@ -68,7 +68,7 @@ def embed(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, runn
 
 
 def embedded(turbo: TurboEsm, proteins: Sequence[ProteinRecord], folder: Path, _: None) -> dict[str, Tensor]:
-    """What `embed` has written."""
+    """The files that `embed` has written."""
     arrays = read_embeddings(folder, "safetensors", proteins)
     return {
         protein.id: torch.cat([torch.from_numpy(array) for array in own.values()])
@@ -124,7 +124,7 @@ TASKS: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Tensor]]]] = 
     "store": (store, stored),
     "score": (score, scored),
 }
-"""What is timed, and what reads its results."""
+"""The tasks that are timed, and the functions that read their results."""
 
 
 @dataclass(frozen=True)

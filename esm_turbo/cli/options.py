@@ -95,7 +95,7 @@ class SequenceOptions:
 @Parameter(name="*", group=Group("Screen"))
 @dataclass(frozen=True, kw_only=True)
 class ScreenOptions:
-    """What candidates are compared with, and what ranks them."""
+    """The background that candidates are compared with, and the number that ranks them."""
 
     background: Annotated[
         str,

@@ -13,7 +13,7 @@ SEPARATOR = ","
 
 @dataclass(frozen=True)
 class ContextLimits:
-    """What a model can read.
+    """Limits of the contexts that a model can read.
 
     Attributes:
         sequences: in all, the query included.

@@ -23,7 +23,7 @@ app = App(
     name="esm-turbo",
     version=__version__,
     suppress_keyboard_interrupt=False,
-    help="A compressed key/value cache for the protein language models ESM-2 and ESM-C.\n\n"
+    help="A compressed key/value cache for the protein language models ESM-2, ESM-C and E1.\n\n"
     "`--debug` with any command adds the traceback to an error. Exit codes: 0 success; 1 some records failed, or the"
     " job failed; 2 wrong arguments or unusable input.",
 )

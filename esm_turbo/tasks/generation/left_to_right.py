@@ -108,12 +108,12 @@ class LeftToRight:
         return log_probs
 
     def _can_grow(self) -> bool:
-        """Whether all rows run equally many tokens from here on, and each keeps one: rows are long enough."""
+        """True if all rows run equally many tokens from here on, and each keeps one: rows are long enough."""
         first_runs_nothing = self.refresh == 0 and self.steps == 0
         return not first_runs_nothing and min(map(len, self.token_ids)) > self.refresh
 
     def _kind(self, step: int) -> StepKind:
-        """What a step runs, once rows are long enough."""
+        """The tokens that a step runs, once rows are long enough."""
         if step % self.refresh_every or self.refresh < 2:
             return StepKind(2, 1)
         # Of the tokens of a refresh, those that the next step runs again need not be stored.

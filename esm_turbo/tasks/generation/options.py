@@ -18,7 +18,7 @@ Allowed = str | Mapping[int, str] | None
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """What to generate and how. Options that do not depend on the sequences are checked here.
+    """Options of generation. Those that do not depend on the sequences are checked here.
 
     With `max_new_tokens`, that many residues are appended to each sequence, one after the other. Otherwise residues
     replace every `<mask>`, or those at `positions`.

@@ -109,7 +109,7 @@ class ResidueSampler:
         return chosen.tolist(), log_probs.tolist()
 
     def noise(self, rows: Sequence[int]) -> Tensor | None:
-        """What `draw` takes from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
+        """Random numbers for `draw`, from the generators of these rows, float32 [n, vocab_size]; None if greedy."""
         if self.greedy:
             return None
         drawn = torch.empty(len(rows), len(self.allowed.everywhere))

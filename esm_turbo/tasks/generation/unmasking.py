@@ -130,7 +130,7 @@ class MaskedBatch:
 
     @functools.cached_property
     def _chosen_of_running(self) -> list[list[int]]:
-        """Where the chosen columns are among those that run."""
+        """The indices of the chosen columns among those that run."""
         return [
             [bisect_left(running, column) for column in columns]
             for running, columns in zip(self.running, self.chosen, strict=True)

@@ -419,7 +419,7 @@ def score(
     rows = TargetRows(turbo, target, residues, arm, fill, refresh)
     tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([rows.residues + max(map(len, residues))], turbo.model.family)
-    warn_of_peptides(turbo)
+    warn_of_peptides(turbo, stacklevel=3)
     unique = list(dict.fromkeys(turbo.codes.decode(ids) for ids in residues)) if others else []
     counter = StageProgress(progress, "score", sum(map(len, residues)) + len(others) * sum(map(len, unique)))
     config = None if arm == "full" or cache is not None else context_config(turbo, arm)

@@ -166,7 +166,7 @@ class VariantsRun(Tabular):
                 yield [*own, *((variant.columns or {}).get(name, "") for name in columns[len(own) :])]
 
     def places(self, wild_types: Sequence[ProteinRecord]) -> list[tuple[int, int]]:
-        """Where the rows belong among those of all shards: numbers of wild types with their rows.
+        """The order of the rows among those of all shards: numbers of wild types with their rows.
 
         Args:
             wild_types: all wild types of the input.

@@ -44,7 +44,7 @@ class MisnumberedError(ValueError):
 
 
 def is_variant(text: str) -> bool:
-    """Whether a text has the notation of a variant, such as `H24C` or `H24C:E26K`."""
+    """True if a text has the notation of a variant, such as `H24C` or `H24C:E26K`."""
     return all(_SUBSTITUTION.fullmatch(part.strip()) for part in text.strip().split(":"))
 
 
@@ -72,7 +72,7 @@ def _parsed(variant: str, wild_type: str, first_position: int, alike: Iterable[s
 
 
 def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -> str:
-    """Why variants do not fit their protein: another numbering that fits, or none does.
+    """The reason why variants do not fit their protein: another numbering that fits, or none does.
 
     Args:
         variants: numbered alike, those that fit as well; what is no variant does not count.
