@@ -34,9 +34,9 @@ if TYPE_CHECKING:
         Arm,
         Background,
         CandidateFill,
-        MarginalMethod,
         UnknownResidues,
         UnmaskingOrder,
+        VariantMethod,
     )
     from esm_turbo.tasks.common.pieces import Runner
     from esm_turbo.tasks.common.progress import Progress
@@ -58,7 +58,7 @@ class TurboEsm(ContextModel):
     """Score candidates as continuations of a target, see `tasks.scoring.score.score`."""
 
     score_variants = variants.score_variants
-    """Score substitutions in a protein, see `tasks.variants.score.score_variants`."""
+    """Score variants of a protein, see `tasks.variants.score.score_variants`."""
 
     generate_binders = binders.generate_binders
     """Generate peptides for a target by the recipe of PepMLM, see `binders.generate_binders`."""
@@ -309,7 +309,7 @@ class TurboEsm(ContextModel):
         wild_types: Sequence[str | ProteinRecord],
         variants: Sequence[Sequence[str]] | None = None,
         *,
-        method: MarginalMethod = "masked",
+        method: VariantMethod = "masked",
         arm: Arm | None = None,
         refresh: int = DEFAULT_REFRESH,
         toks_per_batch: int | None = None,

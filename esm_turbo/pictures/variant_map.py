@@ -24,15 +24,14 @@ from esm_turbo.pictures.panels import (
     Tracks,
 )
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.variants.records import ProteinVariants
+from esm_turbo.tasks.common.options import METHOD_NAMES, Arm
+from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.score import VariantScores
-from esm_turbo.tasks.variants.substitutions import Substitutions
+from esm_turbo.tasks.variants.substitutions import Substitutions, has_indel, split_variant
 
 _SCORE = "score (nats)"
 # Variants of which each has a bar.
 _FEW = 20
-_MARGINALS = {"masked": "masked marginals", "wild_type": "wild-type marginals"}
 
 
 def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
@@ -45,7 +44,8 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     wild_type, arm = result.wild_type, result.reference
     scores = {name: effects(result, name) for name in result.scores}
     singles = int(np.isfinite(scores[arm]).sum())
-    several = sum(":" in one.variant for one in result.variants)
+    several = len(result.variants) - sum(map(_is_single, result.variants))
+    indels = any(has_indel(one.variant) for one in result.variants)
     layout: list[Tracks | Sequence[Panel]] = []
     if singles:
         layout.append(_map(result, scores))
@@ -53,9 +53,10 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     if not layout:
         layout.append([_distribution(result.scores[arm])])
     scored = result.scores[arm]
-    how = f"{used}; {_MARGINALS[scored.method]}"
+    how = f"{used}; {METHOD_NAMES[scored.method]}"
     how += f", {scored.refresh} residues refreshed" if scored.refresh else ""
     reading = "log p(mutant) - log p(wild type)"
+    reading += ", mean over the residues" if scored.method == "pseudo_perplexity" else ""
     reading += ": red is less likely than the wild type (dots), blue more likely" if singles else ""
     parts = [f"{how}.", f"{counted(len(result.variants), 'variant')}; {reading}."]
     if singles:
@@ -65,10 +66,12 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
             parts.append(f"Only positions with scores are shown, {len(shown):,} of {len(wild_type.sequence):,}.")
             parts.append("Gaps stand for positions left out." if (np.diff(shown) > 1).any() else "")
         parts.append("Grey was not scored." if not whole.all() else "")
-        parts.append("Entropy is over the 20 residues." if whole.any() else "")
+        parts.append("Entropy is over the 20 residues." if whole.any() and _has_entropy(result) else "")
     if several:
-        parts.append(f"{counted(several, 'variant')} of several substitutions{': not in the map' if singles else ''}.")
-    title = f"{wild_type.id}: effects of substitutions, {counted(len(wild_type.sequence), 'residue')}"
+        changes = f"several substitutions{', insertions or deletions' if indels else ''}"
+        parts.append(f"{counted(several, 'variant')} of {changes}{': not in the map' if singles else ''}.")
+    kind = "variants" if indels else "substitutions"
+    title = f"{wild_type.id}: effects of {kind}, {counted(len(wild_type.sequence), 'residue')}"
     measured = any(variant.measured is not None for variant in result.variants)
     columns = [*result.columns(), *(["measured"] if measured else [])]
     rows = [
@@ -84,18 +87,27 @@ def effects(result: ProteinVariants, arm: Arm) -> Array:
     A variant that occurs several times counts once.
     """
     sequence = result.wild_type.sequence
-    names = [variant.variant for variant in result.variants]
+    single = [number for number, variant in enumerate(result.variants) if _is_single(variant)]
+    names = [result.variants[number].variant for number in single]
     parsed = Substitutions.parse(names, sequence, result.first_position)
-    alone = np.bincount(parsed.variant, minlength=len(names))[parsed.variant] == 1
-    known = alone & np.isin(parsed.mutant, list(STANDARD_RESIDUES))
+    known = np.isin(parsed.mutant, list(STANDARD_RESIDUES))
     values = np.full((len(RESIDUE_ORDER), len(sequence)), np.nan)
     rows = np.array([RESIDUE_ORDER.find(letter) for letter in parsed.mutant], dtype=np.int64)
-    values[rows[known], parsed.index[known]] = np.array(result.scores[arm].values)[parsed.variant[known]]
+    values[rows[known], parsed.index[known]] = np.array(result.scores[arm].values)[single][known]
     scored = np.isfinite(values).any(axis=0)
     for index, letter in enumerate(sequence):
         if scored[index] and letter in RESIDUE_ORDER:
             values[RESIDUE_ORDER.index(letter), index] = 0.0
     return values
+
+
+def _is_single(variant: MeasuredVariant) -> bool:
+    return len(split_variant(variant.variant)) == 1 and not has_indel(variant.variant)
+
+
+def _has_entropy(result: ProteinVariants) -> bool:
+    """Whether scores are log-probabilities at a position but for a constant."""
+    return result.scores[result.reference].method != "pseudo_perplexity"
 
 
 def shown_positions(values: Array) -> npt.NDArray[np.int64]:
@@ -148,7 +160,7 @@ def _map(result: ProteinVariants, scores: dict[Arm, Array]) -> Tracks:
             positions, {"mean effect": mean_effects(values, sequence)}, "position", "mean effect\n(nats)", filled=True
         )
     ]
-    if np.isfinite(entropies(values)).any():
+    if _has_entropy(result) and np.isfinite(entropies(values)).any():
         tracks.append(Lines(positions, {"entropy": entropies(values)}, "position", "entropy\n(bits)", limits=ENTROPY))
     tracks.append(
         Heatmap(

@@ -39,7 +39,7 @@ from esm_turbo.cli.score_report import variants_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import MarginalMethod, VariantColumns
+from esm_turbo.tasks.common.options import VariantColumns, VariantMethod
 
 
 def variants(
@@ -47,10 +47,11 @@ def variants(
     variants: OptionalInput = None,
     /,
     *,
-    method: MarginalMethod = "masked",
+    method: VariantMethod = "masked",
     arm: Arms = None,
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
+    mutant_column: str | None = None,
     protein_column: str | None = None,
     measured: str | None = None,
     top: int | None = None,
@@ -65,21 +66,25 @@ def variants(
     backend: BackendOption = Backend.AUTO,
     parallel: ParallelOptions = ParallelOptions(),
 ) -> int:
-    """Score substitutions of residues by the model's predictions, and compare the scores with measurements.
+    """Score variants of proteins by the model's predictions, and compare the scores with measurements.
 
     Bad records and variants are reported at the end; all others are scored. A run that was stopped continues where it
     was, if it has an --out: run the same command again.
 
     Args:
         wild_types: FASTA file of one protein or several, plain or gzip.
-        variants: CSV or TSV file with a column mutant (H24C, or H24C:E26K) and, for several wild types, a column
-            protein with their identifiers. By default, all single substitutions.
-        method: masked masks each position in turn; wild_type masks none, which is cheaper and less accurate.
+        variants: CSV or TSV file with a column mutant (H24C, H24C:E26K or p.His24Cys) and, for several wild types, a
+            column protein with their identifiers. By default, all single substitutions.
+        method: masked masks each position in turn; wild_type masks none, which is cheaper and less accurate;
+            pseudo_perplexity masks every residue of every variant in turn, which is slower and scores insertions and
+            deletions, too (K2_G4del, p.Lys2_Gly3insGlnSer).
         arm: How the protein is computed: full recomputes it for every position, frozen stores it at full precision,
             turbo compressed. By default turbo, or frozen if the model has no calibration.
         refresh: Number of residues around each masked position to recompute.
         first_position: Number of each protein's first residue. By default, that of its header (first_position=24, or
             an identifier such as NAME/24-286), or 1.
+        mutant_column: Column of variants, as in --mutant-column Name for a table of ClinVar, whose names end in
+            (p.Arg175His). By default, mutant.
         protein_column: Column of identifiers, accessions or sequences of wild types. By default, protein.
         measured: Column to compare with, higher is better. By default, fitness or DMS_score.
         top: Number of top-scoring variants to print per protein. By default, 10 for up to 3 proteins; of more, only a
@@ -93,7 +98,7 @@ def variants(
         raise ValueError("--arm must name at least one arm")
     spread = Spread.of(parallel, model, backend=backend)
     sharding = Sharding("variants", "table", parallel.shard, out, [wild_types, variants])
-    for name, column in (("measured", measured), ("protein-column", protein_column)):
+    for name, column in (("measured", measured), ("protein-column", protein_column), ("mutant-column", mutant_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
     if columns is not None and out is None:
@@ -106,7 +111,13 @@ def variants(
     good, bad = None, list[BadRecord]()
     if variants is not None:
         good, bad = read_variants(
-            variants, records, first_position=first_position, protein_column=protein_column, measured=measured
+            variants,
+            records,
+            first_position=first_position,
+            protein_column=protein_column,
+            measured=measured,
+            mutant_column=mutant_column or "mutant",
+            indels=method == "pseudo_perplexity",
         )
         check_usable(variants, good, bad, "variant")
         if columns is not None:
@@ -121,8 +132,8 @@ def variants(
         good = [one for one in good if one.protein in usable]
     arms = named_arms(arm, turbo)
     settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
-    more = {"first_position": first_position, "protein_column": protein_column, **asdict(letters)}
-    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | more):
+    more = {"first_position": first_position, "protein_column": protein_column, "mutant_column": mutant_column}
+    if sharding.is_done(lambda: model_settings(turbo, arms) | settings | more | asdict(letters)):
         return 0
     used = announce(turbo, arms, spread.devices)
     with resumable(sharding.out) as journal:

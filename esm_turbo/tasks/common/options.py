@@ -35,6 +35,15 @@ SortBy = Literal["likelihood", "specificity"]
 MarginalMethod = Literal["masked", "wild_type"]
 """Input at the position of a variant: a mask, or the wild type's residue."""
 
+VariantMethod = Literal["masked", "wild_type", "pseudo_perplexity"]
+"""How variants are scored: by marginals at their positions, or by the pseudo-perplexity of the whole variant."""
+
+METHOD_NAMES: dict[VariantMethod, str] = {
+    "masked": "masked marginals",
+    "wild_type": "wild-type marginals",
+    "pseudo_perplexity": "pseudo-perplexity",
+}
+
 VariantColumns = Literal["proteingym", "dms-viz"]
 """Columns of a table of variants, as other programs read them."""
 

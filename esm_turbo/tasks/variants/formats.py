@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from esm_turbo.tasks.common.options import VariantColumns
-from esm_turbo.tasks.variants.substitutions import parse_variant
+from esm_turbo.tasks.variants.substitutions import has_indel, mutated, parse_variant, short_form, split_variant
 
 if TYPE_CHECKING:
     from esm_turbo.tasks.variants.records import ProteinVariants
@@ -47,8 +47,8 @@ def check_columns(columns: VariantColumns, variants: Iterable[str]) -> None:
     Raises:
         ValueError: it is dms-viz, and all of them have several substitutions.
     """
-    if columns == "dms-viz" and all(":" in variant for variant in variants):
-        raise ValueError("dms-viz shows single substitutions, and all variants have several; use --columns proteingym")
+    if columns == "dms-viz" and all(len(split_variant(one)) > 1 or has_indel(one) for one in variants):
+        raise ValueError("dms-viz shows single substitutions, and no variant is one; use --columns proteingym")
 
 
 def _proteingym(results: Sequence[ProteinVariants], arms: Sequence[str]) -> tuple[list[str], Rows]:
@@ -59,13 +59,9 @@ def _proteingym(results: Sequence[ProteinVariants], arms: Sequence[str]) -> tupl
         for result in results:
             values = zip(*(one.values for one in result.scores.values()), strict=True)
             for variant, own in zip(result.variants, values, strict=True):
-                parsed = parse_variant(variant.variant, result.wild_type.sequence, result.first_position)
-                residues = list(result.wild_type.sequence)
-                for one in parsed:
-                    residues[one.index] = one.mutant
-                name = ":".join(f"{one.wild_type}{one.index + result.first_position}{one.mutant}" for one in parsed)
+                residues = mutated(variant.variant, result.wild_type.sequence, result.first_position)
                 known = ["" if variant.measured is None else variant.measured] if measured else []
-                yield result.wild_type.id, name, "".join(residues), *own, *known
+                yield result.wild_type.id, short_form(variant.variant), residues, *own, *known
 
     return ["mutant", "mutated_sequence", *scores, *(["DMS_score"] if measured else [])], rows()
 
@@ -79,6 +75,8 @@ def _dms_viz(results: Sequence[ProteinVariants], arms: Sequence[str]) -> tuple[l
                 # One measurement for each substitution and condition.
                 seen = set()
                 for variant, value in zip(result.variants, scores.values, strict=True):
+                    if has_indel(variant.variant):
+                        continue
                     parsed = parse_variant(variant.variant, result.wild_type.sequence, result.first_position)
                     place = parsed[0].index, parsed[0].mutant
                     if len(parsed) == 1 and place not in seen:

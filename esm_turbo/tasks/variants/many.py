@@ -15,12 +15,12 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import resolve_arm
-from esm_turbo.tasks.common.options import Arm, MarginalMethod
+from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
 from esm_turbo.tasks.variants.score import ProteinRows, VariantScores, first_position_of
-from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS
+from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, all_substitutions, split_variant
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -65,14 +65,14 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
     """Scores variants of proteins.
 
     Attributes:
-        method: `masked` or `wild_type` marginals.
+        method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
     """
 
-    method: MarginalMethod
+    method: VariantMethod
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice("method", self.method, get_args(MarginalMethod))
+        check_choice("method", self.method, get_args(VariantMethod))
 
     def rows(self, turbo: ContextModel, item: WildType, arm: Arm) -> ProteinRows:
         """See `ScoringTask.rows`."""
@@ -81,13 +81,17 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
     def tokens(self, item: WildType) -> int:
         """A context, and a row for every position."""
         length = len(item.sequence)
-        return length + self.units(item) * (length if "full" in self.arms else self.refresh + 1)
+        contexts = self.units(item) if self.method == "pseudo_perplexity" else length
+        return contexts + self.units(item) * (length if "full" in self.arms else self.refresh + 1)
 
     def units(self, item: WildType) -> int:
-        """Number of distinct positions of the variants."""
+        """Number of distinct positions of the variants; by pseudo-perplexity, of residues in all of them, about."""
+        if self.method == "pseudo_perplexity":
+            names = all_substitutions(item.sequence) if item.variants is None else item.variants
+            return len(item.sequence) * (1 + len(names))
         if item.variants is None:
             return len(item.sequence)
-        return len({part.strip()[1:-1] for variant in item.variants for part in variant.split(":")})
+        return len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
     def options(self) -> list[Any]:
         """See `ScoringTask.options`."""
@@ -103,7 +107,7 @@ def score_many_variants(
     wild_types: Sequence[str | ProteinRecord],
     variants: Sequence[Sequence[str]] | None = None,
     *,
-    method: MarginalMethod = "masked",
+    method: VariantMethod = "masked",
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
     toks_per_batch: int | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,7 +20,7 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.proteins.lookup import ProteinIndex
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import ARMS
-from esm_turbo.tasks.common.options import Arm, MarginalMethod, VariantColumns
+from esm_turbo.tasks.common.options import Arm, VariantColumns, VariantMethod
 from esm_turbo.tasks.common.pieces import Plan, Runner
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.common.rankings import spearman
@@ -32,8 +33,10 @@ from esm_turbo.tasks.variants.score import VariantScores, first_position_of
 from esm_turbo.tasks.variants.substitutions import (
     RESIDUE_COLUMNS,
     MisnumberedError,
+    has_protein_change,
     is_variant,
     likely_cause,
+    mutated,
     parse_without_cause,
     parts_of,
 )
@@ -46,6 +49,8 @@ PROTEIN_COLUMN = "protein"
 
 # Columns of measurements that are used if none is named, the first that exists.
 _MEASURED_COLUMNS = ("fitness", "DMS_score")
+# In HGVS's notation, of a gene or a transcript.
+_OF_A_GENE = re.compile(r"(^|:)[cgmnr]\.")
 # If more variants than this are bad, and more than are good, a wrong position or protein is the likely cause.
 _LISTED = 20
 
@@ -224,8 +229,10 @@ def read_variants(
     first_position: int | None = None,
     protein_column: str | None = None,
     measured: str | None = None,
+    mutant_column: str = "mutant",
+    indels: bool = False,
 ) -> tuple[list[MeasuredVariant], list[BadRecord]]:
-    """Read variants from the column `mutant` of a table, their wild types and measurements from other columns.
+    """Read variants from a column of a table, their wild types and measurements from other columns.
 
     Args:
         path: the file.
@@ -234,6 +241,9 @@ def read_variants(
         protein_column: name of the column that holds identifiers or sequences of wild types; None uses `protein`,
             which a table for a single wild type may lack.
         measured: name of the column of measurements; None uses `fitness` or `DMS_score` if there is one.
+        mutant_column: name of the column that holds the variants, alone or after those of their genes, as in ClinVar's
+            `NM_000546.6(TP53):c.524G>A (p.Arg175His)`.
+        indels: whether insertions and deletions are good.
 
     Returns:
         The good variants and the bad ones, in the order of the file.
@@ -242,7 +252,7 @@ def read_variants(
         ValueError: the file as a whole cannot be used.
     """
     by_name = protein_column or PROTEIN_COLUMN
-    required = ["mutant", *(name for name in (protein_column, measured) if name is not None)]
+    required = [mutant_column, *(name for name in (protein_column, measured) if name is not None)]
     if is_variant(os.fspath(path)) and not os.path.exists(path):
         raise CsvError(f"{os.fspath(path)}: {NO_SUCH_FILE}; variants belong in the column 'mutant' of a CSV file")
     rows = read_csv(path, required, [by_name, *_MEASURED_COLUMNS])
@@ -259,14 +269,19 @@ def read_variants(
         if not row[by_name] and len(wild_types) > 1:
             raise ValueError(f"names no protein; fill the column {by_name!r}")
         wild_type = proteins.find(row[by_name]) if row[by_name] else wild_types[0]
+        name = row[mutant_column]
+        if _OF_A_GENE.search(name) and not has_protein_change(name):
+            raise ValueError(f"{name!r} names no change of the protein, such as (p.Arg175His)")
         try:
-            parse_without_cause(row["mutant"], wild_type.sequence, first_position_of(wild_type, first_position))
+            (mutated if indels else parse_without_cause)(
+                name, wild_type.sequence, first_position_of(wild_type, first_position)
+            )
         except ValueError as error:
-            one = _Wrong(f"line {row.line}", row["mutant"], str(error), isinstance(error, MisnumberedError))
+            one = _Wrong(f"line {row.line}", name, str(error), isinstance(error, MisnumberedError))
             wrong.setdefault(wild_type.id, []).append(one)
             raise
         value = None if column is None else _number(row[column], column)
-        return MeasuredVariant(row["mutant"], value, wild_type.id, row.cells)
+        return MeasuredVariant(name, value, wild_type.id, row.cells)
 
     good, bad = parse_rows(path, rows, "variants", lambda row: f"line {row.line}", parse)
     fitting: dict[str | None, list[str]] = {}
@@ -304,7 +319,7 @@ def score_records(
     variants: Sequence[MeasuredVariant] | None,
     arms: Sequence[Arm],
     *,
-    method: MarginalMethod = "masked",
+    method: VariantMethod = "masked",
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
     toks_per_batch: int | None = None,

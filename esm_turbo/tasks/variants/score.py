@@ -1,7 +1,9 @@
 """Effects of substitutions: how much the model prefers the mutant to the wild type (Meier et al. 2021).
 
 A substitution of residue i scores log p(mutant) - log p(wild type) at position i, where either i alone is masked
-(masked marginals) or nothing is (wild-type marginals). The scores of several substitutions add up.
+(masked marginals) or nothing is (wild-type marginals). The scores of several substitutions add up. A variant's
+pseudo-perplexity masks each of its residues in turn, so that it has one with insertions and deletions, too; the score
+is the logarithm of the wild type's, minus that of the variant.
 
 Masked marginals take one run of the whole protein per position. Here the wild type is computed once and cached, and
 each run extends it in place: the column of the position is hidden and a mask runs instead. The cached columns were
@@ -24,17 +26,23 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
 from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
-from esm_turbo.tasks.common.options import Arm, MarginalMethod
+from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
 from esm_turbo.tasks.common.scoring_task import ItemScores
-from esm_turbo.tasks.variants.substitutions import RESIDUE_COLUMNS, Substitutions, all_substitutions, parts_of
+from esm_turbo.tasks.variants.substitutions import (
+    RESIDUE_COLUMNS,
+    Substitutions,
+    all_substitutions,
+    mutated,
+    parts_of,
+)
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -47,8 +55,9 @@ class VariantScore:
 
     Attributes:
         variant: its notation, as given.
-        score: log-probability of the mutant minus that of the wild type, summed over the substitutions, nats; higher
-            means a more likely mutant.
+        score: log-probability of the mutant minus that of the wild type, summed over the substitutions, nats; by
+            pseudo-perplexity, mean log-probability of the variant's residues minus that of the wild type's, nats per
+            residue. Higher means a more likely mutant.
     """
 
     variant: str
@@ -62,7 +71,7 @@ class VariantScores(ItemScores):
     Attributes:
         scores: in the order of the variants.
         wild_type: residues of the protein.
-        method: `masked` or `wild_type` marginals.
+        method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
         arm: `full`, `frozen` or `turbo`.
         preset: storage format of the wild type; None for `full`.
         model: name of the model.
@@ -73,7 +82,7 @@ class VariantScores(ItemScores):
 
     scores: tuple[VariantScore, ...]
     wild_type: str
-    method: MarginalMethod
+    method: VariantMethod
     arm: Arm
     preset: str | None
     refresh: int
@@ -140,13 +149,13 @@ class WholeRows(RowGroup):
         codes: token ids of the model's tokenizer.
         ids: tokens of the protein, from `<cls>` on.
         positions: indices of residues, from 0, int64 [k].
-        method: `masked` or `wild_type` marginals.
+        method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
     """
 
     codes: TokenCodes
     ids: Sequence[int]
     positions: Tensor
-    method: MarginalMethod
+    method: VariantMethod
 
     def rows(self, numbers: Tensor) -> RowBatch:
         """See `RowGroup.rows`."""
@@ -158,7 +167,10 @@ class WholeRows(RowGroup):
         return RowBatch(whole.repeat(len(at), 1).scatter(1, at[:, None], self.codes.mask), at)
 
     def reduce(self, numbers: Tensor, log_probs: Tensor) -> Tensor:
-        """All of them, [n, vocab_size]."""
+        """All of them, [n, vocab_size]; for a pseudo-perplexity those of the residues themselves, [n]."""
+        if self.method == "pseudo_perplexity":
+            own = torch.tensor(list(self.ids))[1 + self.positions[numbers]]
+            return log_probs.gather(1, own[:, None])[:, 0]
         return log_probs.flatten(0, -2)
 
 
@@ -178,7 +190,7 @@ class WindowRows(WholeRows):
         columns = 1 + start[:, None] + torch.arange(self.width)
         at = positions - start
         input_ids = whole[columns]
-        if self.method == "masked":
+        if self.method != "wild_type":
             input_ids = input_ids.scatter(1, at[:, None], self.codes.mask)
         visible = torch.ones(len(positions), len(whole), dtype=torch.int64).scatter(1, columns, 0)
         return RowBatch(input_ids, at, visible, columns)
@@ -191,13 +203,13 @@ class ProteinRows(ItemRows[VariantScores]):
         turbo: the model.
         wild_type: residues of the protein; or a cache of one row that holds it from `<cls>` on.
         variants: their notations; None for all single substitutions.
-        method: `masked` or `wild_type` marginals.
+        method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
         arm: `full`, `frozen` or `turbo`.
         refresh: number of residues around a position that run again with its mask, where one is masked.
         first_position: position of the protein's first residue.
 
     Attributes:
-        groups: one, on the protein.
+        groups: one, on the protein; by pseudo-perplexity, one on each variant besides.
 
     Raises:
         ValueError: the protein is invalid, a variant does not fit it, or the cache has several rows or does not hold a
@@ -211,7 +223,7 @@ class ProteinRows(ItemRows[VariantScores]):
         turbo: ContextModel,
         wild_type: str | ProteinRecord | TurboKVCache,
         variants: str | Sequence[str] | None,
-        method: MarginalMethod,
+        method: VariantMethod,
         arm: Arm,
         refresh: int,
         first_position: int,
@@ -226,34 +238,54 @@ class ProteinRows(ItemRows[VariantScores]):
                 raise ValueError("the wild type holds a <mask>; give residues only")
         self.wild_type = codes.decode(token for token in ids if token not in (codes.cls, codes.eos))
         self.variants = None if variants is None else as_list(variants, "variant")
+        # A protein has at most this many residues besides the masked one.
+        refreshes = method != "wild_type" and arm != "full"
+        self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
+        if method == "pseudo_perplexity":
+            if cache is not None:
+                raise ValueError("a cache holds the wild type alone; for pseudo-perplexities give its residues")
+            own = [mutated(name, self.wild_type, first_position) for name in self._names()]
+            self._group_of = {one: number for number, one in enumerate(dict.fromkeys([self.wild_type, *own]))}
+            self._own = own
+            encoded = ([codes.cls, *codes.encode(one, "a variant"), codes.eos] for one in self._group_of)
+            self.groups = [self._group(ids, _known(one)) for ids, one in zip(encoded, self._group_of, strict=True)]
+            return
         if self.variants is None:
             self.substitutions = Substitutions.all(self.wild_type)
         else:
             self.substitutions = Substitutions.parse(self.variants, self.wild_type, first_position)
-        # A protein has at most this many residues besides the masked one.
-        refreshes = method == "masked" and arm != "full"
-        self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
         positions, self._row = np.unique(self.substitutions.index, return_inverse=True)
-        full = arm == "full"
-        group = (WholeRows if full else WindowRows)(
+        self.groups = [self._group(ids, positions, cache)]
+
+    def _group(
+        self, ids: Sequence[int], positions: npt.NDArray[np.int64], cache: TurboKVCache | None = None
+    ) -> WholeRows:
+        full, residues = self.arm == "full", len(ids) - 1 - (ids[-1] == self.turbo.codes.eos)
+        return (WholeRows if full else WindowRows)(
             context=() if full else ids,
             kept=0 if full else len(ids),
-            count=1 if full and method == "wild_type" else len(positions),
-            width=len(ids) if full else self.refresh + 1,
+            count=1 if full and self.method == "wild_type" else len(positions),
+            width=len(ids) if full else min(self.refresh + 1, residues),
             hides=not full,
             cache=cache,
-            codes=codes,
+            codes=self.turbo.codes,
             ids=ids,
             positions=torch.from_numpy(positions),
-            method=method,
+            method=self.method,
         )
-        self.groups = [group]
+
+    def _names(self) -> list[str]:
+        # All single ones get their names only when needed: there are many, and a wave may hold many proteins.
+        return all_substitutions(self.wild_type, self.first_position) if self.variants is None else self.variants
 
     def result(self, predicted: Sequence[Tensor]) -> VariantScores:
         """Scores from the log-probabilities at each position."""
-        # All single ones get their names only now: there are many, and a wave may hold many proteins.
-        names = all_substitutions(self.wild_type, self.first_position) if self.variants is None else self.variants
-        scores = sum_effects(self.turbo.codes, names, self.substitutions, self._row, predicted[0])
+        if self.method == "pseudo_perplexity":
+            means = [float(one.double().mean()) for one in predicted]
+            values = (means[self._group_of[one]] - means[0] for one in self._own)
+            scores = tuple(map(VariantScore, self._names(), values))
+        else:
+            scores = sum_effects(self.turbo.codes, self._names(), self.substitutions, self._row, predicted[0])
         preset = arm_preset(self.turbo, self.arm)
         return VariantScores(
             scores, self.wild_type, self.method, self.arm, preset, self.refresh, self.turbo.name, self.first_position
@@ -265,7 +297,7 @@ def score_variants(
     wild_type: str | ProteinRecord | TurboKVCache,
     variants: str | Sequence[str] | None = None,
     *,
-    method: MarginalMethod = "masked",
+    method: VariantMethod = "masked",
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
     first_position: int | None = None,
@@ -277,10 +309,12 @@ def score_variants(
 
     Args:
         wild_type: residues of the protein, or its record; or a cache of one row that holds it from `<cls>` on.
-        variants: such as `H24C`, or `H24C:E26K` for several substitutions at once; None for all single ones. `H24H`
-            scores 0.
+        variants: such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions at once; None for all single
+            ones. `H24H` scores 0. Insertions and deletions, such as `K2_G4del` or `p.Lys2_Gly3insGlnSer`, have a
+            `pseudo_perplexity` alone.
         method: `masked` masks each position in turn; `wild_type` masks nothing, which is much cheaper and less
-            accurate.
+            accurate; `pseudo_perplexity` masks each residue of each variant in turn, which costs as much as all
+            masked marginals for every variant. Residues of the protein that stand for several are left out of it.
         arm: `full` runs the whole protein for every position; `frozen` runs the position against the protein cached
             at full precision; `turbo` against the protein cached under the model's preset. A cache fixes its own arm;
             else the default is `turbo`, or `frozen` if the model has no calibration.
@@ -297,7 +331,7 @@ def score_variants(
             is invalid, or the cache has several rows, belongs to another model or does not hold a whole protein.
         NotEnoughMemoryError: the protein needs more memory than is free; the message says how much.
     """
-    check_choice("method", method, get_args(MarginalMethod))
+    check_choice("method", method, get_args(VariantMethod))
     check_store(store)
     check_count("refresh", refresh, 0)
     cache = wild_type if isinstance(wild_type, TurboKVCache) else None
@@ -306,7 +340,7 @@ def score_variants(
     rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position)
     tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
     warn_if_long([len(rows.wild_type)], turbo.model.family)
-    counter = StageProgress(progress, "score", len(rows.groups[0].positions))
+    counter = StageProgress(progress, "score", sum(len(group.positions) for group in rows.groups))
     config = None if arm == "full" or cache is not None else context_config(turbo, arm)
     [found] = run_rows(turbo, [RowRun([rows], config, tokens)], store=store, advance=counter.advance)
     if isinstance(found, Exception):
@@ -336,6 +370,18 @@ def first_position_of(wild_type: str | ProteinRecord | TurboKVCache, given: int 
     """Position of a protein's first residue: the given one, or that of a record's header, or 1."""
     stated = wild_type.first_position if isinstance(wild_type, ProteinRecord) else None
     return next((one for one in (given, stated) if one is not None), 1)
+
+
+def _known(sequence: str) -> npt.NDArray[np.int64]:
+    """Indices of residues that stand for one.
+
+    Raises:
+        ValueError: there are none.
+    """
+    known = [index for index, letter in enumerate(sequence) if letter in PARTICULAR_RESIDUES]
+    if not known:
+        raise ValueError("a variant has no residue that is known")
+    return np.array(known)
 
 
 def _token_ids(codes: TokenCodes, letters: npt.NDArray[np.str_]) -> npt.NDArray[np.int64]:

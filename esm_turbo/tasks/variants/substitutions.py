@@ -1,4 +1,8 @@
-"""Notation of protein variants, such as `H24C`."""
+"""Notation of protein variants: `H24C`, as in deep mutational scans, or `p.His24Cys`, as HGVS has it (den Dunnen 2016).
+
+Insertions and deletions are in HGVS's notation, with names of residues of one letter or three: `K2del`, `K2_G4del`,
+`K2_G3insQS`, `C28_K29delinsW`, `A3_S5dup`.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,21 @@ from esm_turbo.proteins.fasta import CHAIN_BREAK, PARTICULAR_RESIDUES, STANDARD_
 
 _POSITION_DIGITS = 18
 _SUBSTITUTION = re.compile(r"([A-Z])(-?[0-9]+)([A-Z])", re.IGNORECASE | re.ASCII)
+_CHANGE = re.compile(
+    r"([A-Z])(-?[0-9]+)(?:_([A-Z])(-?[0-9]+))?([A-Z]|del|dup|(?:del)?ins([A-Z]+))", re.IGNORECASE | re.ASCII
+)
+# The part of a name that is of the protein: of `NP_1.1:p.(Ser1Ala)`, and of `NM_1.2(ABC):c.1T>G (p.Ser1Ala)`.
+_HGVS = re.compile(r"(?:^|[:(\s])p\.(.+)$", re.ASCII | re.DOTALL)
+_NAME = re.compile(r"[A-Z][a-z]{2}", re.ASCII)
+_RESIDUES = (
+    "AlaA CysC AspD GluE PheF GlyG HisH IleI LysK LeuL MetM AsnN ProP GlnQ ArgR SerS ThrT ValV TrpW TyrY SecU PylO AsxB"
+    " GlxZ XaaX"
+)
+_LETTERS = {one[:3]: one[3] for one in _RESIDUES.split()}
+_HOW = (
+    "write the residue, its position and the mutant, such as H24C or p.His24Cys; several as H24C:E26K, insertions and"
+    " deletions as K2_G4del, K2_G3insQS or K2delinsW"
+)
 
 
 @dataclass(frozen=True)
@@ -43,13 +62,33 @@ class MisnumberedError(ValueError):
         self.found = found
 
 
+def has_protein_change(text: str) -> bool:
+    """True if a text names a change of a protein in HGVS's notation, alone or after that of its gene."""
+    return _HGVS.search(text.strip()) is not None
+
+
+def split_variant(variant: str) -> list[str]:
+    """The changes of a variant, residues by their letters: of `p.[Ser1Ala;Gly2=]`, `S1A` and `G2G`."""
+    text = variant.strip()
+    if (found := _HGVS.search(text)) is not None:
+        text = re.sub(r"[][()\s]", "", found[1]).replace(";", ":")
+    parts = (_NAME.sub(lambda name: _LETTERS.get(name[0], name[0]), part.strip()) for part in text.split(":"))
+    return [part[0] + part[1:-1] + part[0] if part.endswith("=") else part for part in parts]
+
+
 def is_variant(text: str) -> bool:
     """True if a text has the notation of a variant, such as `H24C` or `H24C:E26K`."""
-    return all(_SUBSTITUTION.fullmatch(part.strip()) for part in text.strip().split(":"))
+    return all(_CHANGE.fullmatch(part) for part in split_variant(text))
+
+
+def has_indel(variant: str) -> bool:
+    """True if a variant has insertions or deletions; False of what is no variant."""
+    matches = [_CHANGE.fullmatch(part) for part in split_variant(variant)]
+    return all(matches) and any(match is not None and len(match[5]) > 1 for match in matches)
 
 
 def parse_variant(variant: str, wild_type: str, first_position: int = 1) -> list[Substitution]:
-    """Parse a variant such as `H24C`, or `H24C:E26K` for several substitutions.
+    """Parse a variant such as `H24C` or `p.His24Cys`, or `H24C:E26K` for several substitutions.
 
     Args:
         variant: wild-type residue, position and mutant residue of each substitution.
@@ -82,8 +121,8 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
     named = Counter(
         (match[1].upper(), int(match[2]))
         for variant in variants
-        for part in variant.split(":")
-        if (match := _SUBSTITUTION.fullmatch(part.strip())) and len(match[2]) <= _POSITION_DIGITS
+        for part in split_variant(variant)
+        if (match := _CHANGE.fullmatch(part)) and len(match[2]) <= _POSITION_DIGITS
     )
     places: dict[str, list[int]] = {}
     for index, residue in enumerate(wild_type):
@@ -94,10 +133,10 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
             fitting[position - index] += times
     (best, most), (_, next_most) = [*fitting.most_common(2), (0, 0), (0, 0)][:2]
     total = named.total()
+    if most and most == fitting[first_position] and 2 * most >= total:
+        return f"numbered from {first_position}, {fitting[first_position]:,} of {total:,} residues fit"
     if 2 * most <= total:
         return f"no numbering fits{' most of them' if total > 1 else ''}; another protein or isoform?"
-    if best == first_position:
-        return f"numbered from {first_position}, {most:,} of {total:,} residues fit"
     if most == next_most:
         return f"is {first_position} the position of the first residue? `first_position` sets it"
     share = "it fits" if total == 1 else f"{f'{most:,} of' if most < total else 'all'} {total:,} residues fit"
@@ -107,26 +146,94 @@ def likely_cause(variants: Iterable[str], wild_type: str, first_position: int) -
 def parse_without_cause(variant: str, wild_type: str, first_position: int) -> list[Substitution]:
     """`parse_variant`, whose errors leave out the likely cause: of many variants it is looked for once."""
     substitutions: list[Substitution] = []
-    for part in variant.strip().split(":"):
-        match = _SUBSTITUTION.fullmatch(part.strip())
-        if match is None:
+    for part, match in _matched(variant):
+        if len(match[5]) > 1:
             raise ValueError(
-                f"{variant!r} is not a variant: write the residue, its position and the mutant, such as H24C; several"
-                " as H24C:E26K"
+                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it with"
+                ' method="pseudo_perplexity"'
             )
-        index = int(match[2]) - first_position
-        if not 0 <= index < len(wild_type):
-            numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
-            raise MisnumberedError(f"{variant!r}: position {match[2]} lies outside the protein, {numbers}")
-        residue, mutant = match[1].upper(), match[3].upper()
-        if mutant not in PARTICULAR_RESIDUES:
-            raise ValueError(f"{variant!r}: the mutant must be one of {PARTICULAR_RESIDUES}, got {mutant}")
-        if wild_type[index] != residue:
-            raise MisnumberedError(f"{variant!r}: residue {match[2]} is {wild_type[index]}")
+        residue, index = _residue_at(variant, match[1], match[2], wild_type, first_position)
+        mutant = _checked_mutants(variant, match[5])
         if any(other.index == index for other in substitutions):
             raise ValueError(f"{variant!r} names position {match[2]} twice")
         substitutions.append(Substitution(residue, index, mutant))
     return substitutions
+
+
+def mutated(variant: str, wild_type: str, first_position: int = 1) -> str:
+    """Residues of a protein with a variant: substitutions, insertions and deletions.
+
+    Args:
+        variant: in either notation, see the module.
+        wild_type: residues of the protein, upper case.
+        first_position: position of the protein's first residue.
+
+    Raises:
+        MisnumberedError: (a ValueError) a position lies outside the protein, or the protein has another residue there.
+        ValueError: the notation is invalid, changes overlap, or nothing is left.
+    """
+    changes = []
+    for part, match in _matched(variant):
+        start = _residue_at(variant, match[1], match[2], wild_type, first_position)[1]
+        end = start + 1
+        if match[3] is not None:
+            end = _residue_at(variant, match[3], match[4], wild_type, first_position)[1] + 1
+            if end <= start + 1:
+                raise ValueError(f"{variant!r}: {part} must begin before it ends")
+        kind = match[5].lower()
+        new = "" if kind == "del" else wild_type[start:end] if kind == "dup" else match[6] or match[5]
+        if kind == "dup":
+            start = end
+        elif kind.startswith("ins"):
+            if end != start + 2:
+                raise ValueError(f"{variant!r}: {part} must name the two residues between which it is, as K2_G3insQS")
+            start = end = start + 1
+        changes.append((start, end, new if kind == "dup" else _checked_mutants(variant, new)))
+    changes.sort(key=lambda one: one[:2])
+    residues, done = "", 0
+    for number, (start, end, new) in enumerate(changes):
+        if start < done or (number and (start, end) == changes[number - 1][:2]):
+            raise ValueError(f"{variant!r}: its changes overlap")
+        residues += wild_type[done:start] + new
+        done = end
+    residues += wild_type[done:]
+    if not residues:
+        raise ValueError(f"{variant!r} leaves nothing of the protein")
+    return residues
+
+
+def _matched(variant: str) -> list[tuple[str, re.Match[str]]]:
+    """The changes of a variant, each with its parts."""
+    found = []
+    for part in split_variant(variant):
+        match = _CHANGE.fullmatch(part)
+        if match is None:
+            stops = re.search(r"Ter|\*|fs|ext", part) is not None
+            why = f"{part} changes where the protein ends, which has no score" if stops else _HOW
+            raise ValueError(f"{variant!r} is not a variant: {why}")
+        if match[3] is not None and len(match[5]) == 1:
+            raise ValueError(f"{variant!r}: {part} puts one residue in place of several; write delins{match[5]}")
+        found.append((part, match))
+    return found
+
+
+def _residue_at(variant: str, letter: str, position: str, wild_type: str, first_position: int) -> tuple[str, int]:
+    """The residue that a variant names, and its index."""
+    index = int(position) - first_position
+    if not 0 <= index < len(wild_type):
+        numbers = f"{first_position} to {first_position + len(wild_type) - 1}"
+        raise MisnumberedError(f"{variant!r}: position {position} lies outside the protein, {numbers}")
+    if wild_type[index] != letter.upper():
+        raise MisnumberedError(f"{variant!r}: residue {position} is {wild_type[index]}")
+    return letter.upper(), index
+
+
+def _checked_mutants(variant: str, letters: str) -> str:
+    """New residues, upper case."""
+    for letter in (letters := letters.upper()):
+        if letter not in PARTICULAR_RESIDUES:
+            raise ValueError(f"{variant!r}: the mutant must be one of {PARTICULAR_RESIDUES}, got {letter}")
+    return letters
 
 
 @dataclass(frozen=True)
@@ -152,8 +259,8 @@ class Substitutions:
         Raises:
             ValueError: one of them is invalid.
         """
-        parts = [variant.strip().split(":") for variant in variants]
-        matches = [_SUBSTITUTION.fullmatch(part.strip()) for own in parts for part in own]
+        parts = list(map(split_variant, variants))
+        matches = [_SUBSTITUTION.fullmatch(part) for own in parts for part in own]
         number = np.repeat(np.arange(len(parts)), [len(own) for own in parts])
         rows = [("", "0", "") if match is None else match.groups() for match in matches]
         texts = np.array(rows, dtype=np.str_).reshape(-1, 3)
@@ -189,12 +296,30 @@ RESIDUE_COLUMNS = ("position", "wild_type_residue", "mutant_residue")
 """Columns of `parts_of` in tables."""
 
 
+def short_form(variant: str) -> str:
+    """A valid variant by letters of residues, such as `H24C` or `K2_G4del`."""
+    parts = (_parts(match) for _, match in _matched(variant))
+    return ":".join(
+        "_".join(map("".join, zip(residues, positions, strict=True))) + change for positions, residues, change in parts
+    )
+
+
+def _parts(match: re.Match[str]) -> tuple[tuple[str, ...], tuple[str, ...], str]:
+    """Positions and residues of the wild type, and what becomes of them."""
+    new = match[6] or (match[5] if len(match[5]) == 1 else "")
+    change = match[5].removesuffix(new).lower() + new.upper()
+    residues = match[1].upper(), *([] if match[3] is None else [match[3].upper()])
+    return tuple(str(int(one)) for one in (match[2], match[4]) if one is not None), residues, change
+
+
 def parts_of(variant: str) -> tuple[int | str, str, str]:
-    """Position, residue of the wild type and mutant residue of a valid variant; several are joined as in `24:26`."""
-    parts = [part.strip() for part in variant.upper().split(":")]
-    positions = [int(part[1:-1]) for part in parts]
-    position = positions[0] if len(parts) == 1 else ":".join(map(str, positions))
-    return position, ":".join(part[0] for part in parts), ":".join(part[-1] for part in parts)
+    """Position, residue of the wild type and mutant residue of a valid variant; several are joined as in `24:26`.
+
+    Of `K2_G4del`, they are `2_4`, `K_G` and `del`.
+    """
+    parts = [_parts(match) for _, match in _matched(variant)]
+    positions, residues = (":".join("_".join(one[index]) for one in parts) for index in (0, 1))
+    return int(positions) if positions.lstrip("-").isdigit() else positions, residues, ":".join(one[2] for one in parts)
 
 
 def all_substitutions(wild_type: str, first_position: int = 1) -> list[str]:

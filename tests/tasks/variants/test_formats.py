@@ -67,6 +67,6 @@ def test_several_proteins_are_told_apart(columns: str) -> None:
 def test_variants_of_several_substitutions_alone_are_nothing_for_dms_viz() -> None:
     from esm_turbo.tasks.variants.formats import check_columns
 
-    with pytest.raises(ValueError, match="dms-viz shows single substitutions, and all variants have several"):
+    with pytest.raises(ValueError, match="dms-viz shows single substitutions, and no variant is one"):
         check_columns("dms-viz", ["K25R:T26N"])
     check_columns("proteingym", ["K25R:T26N"])

@@ -111,8 +111,7 @@ def test_rows_name_their_wild_type(tmp_path: Path, name: str) -> None:
         ("line 4", "names no protein; fill the column 'protein'"),
         (
             "line 5",
-            "'G101A': position 101 lies outside the protein, 1 to 8; no numbering fits most of them; another protein"
-            " or isoform?",
+            "'G101A': position 101 lies outside the protein, 1 to 8; numbered from 1, 1 of 2 residues fit",
         ),
     ]
 
@@ -127,6 +126,20 @@ def test_another_column_may_name_the_wild_types(tmp_path: Path) -> None:
     message = "lacks the column 'protein', which names the wild type of each variant; there are 2, such as 'wt'"
     with pytest.raises(CsvError, match=message):
         read_variants(path, [WILD_TYPE, OTHER])
+
+
+def test_tables_of_clinvar(tmp_path: Path) -> None:
+    path = tmp_path / "clinvar.tsv"
+    names = ["NM_1.2(WT):c.1A>G (p.Met1Ala)", "NM_1.2(WT):c.4+1G>A", "NM_1.2(WT):c.4_6del (p.Lys2del)"]
+    path.write_text("Name\tGermline classification\n" + "".join(f"{name}\tBenign\n" for name in names))
+    good, bad = read_variants(path, [WILD_TYPE], mutant_column="Name")
+    assert [one.variant for one in good] == names[:1] and good[0].columns["Germline classification"] == "Benign"
+    assert [one.reason.partition("; ")[0] for one in bad] == [
+        f"{names[1]!r} names no change of the protein, such as (p.Arg175His)",
+        f"{names[2]!r}: K2del has no marginals, as no residue takes another's place",
+    ]
+    good, bad = read_variants(path, [WILD_TYPE], mutant_column="Name", indels=True)
+    assert [one.variant for one in good] == [names[0], names[2]] and len(bad) == 1
 
 
 def test_unknown_wild_types_are_one_message(tmp_path: Path) -> None:

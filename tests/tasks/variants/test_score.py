@@ -99,6 +99,48 @@ def test_turbo_reads_the_compressed_protein_as_the_slow_backend_does(
     assert (ours.arm, ours.preset) == ("turbo", turbo.model.esm.turbo_config.name)
 
 
+@torch.no_grad()
+def test_pseudo_perplexities_are_those_of_whole_variants(turbo: TurboEsm, mini_hf: EsmForMaskedLM) -> None:
+    variants = ["p.(Ser13Trp)", "K2_T3del", "K2_T3insQS:G28D", "M1M"]
+    sequences = [
+        "MKTAYIAKQRQIWFVKSHFSRQLEERLG",
+        "MAYIAKQRQISFVKSHFSRQLEERLG",
+        "MKQSTAYIAKQRQISFVKSHFSRQLEERLD",
+        WILD_TYPE,
+    ]
+
+    def mean(sequence: str) -> float:
+        ids = turbo.tokenizer(sequence, return_tensors="pt").input_ids
+        rows = ids.repeat(len(sequence), 1).scatter(1, torch.arange(1, len(sequence) + 1)[:, None], MASK)
+        log_probs = mini_hf(rows).logits.double().log_softmax(-1)
+        return float(sum(log_probs[i, 1 + i, ids[0, 1 + i]] for i in range(len(sequence)))) / len(sequence)
+
+    expected = [mean(one) - mean(WILD_TYPE) for one in sequences]
+    calls: list[tuple[str, int, int]] = []
+    full = turbo.score_variants(
+        WILD_TYPE, variants, method="pseudo_perplexity", arm="full", progress=lambda *call: calls.append(call)
+    )
+    assert_close(full, expected)
+    # The wild type is one of the four sequences, and is run once.
+    assert calls[-1] == ("score", 28 + 28 + 26 + 30, 28 + 28 + 26 + 30)
+    assert list(full.rows())[1][:4] == ("K2_T3del", "2_3", "K_T", "del")
+    # With every other residue refreshed, a frozen context holds nothing of the residue that is masked but its columns.
+    ours = turbo.score_variants(WILD_TYPE, variants, method="pseudo_perplexity", arm="frozen", refresh=27)
+    assert 0 < np.abs(np.array(ours.values) - np.array(full.values)).max() < 0.05
+    with pytest.raises(ValueError, match="K2_T3del has no marginals"):
+        turbo.score_variants(WILD_TYPE, variants)
+    with pytest.raises(ValueError, match="give its residues"):
+        turbo.score_variants(turbo.prefill(WILD_TYPE), variants, method="pseudo_perplexity")
+
+
+def test_residues_that_stand_for_several_are_left_out_of_pseudo_perplexities(turbo: TurboEsm) -> None:
+    calls: list[tuple[str, int, int]] = []
+    turbo.score_variants("MKXT", "K2A", method="pseudo_perplexity", progress=lambda *call: calls.append(call))
+    assert calls[-1] == ("score", 6, 6)
+    with pytest.raises(ValueError, match="no residue that is known"):
+        turbo.score_variants("XX", "X1A", method="pseudo_perplexity")
+
+
 def test_refreshing_neighbours_brings_the_frozen_arm_closer(turbo: TurboEsm) -> None:
     full = np.array(turbo.score_variants(WILD_TYPE, arm="full").values)
     errors = []
@@ -138,7 +180,7 @@ def test_invalid_caches(turbo: TurboEsm) -> None:
     chosen=st.lists(st.sampled_from(all_substitutions(WILD_TYPE)), min_size=1, max_size=4),
     toks_per_batch=st.integers(1, 200),
     arm=st.sampled_from(["full", "frozen", "turbo"]),
-    method=st.sampled_from(["masked", "wild_type"]),
+    method=st.sampled_from(["masked", "wild_type", "pseudo_perplexity"]),
 )
 def test_a_score_does_not_depend_on_the_batch(
     turbo: TurboEsm, chosen: list[str], toks_per_batch: int, arm: str, method: str
@@ -192,7 +234,7 @@ def test_progress_counts_every_position_once(turbo: TurboEsm) -> None:
         ("MK-T", {}, "the wild type: position 3 is '-'"),
         ("MK<mask>T", {}, "the wild type holds a <mask>"),
         (WILD_TYPE, {"variants": []}, "`variants` must hold at least one"),
-        (WILD_TYPE, {"method": "both"}, r"`method` must be one of \['masked', 'wild_type'\], got 'both'"),
+        (WILD_TYPE, {"method": "both"}, r"`method` must be one of \['masked', 'wild_type', 'pseudo_perplexity'\], got"),
         (WILD_TYPE, {"arm": "fast"}, "`arm` must be one of"),
         (WILD_TYPE, {"refresh": -1}, "`refresh` must be an integer of at least 0, got -1"),
         (WILD_TYPE, {"toks_per_batch": 0}, "`toks_per_batch` must be at least 1, got 0"),

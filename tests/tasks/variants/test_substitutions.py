@@ -12,8 +12,11 @@ from esm_turbo.tasks.variants.substitutions import (
     Substitution,
     Substitutions,
     all_substitutions,
+    has_indel,
+    mutated,
     parse_variant,
     parts_of,
+    short_form,
 )
 
 WILD_TYPE = "MKTAYIAKQRQISFVKSHFSRQLEERLG"
@@ -25,10 +28,64 @@ def test_a_variant_of_several_substitutions() -> None:
 
 @pytest.mark.parametrize(
     ("variant", "parts"),
-    [("H24C", (24, "H", "C")), (" h24c: e26K ", ("24:26", "H:E", "C:K")), ("M-03A", (-3, "M", "A"))],
+    [
+        ("H24C", (24, "H", "C")),
+        (" h24c: e26K ", ("24:26", "H:E", "C:K")),
+        ("M-03A", (-3, "M", "A")),
+        ("p.Lys2_Gly4delinsTrpVal", ("2_4", "K_G", "delinsWV")),
+        ("p.[(Ala3dup);(Ser5=)]", ("3:5", "A:S", "dup:S")),
+    ],
 )
 def test_parts_of_variants(variant: str, parts: tuple[int | str, str, str]) -> None:
     assert parts_of(variant) == parts
+
+
+@pytest.mark.parametrize(
+    ("variant", "residues", "short"),
+    [
+        ("p.Met1Ala", "AKTAYIAK", "M1A"),
+        ("p.(Met1Ala)", "AKTAYIAK", "M1A"),
+        ("NP_000537.3:p.M1A", "AKTAYIAK", "M1A"),
+        ("NM_000546.6(TP53):c.1A>G (p.Met1Ala)", "AKTAYIAK", "M1A"),
+        ("p.[Met1Ala;Lys2=]", "AKTAYIAK", "M1A:K2K"),
+        ("m1a: K02c", "ACTAYIAK", "M1A:K2C"),
+        ("p.Lys2del", "MTAYIAK", "K2del"),
+        ("K2_A4del", "MYIAK", "K2_A4del"),
+        ("p.Lys2_Thr3insGlnSer", "MKQSTAYIAK", "K2_T3insQS"),
+        ("p.Lys2delinsTrp", "MWTAYIAK", "K2delinsW"),
+        ("K2_T3dup", "MKTKTAYIAK", "K2_T3dup"),
+        ("K2R:K2_T3insW:T3del", "MRWAYIAK", "K2R:K2_T3insW:T3del"),
+    ],
+)
+def test_notations_of_substitutions_insertions_and_deletions(variant: str, residues: str, short: str) -> None:
+    assert mutated(variant, "MKTAYIAK") == residues
+    assert short_form(variant) == short_form(short) == short
+    assert has_indel(variant) == any(one in short for one in ("del", "dup", "ins"))
+    if not has_indel(variant):
+        assert parse_variant(variant, "MKTAYIAK") == parse_variant(short, "MKTAYIAK")
+        assert described(Substitutions.parse([variant], "MKTAYIAK")) == described(
+            Substitutions.parse([short], "MKTAYIAK")
+        )
+
+
+@pytest.mark.parametrize(
+    ("variant", "message"),
+    [
+        ("K2_M1del", "must begin before it ends"),
+        ("K2_A4insW", "must name the two residues between which it is"),
+        ("K2insW", "must name the two residues between which it is"),
+        ("K2_T3del:T3A", "its changes overlap"),
+        ("K2_T3insA:K2_T3insC", "its changes overlap"),
+        ("M1_K8del", "leaves nothing of the protein"),
+        ("K2_T3insJ", "the mutant must be one of"),
+        ("K2_T9del", "position 9 lies outside the protein, 1 to 8"),
+        ("K2_A3del", "residue 3 is T"),
+        ("K2_T3ins", "is not a variant"),
+    ],
+)
+def test_invalid_insertions_and_deletions(variant: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        mutated(variant, "MKTAYIAK")
 
 
 @given(st.text(RESIDUES, min_size=1, max_size=5), st.integers(-10, 500))
@@ -55,7 +112,12 @@ def test_the_order_of_all_substitutions() -> None:
         ("1A", "'1A' is not a variant"),
         ("M1A,K2R", "'M1A,K2R' is not a variant"),
         ("M1A:", "'M1A:' is not a variant"),
-        ("M1del", "'M1del' is not a variant"),
+        ("M1del", "'M1del': M1del has no marginals, as no residue takes another's place"),
+        ("M1_T3A", "'M1_T3A': M1_T3A puts one residue in place of several; write delinsA"),
+        ("p.Met1fs", "'p.Met1fs' is not a variant: M1fs changes where the protein ends"),
+        ("p.(Met1*)", "'p.(Met1*)' is not a variant: M1* changes where the protein ends"),
+        ("c.1A>G", "'c.1A>G' is not a variant: write the residue"),
+        ("p.Lys1Ala", "'p.Lys1Ala': residue 1 is M; "),
         ("M0A", "'M0A': position 0 lies outside the protein, 1 to 28"),
         ("G29A", "'G29A': position 29 lies outside the protein, 1 to 28"),
         ("K1A", "'K1A': residue 1 is M; "),
@@ -85,6 +147,7 @@ def test_invalid_variants(variant: str, message: str) -> None:
         (["K25A:T26C"], "is 1 the position of the first residue? With `first_position` 24, all 2 residues fit"),
         (["K25A", "m24a", "T26A", "W27A"], "With `first_position` 24, 3 of 4 residues fit"),
         (["K1A", "M1A", "K2R", "T3A"], "'K1A': residue 1 is M; numbered from 1, 3 of 4 residues fit"),
+        (["K1A", "M1A"], "'K1A': residue 1 is M; numbered from 1, 1 of 2 residues fit"),
         (["W1A", "W2A", "M1A"], "no numbering fits most of them; another protein or isoform?"),
         ([f"M{'9' * 30}A"], "lies outside the protein, 1 to 28; no numbering fits"),
     ],
