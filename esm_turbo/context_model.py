@@ -6,7 +6,7 @@ loaded. `TurboEsm` adds loading and one method per task.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -124,7 +124,6 @@ class ContextModel:
         """Hub id of the model, or the name of its folder."""
         return model_name(self.model.config._name_or_path) or "a model without a name"
 
-    @torch.no_grad()
     def prefill(
         self,
         sequences: Sequences,
@@ -150,10 +149,8 @@ class ContextModel:
                 are too many homologs, a total is smaller than the context's own count, or the model cannot be
                 identified, see `ModelIdentity.check_lasting`.
         """
-        self.model.new_cache()
-        return self.prefill_within_call(sequences, total_tokens, total_masks)
+        return self._prefill(self.model.new_cache, sequences, total_tokens, total_masks)
 
-    @torch.no_grad()
     def prefill_within_call(
         self,
         sequences: Sequences,
@@ -161,6 +158,18 @@ class ContextModel:
         total_masks: int | Sequence[int] | None = None,
     ) -> TurboKVCache:
         """As `prefill`, for contexts that are not returned to users: any model can read what it has just written."""
+        encoder = self.model.base_model
+        new_cache = partial(encoder.kv.cache_within_call, encoder.turbo_config)
+        return self._prefill(new_cache, sequences, total_tokens, total_masks)
+
+    @torch.no_grad()
+    def _prefill(
+        self,
+        new_cache: Callable[[], TurboKVCache],
+        sequences: Sequences,
+        total_tokens: int | Sequence[int] | None,
+        total_masks: int | Sequence[int] | None,
+    ) -> TurboKVCache:
         rows, positions = self.codes.present(self.encode_contexts(as_list(sequences)))
         input_ids, attention_mask = self.codes.batch(rows)
         places = None if positions is None else self.codes.batch(positions)[0]
@@ -174,12 +183,11 @@ class ContextModel:
         device = self.model.device
 
         def call() -> TurboKVCache:
-            encoder = self.model.base_model
-            output = encoder(
+            output = self.model.base_model(
                 to_device(input_ids, device),
                 to_device(attention_mask, device),
                 None if places is None else to_device(places, device),
-                past_key_values=encoder.kv.cache_within_call(encoder.turbo_config),
+                past_key_values=new_cache(),
                 use_cache=True,
                 token_counts=counts,
                 row_lengths=[len(row) for row in rows],

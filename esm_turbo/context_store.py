@@ -255,12 +255,59 @@ class ContextStore:
                 hold.release()
                 raise
 
-    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig) -> TurboKVCache | None:
-        """The context of exactly these tokens, see `get_or_compute`, or None. Only what is found is counted."""
+    def find(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig
+    ) -> list[TurboKVCache | None]:
+        """The contexts of exactly these tokens, special ones included; None for those that are not there.
+
+        Only what is found is counted. The model is read once, see `exact_identity`.
+
+        Args:
+            turbo: the model.
+            token_ids: of each row.
+            config: options under which they are stored.
+
+        Raises:
+            ValueError: the store belongs to another model.
+        """
         with self._mutex:
-            spec, key = context_spec(turbo, config), key_of_tokens(turbo, token_ids)
-            context = self._lookup.find(self._files.partition(spec), key, turbo.model.device)
-            return None if context is None else context.clone().cache(spec)
+            spec, device = context_spec(turbo, config), turbo.model.device
+            partition = self._files.partition(spec)
+            found = (self._lookup.find(partition, key_of_tokens(turbo, ids), device) for ids in token_ids)
+            return [None if context is None else context.clone().cache(spec) for context in found]
+
+    def keep(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: TurboConfig
+    ) -> None:
+        """Store computed contexts that are not there yet; a store that is read only stays as it is.
+
+        Args:
+            turbo: the model.
+            token_ids: of each row, special ones included.
+            cache: their contexts, as the model has just computed them.
+            config: options under which they are stored.
+
+        Raises:
+            ValueError: the model has changed since it computed them, or the store belongs to another one.
+            FolderBusyError, OSError: as of `get_or_prefill`.
+        """
+        with self._mutex:
+            self._usage.count("missed", len(token_ids))
+        if self.read_only:
+            return
+        spec, device = context_spec(turbo, config), turbo.model.device
+        if difference := cache.identity.difference(spec.identity):
+            raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
+        rows = cache.cut([len(ids) for ids in token_ids])
+        contexts = {key_of_tokens(turbo, ids): FlatContext.of(row) for ids, row in zip(token_ids, rows, strict=True)}
+        with self._mutex, self._writer.partition(spec) as partition:
+            for key, context in contexts.items():
+                # Another process may have written it meanwhile.
+                if self._lookup.read(partition, key) is None:
+                    partition.write_context(key, context)
+                    self._lookup.add((partition.name, key), context, device)
+            self._usage.flush()
+            self._usage.compact()
 
     def hold_found(self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig) -> FoundContexts:
         """Holds those contexts of exactly these tokens that are in the store, as `hold` does, and computes none.
@@ -311,28 +358,16 @@ class ContextStore:
             turbo: the model.
             token_ids: of one row.
             config: options under which it is stored.
-            compute: computes it; returns a cache of one row. Called under the store's lock.
+            compute: computes it; returns a cache of one row.
 
         Raises:
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
         """
-        with self._mutex:
-            spec, key, device = context_spec(turbo, config), key_of_tokens(turbo, token_ids), turbo.model.device
-            context = self._lookup.find(self._files.partition(spec), key, device)
-            if context is None:
-                self._usage.count("missed")
-                if self.read_only:
-                    return compute()
-                with self._writer.partition(spec) as partition:
-                    # Another process may have written it while this one waited for the lock.
-                    context = self._lookup.read(partition, key)
-                    if context is None:
-                        context = FlatContext.of(compute())
-                        partition.write_context(key, context)
-                    context = self._lookup.add((partition.name, key), context, device)
-                    self._usage.flush()
-                    self._usage.compact()
-            return context.clone().cache(spec)
+        found = self.find(turbo, [token_ids], config)[0]
+        if found is None:
+            found = compute()
+            self.keep(turbo, [token_ids], found, config)
+        return found
 
     def add(
         self,

@@ -284,10 +284,6 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
         wanted = plan.options.get("output_hidden_states") or self.config.output_hidden_states
         return self.output(hidden, (*states, hidden) if wanted else None)
 
-    def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
-        """See `FamilyEncoder.output`."""
-        return BaseModelOutputWithPast(last, hidden_states=states)
-
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,

@@ -233,10 +233,6 @@ class TurboEsmcModel(_EsmcCheckpoints, CachedModel, EsmcModel):
         (hidden,) = to_weight_device(self.norm.weight, hidden)
         return _normed(ops, hidden, self.norm), states
 
-    def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> BaseModelOutputWithPast:
-        """See `FamilyEncoder.output`."""
-        return BaseModelOutputWithPast(last, hidden_states=states)
-
     def forward(  # type: ignore[override]
         self,
         input_ids: Tensor | None = None,

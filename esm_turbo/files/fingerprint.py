@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.families import FAMILIES, projections_of
-from esm_turbo.files.identity import OUTSIDE_ENCODER, refuse_offloaded
+from esm_turbo.files.model_contents import is_plain, modules_inside, refuse_offloaded
 
 RTOL = 1e-2
 CODEC_RTOL = 1e-4
@@ -113,16 +113,12 @@ def _close(a: Fingerprint, b: Fingerprint, rtol: float) -> bool:
 
 def _header(model: Any, tensors: Sequence[Tensor]) -> Fingerprint:
     config = model.config
-    shown = "\n".join(_shown(name, module) for name, module in _modules(model) if _is_foreign(module))
+    shown = "\n".join(_shown(name, module) for name, module in modules_inside(model) if _is_foreign(module))
     bits = np.frombuffer(hashlib.sha256(shown.encode()).digest(), dtype=np.uint8)[: _ROW - _HASH]
     half = any(tensor.dtype == torch.float16 for tensor in tensors)
     # Not every family has these options.
     options = np.array([half, getattr(config, "layer_norm_eps", 0), getattr(config, "token_dropout", False)])
     return np.concatenate([options, bits if shown else np.zeros_like(bits)]).astype(np.float32)
-
-
-def _modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return ((name, module) for name, module in model.named_modules() if name.partition(".")[0] not in OUTSIDE_ENCODER)
 
 
 def _tensors(model: Any) -> Iterator[Tensor]:
@@ -132,7 +128,7 @@ def _tensors(model: Any) -> Iterator[Tensor]:
     first = [getattr(linear, "base_layer", getattr(linear, "original_module", linear)).weight for linear in linears]
     yield from first
     known = {tensor.data_ptr() for tensor in first}
-    for _, module in _modules(model):
+    for _, module in modules_inside(model):
         for name, tensor in itertools.chain(module._parameters.items(), module._buffers.items()):
             wanted = isinstance(tensor, nn.Parameter) or name == "inv_freq"
             if tensor is not None and wanted and tensor.data_ptr() not in known:
@@ -149,17 +145,9 @@ def _is_foreign(module: nn.Module) -> bool:
 def _shown(name: str, module: nn.Module) -> str:
     """Name, class and plain attributes of a module, such as an adapter's scaling and whether it is disabled."""
     kind, forward = type(module), module.__dict__.get("forward")
-    state = {key: value for key, value in module.__dict__.items() if key != "training" and _is_plain(value)}
+    state = {key: value for key, value in module.__dict__.items() if key != "training" and is_plain(value)}
     own = "" if forward is None else getattr(forward, "__qualname__", type(forward).__qualname__)
     return f"{name} {kind.__module__}.{kind.__qualname__} {own} {json.dumps(state, sort_keys=True, default=sorted)}"
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(isinstance(key, str) for key in value) and all(map(_is_plain, value.values()))
-    if isinstance(value, list | tuple | set | frozenset):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _as_matrix(tensor: Tensor) -> Tensor:

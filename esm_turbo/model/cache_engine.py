@@ -129,8 +129,9 @@ class CacheEngine:
             ValueError: the preset needs a calibration and the model has none, the model is in training mode, or it runs
                 unknown code, see `ModelIdentity.check_lasting`.
         """
-        model_identity(self.encoder).check_lasting()
-        return self.cache_within_call(self.config)
+        identity = model_identity(self.encoder)
+        identity.check_lasting()
+        return self._cache(self.config, identity)
 
     def cache_within_call(self, config: TurboConfig) -> TurboKVCache:
         """An empty cache that is not returned to users: any model can read what it has just written.
@@ -138,7 +139,9 @@ class CacheEngine:
         Args:
             config: options under which contexts are stored.
         """
-        identity = model_identity(self.encoder)
+        return self._cache(config, model_identity(self.encoder))
+
+    def _cache(self, config: TurboConfig, identity: ModelIdentity) -> TurboKVCache:
         codec = self._codec(config, identity)
         return TurboKVCache(config, Geometry.of(self.encoder.config), identity, codec, self.encoder.device)
 

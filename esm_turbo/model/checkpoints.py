@@ -17,8 +17,9 @@ from transformers import PreTrainedConfig
 from esm_turbo.calibration import Calibration
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.files.families import Family, encoder_of, family_of
-from esm_turbo.files.identity import OUTSIDE_ENCODER, is_recorder
+from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.files.model_contents import is_inside
 from esm_turbo.model.heads import mark_missing_heads
 from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.model.spread import STRATEGIES, finalize_dispatch, needs_accelerate, plan
@@ -167,7 +168,7 @@ class CheckpointMixin(PicklableHooksMixin):
         # The library fills missing weights with random ones. Heads and the pooler may be missing; rotary frequencies
         # follow from the configuration.
         encoder, prefix = encoder_of(loaded), f"{cls.family.attribute}."
-        needed = {name for name, _ in encoder.named_parameters() if name.partition(".")[0] not in OUTSIDE_ENCODER}
+        needed = {name for name, _ in encoder.named_parameters() if is_inside(name)}
         missing = sorted(key for key in report["missing_keys"] if key.removeprefix(prefix) in needed)
         if missing:
             raise ValueError(

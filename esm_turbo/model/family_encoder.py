@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
@@ -104,9 +105,9 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
     def library_forward(self, plan: ForwardPlan) -> ModelOutput:
         """The library's own forward of a plan, which passes its session on to the attention."""
 
-    @abstractmethod
     def output(self, last: Tensor, states: tuple[Tensor, ...] | None) -> ModelOutput:
         """The output of `library_forward`, of the last hidden states and, if asked for, of all."""
+        return BaseModelOutputWithPast(last, hidden_states=states)
 
     def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
         """The layers on packed tokens; only where `packs` says so.

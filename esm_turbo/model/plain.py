@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esm_turbo.files.identity import is_recorder
+from esm_turbo.files.forward_code import is_recorder
 from esm_turbo.model.spread import ToWeights
 
 _HOOKS = operator.itemgetter("_forward_hooks", "_forward_pre_hooks")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from esm_turbo.files.families import encoder_of, family_of
-from esm_turbo.files.identity import refuse_offloaded
+from esm_turbo.files.model_contents import refuse_offloaded
 
 STRATEGIES = ("auto", "balanced", "balanced_low_0", "sequential")
 """Of accelerate, see `plan`."""

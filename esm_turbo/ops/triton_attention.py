@@ -14,7 +14,7 @@ from torch.nn import functional
 from esm_turbo.codecs import KVCodec, Packed, PackedContext
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.row_index import RowIndex
-from esm_turbo.files.identity import version_of
+from esm_turbo.files.model_contents import version_of
 from esm_turbo.ops import decoded_attention, torch_ops
 from esm_turbo.ops.attention_plan import MMA_ROWS, AttentionPlan, AttentionTuning, attention_plan, queries_at_once
 from esm_turbo.ops.triton_launch import (

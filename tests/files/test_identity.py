@@ -20,8 +20,8 @@ from esm_turbo.files.identity import (
     kept_digest,
     lasting_identity,
     model_identity,
-    tensors_digest,
 )
+from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.ops.copies import Gatherer
 from tests.helpers.models import make_esm
 

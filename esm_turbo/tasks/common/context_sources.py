@@ -47,8 +47,15 @@ def check_store(store: object) -> None:
 class ReadableSource(ContextSource, Protocol):
     """A `ContextSource` that can be asked for what it has; a `ContextStore` is one, too."""
 
-    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
-        """The context of exactly these tokens if it is there; called from other threads, too."""
+    def find(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig, /
+    ) -> list[TurboKVCache | None]:
+        """The contexts of exactly these tokens, None for those not there; called from other threads, too."""
+
+    def keep(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: TurboConfig, /
+    ) -> None:
+        """Store computed contexts of exactly these tokens, one a row of the cache."""
 
 
 class FoundContexts(NamedTuple):

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, repeat
+from itertools import accumulate, groupby
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 
 import torch
@@ -232,11 +232,11 @@ def _stored(
                 found |= {few[number]: _ContextRow(held, row) for row, number in enumerate(rows)}
             found |= {few[number]: _ContextRow(cache, 0) for number, cache in copied.items()}
         in_place = set(few)
-        for ids in (ids for ids in wanted if ids not in in_place):
-            cache = store.find(turbo, ids, config)
-            if cache is not None:
-                found[ids] = _ContextRow(cache, 0)
-        return found
+        rest = [ids for ids in wanted if ids not in in_place]
+        caches = store.find(turbo, rest, config) if rest else []
+        return found | {
+            ids: _ContextRow(cache, 0) for ids, cache in zip(rest, caches, strict=True) if cache is not None
+        }
 
 
 class _Contexts(NamedTuple):
@@ -268,7 +268,7 @@ class _Contexts(NamedTuple):
             own = [missing[index] for index in part]
             cache = prefill_rows(turbo, own, config)
             if store is not None:
-                _store_all(turbo, store, config, zip(own, cache.cut([len(ids) for ids in own]), strict=True))
+                _store_all(turbo, store, config, own, cache)
             if any(kept[ids] < len(ids) for ids in own):
                 cache.crop(torch.tensor([kept[ids] for ids in own]))
             held.update({ids: _ContextRow(cache, row) for row, ids in enumerate(own)})
@@ -286,12 +286,12 @@ def _store_all(
     turbo: ContextModel,
     store: ReadableSource,
     config: TurboConfig,
-    contexts: Iterable[tuple[_TokenIds, TurboKVCache]],
+    token_ids: Sequence[_TokenIds],
+    cache: TurboKVCache,
 ) -> None:
     """Store contexts as far as the disk has room for them; rows need only those in memory."""
     try:
-        for ids, cache in contexts:
-            store.get_or_compute(turbo, ids, config, repeat(cache).__next__)
+        store.keep(turbo, token_ids, cache, config)
     except OSError as error:
         if not is_full_disk(error):
             raise

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from esm_turbo.codecs.transfers import to_device, to_host
-from esm_turbo.files.identity import lasting_identity, tensors_digest
+from esm_turbo.files.identity import lasting_identity
 from esm_turbo.files.tabular import named
+from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches

@@ -88,13 +88,16 @@ class Shelf:
         self.kept: dict[tuple[int, ...], TurboKVCache] = {}
         self.others = 0
 
-    def find(self, turbo: Any, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
-        self.asked.append(tuple(token_ids))
-        self.others += threading.current_thread() is not threading.main_thread()
-        return self.kept.get(tuple(token_ids))
+    def find(self, turbo: Any, token_ids: Sequence[Sequence[int]], config: TurboConfig, /) -> list[TurboKVCache | None]:
+        self.asked += map(tuple, token_ids)
+        self.others += (threading.current_thread() is not threading.main_thread()) * len(token_ids)
+        return [self.kept.get(tuple(ids)) for ids in token_ids]
+
+    def keep(self, turbo: Any, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: Any, /) -> None:
+        self.kept |= {tuple(ids): cache.select(row) for row, ids in enumerate(token_ids)}
 
     def get_or_compute(self, turbo: Any, token_ids: Sequence[int], config: Any, compute: Any, /) -> TurboKVCache:
-        return self.kept.setdefault(tuple(token_ids), compute().select(0))
+        raise AssertionError("not one by one")
 
     def get_or_prefill(self, turbo: Any, sequences: Sequence[str], /) -> TurboKVCache:
         raise AssertionError("not of tokens")

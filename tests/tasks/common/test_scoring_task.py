@@ -55,11 +55,14 @@ class Shelf:
         self.before: Callable[[int], object] = lambda number: None
         self._kept: dict[Any, TurboKVCache] = {}
 
-    def find(self, turbo: Any, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
+    def find(self, turbo: Any, token_ids: Sequence[Sequence[int]], config: TurboConfig, /) -> list[TurboKVCache | None]:
         assert threading.current_thread() is not threading.main_thread()
-        self.asked.append(tuple(token_ids))
+        return [self._find(tuple(ids), config) for ids in token_ids]
+
+    def _find(self, ids: tuple[int, ...], config: TurboConfig) -> TurboKVCache | None:
+        self.asked.append(ids)
         self.before(len(self.asked))
-        found = self._kept.get((config.name, *token_ids))
+        found = self._kept.get((config.name, *ids))
         return None if found is None else found.select(0)
 
     def failing_at(self, protein: ProteinRecord, turbo: TurboEsm) -> Callable[[int], None]:
@@ -72,8 +75,11 @@ class Shelf:
 
         return fail
 
+    def keep(self, turbo: Any, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: Any, /) -> None:
+        self._kept |= {(config.name, *ids): cache.select(row) for row, ids in enumerate(token_ids)}
+
     def get_or_compute(self, turbo: Any, token_ids: Sequence[int], config: Any, compute: Any, /) -> TurboKVCache:
-        return self._kept.setdefault((config.name, *token_ids), compute().select(0))
+        raise AssertionError("not one by one")
 
     def get_or_prefill(self, turbo: Any, sequences: Sequence[str], /) -> TurboKVCache:
         raise AssertionError("not of tokens")

@@ -1,0 +1,165 @@
+"""Contents of an encoder's modules: tensors, plain values, and what cannot be read of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = [
+    "MODEL_ID",
+    "OWN_OF_MODULE",
+    "dropping_module",
+    "held_tensors",
+    "is_inside",
+    "is_plain",
+    "modules_inside",
+    "options",
+    "refuse_offloaded",
+    "refuse_packed",
+    "version_of",
+    "watched_values",
+]
+
+MODEL_ID = "model_id"
+"""Attribute of an encoder by which a user names what runs, where it cannot be identified."""
+OWN_OF_MODULE = frozenset(nn.Module().__dict__)
+"""Attributes that every module has."""
+# Modules that have no influence on keys and values.
+_OUTSIDE = ("pooler", "contact_head")
+# What decides no number: names, places and what is returned besides.
+_INERT_OPTIONS = {
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_commit_hash",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "esmfold_config",
+    "id2label",
+    "initializer_range",
+    "is_folding_model",
+    "label2id",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "problem_type",
+    "return_dict",
+    "tie_word_embeddings",
+    "torch_dtype",
+    "transformers_version",
+    "untrained_heads",
+    "use_cache",
+    "vocab_list",
+}
+_INERT_VALUES = {
+    MODEL_ID,
+    "all_tied_weights_keys",
+    "gradient_checkpointing",
+    "hf_device_map",
+    "is_spread",
+    "kernel_config",
+    "loss_type",
+    "name_or_path",
+}
+# Plain values that no forward reads: they are left out where every call looks.
+_SHAPES = {"in_features", "out_features", "num_embeddings", "embedding_dim", "elementwise_affine"}
+
+
+def modules_inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of an encoder that decide keys and values, by name."""
+    return [(name, module) for name, module in model.named_modules() if is_inside(name)]
+
+
+def is_inside(name: str) -> bool:
+    """True if a module or tensor of this name decides keys and values."""
+    return name.partition(".")[0] not in _OUTSIDE
+
+
+def refuse_offloaded(parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Check that weights lie in memory: of those that are copied there for each use, nothing is known.
+
+    Raises:
+        ValueError: some do not.
+    """
+    absent = [name for name, parameter in parameters if parameter.device.type == "meta"]
+    if absent:
+        raise ValueError(
+            f"{len(absent)} weights of the model, such as {absent[0]}, are offloaded to the CPU or a disk, from where"
+            " every use would copy them: use more devices, or run all of it on the CPU"
+        )
+
+
+def version_of(tensor: Tensor) -> int:
+    """Number of in-place changes of a tensor; 0 for an inference tensor, which does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def refuse_packed(named: Iterable[tuple[str, nn.Module]]) -> None:
+    """Make sure that modules hold their weights as tensors.
+
+    Raises:
+        ValueError: one does not, as those of `torch.ao.quantization.quantize_dynamic`.
+    """
+    for name, module in named:
+        if type(module).__module__.startswith(("torch.ao.", "torch.nn.quantized")):
+            raise ValueError(
+                f"{name} is {type(module).__qualname__} of {type(module).__module__}, whose weights are packed: a model"
+                " quantised that way cannot run here; load it in float32, bfloat16 or float16"
+            )
+
+
+def held_tensors(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
+    """Parameters, buffers and other tensors that modules hold, by name."""
+    for name, module in named:
+        own = module.__dict__
+        for group in (own["_parameters"], own["_buffers"], own):
+            for key, value in group.items():
+                if isinstance(value, Tensor):
+                    yield f"{name}.{key}", value
+
+
+def is_plain(value: Any, *others: type) -> bool:
+    """True for JSON's values and their collections, sets and tuples among them, and for values of other types."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) for key in value) and all(is_plain(one, *others) for one in value.values())
+    if isinstance(value, list | tuple | set | frozenset):
+        return all(is_plain(one, *others) for one in value)
+    return value is None or isinstance(value, (bool, int, float, str, *others))
+
+
+def _plain_values(module: nn.Module) -> dict[str, Any]:
+    """Plain values that a module carries, except for those that decide nothing."""
+    return {
+        key: sorted(value, key=str) if isinstance(value, set | frozenset) else value
+        for key, value in module.__dict__.items()
+        if key not in OWN_OF_MODULE
+        and not key.startswith("_")
+        and key not in _INERT_VALUES
+        and is_plain(value, torch.dtype)
+    }
+
+
+def watched_values(own: Mapping[str, Any]) -> list[str]:
+    """Names of those values of a module at which every call looks."""
+    names = [key for key in own if key not in OWN_OF_MODULE and key not in _SHAPES and not key.startswith("_")]
+    return [*names, "training"] if any(_rates(own)) else names
+
+
+def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
+    """Name of the first module that drops values at random, as in training; empty for none."""
+    return next((name for name, module in named if module.training and any(_rates(module.__dict__))), "")
+
+
+def _rates(own: Mapping[str, Any]) -> list[float]:
+    """Rates of dropout."""
+    return [value for key, value in own.items() if (key == "p" or "dropout" in key) and isinstance(value, float)]
+
+
+def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:
+    """What decides numbers in a configuration, and in plain values of modules."""
+    chosen = {key: value for key, value in config.to_dict().items() if key not in _INERT_OPTIONS}
+    return [chosen, [(name, _plain_values(module)) for name, module in named]]

@@ -1,0 +1,103 @@
+"""Digests of tensors' bits, and samples of them, by which changes of weights are noticed."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+__all__ = ["sampled_views", "tensors_digest"]
+
+# Elements of each tensor that are compared to notice writes that leave no trace in counters.
+_SAMPLED = 32
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Words of eight bytes that are summed together, and those that are read at a time.
+_CHUNK, _BLOCK = 1 << 14, 1 << 20
+
+
+def tensors_digest(named: Iterable[tuple[str, Tensor]]) -> str:
+    """Hash of the bits of named tensors, with dtypes and shapes; the same on every device, hexadecimal.
+
+    Words of eight bytes are multiplied by fixed random odd numbers and summed modulo 2^64 in chunks, which a device
+    does at the speed of its memory; the sums are hashed by SHA-256. A change within one word always shows.
+    """
+    digest = hashlib.sha256()
+    words: dict[torch.device, list[tuple[int, Tensor]]] = {}
+    count = 0
+    for name, tensor in named:
+        for path, inner in _plain_tensors(name, tensor):
+            digest.update(f"{path} {inner.dtype} {tuple(inner.shape)}\n".encode())
+            words.setdefault(inner.device, []).append((count, _words(inner)))
+            count += 1
+    sums: dict[int, Tensor] = {}
+    for device, own in words.items():
+        # One wait for each device.
+        sums |= zip([index for index, _ in own], _sums([one for _, one in own], device), strict=True)
+    for index in range(count):
+        digest.update(sums[index].numpy().tobytes())
+    return digest.hexdigest()[:32]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Bits of a tensor, int64 [words], with zeros at the end of the last."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if short := -len(data) % 8:
+        data = torch.cat([data, data.new_zeros(short)])
+    elif data.storage_offset() % 8:
+        data = data.clone()
+    return data.view(torch.int64)
+
+
+@torch.no_grad()
+def _sums(words: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Weighted sums of each tensor's chunks of words, int64 [chunks] on the CPU; the last chunk may be short."""
+    factors = _factors(device)
+    sums: list[Tensor] = []
+    for one in words:
+        whole = one[: len(one) // _CHUNK * _CHUNK]
+        sums += [(block.view(-1, _CHUNK) * factors).sum(1) for block in whole.split(_BLOCK) if len(block)]
+    # The short ones together: most tensors are small, and each launch costs more than they do.
+    rests = [one[len(one) // _CHUNK * _CHUNK :] for one in words]
+    products = torch.cat(rests) * torch.cat([factors[: len(rest)] for rest in rests])
+    ends = torch.tensor([0, *itertools.accumulate(map(len, rests))])
+    running = torch.cat([products.new_zeros(1), products.cumsum(0)])[ends.to(device)]
+    found = torch.cat([*sums, running.diff()]).cpu()
+    counts = [len(one) // _CHUNK for one in words]
+    chunks, short = found.split([sum(counts), len(words)])
+    return [torch.cat(pair) for pair in zip(chunks.split(counts), short.split(1), strict=True)]
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(device: torch.device) -> Tensor:
+    drawn = np.random.Generator(np.random.PCG64(0)).integers(-(2**63), 2**63, _CHUNK, dtype=np.int64)
+    with torch.inference_mode(mode=False):
+        return torch.from_numpy(drawn | 1).to(device)
+
+
+def _plain_tensors(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """A tensor, or those of which a subclass consists, such as a quantised one."""
+    if type(tensor) in (Tensor, nn.Parameter, nn.Buffer) or not hasattr(tensor, "__tensor_flatten__"):
+        yield name, tensor
+        return
+    inner, _ = tensor.__tensor_flatten__()
+    for part in inner:
+        yield from _plain_tensors(f"{name}.{part}", getattr(tensor, part))
+
+
+def sampled_views(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Evenly spaced elements of every tensor, as views, by device and width."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        for _, plain in _plain_tensors("", tensor):
+            # An odd step, so that a sample of a matrix does not stay in one column.
+            step = plain.numel() // _SAMPLED | 1
+            stored = plain.detach() if plain.is_contiguous() else plain.detach().movedim(-1, 0)
+            # As integers, NaN is equal to itself, and autocast leaves them alone.
+            bits = stored.reshape(-1).view(_INTEGERS[plain.element_size()])
+            groups.setdefault((plain.device, bits.dtype), []).append(bits[step // 2 :: step])
+    return list(groups.values())
