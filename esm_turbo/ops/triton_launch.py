@@ -255,7 +255,7 @@ def _find(plan: _Plan, device: torch.device, options: Options, arguments: dict[s
 
 def _run(variant: _Loaded, grid: tuple[int, int, int], device: torch.device, values: list[Any]) -> None:
     """Launches a variant on the current device."""
-    # As Triton's own launch does; None stands for its hooks.
+    # As Triton's own `compiled[grid](...)` does, which takes the host several times as long; None stands for its hooks.
     variant.run(*grid, variant.stream_of(device.index), variant.function, variant.metadata, None, None, None, *values)
 
 
