@@ -19,10 +19,12 @@ from esm_turbo.codecs import KVCodec
 from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
+from esm_turbo.model.checkpoints import CheckpointMixin
 from esm_turbo.model.executor import Executor
 from esm_turbo.model.family_encoder import FamilyEncoder
 from esm_turbo.model.growth import Growth, StepKind
 from esm_turbo.model.inputs import check_inputs
+from esm_turbo.model.plain import is_unhooked
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.ops.backends import KVBackend
 
@@ -30,7 +32,71 @@ if TYPE_CHECKING:
     from transformers.modeling_outputs import ModelOutput
 
 
-class CachedModel(FamilyEncoder):
+class CacheMethods(CheckpointMixin):
+    """The methods of caches, which are the same of an encoder and of a model with a head."""
+
+    @property
+    def _encoder(self) -> CachedModel:
+        encoder: CachedModel = self.base_model  # type: ignore[attr-defined]
+        return encoder
+
+    def set_turbo(
+        self,
+        *,
+        calibration: str | os.PathLike[str] | Calibration | None = None,
+        preset: str | TurboConfig | None = None,
+        backend: str | Backend = Backend.AUTO,
+    ) -> None:
+        """Set how new caches are stored and how caches are read.
+
+        Args:
+            calibration: a `Calibration` of this model or its path.
+            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
+            backend: implementation of encoding and packed attention, see `Backend`.
+
+        Raises:
+            ValueError: the calibration is unreadable or another model's, or an option is wrong.
+        """
+        self._encoder.kv.configure(calibration, preset, backend)
+        self._encoder.executor.graphs.clear()
+
+    @property
+    def kv_backend(self) -> KVBackend:
+        """See `CacheEngine.kv_backend`."""
+        return self._encoder.kv.kv_backend
+
+    def new_cache(self) -> TurboKVCache:
+        """See `CacheEngine.new_cache`."""
+        return self._encoder.kv.new_cache()
+
+    def refresh_fingerprint(self) -> bool:
+        """See `CacheEngine.refresh_fingerprint`."""
+        return self._encoder.kv.refresh_fingerprint()
+
+    def bind_cache(self, cache: TurboKVCache) -> None:
+        """See `CacheEngine.bind_cache`."""
+        self._encoder.kv.bind_cache(cache)
+
+    @contextmanager
+    def growing(
+        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
+    ) -> Iterator[Growth | None]:
+        """Rows that grow by captured steps, for the caller alone, see `Growth`; None where they cannot be captured.
+
+        Args:
+            cache: of this model; how rows are stored. The caller loads them.
+            kinds: of the steps to come.
+            columns: of the longest row to come, and one for the mask after it.
+            uses: number of calls that this one counts for, see `GraphPool`.
+        """
+        if not is_unhooked(self):  # type: ignore[arg-type]
+            yield None
+            return
+        with self._encoder.executor.growing(cache, kinds, columns, uses) as growth:
+            yield growth
+
+
+class CachedModel(CacheMethods, FamilyEncoder):
     """An encoder with a key/value cache; comes before the library's class among the bases.
 
     A forward with `use_cache=True` returns a `TurboKVCache` in `past_key_values`; one with `past_key_values` extends
@@ -140,26 +206,6 @@ class CachedModel(FamilyEncoder):
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
-    def set_turbo(
-        self,
-        *,
-        calibration: str | os.PathLike[str] | Calibration | None = None,
-        preset: str | TurboConfig | None = None,
-        backend: str | Backend = Backend.AUTO,
-    ) -> None:
-        """Set how new caches are stored and how caches are read.
-
-        Args:
-            calibration: a `Calibration` of this model or its path.
-            preset: a preset's name or options; None is `turbo3`, which the default arm does not insist on.
-            backend: implementation of encoding and packed attention, see `Backend`.
-
-        Raises:
-            ValueError: the calibration is unreadable or another model's, or an option is wrong.
-        """
-        self.kv.configure(calibration, preset, backend)
-        self.executor.graphs.clear()
-
     @property
     def calibration(self) -> Calibration | None:
         """The calibration from which codecs are made."""
@@ -189,11 +235,6 @@ class CachedModel(FamilyEncoder):
         return self.kv.backend
 
     @property
-    def kv_backend(self) -> KVBackend:
-        """See `CacheEngine.kv_backend`."""
-        return self.kv.kv_backend
-
-    @property
     def captures(self) -> bool:
         """True if calls that recur are captured as CUDA graphs; set it to False for eager calls only."""
         return self.executor.captures
@@ -215,18 +256,6 @@ class CachedModel(FamilyEncoder):
         """See `CacheEngine.warmup`."""
         return self.kv.warmup()
 
-    def new_cache(self) -> TurboKVCache:
-        """See `CacheEngine.new_cache`."""
-        return self.kv.new_cache()
-
-    def refresh_fingerprint(self) -> bool:
-        """See `CacheEngine.refresh_fingerprint`."""
-        return self.kv.refresh_fingerprint()
-
-    def bind_cache(self, cache: TurboKVCache) -> None:
-        """See `CacheEngine.bind_cache`."""
-        self.kv.bind_cache(cache)
-
     @torch.no_grad()
     def decoded(self, cache: TurboKVCache) -> TurboKVCache:
         """Contexts at full precision, as read from the compressed ones: larger, and faster to read for many rows.
@@ -238,18 +267,3 @@ class CachedModel(FamilyEncoder):
             ValueError: the cache is empty, or another model's.
         """
         return self.executor.decoded(cache)
-
-    @contextmanager
-    def growing(
-        self, cache: TurboKVCache, kinds: Sequence[StepKind], columns: int, uses: int
-    ) -> Iterator[Growth | None]:
-        """Rows that grow by captured steps, for the caller alone, see `Growth`; None where they cannot be captured.
-
-        Args:
-            cache: of this model; how rows are stored. The caller loads them.
-            kinds: of the steps to come.
-            columns: of the longest row to come, and one for the mask after it.
-            uses: number of calls that this one counts for, see `GraphPool`.
-        """
-        with self.executor.growing(cache, kinds, columns, uses) as growth:
-            yield growth
