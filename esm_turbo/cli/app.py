@@ -44,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line and return its exit code.
-
-    Args:
-        arguments: without the program's name.
-    """
+    """Run the command line and return its exit code."""
     debug = "--debug" in arguments
     arguments = _with_standard_input([argument for argument in arguments if argument != "--debug"])
     try:

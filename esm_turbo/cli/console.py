@@ -122,11 +122,7 @@ class _Rate(ProgressColumn):
 
 
 class _Lines:
-    """Progress as a line now and then, for a file or a pipe. Runs of a few seconds print none.
-
-    Args:
-        unit: name of what is counted.
-    """
+    """Progress as a line now and then, for a file or a pipe. Runs of a few seconds print none."""
 
     def __init__(self, unit: str) -> None:
         self.unit = unit
@@ -161,9 +157,6 @@ def _duration(seconds: float) -> str:
 @contextlib.contextmanager
 def progress_bar(unit: str) -> Iterator[Progress]:
     """Show progress on standard error, with rate and time left: bars, or now and then a line if it is no terminal.
-
-    Args:
-        unit: name of what is counted.
 
     Yields:
         The callback for a task; each stage has a bar of its own.

@@ -118,12 +118,7 @@ class Spread(Generic[_Options]):
 
 @dataclass(frozen=True)
 class LoadOn:
-    """Loads the model of a command in another process.
-
-    Attributes:
-        options: of the model.
-        more: further arguments of `load_model`.
-    """
+    """Loads the model of a command in another process."""
 
     options: ModelOptions
     more: dict[str, Any]

@@ -14,11 +14,7 @@ from esm_turbo.files.control_groups import CGROUPS, CGROUPS_ROOT, control_groups
 
 
 def set_threads(threads: int | None) -> None:
-    """Set the number of PyTorch's threads.
-
-    Args:
-        threads: None is `default_threads`.
-    """
+    """Set the number of PyTorch's threads; None is `default_threads`."""
     import torch
 
     torch.set_num_threads(default_threads() if threads is None else threads)

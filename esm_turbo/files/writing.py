@@ -106,12 +106,7 @@ def link_file(source: Path, target: Path) -> None:
 
 @contextlib.contextmanager
 def locked_temporary(parent: Path, name: str) -> Iterator[Path]:
-    """Yield a temporary folder that this process keeps locked, and remove it in the end.
-
-    Args:
-        parent: where it lies.
-        name: what it is for.
-    """
+    """Yield a temporary folder that this process keeps locked, and remove it in the end."""
     claim = None
     for _ in range(_ATTEMPTS):
         folder = Path(tempfile.mkdtemp(prefix=f".{name}.", suffix=".tmp", dir=parent))

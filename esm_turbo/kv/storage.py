@@ -55,10 +55,6 @@ class CacheStorage(Cache):
     tensor writes into it, and only as long as no other cache shares it: of two caches that share tensors, the first
     append to either copies them. Everything else replaces tensors.
 
-    Args:
-        num_layers: of the model.
-        device: of the tensors.
-
     Attributes:
         lengths, token_ids, positions, chains, protected_columns: see `TurboKVCache`.
         descriptions: what is known about where the tensors lie; forgotten as soon as one is replaced.

@@ -25,9 +25,6 @@ from esm_turbo.ops.warmup import Sizes
 class CacheEngine:
     """The options of an encoder's caches, their codec, and the checks that a cache belongs to the encoder.
 
-    Args:
-        encoder: whose caches they are.
-
     Attributes:
         calibration: from which codecs are made; None for none.
         config: options of new caches.

@@ -48,10 +48,6 @@ _PACKED_OPTIONS = {"return_dict", "use_cache", "output_hidden_states"}
 class Executor:
     """Plans and runs the forwards of an encoder.
 
-    Args:
-        encoder: that runs.
-        kv: its caches.
-
     Attributes:
         captures: whether calls that recur are captured as CUDA graphs (model/graphs.py), which take device memory,
             and a fraction of a second to capture.

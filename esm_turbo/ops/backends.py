@@ -48,12 +48,7 @@ class KVBackend:
         return None
 
     def prepare(self, codec: KVCodec, layers: Sequence[Packed]) -> None:
-        """Computes at once, before an extension, what its layers need of protected tokens.
-
-        Args:
-            codec: of the cache.
-            layers: protected tokens of each layer.
-        """
+        """Computes at once, before an extension, what its layers need of protected tokens."""
         return None
 
     def pack_mask(self, mask: Tensor) -> Tensor | None:

@@ -131,10 +131,6 @@ class _Group(NamedTuple):
 class _Layout:
     """The layout of a cut row's buffer, group by group; rows of one length share it. It refers to no tensor.
 
-    Args:
-        groups: of the tensors.
-        length: of the row.
-
     Attributes:
         groups: as given.
         length: as given.

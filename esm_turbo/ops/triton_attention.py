@@ -442,10 +442,6 @@ def prepare(codec: KVCodec, layers: Sequence[Packed]) -> None:
     """Computes what `attend_packed` needs of the protected tokens of all layers, in a few operations.
 
     In a graph that is being captured it is computed anew, as the graph will find other tokens when it is replayed.
-
-    Args:
-        codec: of the cache.
-        layers: each layer's protected tokens.
     """
     stored = [protected["keys"] for protected in layers if "keys" in protected]
     # The layers of a model that is spread over several devices are prepared one by one.

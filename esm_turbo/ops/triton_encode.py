@@ -43,13 +43,7 @@ DEFAULT_TUNING = Tuning(programs=264)
 
 
 def can_run(codec: KVCodec, layer_idx: int, slots: int = 0) -> bool:
-    """True if there is a kernel for a layer: codes are uniform or from a table, and stored as fields of slabs.
-
-    Args:
-        codec: of the layer.
-        layer_idx: which layer.
-        slots: protected tokens per row.
-    """
+    """True if there is a kernel for a layer: codes are uniform or from a table, and stored as fields of slabs."""
     return slots <= _MAX_PROTECTED and _has_kernel(codec, layer_idx)
 
 

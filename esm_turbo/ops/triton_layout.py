@@ -32,12 +32,7 @@ _WORD_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 
 @dataclass(frozen=True)
 class SlabView:
-    """A slab as a kernel reads it.
-
-    Attributes:
-        name: of the packed tensor.
-        spec: its layout.
-    """
+    """A slab as a kernel reads it."""
 
     name: str
     spec: SlabSpec

@@ -56,12 +56,6 @@ class ContextLimits:
 def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, limits: ContextLimits) -> list[int]:
     """Token ids of a context, homologs that are separated by commas, one after the other.
 
-    Args:
-        codes: of the model's tokenizer.
-        context: the homologs.
-        name: of the context, for errors.
-        limits: of the model.
-
     Raises:
         TypeError: the context is not a string.
         ValueError: a homolog is empty, too long, has a mask or a letter that is no residue, or there are too many.

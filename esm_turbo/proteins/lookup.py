@@ -29,12 +29,7 @@ class UnknownProteinError(ValueError):
 
 
 class ProteinIndex:
-    """Proteins by identifier, by sequence, and by accession or entry name if the identifier is one of UniProt.
-
-    Args:
-        records: the proteins.
-        noun: what they are, for errors.
-    """
+    """Proteins by identifier, by sequence, and by accession or entry name if the identifier is one of UniProt."""
 
     def __init__(self, records: Sequence[ProteinRecord], noun: str = "protein") -> None:
         self.noun = noun

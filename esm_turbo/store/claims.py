@@ -19,11 +19,7 @@ _KEYS_FILE = "keys.json"
 
 
 class Claims:
-    """The claims in the folder of a store. Made and read under the store's lock, so that they are seen whole.
-
-    Args:
-        folder: of the store.
-    """
+    """The claims in the folder of a store. Made and read under the store's lock, so that they are seen whole."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -25,12 +25,7 @@ _CUDA_WRITERS = 8
 
 
 class Computed(NamedTuple):
-    """Contexts that were computed at once, a batch or a part of one.
-
-    Attributes:
-        keys: of each.
-        contexts: in the same order.
-    """
+    """Contexts that were computed at once, a batch or a part of one."""
 
     keys: Sequence[str]
     contexts: FlatBatch

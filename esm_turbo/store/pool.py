@@ -250,14 +250,7 @@ class ContextPool:
 
 
 class PoolHold:
-    """Contexts of a pool that stay where they are until they are released, or nothing refers to this any more.
-
-    Args:
-        pool: the pool.
-
-    Attributes:
-        released: whether they were.
-    """
+    """Contexts of a pool that stay where they are until they are released, or nothing refers to this any more."""
 
     def __init__(self, pool: ContextPool) -> None:
         self._pool = pool
@@ -287,12 +280,7 @@ class PoolHold:
 
     @torch.no_grad()
     def contexts(self, keys: Iterable[Key], spec: ContextSpec) -> PooledContexts:
-        """Contexts that are held, in any order.
-
-        Args:
-            keys: of the contexts.
-            spec: their kind.
-        """
+        """Contexts that are held, in any order."""
         with self._pool._lock:
             held = {slot.key: slot for slot in self._held}
             slots = [held[key] for key in keys]

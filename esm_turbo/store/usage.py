@@ -22,9 +22,6 @@ class Usage:
 
     Counts are approximate: those that a killed process has not written are lost, and a store that cannot be written
     keeps none.
-
-    Args:
-        folder: of the store.
     """
 
     def __init__(self, folder: Path) -> None:
