@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
 
-_MEAN, _PER_TOK, _BOS = "mean_representations", "representations", "bos_representations"
+RESULT_NAMES = {
+    "per_tok": "representations",
+    "mean": "mean_representations",
+    "bos": "bos_representations",
+    "contacts": "contacts",
+}
+"""Names of the results of an embedding, as `include` requests them."""
+_PER_TOK, _MEAN, _BOS, _ = RESULT_NAMES.values()
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from esm_turbo.files.writing import file_errors, refuse_links, remove_temporarie
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
-from esm_turbo.tasks.embedding.embed import ProteinEmbedding
+from esm_turbo.tasks.embedding.embed import RESULT_NAMES, ProteinEmbedding
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -48,7 +48,6 @@ _SAFE_LABEL = re.compile(
 )
 # Recorded with the settings; another device changes results by rounding only.
 _UNCOMPARED = {"device"}
-_RESULTS = ("representations", "mean_representations", "bos_representations", "contacts")
 
 SameSequence = Sequence[ProteinRecord]
 """Proteins with the same sequence, at least one; they share one embedding."""
@@ -195,7 +194,9 @@ class PartFiles:
             metadata = {"label": record.id, "residues": len(record.sequence), "key": self.key(record.sequence)}
             write_artifact(path, "embedding", FORMAT_VERSION, embedding.tensors(), metadata)
             return
-        results = {name: getattr(embedding, name) for name in _RESULTS if getattr(embedding, name) is not None}
+        results = {
+            name: getattr(embedding, name) for name in RESULT_NAMES.values() if getattr(embedding, name) is not None
+        }
         # In memory first: torch writes a file's own name into it, and reports a full disk as an internal error.
         buffer = io.BytesIO()
         torch.save({"label": record.id, "key": self.key(record.sequence)} | results, buffer)

@@ -7,160 +7,126 @@ the settings, as in the other formats; `sha256` is a checksum of its content.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_h5
-from esm_turbo.tasks.embedding.files import check_same_settings, described, read_embedding
-from esm_turbo.tasks.embedding.one_file import OneFileWriter
-
-_Arrays = dict[str, npt.NDArray[np.float32]]
-
-
-def check_h5(out: Path) -> None:
-    """Check, before any work is done, that an HDF5 file can be written and no other file is overwritten.
-
-    Raises:
-        ValueError: the path is a file of another kind.
-        ImportError: h5py is missing.
-    """
-    h5py()
-    if out.exists() and out.stat().st_size and not is_h5(out):
-        raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
+from esm_turbo.tasks.embedding.embed import RESULT_NAMES
+from esm_turbo.tasks.embedding.files import described
+from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile, Entry
 
 
-def open_h5(path: str | os.PathLike[str]) -> Any:
-    """An HDF5 file, open for reading.
+class H5File(EmbeddingFile):
+    """Embeddings in HDF5, see `EmbeddingFile`."""
 
-    Raises:
-        ImportError: h5py is missing.
-    """
-    return h5py().File(path, "r")
+    in_order = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with _damage(path), contextlib.ExitStack() as stack:
+            self._file = stack.enter_context(h5py().File(path, "r"))
+            try:
+                self.settings = json.loads(self._file.attrs["settings"])
+            except (KeyError, ValueError, TypeError):
+                raise ValueError(f"{path}: holds no embeddings of esm-turbo; give another file") from None
+            stack.pop_all()
+
+    def names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        with _damage(self.path):
+            for name in self._file:
+                # A damaged structure can make h5py raise almost any exception; `holds` finds the entry.
+                with contextlib.suppress(Exception):
+                    attributes = self._file[name].attrs
+                    names |= dict.fromkeys([attributes["original_id"], *attributes.get("other_ids", [])], name)
+        return names
+
+    def holds(self, name: str, key: str) -> bool | None:
+        try:
+            if name not in self._file:
+                return None
+            attributes = self._file[name].attrs
+            return bool(attributes["key"] == key and attributes["sha256"] == _digest(self.read(name).arrays))
+        except Exception:
+            # As for `names`.
+            return False
+
+    def read(self, name: str) -> Entry:
+        entry = self._file[name]
+        arrays: Arrays = {}
+
+        def visit(path: str, node: Any) -> None:
+            if isinstance(node, h5py().Dataset):
+                arrays[path.replace("/", ".")] = node[()]
+
+        if isinstance(entry, h5py().Dataset):
+            [kind], [*_, layer] = self.settings["include"], self.settings["repr_layers"]
+            arrays[f"{RESULT_NAMES[kind]}{'' if kind == 'contacts' else f'.{layer}'}"] = entry[()]
+        else:
+            entry.visititems(visit)
+        return Entry(arrays, str(entry.attrs.get("key", "")))
+
+    def close(self) -> None:
+        self._file.close()
+
+    @staticmethod
+    def check(out: Path, include: Sequence[str]) -> None:
+        h5py()
+        if out.exists() and out.stat().st_size and not is_h5(out):
+            raise ValueError(f"{out}: exists and is not an HDF5 file; give another file")
+
+    @staticmethod
+    def write(
+        path: Path, settings: Mapping[str, Any], names: Mapping[str, str], read: Callable[[str], Entry | None]
+    ) -> None:
+        identifiers: dict[str, list[str]] = {}
+        for identifier, name in names.items():
+            identifiers.setdefault(name, []).append(identifier)
+        with h5_output(path) as file:
+            file.attrs["settings"] = json.dumps(dict(settings))
+            for name, (first, *others) in identifiers.items():
+                if (entry := read(name)) is None:
+                    continue
+                single = len(entry.arrays) == 1
+                for key, array in entry.arrays.items():
+                    file.create_dataset(name if single else f"{name}/{key.replace('.', '/')}", data=array)
+                attributes = {"sha256": _digest(entry.arrays), "key": entry.key, "original_id": first}
+                file[name].attrs.update(attributes | ({"other_ids": others} if others else {}))
 
 
 def h5_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Settings of the embeddings in an HDF5 file, and their number of proteins.
 
     Raises:
-        ArtifactError: (a ValueError) the file is damaged, or holds no embeddings of this package.
+        ValueError: the file is damaged, or holds no embeddings of this package.
         ImportError: h5py is missing.
     """
-    try:
-        with h5py().File(path, "r") as file:
-            text = file.attrs.get("settings")
-            if text is None:
-                raise ArtifactError(f"{os.fspath(path)}: holds no embeddings of esm-turbo")
-            proteins = sum(1 + len(entry.attrs.get("other_ids", ())) for entry in file.values())
-            return described("h5", proteins, json.loads(text))
-    except ArtifactError:
-        raise
-    except ImportError:
-        raise
-    # A damaged structure can make h5py raise almost any exception.
-    except Exception as error:
-        raise ArtifactError(f"{os.fspath(path)}: damaged ({error})") from error
+    with contextlib.closing(H5File(Path(path))) as file:
+        return described("h5", len(file.names()), file.settings)
 
 
-class H5Writer(OneFileWriter):
-    """Writes one HDF5 file for all sequences, see `OneFileWriter`."""
+@contextlib.contextmanager
+def h5_output(path: Path) -> Iterator[Any]:
+    """A new `h5py.File`.
 
-    _old: Any
-
-    def close(self) -> None:
-        if self._old is not None:
-            self._old.close()
-
-    def _read_existing(self) -> None:
-        self._old = self._open()
-        if self._old is None:
-            return
-        try:
-            existing = json.loads(self._old.attrs["settings"])
-            names = list(self._old)
-        except (KeyError, ValueError, TypeError):
-            raise ValueError(f"{self.out}: holds no embeddings of esm-turbo; give another file") from None
-        except (OSError, RuntimeError):
-            # As damaged as a file that cannot be opened.
-            self.close()
-            self._old = None
-            self._set_damaged()
-        else:
-            check_same_settings(self.out, existing, self._content)
-            self._read_identifiers(names)
-
-    def _assemble(self, path: Path) -> None:
-        identifiers: dict[str, list[str]] = {}
-        for identifier, name in self._entry_of.items():
-            identifiers.setdefault(name, []).append(identifier)
-        # Attributes above 64 KiB need the file format of HDF5 1.8.
-        with H5Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as new:
-            new.attrs["settings"] = json.dumps(self._content | self.recorded)
-            for name, (first, *others) in identifiers.items():
-                if self._old is not None and name in self._old and name not in self._unusable:
-                    self._old.copy(name, new)
-                elif (part := self.folder / f"{name}.safetensors").exists():
-                    metadata, tensors = read_embedding(part)
-                    arrays = {key: tensor.numpy() for key, tensor in tensors.items()}
-                    _put(new, name, arrays)
-                    new[name].attrs["sha256"] = _digest(arrays)
-                    new[name].attrs["key"] = metadata["key"]
-                else:
-                    # A damaged entry that could not be computed again.
-                    continue
-                attributes = new[name].attrs
-                attributes["original_id"] = first
-                attributes.pop("other_ids", None)
-                if others:
-                    attributes["other_ids"] = others
-
-    def _holds(self, name: str, key: str) -> bool:
-        if self._old is None or name in self._unusable or name not in self._old:
-            return False
-        try:
-            entry = self._old[name]
-            if entry.attrs["key"] == key and entry.attrs["sha256"] == _digest(h5_arrays(entry)):
-                return True
-        except Exception:
-            # A damaged structure can make h5py raise almost any exception.
-            pass
-        self._set_unusable(name)
-        return False
-
-    def _set_unusable(self, name: str) -> None:
-        self._unusable.add(name)
-        self.damaged.append(f"{self.out}, entry {name}")
-
-    def _open(self) -> Any:
-        """The existing file; None if there is none, or it cannot be opened."""
-        if not self.out.exists():
-            return None
-        try:
-            return h5py().File(self.out, "r")
-        except OSError:
-            self._set_damaged()
-            return None
-
-    def _read_identifiers(self, names: Iterable[str]) -> None:
-        for name in names:
-            try:
-                attributes = self._old[name].attrs
-                identifiers = [attributes["original_id"], *attributes.get("other_ids", [])]
-            except Exception:
-                self._set_unusable(name)
-                continue
-            self._entry_of |= dict.fromkeys(identifiers, name)
+    Raises:
+        OSError: it could not be written.
+    """
+    # Attributes above 64 KiB need the file format of HDF5 1.8.
+    with _Output(path) as out, h5py().File(out, "w", libver=("v108", "v110")) as file:
+        yield file
 
 
-class H5Output(io.FileIO):
+class _Output(io.FileIO):
     """A file that HDF5 writes; its first error is raised when it is closed.
 
     HDF5 writes most at its own end, and h5py prints errors there instead of raising them.
@@ -202,30 +168,15 @@ class H5Output(io.FileIO):
             raise OSError(error.errno, os.strerror(error.errno or 0), os.fspath(self._path))
 
 
-def _put(file: Any, name: str, arrays: _Arrays) -> None:
-    if len(arrays) == 1:
-        [array] = arrays.values()
-        file.create_dataset(name, data=array)
-        return
-    for key, array in arrays.items():
-        file.create_dataset(f"{name}/{key.replace('.', '/')}", data=array)
+@contextlib.contextmanager
+def _damage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        raise ArtifactError(f"{path}: damaged ({error})") from error
 
 
-def h5_arrays(entry: Any) -> _Arrays:
-    """The arrays of an entry by name; a single array has no name."""
-    if isinstance(entry, h5py().Dataset):
-        return {"": entry[()]}
-    arrays: _Arrays = {}
-
-    def visit(path: str, node: Any) -> None:
-        if isinstance(node, h5py().Dataset):
-            arrays[path.replace("/", ".")] = node[()]
-
-    entry.visititems(visit)
-    return arrays
-
-
-def _digest(arrays: _Arrays) -> str:
+def _digest(arrays: Arrays) -> str:
     digest = hashlib.sha256()
     for name in sorted(arrays):
         array = np.ascontiguousarray(arrays[name])

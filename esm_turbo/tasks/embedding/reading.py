@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
-from esm_turbo.tasks.embedding.files import index_rows, read_embedding, read_pt, sequence_hash
-from esm_turbo.tasks.embedding.h5 import h5_arrays, open_h5
-from esm_turbo.tasks.embedding.parquet import read_means
+from esm_turbo.tasks.embedding.files import index_rows, read_embedding, read_pt
+from esm_turbo.tasks.embedding.h5 import H5File
+from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile
+from esm_turbo.tasks.embedding.parquet import MeansFile
 
-Arrays = dict[str, npt.NDArray[np.float32]]
+ONE_FILE_KINDS: dict[EmbeddingFormat, type[EmbeddingFile]] = {"h5": H5File, "parquet": MeansFile}
+"""Formats of embeddings that are one file."""
 
 
 def read_embeddings(
@@ -33,37 +32,22 @@ def read_embeddings(
     Raises:
         ValueError: a file is damaged, or a record is missing.
     """
-    if file_format == "h5":
-        yield from _from_h5(out, records)
-        return
-    if file_format == "parquet":
-        yield from read_means(out, records)
-        return
-    folder = Path(out)
-    files = {identifier: name for identifier, _, name, _ in index_rows(folder)}
-    for record in records:
-        if record.id not in files:
-            raise ValueError(f"{folder}: holds no embedding of {record.id!r}; embed it first")
-        path = folder / files[record.id]
-        if file_format == "safetensors":
-            yield {name: tensor.numpy() for name, tensor in read_embedding(path)[1].items()}
+    with contextlib.ExitStack() as opened:
+        if file_format in ONE_FILE_KINDS:
+            file = opened.enter_context(contextlib.closing(ONE_FILE_KINDS[file_format](Path(out))))
+            names = file.names()
         else:
-            yield _flat(read_pt(path))
-
-
-def _from_h5(out: str | os.PathLike[str], records: Sequence[ProteinRecord]) -> Iterator[Arrays]:
-    with open_h5(out) as file:
-        layers = json.loads(file.attrs["settings"])["repr_layers"]
+            names = {identifier: name for identifier, _, name, _ in index_rows(Path(out))}
         for record in records:
-            name = sequence_hash(record.sequence)
-            if name not in file:
+            if record.id not in names:
                 raise ValueError(f"{os.fspath(out)}: holds no embedding of {record.id!r}; embed it first")
-            arrays = h5_arrays(file[name])
-            if "" in arrays:
-                # A single result has no name; of those of one axis, means are asked for.
-                single = arrays.pop("")
-                arrays["contacts" if single.ndim == 2 else f"mean_representations.{layers[-1]}"] = single
-            yield arrays
+            name = names[record.id]
+            if file_format in ONE_FILE_KINDS:
+                yield file.read(name).arrays
+            elif file_format == "safetensors":
+                yield {key: tensor.numpy() for key, tensor in read_embedding(Path(out) / name)[1].items()}
+            else:
+                yield _flat(read_pt(Path(out) / name))
 
 
 def _flat(content: dict[str, Any]) -> Arrays:

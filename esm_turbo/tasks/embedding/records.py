@@ -31,9 +31,8 @@ from esm_turbo.tasks.embedding.embed import (
     embedding_settings,
 )
 from esm_turbo.tasks.embedding.files import FolderWriter, PartFiles, SameSequence, safe_labels
-from esm_turbo.tasks.embedding.h5 import H5Writer, check_h5
 from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
-from esm_turbo.tasks.embedding.parquet import ParquetWriter, check_parquet
+from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -274,18 +273,13 @@ def embedding_writer(
             yield FolderWriter(out, parts, file_format, settings, turbo, labels, names, devices)
         return
     check_writable(out)
-    kind: type[OneFileWriter]
-    if file_format == "h5":
-        check_h5(out)
-        kind = H5Writer
-    else:
-        check_parquet(out, settings["include"])
-        kind = ParquetWriter
+    kind = ONE_FILE_KINDS[file_format]
+    kind.check(out, settings["include"])
     refuse_links(parts_folder(out), out.parent)
     with (
         only_writer(parts_folder(out)),
         locked_temporary(parts_folder(out), "parts") as parts,
-        contextlib.closing(kind(out, parts, settings, turbo, devices)) as writer,
+        contextlib.closing(OneFileWriter(kind, out, parts, settings, turbo, devices)) as writer,
     ):
         yield writer
 

@@ -12,9 +12,8 @@ import torch
 
 from esm_turbo.files.writing import LOCK_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding import h5
 from esm_turbo.tasks.embedding.files import sequence_hash
-from esm_turbo.tasks.embedding.h5 import check_h5
+from esm_turbo.tasks.embedding.h5 import H5File, h5_info
 from esm_turbo.tasks.embedding.one_file import parts_folder
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, proteins
@@ -117,7 +116,7 @@ def test_identifiers_of_an_unfinished_file_are_not_escaped(run, tmp_path, monkey
     out = tmp_path / "e.h5"
     records = [ProteinRecord("=abc", "MKTAY"), ProteinRecord("-x", "GSGS")]
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(h5.H5Writer, "_assemble", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(H5File, "write", Mock(side_effect=KeyboardInterrupt))
         run(out, records, "h5")
     run(out, records, "h5")
     with h5py.File(out) as file:
@@ -137,21 +136,23 @@ def test_a_file_of_another_kind_is_not_overwritten(run, tmp_path):
     before = files(tmp_path)
     with pytest.raises(ValueError, match="holds no embeddings of esm-turbo"):
         run(foreign, file_format="h5")
+    with pytest.raises(ValueError, match="holds no embeddings of esm-turbo"):
+        h5_info(foreign)
     assert files(tmp_path) == before
 
 
 def test_a_new_or_empty_file_can_be_written(tmp_path):
     path = tmp_path / "e.h5"
-    check_h5(path)
+    H5File.check(path, ["mean"])
     assert not path.exists()
     path.touch()
-    check_h5(path)
+    H5File.check(path, ["mean"])
 
 
 def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(ImportError, match=r"format h5 needs h5py: pip install 'esm-turbo\[h5\]'"):
-        check_h5(tmp_path / "e.h5")
+        H5File.check(tmp_path / "e.h5", ["mean"])
 
 
 def test_another_run_keeps_its_lock_and_its_temporaries(run, tmp_path, monkeypatch):

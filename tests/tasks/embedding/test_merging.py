@@ -87,7 +87,7 @@ def test_more_tables_than_may_be_open(run, tmp_path):
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 20, limits[1]))
     try:
-        merge_parquet(tmp_path / "out.parquet", paths, orders, at_once=4)
+        merge_parquet(tmp_path / "out.parquet", paths, orders)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     assert (tmp_path / "out.parquet").read_bytes() == (tmp_path / "whole.parquet").read_bytes()

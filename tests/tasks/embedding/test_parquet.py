@@ -18,7 +18,7 @@ from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import parquet
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.one_file import parts_folder
-from esm_turbo.tasks.embedding.parquet import check_parquet, means_settings
+from esm_turbo.tasks.embedding.parquet import MeansFile
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, proteins
 
@@ -56,7 +56,7 @@ def test_a_row_for_every_layer_of_every_protein(means, tiny, tmp_path, monkeypat
     found = torch.from_numpy(np.stack(frame["mean"].to_list()))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found, torch.stack(tensors), rtol=1e-5, atol=1e-5)
-    assert means_settings(tmp_path / "m.parquet")["repr_layers"] == [1, 2]
+    assert MeansFile(tmp_path / "m.parquet").settings["repr_layers"] == [1, 2]
     info = parquet_info(tmp_path / "m.parquet")
     assert info["rows"] == 6 and info["settings"]["include"] == ["mean"] and info["settings"]["device"] == "cpu"
     assert list(tmp_path.iterdir()) == [tmp_path / "m.parquet"]
@@ -156,4 +156,4 @@ def test_other_results_settings_and_files_are_refused(means, tmp_path) -> None:
 def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"Parquet needs pyarrow: pip install 'esm-turbo\[parquet\]'"):
-        check_parquet(tmp_path / "m.parquet", ["mean"])
+        MeansFile.check(tmp_path / "m.parquet", ["mean"])

@@ -12,7 +12,7 @@ RECORDS = [ProteinRecord("a/b", "MKTAY"), ProteinRecord("twin", "MKTAY"), Protei
 
 
 @pytest.mark.parametrize("file_format", ["pt", "safetensors", "h5"])
-@pytest.mark.parametrize("include", [["mean"], ["contacts"], ["mean", "per_tok", "contacts"]])
+@pytest.mark.parametrize("include", [["mean"], ["per_tok"], ["contacts"], ["mean", "per_tok", "contacts"]])
 def test_what_was_written_is_read(run, tiny, tmp_path, file_format: str, include: list[str]) -> None:
     out = tmp_path / ("e.h5" if file_format == "h5" else "e")
     run(out, RECORDS, file_format, include)
