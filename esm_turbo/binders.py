@@ -1,26 +1,28 @@
 """Peptides for a target by the recipe of PepMLM (Chen et al. 2024, arXiv:2310.03842): generated, then ranked.
 
 The target is followed by one mask per residue of the peptide, and each residue is drawn from the k most likely ones.
-The peptides are then scored as candidates on the target, see `tasks.scoring.score`.
+A template keeps residues of the peptide, or allows only some at a position. The peptides are then scored as candidates
+on the target, see `tasks.scoring.score`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tabular import Tabular, counted, named
-from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.common.checks import check_count
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
+from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import protein_tokens
-from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.options import Arm, Background, SortBy
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.generation.generate import GenerationOptions, generate
+from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.generation.sampling import row_seeds
-from esm_turbo.tasks.scoring.score import CandidateScore, score
+from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, score
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -51,7 +53,7 @@ class Binder:
 
 @dataclass(frozen=True)
 class Binders(Tabular):
-    """Generated peptides for one target, lowest pseudo-perplexity first; each sequence once.
+    """Generated peptides for one target, best first; each sequence once.
 
     Attributes:
         target: residues of the target.
@@ -59,6 +61,7 @@ class Binders(Tabular):
         arm: of the scores.
         preset: storage format of the target's contexts; None for `full`.
         model: name of the model.
+        background: what peptides were compared with for their specificity: `alone`, `decoys`, or None.
     """
 
     target: str
@@ -66,6 +69,7 @@ class Binders(Tabular):
     arm: Arm
     preset: str | None
     model: str
+    background: str | None = None
 
     def __repr__(self) -> str:
         best = [f"best {self.binders[0].sequence}"] if self.binders else []
@@ -75,27 +79,34 @@ class Binders(Tabular):
 
     def columns(self) -> list[str]:
         """Names of the columns of `rows`."""
-        return ["rank", "binder", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_prob", "seed"]
+        figures = ["pseudo_perplexity", "pseudo_log_likelihood", *self._more(SPECIFICITY_COLUMNS)]
+        return ["rank", "binder", *figures, "mean_log_prob", "seed"]
 
     def rows(self) -> Iterator[tuple[object, ...]]:
         """Per peptide its rank, residues, score, and what it was drawn with."""
         for rank, one in enumerate(self.binders, start=1):
-            figures = one.score.pseudo_perplexity, one.score.pseudo_log_likelihood, one.mean_log_prob
-            yield rank, one.sequence, *figures, one.seed
+            figures = one.score.pseudo_perplexity, one.score.pseudo_log_likelihood
+            more = self._more((one.score.specificity, one.score.specificity_z))
+            yield rank, one.sequence, *figures, *more, one.mean_log_prob, one.seed
+
+    def _more(self, columns: Sequence[object]) -> list[Any]:
+        return [] if self.background is None else list(columns)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
         binders = [dict(zip(self.columns(), row, strict=True)) for row in self.rows()]
         for row, one in zip(binders, self.binders, strict=True):
             row["log_probabilities"] = list(one.score.log_probabilities)
-        return {"model": self.model, "arm": self.arm, "preset": self.preset, "binders": binders}
+        fields = {"model": self.model, "arm": self.arm, "preset": self.preset, "background": self.background}
+        return {**fields, "binders": binders}
 
 
 def generate_binders(
     turbo: ContextModel,
     target: str | ProteinRecord,
-    length: int,
+    length: int | None = None,
     *,
+    template: str | None = None,
     num_return_sequences: int = 4,
     top_k: int | None = DEFAULT_BINDER_TOP_K,
     top_p: float = 1.0,
@@ -107,55 +118,66 @@ def generate_binders(
     seed: int = 0,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
+    background: Background | Sequence[str] = "none",
+    sort_by: SortBy = "likelihood",
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
 ) -> Binders:
-    """Generate peptides after a target, and rank them by pseudo-perplexity.
+    """Generate peptides after a target, and rank them by pseudo-perplexity or specificity.
 
     Args:
         target: residues of the target.
-        length: residues per peptide.
+        length: residues per peptide; None is that of the template.
+        template: residues that peptides have or may have, such as `GX[KR]XXP`, see `parse_template`. Those that it
+            names alone are given, and seen while the others are drawn.
         num_return_sequences: peptides to draw; equal ones are returned once.
         per_step: residues drawn per step; None draws all at once, independently of each other, as PepMLM does, and 1
             each given those before it.
-        allowed: residues that may be generated; None for the 20 standard ones.
-        arm: of the scores, as are `refresh` and `store`; see `tasks.scoring.score.score`.
+        allowed: residues that may be generated, where a template has X, too; None for the 20 standard ones.
+        arm: of the scores, as are `refresh`, `background` and `store`; see `tasks.scoring.score.score`.
+        sort_by: figure that ranks the peptides; `specificity` needs a background.
         toks_per_batch: padded tokens per batch; None chooses by device, and to score by arm too.
         progress: called with stages `generate` and `score`, see `Progress`.
 
     The other arguments are those of `tasks.generation.options.GenerationOptions`.
 
     Raises:
-        ValueError: the target is invalid, or an option is out of range.
+        ValueError: the target or the template is invalid, or an option is out of range.
         NotEnoughMemoryError: the target needs more memory than is free.
     """
-    check_count("length", length)
+    places = _places(length, template, allowed)
+    check_choice("sort_by", sort_by, get_args(SortBy))
+    if sort_by == "specificity" and background == "none":
+        raise ValueError("`sort_by` 'specificity' needs a `background`, such as 'decoys'")
     check_count("num_return_sequences", num_return_sequences)
     if toks_per_batch is not None:
         check_count("toks_per_batch", toks_per_batch)
     ids = turbo.codes.encode(target, "the target")
     residues = turbo.codes.decode(ids)
+    # Masks of the target stay.
+    kept = [template is not None and len(own) == 1 for own in places]
+    drawn_at = {len(ids) + 1 + index: own for index, own in enumerate(places) if not kept[index]}
     options = GenerationOptions(
-        # Masks of the target stay.
-        positions=list(range(len(ids) + 1, len(ids) + length + 1)),
-        per_step=length if per_step is None else per_step,
+        positions=list(drawn_at),
+        per_step=len(drawn_at) if per_step is None else per_step,
         sweeps=sweeps,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        allowed=allowed,
+        allowed=drawn_at,
         banned=banned,
     )
-    masked, seeds = residues + "<mask>" * length, row_seeds(seed, num_return_sequences)
+    masked = residues + "".join(own if keep else "<mask>" for own, keep in zip(places, kept, strict=True))
+    seeds = row_seeds(seed, num_return_sequences)
     counter = StageProgress(progress, "generate", num_return_sequences)
-    size = max(1, protein_tokens(toks_per_batch, turbo) // (len(residues) + length + 2))
+    size = max(1, protein_tokens(toks_per_batch, turbo) // (len(residues) + len(places) + 2))
     drawn: dict[str, tuple[float, int]] = {}
     for begin in range(0, num_return_sequences, size):
         own = seeds[begin : begin + size]
         output = generate(turbo, [masked] * len(own), options, own)
-        for peptide, mean, one in zip(output.new_residues, output.mean_log_probs, own, strict=True):
-            drawn.setdefault(peptide, (mean, one))
+        for peptide, mean, one in zip(output.sequences, output.mean_log_probs, own, strict=True):
+            drawn.setdefault(peptide[-len(places) :], (mean, one))
         counter.advance(len(own))
     candidates = list(drawn)
     found = score(
@@ -164,11 +186,31 @@ def generate_binders(
         candidates,
         arm=arm,
         refresh=refresh,
+        background=background,
         toks_per_batch=toks_per_batch,
         store=store,
         progress=progress,
     )
-    ranked = [found.scores[index] for index in found.ranking()]
-    return Binders(
-        residues, tuple(Binder(one, *drawn[one.candidate]) for one in ranked), found.arm, found.preset, found.model
-    )
+    ranked = [found.scores[index] for index in found.ranking(sort_by)]
+    binders = tuple(Binder(one, *drawn[one.candidate]) for one in ranked)
+    return Binders(residues, binders, found.arm, found.preset, found.model, found.background)
+
+
+def _places(length: int | None, template: str | None, allowed: str | None) -> list[str]:
+    """Residues that each position of a peptide may have.
+
+    Raises:
+        ValueError: there is neither a length nor a template, they differ, or there is nothing to draw.
+    """
+    anything = STANDARD_RESIDUES if allowed is None else allowed.upper()
+    if template is None:
+        if length is None:
+            raise ValueError("give the `length` of the peptides, or a `template`")
+        check_count("length", length)
+        return [anything] * length
+    places = parse_template(template, anything)
+    if length not in (None, len(places)):
+        raise ValueError(f"`length` is {length}, but `template` has {counted(len(places), 'residue')}; leave one out")
+    if all(len(own) == 1 for own in places):
+        raise ValueError(f"`template` {template!r} leaves nothing to draw; X stands for any residue")
+    return places

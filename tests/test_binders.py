@@ -77,12 +77,49 @@ def test_they_show_themselves(found: Binders) -> None:
         ({"length": 0}, "`length` must be an integer of at least 1, got 0"),
         ({"num_return_sequences": 0}, "`num_return_sequences` must be an integer of at least 1, got 0"),
         ({"top_k": 0}, "`top_k` must be an integer of at least 1, got 0"),
+        ({"length": None}, "give the `length` of the peptides, or a `template`"),
+        ({"template": "GXXXP"}, "`length` is 3, but `template` has 5 residues; leave one out"),
+        ({"length": None, "template": "GSP"}, "`template` 'GSP' leaves nothing to draw"),
+        ({"length": None, "template": "G[KRX"}, "templates are written as"),
+        ({"sort_by": "specificity"}, "`sort_by` 'specificity' needs a `background`"),
+        ({"background": "targets"}, "`background` 'targets' needs several targets"),
         ({"target": "M1"}, "the target: position 2 is '1'"),
     ],
 )
 def test_invalid_arguments(turbo: TurboEsm, arguments: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         generate_binders(turbo, **({"target": TARGET, "length": 3} | arguments))
+
+
+def test_a_template_keeps_residues_and_allows_some(turbo: TurboEsm) -> None:
+    found = generate_binders(
+        turbo, TARGET, template="g-x-[KR]-x-{ACDEFGHIKLMNPQRSTVW}-P", num_return_sequences=12, seed=5
+    )
+    assert len(found.binders) > 2
+    for one in found.binders:
+        sequence = one.sequence
+        assert (sequence[0], sequence[4:], len(sequence)) == ("G", "YP", 6) and sequence[2] in "KR"
+    # What is kept is seen: with the rest most likely in one forward.
+    best = generate_binders(turbo, TARGET, template="GX[KR]XXP", temperature=0.0, num_return_sequences=1).binders[0]
+    ids = turbo.tokenizer(TARGET + "G" + "<mask>" * 4 + "P", return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = turbo.model(ids).logits[0, 1 + len(TARGET) + 1]
+    letters = "ACDEFGHIKLMNPQRSTVWY"
+    assert best.sequence[1] == max(letters, key=lambda letter: float(logits[turbo.codes.residues[letter]]))
+
+
+def test_specificity_ranks_peptides(turbo: TurboEsm) -> None:
+    decoys = ["GSWKDLAEGSWKD", "MLLNPPWFY"]
+    options = {"num_return_sequences": 8, "seed": 1, "background": decoys}
+    ranked = generate_binders(turbo, TARGET, 4, sort_by="specificity", **options)
+    plain = generate_binders(turbo, TARGET, 4, **options)
+    values = [one.score.specificity for one in ranked.binders]
+    assert values == sorted(values, reverse=True) and len(values) > 2
+    assert {one.sequence for one in ranked.binders} == {one.sequence for one in plain.binders}
+    assert [one.score.pseudo_perplexity for one in plain.binders] == sorted(
+        one.score.pseudo_perplexity for one in plain.binders
+    )
+    assert ranked.to_frame()["specificity"].tolist() == values and ranked.to_dict()["background"] == "decoys"
 
 
 def test_masks_of_the_target_stay(turbo: TurboEsm) -> None:

@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast, get_args, get_type_hints
 
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.cli.console import progress_bar, quiet_transformers, say, working
@@ -19,7 +19,7 @@ from esm_turbo.files.paths import Output, check_outputs
 from esm_turbo.files.suffixes import embedding_format
 from esm_turbo.files.tabular import counted
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, normalize_sequence, read_fasta
-from esm_turbo.tasks.common.options import ONE_FILE
+from esm_turbo.tasks.common.options import ONE_FILE, Background
 
 if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
@@ -96,6 +96,20 @@ def read_proteins(path: Path, letters: SequenceOptions) -> tuple[list[ProteinRec
     good, bad = read_fasta(path, **asdict(letters), chain_breaks=True)
     check_usable(path, good, bad)
     return good, bad
+
+
+def read_background(name: str, letters: SequenceOptions) -> tuple[str | None, list[ProteinRecord], list[Path]]:
+    """A background's name, the proteins in whose context candidates are scored for it, and the file that has them."""
+    from esm_turbo.tasks.scoring.specificity import background_contexts
+
+    if name in get_args(Background):
+        return *background_contexts(cast(Background, name)), []
+    path = Path(name)
+    if not path.exists():
+        raise ValueError(f"--background must be {', '.join(get_args(Background))} or a FASTA file, got {name!r}")
+    good, bad = read_proteins(path, letters)
+    list_bad(path, bad)
+    return "decoys", good, [path]
 
 
 def readable(turbo: TurboEsm, path: Path, good: Sequence[ProteinRecord], bad: list[BadRecord]) -> list[ProteinRecord]:

@@ -15,10 +15,12 @@ from esm_turbo.cli.inputs import (
     named_arms,
     opened_store,
     outcome,
+    read_background,
     read_proteins,
     readable,
 )
 from esm_turbo.cli.options import (
+    READS,
     AutoBatchTokens,
     CacheOptions,
     InputFile,
@@ -32,7 +34,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.text_tables import text_table
 from esm_turbo.proteins.fasta import BadRecord
-from esm_turbo.tasks.common.options import Arm
+from esm_turbo.tasks.common.options import Arm, SortBy
 
 _NO_DEFAULT = Parameter(show_default=False)
 
@@ -41,7 +43,8 @@ def binders(
     targets: InputFile,
     /,
     *,
-    length: int,
+    length: int | None = None,
+    template: str | None = None,
     num_return_sequences: int = 10,
     top_k: int = 3,
     top_p: float = 1.0,
@@ -53,6 +56,8 @@ def binders(
     seed: int = 0,
     arm: Arm | None = None,
     refresh: int = DEFAULT_REFRESH,
+    background: Annotated[str, READS] = "none",
+    sort_by: SortBy = "likelihood",
     top: int = 10,
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
@@ -64,12 +69,14 @@ def binders(
     """Generate peptides for targets by the recipe of PepMLM, and rank them as score does.
 
     A mask per residue follows the target, each residue is drawn from the most likely ones, and the peptides are ranked
-    by pseudo-perplexity. It takes a model that was trained for this, such as PepMLM. Bad records are reported at the
-    end; all others are used.
+    by pseudo-perplexity, or by specificity. It takes a model that was trained for this, such as PepMLM. Bad records are
+    reported at the end; all others are used.
 
     Args:
         targets: FASTA file, plain or gzip.
-        length: Residues per peptide.
+        length: Residues per peptide; not needed with --template.
+        template: Residues that peptides keep or may have, such as GX[KR]XXP: X is any, [KR] one of these, {P} any but
+            these. Kept residues are seen while the others are drawn.
         num_return_sequences: Peptides to draw per target; equal ones are listed once.
         top_k: Sample from the k most likely residues only.
         top_p: Sample from the most likely residues only, those whose probabilities add up to p.
@@ -82,28 +89,41 @@ def binders(
         arm: How the target is computed for the scores: full, frozen or turbo. By default turbo, or frozen if the model
             has no calibration.
         refresh: Residues at the end of the target that are recomputed with every peptide.
+        background: Compare each peptide with itself elsewhere, for its specificity: on the other targets (targets),
+            after no target (alone), on shipped proteins (decoys), or on those of a FASTA file.
+        sort_by: Rank by likelihood, or by specificity, which needs a background.
         top: Number of peptides to print per target.
         out: CSV, TSV or Parquet file, by its suffix, to write all peptides to.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, length=length, num_return_sequences=num_return_sequences, top_k=top_k)
     check_minimum(1, per_step=per_step, sweeps=sweeps, toks_per_batch=toks_per_batch)
+    if (length is None) == (template is None):
+        raise ValueError("give --length, or --template, which has one" + (", not both" if length is not None else ""))
     good, bad = read_proteins(targets, letters)
+    compared, decoys, _ = read_background(background, letters)
+    if compared == "targets" and len(good) < 2:
+        raise ValueError(f"--background targets needs several targets, {targets} has one; give decoys")
     turbo = load_model(model)
     good = readable(turbo, targets, good, bad)
     from esm_turbo.model.memory import is_out_of_memory
     from esm_turbo.tasks.common.memory import too_large
     from esm_turbo.tasks.common.run_info import RUN_COLUMNS, run_metadata
+    from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS
 
     [arm] = named_arms(None if arm is None else (arm,), turbo)
     used = announce(turbo, [arm])
     found = {}
     with opened_store(store, turbo) as contexts, progress_bar("units") as progress:
         for record in good:
+            others = [one.sequence for one in decoys]
+            if compared == "targets":
+                others = [one.sequence for one in good if one.sequence != record.sequence]
             try:
                 found[record.id] = turbo.generate_binders(
                     record.sequence,
                     length,
+                    template=template,
                     num_return_sequences=num_return_sequences,
                     top_k=top_k,
                     top_p=top_p,
@@ -115,6 +135,8 @@ def binders(
                     seed=seed,
                     arm=arm,
                     refresh=refresh,
+                    background=others or ("none" if compared is None else "alone"),
+                    sort_by=sort_by,
                     toks_per_batch=toks_per_batch,
                     store=contexts,
                     progress=progress,
@@ -132,9 +154,10 @@ def binders(
     if out is not None and found:
         columns = ["target", *next(iter(found.values())).columns(), *RUN_COLUMNS]
         rows_of_all = [[name, *row, *used.cells()] for name, one in found.items() for row in one.rows()]
-        floats = ("pseudo_perplexity", "pseudo_log_likelihood", "mean_log_prob")
+        floats = ("pseudo_perplexity", "pseudo_log_likelihood", *SPECIFICITY_COLUMNS, "mean_log_prob")
         types = dict.fromkeys(floats, float) | dict.fromkeys(("rank", "seed"), int)
-        metadata = run_metadata(used, {"length": length, "seed": seed, "refresh": refresh})
+        settings = {"length": length, "template": template, "seed": seed, "refresh": refresh}
+        metadata = run_metadata(used, settings | {"background": background, "sort_by": sort_by})
         save(lambda path: write_table(path, columns, rows_of_all, types, metadata), out)
     list_bad(targets, bad)
     results = [{"target": name, **one.to_dict()} for name, one in found.items()]

@@ -35,6 +35,7 @@ def generate(
     *,
     max_new_tokens: int | None = None,
     positions: str | None = None,
+    mask_letter: str | None = None,
     order: UnmaskingOrder | None = None,
     per_step: int = 1,
     sweeps: int = 1,
@@ -55,7 +56,7 @@ def generate(
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
 ) -> int:
-    """Generate residues after proteins (--max-new-tokens) or in place of some of their residues (--positions).
+    """Generate residues after proteins (--max-new-tokens) or in them (--positions, --mask-letter).
 
     Writes FASTA whose headers give the positions of the new residues, their mean log-probability, and what the run
     used. Bad records are reported at the end; all others are used.
@@ -64,6 +65,7 @@ def generate(
         proteins: FASTA file, plain or gzip.
         max_new_tokens: Number of residues to append to each protein.
         positions: Residues to replace, counted from 1, such as 10-25,40.
+        mask_letter: Letter that stands for residues to generate in the file: X, B or Z.
         order: Order in which the positions are sampled, random by default.
         per_step: Positions of a protein to sample per step.
         sweeps: How many times each position is sampled; from the second time on, given all others (Gibbs sampling).
@@ -75,16 +77,17 @@ def generate(
         banned: Residues that are never generated.
         seed: Seed of the samples; the same seed gives the same residues on the same backend.
         refresh: Residues next to the new ones that are recomputed with them, 8 by default.
-        refresh_every: Steps from one refresh to the next; by default 1 with --max-new-tokens, 8 with --positions.
+        refresh_every: Steps from one refresh to the next; by default 1 with --max-new-tokens, 8 in place.
         out: FASTA file to write. By default, standard output.
     """
-    if (max_new_tokens is None) == (positions is None):
+    given = sum(one is not None for one in (max_new_tokens, positions, mask_letter))
+    if given != 1:
         raise ValueError(
-            "give --max-new-tokens to append residues, or --positions to replace some"
-            + (", not both" if positions is not None else "")
+            "give --max-new-tokens to append residues, or --positions or --mask-letter to replace some"
+            + (", only one of them" if given else "")
         )
-    if store is not None and positions is not None:
-        raise ValueError("--store holds contexts to append to; --positions computes the protein with masks instead")
+    if store is not None and max_new_tokens is None:
+        raise ValueError("--store holds contexts to append to; in place, the protein is computed with masks instead")
     check_minimum(1, toks_per_batch=toks_per_batch)
     good, bad = read_proteins(proteins, letters)
     check_plot(plot, len(good))
@@ -115,7 +118,14 @@ def generate(
         used = announce(turbo, [context_arm(turbo)])
     with opened_store(store, turbo) as contexts, progress_bar("samples") as progress:
         generated, failed = generate_records(
-            turbo, good, options, seed=seed, toks_per_batch=toks_per_batch, store=contexts, progress=progress
+            turbo,
+            good,
+            options,
+            seed=seed,
+            mask_letter=mask_letter,
+            toks_per_batch=toks_per_batch,
+            store=contexts,
+            progress=progress,
         )
     bad = [*bad, *failed]
     list_bad(proteins, bad)

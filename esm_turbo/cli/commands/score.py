@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import progress_bar, save, say, show
 from esm_turbo.cli.inputs import (
@@ -17,6 +16,7 @@ from esm_turbo.cli.inputs import (
     named_arms,
     opened_store,
     outcome,
+    read_background,
     read_proteins,
     readable,
     resumable,
@@ -43,8 +43,8 @@ from esm_turbo.cli.score_report import score_report
 from esm_turbo.cli.sharding import Sharding, model_settings
 from esm_turbo.config import DEFAULT_REFRESH, Backend
 from esm_turbo.files.tabular import counted
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
-from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, Background, CandidateFill, UnknownResidues
+from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord
+from esm_turbo.tasks.common.options import DEFAULT_TOP_K, Arm, CandidateFill, UnknownResidues
 from esm_turbo.tasks.common.progress import part_of
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def score(
         reason = "--arm full scores all" if parallel.shard is None else "a shard has only some of each ranking"
         raise ValueError(f"--rescore scores the best again by the arm full, but {reason}; give one of the two")
     spread = Spread.of(parallel, model, backend=backend)
-    background, contexts, files = _background(screen.background, letters)
+    background, contexts, files = read_background(screen.background, letters)
     sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, *files])
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
     from esm_turbo.tasks.scoring.screens import compare, equal_targets, rescore, shared_candidates, sort
@@ -190,24 +190,8 @@ def score(
     return sharding.exit_code(failed)
 
 
-def _background(name: str, letters: SequenceOptions) -> tuple[str | None, list[ProteinRecord], list[Path]]:
-    """A background's name, the proteins in whose context candidates are scored for it, and the file that has them."""
-    from esm_turbo.tasks.scoring.specificity import background_contexts
-
-    if name in get_args(Background):
-        return *background_contexts(cast(Background, name)), []
-    path = Path(name)
-    if not path.exists():
-        raise ValueError(f"--background must be {', '.join(get_args(Background))} or a FASTA file, got {name!r}")
-    good, bad = read_proteins(path, letters)
-    list_bad(path, bad)
-    return "decoys", good, [path]
-
-
 def _mention_unknown(candidates: Sequence[Candidate], unknown_residues: UnknownResidues) -> None:
     """Say how many candidates hold residues that stand for several."""
-    from esm_turbo.tasks.scoring.score import UNKNOWN
-
     count = sum(not set(UNKNOWN).isdisjoint(one.sequence) for one in candidates)
     if count:
         what = "are left out of the figures" if unknown_residues == "omit" else "make them unlikely"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from esm_turbo.proteins.fasta import STANDARD_RESIDUES
 from esm_turbo.tasks.generation.options import Allowed
 
 # Far beyond the longest protein.
 _MAX_POSITION = 1_000_000
 _TOKEN = re.compile("<mask>|.")
+# A position of a template, with the number of its repeats: of PROSITE's patterns what has a length.
+_ELEMENT = re.compile(r"([A-Z]|\[[A-Z]+\]|\{[A-Z]+\})(?:\(([0-9]{1,3})\))?-?", re.ASCII)
 
 
 def parse_positions(text: str) -> list[int]:
@@ -62,6 +65,40 @@ def parse_allowed(items: Sequence[str]) -> Allowed:
             )
         by_position |= dict.fromkeys(parse_positions(positions), letters)
     return by_position
+
+
+def parse_template(text: str, anything: str = STANDARD_RESIDUES) -> list[str]:
+    """Parse a template such as `GX[KR]XXP`, in PROSITE's notation: `x` is any residue, `{P}` any but P, `x(2)` two.
+
+    Args:
+        text: one element per position; hyphens between them may be left out.
+        anything: residues that `x` stands for.
+
+    Returns:
+        The residues that each position may have.
+
+    Raises:
+        ValueError: the notation is invalid, or a position has no residue left.
+    """
+    letters: list[str] = []
+    at, upper = 0, "".join(text.split()).upper()
+    while at < len(upper):
+        match = _ELEMENT.match(upper, at)
+        if match is None:
+            raise ValueError(
+                f"templates are written as GX[KR]XXP, where X is any residue, [KR] one of these and {{P}} none of"
+                f" these, got {text!r}"
+            )
+        given = match[1].strip("[]{}")
+        if match[1] == "X":
+            given = anything
+        elif match[1].startswith("{"):
+            given = "".join(letter for letter in anything if letter not in given)
+        if not given:
+            raise ValueError(f"the template {text!r} leaves no residue at position {len(letters) + 1}")
+        letters += [given] * int(match[2] or 1)
+        at = match.end()
+    return letters
 
 
 def residues_at(sequence: str, positions: Sequence[int]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from esm_turbo.model.memory import available_bytes
-from esm_turbo.proteins.fasta import BadRecord, ProteinRecord, token_batches
+from esm_turbo.proteins.fasta import UNKNOWN, BadRecord, ProteinRecord, token_batches
 from esm_turbo.tasks.common.context_sources import ContextSource
 from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
@@ -68,6 +68,7 @@ def generate_records(
     options: GenerationOptions,
     *,
     seed: int = 0,
+    mask_letter: str | None = None,
     toks_per_batch: int | None = None,
     store: ContextSource | None = None,
     progress: Progress | None = None,
@@ -80,6 +81,7 @@ def generate_records(
         records: the input proteins.
         options: see `GenerationOptions`; the same for all records.
         seed: seed from which those of all rows are derived.
+        mask_letter: letter that stands for `<mask>` in the records, one that is no particular residue.
         toks_per_batch: padded tokens per batch, in which every sample is a row; None is 16,384 on CUDA, and else 4,096.
         store: as of `generate`.
         progress: called with stage `generate` and samples, see `Progress`.
@@ -91,6 +93,8 @@ def generate_records(
         ValueError: no residue is allowed, the preset needs a calibration and there is none, or the results do not fit
             into memory.
     """
+    if mask_letter is not None and mask_letter not in UNKNOWN:
+        raise ValueError(f"`mask_letter` must be one of {', '.join(UNKNOWN)}, got {mask_letter!r}")
     # Errors that concern all records are raised before any of them runs.
     allowed_residues(turbo, options)
     with default_storage(turbo):
@@ -111,6 +115,8 @@ def generate_records(
         if not rows:
             return
         sequences = [records[row // samples].sequence for row in rows]
+        if mask_letter is not None:
+            sequences = [sequence.replace(mask_letter, "<mask>") for sequence in sequences]
         try:
             one = replace(options, num_return_sequences=1)
             output = generate(turbo, sequences, one, [seeds[row] for row in rows], store)

@@ -141,14 +141,15 @@ class ResidueSampler:
 def row_seeds(seed: int | Sequence[int], rows: int) -> list[int]:
     """One seed per row: the given ones, or seeds derived from a single one and the row's index.
 
-    The first row has the single seed itself. So every row can be generated again, alone, from its own seed.
+    The first row has the single seed itself. So every row can be generated again, alone, from its own seed. Derived
+    seeds have at most eleven digits, which spreadsheets show in full.
 
     Raises:
         ValueError: there is not one seed per row, or a seed is negative.
     """
     if isinstance(seed, int) and not isinstance(seed, bool) and seed >= 0:
         words = (np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0] for row in range(rows))
-        derived = [int(word) >> 1 for word in words]
+        derived = [int(word) >> 28 for word in words]
         return [seed, *derived[1:]] if rows and seed < 2**63 else derived
     if isinstance(seed, Iterable):
         seeds = list(seed)

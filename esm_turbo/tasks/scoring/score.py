@@ -27,7 +27,7 @@ from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
-from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.fasta import UNKNOWN, ProteinRecord
 from esm_turbo.proteins.limits import UntrainedInputWarning, warn_if_long
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
@@ -46,8 +46,6 @@ if TYPE_CHECKING:
 
 
 _COLUMNS = ["sequence", "rank", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"]
-UNKNOWN = "BXZ"
-"""Letters that stand for several residues. The model has seen few of them, and predicts none."""
 SPECIFICITY_COLUMNS = ("specificity", "specificity_z")
 
 

@@ -42,11 +42,27 @@ def test_peptides_of_every_target_equal_those_in_python(esm_shared, turbo, write
     assert f"and {len(expected.binders) - 2} more" in result.out
 
 
+def test_specificity_against_the_other_targets(esm_shared, turbo, write, tmp_path):
+    targets, out = write("targets.fasta", f">one\n{TARGET}\n>two\nGSWKDLAE\n"), tmp_path / "binders.csv"
+    options = ["--template", "GX[KR]P", "--background", "targets", "--sort-by", "specificity", "--out", out]
+    assert esm_shared("binders", targets, *options, "--num-return-sequences", 6).code == 0
+    expected = turbo.generate_binders(
+        TARGET, template="GX[KR]P", num_return_sequences=6, background=["GSWKDLAE"], sort_by="specificity"
+    )
+    own = [row for row in csv.DictReader(out.open()) if row["target"] == "one"]
+    assert [row["binder"] for row in own] == [one.sequence for one in expected.binders]
+    assert [float(row["specificity"]) for row in own] == [one.score.specificity for one in expected.binders]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (["--length", "0"], "--length must be at least 1, got 0"),
         ([], "--length"),
+        (["--length", "3", "--template", "GXP"], "not both"),
+        (["--template", "G1P"], "templates are written as GX[KR]XXP"),
+        (["--length", "3", "--background", "nothing.fasta"], "--background must be none, alone, targets, decoys or"),
+        (["--length", "3", "--sort-by", "specificity"], "needs a --background"),
         (["--length", "3", "--top-k", "0"], "--top-k must be at least 1, got 0"),
         (["--length", "3", "--temperature", "-1"], "--temperature must be from"),
         (["--length", "3", "--allowed", "J"], "J"),

@@ -41,6 +41,19 @@ def read(text: str) -> dict[str, tuple[dict[str, str], str]]:
     return entries
 
 
+def test_letters_are_filled(esm: Callable[..., Any], fasta: Path, tiny: TurboEsm) -> None:
+    result = esm("generate", fasta, "--mask-letter", "X", "--seed", 3)
+    # Two of the records have no X.
+    assert result.code == 1 and "record 'b'" in result.err
+    [(name, (facts, sequence))] = read(result.out).items()
+    assert (name, facts["positions"], len(facts["new"])) == ("c_1", "11", 1)
+    assert sequence == RECORDS["c"].replace("X", facts["new"])
+    seeded = tiny.generate(RECORDS["c"].replace("X", "<mask>"), seed=[int(facts["seed"])])
+    assert seeded.sequences == [sequence]
+    refused = esm("generate", fasta, "--mask-letter", "A")
+    assert refused.code == 2 and "--mask-letter must be one of B, X, Z, got 'A'" in refused.err
+
+
 def test_residues_are_appended(esm: Callable[..., Any], fasta: Path, tiny: TurboEsm) -> None:
     result = esm("generate", fasta, "--max-new-tokens", 4, "--num-return-sequences", 2, "--seed", 3)
     assert (result.code, result.err) == (0, "")
@@ -100,7 +113,7 @@ def test_bad_records_are_reported_and_the_others_used(esm: Callable[..., Any], f
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give --max-new-tokens to append residues, or --positions to replace some"),
+        ([], "give --max-new-tokens to append residues, or --positions or --mask-letter"),
         (["--max-new-tokens", 2, "--positions", "1"], "give --max-new-tokens to append residues, or --positions"),
         (["--max-new-tokens", 0], "--max-new-tokens must be an integer of at least 1, got 0"),
         (["--positions", "3-1"], "in ascending order, got '3-1'"),

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from esm_turbo.tasks.generation.notation import format_positions, parse_allowed, parse_positions, residues_at
+from esm_turbo.tasks.generation.notation import (
+    format_positions,
+    parse_allowed,
+    parse_positions,
+    parse_template,
+    residues_at,
+)
 
 
 @given(st.sets(st.integers(1, 99), min_size=1))
@@ -38,6 +44,27 @@ def test_constraints_as_text() -> None:
         parse_allowed(["x=AC"])
     with pytest.raises(ValueError, match="letters for all positions, or given as 10=AG 12-15=HP; got 'AC 5=G'"):
         parse_allowed(["AC", "5=G"])
+
+
+@pytest.mark.parametrize("text", ["GX[KR]{ADG}{ADG}P", "g-x-[kr]-{ADG}(2)-P", " GX[KR] {ADG}(2) P "])
+def test_templates(text: str) -> None:
+    assert parse_template(text, "ACDG") == ["G", "ACDG", "KR", "C", "C", "P"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("G[KR", "templates are written as GX[KR]XXP"),
+        ("G1", "templates are written as"),
+        ("(2)G", "templates are written as"),
+        ("G[]", "templates are written as"),
+        ("GX{ACD}", "leaves no residue at position 3"),
+    ],
+)
+def test_invalid_templates(text: str, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_template(text, "ACD")
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
