@@ -81,8 +81,8 @@ class ContextModel:
     """A model that caches contexts and extends them.
 
     This is the whole contract: tasks, context stores and evaluations use `model`, `tokenizer`, `codes`,
-    `calibration`, `name`, `prefill`, `prefill_within_call` and `extend`, and nothing else. A class for another model
-    family that provides these eight runs every task.
+    `calibration`, `name`, `runner`, `prefill`, `prefill_within_call` and `extend`, and nothing else. A class for
+    another model family that provides these nine runs every task.
 
     Of `model`, tasks and stores use the forward (a Hugging Face masked language model with `past_key_values`,
     `use_cache`, `append_mask` and `row_lengths`), `config`, `device`, `dtype`, `named_parameters()`, `lm_head`,
@@ -112,6 +112,10 @@ class ContextModel:
         dtype = str(self.model.dtype).removeprefix("torch.")
         calibrated = "calibrated" if self.calibration is not None else "not calibrated"
         return named(self, self.name, geometry, f"preset {preset}", calibrated, dtype, self.model.device)
+
+    def runner(self, devices: Any) -> Any:
+        """A `Runner` on other devices, see `TurboEsm`, which has them; None for this process."""
+        return None
 
     @property
     def calibration(self) -> Calibration | None:

@@ -16,12 +16,13 @@ import torch
 
 from esm_turbo import binders
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.config import DEFAULT_REFRESH, Backend, TurboConfig
+from esm_turbo.config import Backend, TurboConfig
 from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_list
 from esm_turbo.evaluate import run
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
-from esm_turbo.tasks.scoring import score
+from esm_turbo.tasks.scoring import pairs, score
+from esm_turbo.tasks.variants import many
 from esm_turbo.tasks.variants import score as variants
 
 if TYPE_CHECKING:
@@ -29,22 +30,13 @@ if TYPE_CHECKING:
     from esm_turbo.context_store import ContextStore
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
-    from esm_turbo.proteins.fasta import ProteinRecord
     from esm_turbo.tasks.common.options import (
-        Arm,
-        Background,
-        CandidateFill,
-        UnknownResidues,
         UnmaskingOrder,
-        VariantMethod,
     )
     from esm_turbo.tasks.common.pieces import Runner
-    from esm_turbo.tasks.common.progress import Progress
     from esm_turbo.tasks.embedding.embed import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
     from esm_turbo.tasks.generation.options import Allowed
-    from esm_turbo.tasks.scoring.pairs import PairScores
-    from esm_turbo.tasks.variants.many import ManyVariantScores
 
 _log = logging.getLogger(__name__)
 
@@ -57,8 +49,14 @@ class TurboEsm(ContextModel):
     score = score.score
     """Score candidates as continuations of a target, see `tasks.scoring.score.score`."""
 
+    score_pairs = pairs.score_pairs
+    """Score candidates on many targets, see `tasks.scoring.pairs.score_pairs`."""
+
     score_variants = variants.score_variants
     """Score variants of a protein, see `tasks.variants.score.score_variants`."""
+
+    score_many_variants = many.score_many_variants
+    """Score substitutions in many proteins, see `tasks.variants.many.score_many_variants`."""
 
     generate_binders = binders.generate_binders
     """Generate peptides for a target by the recipe of PepMLM, see `binders.generate_binders`."""
@@ -266,77 +264,12 @@ class TurboEsm(ContextModel):
         )
         return generate(self, given, options, seed, store)
 
-    def score_pairs(
-        self,
-        targets: Sequence[str],
-        candidates: Sequence[str] | Sequence[Sequence[str]],
-        *,
-        arm: Arm | None = None,
-        refresh: int = DEFAULT_REFRESH,
-        place: CandidateFill = "masked",
-        toks_per_batch: int | None = None,
-        unknown_residues: UnknownResidues = "omit",
-        background: Background | Sequence[str] = "targets",
-        store: ContextStore | None = None,
-        progress: Progress | None = None,
-        devices: Devices | None = None,
-    ) -> PairScores:
-        """Score candidates on many targets, in batches filled across targets.
+    def runner(self, devices: Devices | None) -> Runner | None:
+        """Processes with copies of this model, which start when they have something to do; None for this process.
 
-        The arguments are those of `tasks.scoring.pairs.score_pairs`; with `devices`, copies of this model share the
-        work in processes of their own: "all" CUDA devices, a list of names such as `["cuda:0", "cuda:1"]` or
-        `["cpu", "cpu"]`, or `Workers` that run already. Scripts then need `if __name__ == "__main__":`.
+        Args:
+            devices: as for `score_pairs`.
         """
-        from esm_turbo.tasks.scoring.pairs import score_pairs
-
-        return score_pairs(
-            self,
-            targets,
-            candidates,
-            arm=arm,
-            refresh=refresh,
-            place=place,
-            toks_per_batch=toks_per_batch,
-            unknown_residues=unknown_residues,
-            background=background,
-            store=store,
-            progress=progress,
-            runner=self._runner(devices),
-        )
-
-    def score_many_variants(
-        self,
-        wild_types: Sequence[str | ProteinRecord],
-        variants: Sequence[Sequence[str]] | None = None,
-        *,
-        method: VariantMethod = "masked",
-        arm: Arm | None = None,
-        refresh: int = DEFAULT_REFRESH,
-        toks_per_batch: int | None = None,
-        store: ContextStore | None = None,
-        progress: Progress | None = None,
-        devices: Devices | None = None,
-    ) -> ManyVariantScores:
-        """Score substitutions in many proteins, in batches filled across proteins.
-
-        The arguments are those of `tasks.variants.many.score_many_variants`, and `devices` as for `score_pairs`.
-        """
-        from esm_turbo.tasks.variants.many import score_many_variants
-
-        return score_many_variants(
-            self,
-            wild_types,
-            variants,
-            method=method,
-            arm=arm,
-            refresh=refresh,
-            toks_per_batch=toks_per_batch,
-            store=store,
-            progress=progress,
-            runner=self._runner(devices),
-        )
-
-    def _runner(self, devices: Devices | None) -> Runner | None:
         if devices is None:
             return None
         from esm_turbo.parallel.calls import DeviceRunner

@@ -109,7 +109,7 @@ def score_pairs(
     background: Background | Sequence[str] = "targets",
     store: ReadableSource | None = None,
     progress: Progress | None = None,
-    runner: Runner | None = None,
+    devices: str | Sequence[str] | Runner | None = None,
 ) -> PairScores:
     """Score candidates on many targets: as `score` on each, up to rounding, in batches filled across targets.
 
@@ -119,7 +119,9 @@ def score_pairs(
         background: contexts with which candidates are compared for their specificity: `targets`, all other targets of
             the same candidate, which costs nothing; `none`; or as for `score.score`.
         progress: called with stage `score` and residues of all pairs, see `Progress`.
-        runner: where targets are scored, in pieces; None is this process.
+        devices: where copies of the model share the work, in processes of their own: "all" CUDA devices, a list of
+            names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then
+            need `if __name__ == "__main__":`. None is this process.
 
     `arm`, `refresh`, `place`, `toks_per_batch`, `unknown_residues` and `store` are those of `score.score`.
 
@@ -131,7 +133,8 @@ def score_pairs(
     pairs = _checked_pairs(turbo, targets, candidates)
     arm, _ = resolve_arm(turbo, arm)
     task = ScoreTask((arm,), refresh, toks_per_batch, store, place)
-    warn_of_pairs(turbo, pairs, stacklevel=3)
+    warn_of_pairs(turbo, pairs)
+    runner: Runner | None = turbo.runner(devices)
 
     def score_all(pairs: Sequence[TargetPairs], progress: Progress | None) -> PairScores:
         found = PairScores.of(score_items(turbo, task, pairs, progress=progress, runner=runner))
@@ -183,7 +186,7 @@ def warn_of_pairs(turbo: ContextModel, pairs: Sequence[TargetPairs], stacklevel:
     """Warn of targets with candidates that are longer than the model was trained on, or that it was not trained on."""
     lengths = (len(one.sequence) + max(map(len, one.candidates)) for one in pairs)
     warn_if_long(lengths, turbo.model.family, stacklevel=stacklevel + 1)
-    warn_of_peptides(turbo, stacklevel=stacklevel + 1)
+    warn_of_peptides(turbo, stacklevel=stacklevel + 2)
 
 
 def _checked_pairs(

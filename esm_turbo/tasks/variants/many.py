@@ -113,7 +113,7 @@ def score_many_variants(
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
-    runner: Runner | None = None,
+    devices: str | Sequence[str] | Runner | None = None,
 ) -> ManyVariantScores:
     """Score variants of many proteins: as `score_variants` on each, up to rounding, in batches filled across proteins.
 
@@ -123,7 +123,9 @@ def score_many_variants(
             the others are scored.
         variants: those of each protein, as many lists as there are proteins; None for all single substitutions.
         progress: called with stage `score` and positions of all proteins, see `Progress`.
-        runner: where proteins are scored, in pieces; None is this process.
+        devices: where copies of the model share the work, in processes of their own: "all" CUDA devices, a list of
+            names such as `["cuda:0", "cuda:1"]` or `["cpu", "cpu"]`, or `Workers` that run already. Scripts then
+            need `if __name__ == "__main__":`. None is this process.
 
     `method`, `arm`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
 
@@ -138,7 +140,8 @@ def score_many_variants(
     ]
     arm, _ = resolve_arm(turbo, arm)
     task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
-    warn_if_long((len(one.sequence) for one in proteins), turbo.model.family, stacklevel=3)
+    warn_if_long((len(one.sequence) for one in proteins), turbo.model.family)
+    runner: Runner | None = turbo.runner(devices)
     return ManyVariantScores.of(score_items(turbo, task, proteins, progress=progress, runner=runner))
 
 
