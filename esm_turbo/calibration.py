@@ -104,18 +104,20 @@ class Calibration:
             ValueError: there is no such preset or codec, or the codec does not support this model.
         """
         config = TurboConfig.from_preset(preset)
-        if config not in self._codecs:
-            cls = codec_class(config)
-            # The factorisations are too small for threads to help.
-            with threadpool_limits(1, user_api="blas"):
-                state = cls.fit(config, self.statistics)
-            self._codecs[config] = cls(config, self.geometry, state)
-        return self._codecs[config]
+        return self.fit([config])._codecs[config]
 
     def fit(self, presets: Iterable[str | TurboConfig] = PRODUCT_PRESETS) -> Self:
         """Fit the codecs of these presets now."""
-        for preset in presets:
-            self.codec(preset)
+        missing: dict[type[KVCodec], list[TurboConfig]] = {}
+        for config in dict.fromkeys(map(TurboConfig.from_preset, presets)):
+            if config not in self._codecs:
+                missing.setdefault(codec_class(config), []).append(config)
+        for cls, configs in missing.items():
+            # The factorisations are too small for threads to help.
+            with threadpool_limits(1, user_api="blas"):
+                states = cls.fit_all(configs, self.statistics)
+            for config, state in zip(configs, states, strict=True):
+                self._codecs[config] = cls(config, self.geometry, state)
         return self
 
     def check_model(self, model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ on their position in the protein, and scores are unchanged because R is orthogon
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -150,6 +150,11 @@ class KVCodec(ABC):
     @abstractmethod
     def fit(cls, config: TurboConfig, statistics: KVStatistics) -> dict[str, Tensor]:
         """Fit the state of a codec to these statistics."""
+
+    @classmethod
+    def fit_all(cls, configs: Sequence[TurboConfig], statistics: KVStatistics) -> list[dict[str, Tensor]]:
+        """Fit the states of several presets, which may share work."""
+        return [cls.fit(config, statistics) for config in configs]
 
     @abstractmethod
     def pack(self, layer_idx: int, kind: str, x: Tensor) -> Packed:

@@ -20,6 +20,7 @@ from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed
 from esm_turbo.codecs.fitting import transforms
 from esm_turbo.codecs.fitting.lloyd_max import lloyd_max
 from esm_turbo.codecs.fitting.statistics import Array, KVStatistics, Moments
+from esm_turbo.codecs.fitting.threads import run_threads
 from esm_turbo.codecs.packing import check_head_dim, midpoints, pack_codes, quantize, unpack_codes
 from esm_turbo.config import TurboConfig
 
@@ -131,7 +132,7 @@ def _fit_transform(kind: str, moments: Moments, config: TurboConfig) -> tuple[Ar
 def _fit_levels(samples: Array, bits: int) -> Array:
     """Lloyd-Max levels per head, over all its components, [layers, heads, 2^bits]."""
     layers, heads = samples.shape[:2]
-    levels = [lloyd_max(samples[layer, head], 2**bits) for layer, head in np.ndindex(layers, heads)]
+    levels = run_threads(lambda head: lloyd_max(samples[head], 2**bits), np.ndindex(layers, heads))
     return np.reshape(levels, (layers, heads, -1))
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -31,8 +32,9 @@ from torch import Tensor
 
 from esm_turbo.codecs.base import FieldSlab, KVCodec, Packed, rotate
 from esm_turbo.codecs.fitting import transforms
-from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform, uniform_quantizer
+from esm_turbo.codecs.fitting.lloyd_max import Magnitudes, gaussian_uniform, pooled_uniform_quantizer
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Array, KVStatistics, TokenSample
+from esm_turbo.codecs.fitting.threads import run_threads
 from esm_turbo.codecs.packing import GROUP_SIZE, pack_codes, unpack_codes
 from esm_turbo.config import Geometry, TurboConfig
 
@@ -131,46 +133,16 @@ class TurboCodec(KVCodec):
         Raises:
             ValueError: `head_dim` is not a multiple of the run size, or the sample holds no residues.
         """
-        head_dim = statistics.geometry.head_dim
-        size = run_size(head_dim)
-        if head_dim % size:
-            raise ValueError(f"components are coded by {size}: `head_dim` must be a multiple, got {head_dim}")
-        moments, sample = statistics.select(config.protect_special_tokens)
-        sensitivity = statistics.sensitivity
-        key_mean, value_mean = sensitivity.key_mean, moments.values.mean
-        key_covariance = _second_moment_about(sensitivity.keys.mean, sensitivity.keys.covariance, key_mean)
-        value_covariance = _second_moment_about(sensitivity.values.mean, sensitivity.values.covariance, value_mean)
-        key_map = transforms.query_aware(key_covariance, sensitivity.queries, _SHRINKAGE)
-        value_map = transforms.query_aware(value_covariance, statistics.output_gram, _SHRINKAGE, rotary_pairs=False)
-        key_variances = transforms.component_variances(key_map, key_covariance)
-        value_variances = transforms.component_variances(value_map, value_covariance)
-        key_map = transforms.standardized(key_map, key_covariance, _SAMPLE_RESOLUTION)
-        value_map = transforms.standardized(value_map, value_covariance, _SAMPLE_RESOLUTION)
-        # An error of a value reaches the output weighted by attention.
-        value_costs = value_variances * sensitivity.attention[..., None]
-        key_widths, value_widths = _allocate_bits(
-            key_variances.sum(1), value_costs.sum(1), size, config.mean_bits * head_dim // 4
-        )
-        keys = _block_relative_keys(sample, statistics.inv_freq) - key_mean[:, :, None]
-        keys = np.einsum("lhij,lhtj->lhti", key_map.forward, keys, optimize=True)
-        values = sample.values - value_mean[:, :, None]
-        values = np.einsum("lhij,lhtj->lhti", value_map.forward, values, optimize=True)
-        layers = statistics.geometry.num_layers
-        state = {
-            "key_map": key_map.forward,
-            "key_inverse": transforms.inverted(key_map.forward),
-            "key_steps": _fit_steps(keys, sample.key_weights, key_widths, size),
-            "key_mean": key_mean,
-            "value_map": value_map.forward,
-            "value_inverse": transforms.inverted(value_map.forward),
-            "value_steps": _fit_steps(values, sample.value_weights, value_widths, size),
-            "value_mean": value_mean,
-            "inv_freq": np.tile(statistics.inv_freq, (layers, 1)),
-        }
-        tensors = {name: torch.from_numpy(array.astype(np.float32)) for name, array in state.items()}
-        tensors["key_widths"] = torch.from_numpy(key_widths)
-        tensors["value_widths"] = torch.from_numpy(value_widths)
-        return tensors
+        return cls.fit_all([config], statistics)[0]
+
+    @classmethod
+    def fit_all(cls, configs: Sequence[TurboConfig], statistics: KVStatistics) -> list[dict[str, Tensor]]:
+        """See `KVCodec.fit_all`; presets differ in their bits, and share maps and sorted samples."""
+        states: dict[TurboConfig, dict[str, Tensor]] = {}
+        for protect in {config.protect_special_tokens for config in configs}:
+            alike = [config for config in configs if config.protect_special_tokens == protect]
+            states |= zip(alike, _fit_alike(alike, statistics), strict=True)
+        return [states[config] for config in configs]
 
     def prepare(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         for kind in ("key", "value"):
@@ -249,6 +221,71 @@ class TurboCodec(KVCodec):
                     words[..., start:stop].add_(fields[..., first : first + stop - start], alpha=2**shift)
                     first += stop - start
         return words.view(torch.uint8).float().add_(offset)
+
+
+@dataclass(frozen=True)
+class _Mapped:
+    """Keys or values of a layer after their map.
+
+    Attributes:
+        forward: the map, [heads, head_dim, head_dim].
+        variances: of every component before it is standardised, [heads, head_dim].
+        samples: the sample, mapped, [heads, tokens, head_dim].
+    """
+
+    forward: Array
+    variances: Array
+    samples: Array
+
+
+def _fit_alike(configs: Sequence[TurboConfig], statistics: KVStatistics) -> list[dict[str, Tensor]]:
+    """States of presets that quantise the same tokens."""
+    head_dim, layers = statistics.geometry.head_dim, range(statistics.geometry.num_layers)
+    size = run_size(head_dim)
+    if head_dim % size:
+        raise ValueError(f"components are coded by {size}: `head_dim` must be a multiple, got {head_dim}")
+    moments, sample = statistics.select(configs[0].protect_special_tokens)
+    sensitivity = statistics.sensitivity
+    means = {"key": sensitivity.key_mean, "value": moments.values.mean}
+    weighted = {"key": sensitivity.keys, "value": sensitivity.values}
+    costs = {"key": sensitivity.queries, "value": statistics.output_gram}
+    vectors = {"key": _block_relative_keys(sample, statistics.inv_freq), "value": sample.values}
+    weights = {"key": sample.key_weights, "value": sample.value_weights}
+
+    def mapped(kind: str, layer: int) -> _Mapped:
+        mean = means[kind][layer]
+        covariance = _second_moment_about(weighted[kind].mean[layer], weighted[kind].covariance[layer], mean)
+        found = transforms.query_aware(covariance, costs[kind][layer], _SHRINKAGE, rotary_pairs=kind == "key")
+        variances = transforms.component_variances(found, covariance)
+        forward = transforms.standardized(found, covariance, _SAMPLE_RESOLUTION).forward
+        centred = vectors[kind][layer] - mean[:, None]
+        return _Mapped(forward, variances, np.einsum("hij,htj->hti", forward, centred, optimize=True))
+
+    maps = {kind: run_threads(partial(mapped, kind), layers) for kind in ("key", "value")}
+    variances = {kind: np.stack([one.variances for one in maps[kind]]) for kind in maps}
+    # An error of a value reaches the output weighted by attention.
+    value_costs = variances["value"] * sensitivity.attention[..., None]
+    pairs = [
+        _allocate_bits(variances["key"].sum(1), value_costs.sum(1), size, config.mean_bits * head_dim // 4)
+        for config in configs
+    ]
+    shared = {"inv_freq": _f32(np.tile(statistics.inv_freq, (len(layers), 1)))}
+    states: list[dict[str, Tensor]] = [{} for _ in configs]
+    for kind, widths in zip(maps, zip(*pairs, strict=True), strict=True):
+        forward = np.stack([one.forward for one in maps[kind]])
+        shared |= {
+            f"{kind}_map": _f32(forward),
+            f"{kind}_inverse": _f32(transforms.inverted(forward)),
+            f"{kind}_mean": _f32(means[kind]),
+        }
+        steps = _fit_steps([one.samples for one in maps[kind]], weights[kind], widths, size)
+        for state, one, step in zip(states, widths, steps, strict=True):
+            state |= {f"{kind}_steps": _f32(step), f"{kind}_widths": torch.from_numpy(one)}
+    return [shared | state for state in states]
+
+
+def _f32(array: Array) -> Tensor:
+    return torch.from_numpy(array.astype(np.float32))
 
 
 def _second_moment_about(mean: Array, covariance: Array, centre: Array) -> Array:
@@ -335,19 +372,43 @@ def _best_pairs(key_errors: Array, value_errors: Array, widths_bytes: IntArray, 
     return np.stack([best_keys[layers, key_bytes], best_values[layers, value_bytes]], axis=1)
 
 
-def _fit_steps(samples: Array, weights: npt.NDArray[np.float32], widths: IntArray, size: int) -> Array:
-    """Step of every component, [layers, head_dim]: one per width for the whole model, 1 where the sample is zero."""
-    by_component = np.repeat(widths, size, axis=1)
-    steps = np.ones(by_component.shape)
+def _fit_steps(
+    samples: Sequence[Array], weights: npt.NDArray[np.float32], widths: Sequence[IntArray], size: int
+) -> list[Array]:
+    """Steps of every component, [layers, head_dim] for each preset: one per width for the whole model.
+
+    Where the sample is zero, the step is 1.
+
+    Args:
+        samples: mapped keys or values of each layer, [heads, tokens, head_dim].
+        weights: of the tokens, [layers, heads, tokens].
+        widths: of the runs, [layers, runs] for each preset.
+        size: components per run.
+    """
     # Weights are comparable only between tokens of the same head.
     weights = weights / np.maximum(weights.mean(axis=2, keepdims=True), np.finfo(np.float32).tiny)
-    for width in sorted({int(width) for width in widths.flat} - {0}):
+    # Components with the same widths in all presets are sorted together, once.
+    profiles, members = np.unique(np.stack(widths, axis=-1).reshape(-1, len(widths)), axis=0, return_inverse=True)
+    members = np.repeat(members.reshape(widths[0].shape), size, axis=1)
+
+    def pooled(profile: int) -> Magnitudes | None:
         parts, part_weights = [], []
-        for layer in range(len(widths)):
-            chosen = samples[layer][:, :, by_component[layer] == width]
+        for layer in np.flatnonzero((members == profile).any(axis=1)).tolist():
+            chosen = samples[layer][:, :, members[layer] == profile]
             parts.append(chosen.reshape(-1))
             part_weights.append(np.broadcast_to(weights[layer][:, :, None], chosen.shape).reshape(-1))
-        pooled, pooled_weights = np.concatenate(parts), np.concatenate(part_weights)
-        if (pooled * pooled_weights).any():
-            steps[by_component == width] = uniform_quantizer(pooled, 2**width, pooled_weights).step
-    return steps
+        x, w = np.concatenate(parts), np.concatenate(part_weights)
+        return Magnitudes(x, w) if profiles[profile].any() and w.any() else None
+
+    magnitudes = run_threads(pooled, range(len(profiles)))
+
+    def step(preset: int, width: int) -> float:
+        chosen = np.flatnonzero(profiles[:, preset] == width)
+        parts = [part for part in map(magnitudes.__getitem__, chosen.tolist()) if part is not None and part.power]
+        return pooled_uniform_quantizer(parts, 2**width).step if parts else 1.0
+
+    wanted = [(preset, int(width)) for preset, one in enumerate(widths) for width in np.unique(one) if width]
+    found = [np.ones(members.shape) for _ in widths]
+    for (preset, width), one in zip(wanted, run_threads(lambda pair: step(*pair), wanted), strict=True):
+        found[preset][profiles[members, preset] == width] = one
+    return found

@@ -14,7 +14,7 @@ from threadpoolctl import threadpool_limits
 
 from esm_turbo import TurboConfig
 from esm_turbo.codecs import TurboCodec
-from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform
+from esm_turbo.codecs.fitting.lloyd_max import gaussian_uniform, uniform_quantizer
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.codecs.fitting.transforms import component_variances, query_aware
 from esm_turbo.codecs.turbo import _MAX_OPERAND_COLUMNS, _allocate_bits, slabs
@@ -482,6 +482,42 @@ def test_presets_share_their_maps(codec_of):
     for other in others:
         for name in ("key_map", "key_inverse", "key_mean", "value_map", "value_inverse", "value_mean", "inv_freq"):
             assert torch.equal(first[name], other[name])
+
+
+def pooled(mapped, weights, chosen):
+    """Chosen components of every token, and their weights, over layers and heads."""
+    parts, shares = [], []
+    for x, w, components in zip(mapped, weights, chosen, strict=True):
+        parts.append(x[:, :, components].ravel())
+        shares.append(np.repeat((w / w.mean(axis=1, keepdims=True)).ravel(), components.sum()))
+    return np.concatenate(parts), np.concatenate(shares)
+
+
+@all_bits
+def test_steps_are_those_of_all_components_of_a_width(statistics, codec_of, bits):
+    """Whole samples, sorted for each width of each preset."""
+    state, sample = codec_of(bits, 64).state, statistics[64].sample
+    keys = rotated(sample.keys.astype(np.float64), -(sample.positions // KEY_BLOCK) * KEY_BLOCK)
+    vectors = {"key": (keys, sample.key_weights), "value": (sample.values, sample.value_weights)}
+    for kind, (x, weights) in vectors.items():
+        centred = x - state[f"{kind}_mean"].double().numpy()[:, :, None]
+        mapped = np.einsum("lhij,lhtj->lhti", state[f"{kind}_map"].double().numpy(), centred)
+        widths = np.repeat(state[f"{kind}_widths"].numpy(), RUN_SIZES[64], axis=1)
+        for width in set(widths.flat) - {0}:
+            components, shares = pooled(mapped, weights, widths == width)
+            expected = uniform_quantizer(components, 2 ** int(width), shares).step
+            # The fit's map has more digits than the state's.
+            np.testing.assert_allclose(state[f"{kind}_steps"].numpy()[widths == width], expected, rtol=1e-5)
+
+
+def test_presets_fitted_together_are_those_fitted_alone(statistics):
+    configs = [*TURBO.values(), dataclasses.replace(TURBO[3], protect_special_tokens=True)]
+    for config, together in zip(configs, TurboCodec.fit_all(configs, statistics[64]), strict=True):
+        alone = TurboCodec.fit(config, statistics[64])
+        assert together.keys() == alone.keys()
+        for name, tensor in alone.items():
+            # Sums of the sorted sample differ by rounding.
+            torch.testing.assert_close(together[name], tensor, rtol=1e-6 if "steps" in name else 0, atol=0)
 
 
 @all_head_dims

@@ -8,6 +8,7 @@ midpoints of levels, and each level is the mean of its cell. A sample can have m
 by dynamic programming on bins of the sorted sample, followed by Lloyd's iteration on the sample itself.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -118,40 +119,83 @@ def uniform_quantizer(samples: ArrayLike, levels: int, weights: ArrayLike | None
         ValueError: no samples, NaN or infinity, no sample other than zero, weights that are negative, not finite, all
             zero or of another shape, or `levels` odd or outside 2 to 256.
     """
+    return pooled_uniform_quantizer([Magnitudes(samples, weights)], levels)
+
+
+class Magnitudes:
+    """Magnitudes of a sample in ascending order, with sums that give the moments of evenly spaced quantisers.
+
+    Args:
+        samples: real numbers of any shape, pooled.
+        weights: non-negative weight of each sample, of the same shape.
+
+    Raises:
+        ValueError: as `uniform_quantizer`, if not for `levels` and samples that are all zero.
+    """
+
+    def __init__(self, samples: ArrayLike, weights: ArrayLike | None = None) -> None:
+        x = np.asarray(samples)
+        _check_samples(x)
+        x, w = _ascending(np.abs(x, dtype=np.float64), weights)
+        self.largest = float(x[-1])
+        self.heaviest = 1.0 if weights is None else float(np.max(weights))
+        self.x = x / (self.largest or 1.0)
+        self._zeroth, self._first = np.zeros((2, len(x) + 1))
+        np.cumsum(w, out=self._zeroth[1:])
+        w *= self.x
+        np.cumsum(w, out=self._first[1:])
+        self.total, self.power = float(self._zeroth[-1]), float(np.dot(w, self.x))
+
+    def moments(self, steps: FloatArray, levels: int) -> tuple[FloatArray, FloatArray]:
+        """Sums of centre times magnitude and of the squared centre, with centres in units of the step, [steps] each.
+
+        Args:
+            steps: distances between levels, in units of the largest magnitude, [steps].
+            levels: number of levels.
+        """
+        edges = np.zeros((len(steps), levels // 2 + 1), dtype=np.intp)
+        edges[:, 1:-1] = np.searchsorted(self.x, steps[:, None] * np.arange(1, levels // 2), side="right")
+        edges[:, -1] = len(self.x)
+        centres = np.arange(levels // 2) + 0.5
+        return np.diff(self._first[edges]) @ centres, np.diff(self._zeroth[edges]) @ centres**2
+
+
+def pooled_uniform_quantizer(parts: Sequence[Magnitudes], levels: int) -> UniformQuantizer:
+    """The evenly spaced quantiser of samples that are pooled, see `uniform_quantizer`; each is sorted but once.
+
+    Raises:
+        ValueError: no sample other than zero, or `levels` odd or outside 2 to 256.
+    """
     _check_even(levels)
-    x = np.asarray(samples)
-    _check_samples(x)
-    x, w = _ascending(np.abs(x, dtype=np.float64), weights)
-    scale = float(x[-1]) or 1.0
-    x = x / scale
-    sums = _PrefixSums(x, w)
-    power = float(sums.second[-1] / sums.zeroth[-1])
+    scale, heaviest = max(part.largest for part in parts) or 1.0, max(part.heaviest for part in parts)
+    sizes = [part.largest / scale for part in parts]
+    shares = [part.heaviest / heaviest for part in parts]
+    total = sum(share * part.total for share, part in zip(shares, parts, strict=True))
+    power = sum(share * size**2 * part.power for share, size, part in zip(shares, sizes, parts, strict=True)) / total
     if power == 0.0:
         raise ValueError("`samples` are all zero: no step is best")
-    centres = np.arange(levels // 2) + 0.5
 
-    def moments(step: float) -> tuple[float, float]:
-        """Means of centre times sample and of the squared centre, with centres in units of the step."""
-        inner = np.searchsorted(x, np.arange(1, levels // 2) * step, side="right")
-        edges = np.concatenate(([0], inner, [len(x)]))
-        first, zeroth = np.diff(sums.first[edges]), np.diff(sums.zeroth[edges])
-        total = float(sums.zeroth[-1])
-        return float(centres @ first) / total, float(centres**2 @ zeroth) / total
+    def moments(steps: FloatArray) -> tuple[FloatArray, FloatArray, FloatArray]:
+        """Means of centre times sample and of the squared centre, and the distortion."""
+        first, zeroth = np.zeros((2, len(steps)))
+        for share, size, part in zip(shares, sizes, parts, strict=True):
+            # Where all are zero, every step is too large.
+            one, other = part.moments(steps / size if size else np.full_like(steps, 2.0), levels)
+            first += share * size * one
+            zeroth += share * other
+        first, zeroth = first / total, zeroth / total
+        return first, zeroth, np.maximum(power - steps * (2.0 * first - steps * zeroth), 0.0)
 
-    def error(step: float) -> float:
-        first, zeroth = moments(step)
-        return max(power - step * (2.0 * first - step * zeroth), 0.0)
-
-    gaussian = float(np.sqrt(power)) * gaussian_uniform(levels).step
-    step = min((gaussian * _STEPS_TRIED).tolist(), key=error)
-    distortion = error(step)
+    steps = float(np.sqrt(power)) * gaussian_uniform(levels).step * _STEPS_TRIED
+    best = int(moments(steps)[2].argmin())
+    step = steps[best : best + 1]
+    first, zeroth, distortion = moments(step)
     for _ in range(_MAX_LLOYD_STEPS):
-        first, zeroth = moments(step)
-        step = first / zeroth
-        previous, distortion = distortion, error(step)
+        step, previous = first / zeroth, distortion
+        first, zeroth, distortion = moments(step)
         if previous - distortion <= _LLOYD_TOLERANCE * distortion:
             break
-    return UniformQuantizer(step * scale, distortion * scale * scale)
+    return UniformQuantizer(float(step[0]) * scale, float(distortion[0]) * scale * scale)
 
 
 def _check_levels(levels: int) -> None:
@@ -187,9 +231,14 @@ def _ascending(samples: ArrayLike, weights: ArrayLike | None) -> tuple[FloatArra
     if not np.isfinite(w).all() or (w < 0).any() or not w.any():
         raise ValueError("`weights` must be finite and non-negative, and not all zero")
     x, w = x[w > 0].astype(np.float64), w[w > 0]
-    order = np.lexsort((w, x))
+    order = np.argsort(x)
+    ascending = x[order]
+    # Equal values by their weights: sums depend on the order by rounding. Most samples have few.
+    same = ascending[1:] == ascending[:-1]
+    tied = np.flatnonzero(np.append(same, False) | np.append(False, same))
+    order[tied] = order[tied][np.lexsort((w[order[tied]], ascending[tied]))]
     # Divided by the largest, because the sum of large weights may overflow.
-    return x[order], w[order] / w.max()
+    return ascending, w[order] / w.max()
 
 
 def _midpoints(levels: FloatArray) -> FloatArray:

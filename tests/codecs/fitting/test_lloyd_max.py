@@ -15,7 +15,16 @@ from sklearn.cluster import KMeans
 from sklearn.exceptions import ConvergenceWarning
 
 from esm_turbo.codecs.fitting import lloyd_max as module
-from esm_turbo.codecs.fitting.lloyd_max import _lloyd, _PrefixSums, _run_starts, gaussian_uniform, uniform_quantizer
+from esm_turbo.codecs.fitting.lloyd_max import (
+    Magnitudes,
+    _ascending,
+    _lloyd,
+    _PrefixSums,
+    _run_starts,
+    gaussian_uniform,
+    pooled_uniform_quantizer,
+    uniform_quantizer,
+)
 from tests.helpers.gaussian import gaussian_lloyd_max
 
 # A midpoint rule in probability: mean squares of it are those of a Gaussian to 1e-5 or better.
@@ -351,6 +360,34 @@ def test_even_levels_of_whole_weights_are_those_of_repeats():
     weighted, repeated = uniform_quantizer(x, 8, weights=repeats), uniform_quantizer(np.repeat(x, repeats), 8)
     assert weighted == pytest.approx(repeated, rel=1e-9)
     assert uniform_quantizer(x, 8, weights=1e300 * repeats) == pytest.approx(repeated, rel=1e-9)
+
+
+@pytest.mark.parametrize("levels", [2, 8, 256])
+@pytest.mark.parametrize("x", HARD_SAMPLES.values(), ids=HARD_SAMPLES.keys())
+def test_pooled_parts_give_the_levels_of_the_whole(x, levels):
+    weights = np.random.default_rng(1).uniform(0.1, 5, len(x))
+    whole = uniform_quantizer(np.append(x, np.zeros(10)), levels, np.append(weights, np.ones(10)))
+    cuts = [len(x) // 7, len(x) // 2]
+    parts = [Magnitudes(*part) for part in zip(np.split(x, cuts), np.split(weights, cuts), strict=True)]
+    pooled = pooled_uniform_quantizer([parts[1], Magnitudes(np.zeros(10)), parts[2], parts[0]], levels)
+    assert pooled.step == pytest.approx(whole.step, rel=1e-11)
+    assert pooled.distortion == pytest.approx(whole.distortion, rel=1e-9)
+
+
+def test_pooled_parts_that_are_all_zero():
+    with pytest.raises(ValueError, match="all zero"):
+        pooled_uniform_quantizer([Magnitudes(np.zeros(3)), Magnitudes([0])], 4)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 3)), min_size=1).filter(lambda x: any(w for _, w in x)))
+def test_equal_samples_are_in_order_of_their_weights(pairs):
+    x, w = np.array(pairs, dtype=np.float64).T
+    order = np.lexsort((w, x))
+    order = order[w[order] > 0]
+    ascending, weights = _ascending(x, w)
+    np.testing.assert_array_equal(ascending, x[order])
+    np.testing.assert_array_equal(weights, w[order] / w.max())
 
 
 @pytest.mark.parametrize("dtype", [np.float16, np.float32, np.int32])
