@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,9 @@ __all__ = ["ContextModel", "ExtendOutput"]
 
 Sequences = str | ProteinRecord | Sequence[str | ProteinRecord]
 """Residues of one protein or several, by themselves or as records of a FASTA file."""
+
+Contexts: TypeAlias = "Sequences | TurboKVCache"
+"""Homologs that a query reads, separated by commas; several such contexts; or a cache of them."""
 
 
 @dataclass(frozen=True)

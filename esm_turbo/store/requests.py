@@ -64,7 +64,8 @@ def deduplicate(requests: Sequence[PrefillRequest]) -> list[PrefillRequest]:
 def key_of_tokens(turbo: ContextModel, token_ids: Sequence[int]) -> str:
     """The key of the context of exactly these tokens, special ones included."""
     row = np.array(token_ids, dtype=np.uint8)
-    return _key(row, len(row), int((row == turbo.codes.mask).sum()))
+    [present], _ = turbo.codes.present([row])
+    return _key(row, len(present), int((row == turbo.codes.mask).sum()))
 
 
 def _key(row: TokenRow, total_tokens: int, total_masks: int) -> str:

@@ -48,12 +48,15 @@ _CPU_FULL_TOKENS = 4096
 _CUDA_PROTEIN_TOKENS = 16384
 
 
-def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None = None) -> tuple[Arm, str | None]:
+def resolve_arm(
+    turbo: ContextModel, arm: str | None, cache: TurboKVCache | None = None, *, reads_on: bool = True
+) -> tuple[Arm, str | None]:
     """Decide which arm runs.
 
     Args:
         arm: the requested arm; None is the arm of `cache`, or else `default_arm`.
         cache: the context, if the caller has one; its preset fixes the arm.
+        reads_on: whether the task continues contexts, which then must be begins of proteins, not whole homologs.
 
     Returns:
         The arm, and the preset that its context is stored as; None for `full`.
@@ -63,7 +66,8 @@ def resolve_arm(turbo: ContextModel, arm: str | None, cache: TurboKVCache | None
             model head was never trained, or the family does not support scores.
     """
     check_head(turbo.model, "lm_head")
-    check_reads_on(turbo.model.base_model, "scores of candidates and variants")
+    if reads_on:
+        check_reads_on(turbo.model.base_model, "scores of candidates")
     if cache is not None:
         own: Arm = "frozen" if cache.config == FROZEN else "turbo"
         if arm not in (None, own):

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, tee
-from typing import TYPE_CHECKING, Any, Generic, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from esm_turbo.files.journal import Journal
 from esm_turbo.files.tabular import Tabular
@@ -72,6 +72,7 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
         refresh: number of residues that run again with each row.
         toks_per_batch: tokens per batch; None chooses by arm and device.
         store: holds contexts.
+        reads_on: whether rows continue contexts, see `resolve_arm`.
 
     Raises:
         ValueError: `refresh` is no number from 0, or `store` is none.
@@ -81,6 +82,7 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     refresh: int
     toks_per_batch: int | None
     store: ReadableSource | None
+    reads_on: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_store(self.store)
@@ -140,7 +142,7 @@ class ScoringTask(ABC, Generic[ItemT, ScoresT]):
     def _runs(self, turbo: ContextModel, pieces: Iterable[Sequence[ItemT]]) -> Iterator[RowRun[ScoresT]]:
         for piece in pieces:
             for arm in self.arms:
-                resolve_arm(turbo, arm)
+                resolve_arm(turbo, arm, reads_on=self.reads_on)
                 tokens = batch_tokens(self.toks_per_batch, arm, turbo.model.device)
                 config = None if arm == "full" else context_config(turbo, arm)
                 yield RowRun(self._rows_or_errors(turbo, piece, arm), config, tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from esm_turbo.config import DEFAULT_REFRESH
 from esm_turbo.context_model import as_list
@@ -15,6 +15,7 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import resolve_arm
+from esm_turbo.tasks.common.homologs import default_query_arm
 from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress
@@ -33,11 +34,13 @@ class WildType(NamedTuple):
         sequence: residues of the protein.
         first_position: position of the protein's first residue.
         variants: their notations; None for all single substitutions.
+        contexts: of homologs, see `score_variants`.
     """
 
     sequence: str
     first_position: int = 1
     variants: Sequence[str] | None = None
+    contexts: Sequence[str] = ()
 
 
 class ManyVariantScores(ManyScores[VariantScores]):
@@ -69,6 +72,7 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
     """
 
     method: VariantMethod
+    reads_on: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,22 +80,29 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
 
     def rows(self, turbo: ContextModel, item: WildType, arm: Arm) -> ProteinRows:
         """See `ScoringTask.rows`."""
-        return ProteinRows(turbo, item.sequence, item.variants, self.method, arm, self.refresh, item.first_position)
+        given = item.sequence, item.variants, self.method, arm, self.refresh, item.first_position
+        return ProteinRows(turbo, *given, item.contexts or None)
 
     def tokens(self, item: WildType) -> int:
         """A context, and a row for every position."""
-        length = len(item.sequence)
-        contexts = self.units(item) if self.method == "pseudo_perplexity" else length
-        return contexts + self.units(item) * (length if "full" in self.arms else self.refresh + 1)
+        length, units = len(item.sequence), self.units(item)
+        if item.contexts:
+            return sum(map(len, item.contexts)) + units * length
+        contexts = units if self.method == "pseudo_perplexity" else length
+        return contexts + units * (length if "full" in self.arms else self.refresh + 1)
 
     def units(self, item: WildType) -> int:
-        """Number of distinct positions of the variants; by pseudo-perplexity, of residues in all of them, about."""
+        """Number of distinct positions of the variants, after each context.
+
+        By pseudo-perplexity, of residues in all of them, about.
+        """
+        times = max(1, len(item.contexts))
         if self.method == "pseudo_perplexity":
             names = all_substitutions(item.sequence) if item.variants is None else item.variants
-            return len(item.sequence) * (1 + len(names))
+            return times * len(item.sequence) * (1 + len(names))
         if item.variants is None:
-            return len(item.sequence)
-        return len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
+            return times * len(item.sequence)
+        return times * len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
     def options(self) -> list[Any]:
         """See `ScoringTask.options`."""
@@ -138,7 +149,7 @@ def score_many_variants(
         WildType(sequence, first_position_of(one), as_list(names, "variant") if names else names)
         for one, sequence, names in zip(given, as_list(given, "wild_type"), own, strict=True)
     ]
-    arm, _ = resolve_arm(turbo, arm)
+    arm, _ = resolve_arm(turbo, arm or default_query_arm(turbo), reads_on=False)
     task = VariantsTask((arm,), refresh, toks_per_batch, store, method)
     warn_if_long((len(one.sequence) for one in proteins), turbo.model.family)
     runner: Runner | None = turbo.runner(devices)

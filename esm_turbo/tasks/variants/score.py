@@ -9,12 +9,16 @@ Masked marginals take one run of the whole protein per position. Here the wild t
 each run extends it in place: the column of the position is hidden and a mask runs instead. The cached columns were
 computed with the wild type's residue visible and still carry information about it. The residues around the position
 carry most, so `WindowRows` refreshes them: it hides their columns too, and runs them with the mask.
+
+Of a family with exact contexts, homologs are computed once and cached, and each run is the whole protein after them.
+Log-probabilities are averaged over several contexts of homologs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Self, get_args
 
 import numpy as np
@@ -23,7 +27,7 @@ import torch
 from torch import Tensor
 
 from esm_turbo.config import DEFAULT_REFRESH
-from esm_turbo.context_model import as_list
+from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.files.tabular import counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import PARTICULAR_RESIDUES, ProteinRecord
@@ -31,6 +35,7 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
 from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
+from esm_turbo.tasks.common.homologs import QueryContext, default_query_arm, query_contexts, query_ids, row_arm
 from esm_turbo.tasks.common.options import Arm, VariantMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
@@ -78,6 +83,7 @@ class VariantScores(ItemScores):
         refresh: number of residues around a position that ran again with its mask; 0 for `full` and for wild-type
             marginals.
         first_position: position of the protein's first residue.
+        contexts: number of contexts of homologs whose log-probabilities were averaged.
     """
 
     scores: tuple[VariantScore, ...]
@@ -88,11 +94,13 @@ class VariantScores(ItemScores):
     refresh: int
     model: str
     first_position: int = 1
+    contexts: int = 0
 
     def __repr__(self) -> str:
         best = [f"best {self.scores[index].variant} {self.values[index]:.4g}" for index in self.ranking()[:1]]
         size = counted(len(self.wild_type), "residue")
         fields = {name: getattr(self, name) for name in ("model", "method", "arm", "preset", "refresh")}
+        fields["contexts"] = self.contexts or None
         return named(self, f"{counted(len(self.scores), 'variant')} of {size}", *best, **fields)
 
     def columns(self) -> list[str]:
@@ -127,7 +135,7 @@ class VariantScores(ItemScores):
         """
         scores = tuple(VariantScore(one["variant"], one["score"]) for one in values["variants"])
         fields = {name: values[name] for name in ("method", "arm", "preset", "refresh", "model")}
-        return cls(scores, wild_type, first_position=first_position, **fields)
+        return cls(scores, wild_type, first_position=first_position, contexts=values.get("contexts", 0), **fields)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -137,6 +145,7 @@ class VariantScores(ItemScores):
             "arm": self.arm,
             "preset": self.preset,
             "refresh": self.refresh,
+            "contexts": self.contexts,
             "variants": [{"variant": one.variant, "score": one.score} for one in self.scores],
         }
 
@@ -147,29 +156,33 @@ class WholeRows(RowGroup):
 
     Attributes:
         codes: token ids of the model's tokenizer.
-        ids: tokens of the protein, from `<cls>` on.
+        ids: tokens of the protein, from `<cls>` on; homologs may stand before it.
+        first: index of the token of its first residue.
         positions: indices of residues, from 0, int64 [k].
         method: `masked` or `wild_type` marginals, or `pseudo_perplexity`.
+        places: positions of the tokens, int64 [width]; None for those after the context.
     """
 
     codes: TokenCodes
     ids: Sequence[int]
+    first: int
     positions: Tensor
     method: VariantMethod
+    places: Tensor | None = None
 
     def rows(self, numbers: Tensor) -> RowBatch:
         """See `RowGroup.rows`."""
-        whole = torch.tensor([list(self.ids)])
-        # Residue i is token 1 + i.
+        whole, at = torch.tensor([list(self.ids)]), self.first + self.positions
         if self.method == "wild_type":
-            return RowBatch(whole, 1 + self.positions[None])
-        at = 1 + self.positions[numbers]
-        return RowBatch(whole.repeat(len(at), 1).scatter(1, at[:, None], self.codes.mask), at)
+            return RowBatch(whole, at[None], position_ids=None if self.places is None else self.places[None])
+        at = at[numbers]
+        masked = whole.repeat(len(at), 1).scatter(1, at[:, None], self.codes.mask)
+        return RowBatch(masked, at, position_ids=None if self.places is None else self.places.expand_as(masked))
 
     def reduce(self, numbers: Tensor, log_probs: Tensor) -> Tensor:
         """All of them, [n, vocab_size]; for a pseudo-perplexity those of the residues themselves, [n]."""
         if self.method == "pseudo_perplexity":
-            own = torch.tensor(list(self.ids))[1 + self.positions[numbers]]
+            own = torch.tensor(list(self.ids))[self.first + self.positions[numbers]]
             return log_probs.gather(1, own[:, None])[:, 0]
         return log_probs.flatten(0, -2)
 
@@ -187,7 +200,7 @@ class WindowRows(WholeRows):
         whole, positions = torch.tensor(list(self.ids)), self.positions[numbers]
         residues = len(self.ids) - 1 - (self.ids[-1] == self.codes.eos)
         start = (positions - (self.width - 1) // 2).clamp(0, residues - self.width)
-        columns = 1 + start[:, None] + torch.arange(self.width)
+        columns = self.first + start[:, None] + torch.arange(self.width)
         at = positions - start
         input_ids = whole[columns]
         if self.method != "wild_type":
@@ -207,13 +220,15 @@ class ProteinRows(ItemRows[VariantScores]):
         arm: `full`, `frozen` or `turbo`.
         refresh: number of residues around a position that run again with its mask, where one is masked.
         first_position: position of the protein's first residue.
+        context: homologs, see `score_variants`.
 
     Attributes:
-        groups: one, on the protein; by pseudo-perplexity, one on each variant besides.
+        groups: one, on the protein; by pseudo-perplexity, one on each variant besides. Of several contexts of homologs,
+            as many of each.
 
     Raises:
-        ValueError: the protein is invalid, a variant does not fit it, or the cache has several rows or does not hold a
-            whole protein.
+        ValueError: the protein is invalid, a variant does not fit it, the cache has several rows or does not hold a
+            whole protein, or the context is invalid.
     """
 
     groups: list[WholeRows]
@@ -227,51 +242,68 @@ class ProteinRows(ItemRows[VariantScores]):
         arm: Arm,
         refresh: int,
         first_position: int,
+        context: Contexts | None = None,
     ) -> None:
         self.turbo, self.method, self.arm, self.first_position = turbo, method, arm, first_position
         codes, cache = turbo.codes, wild_type if isinstance(wild_type, TurboKVCache) else None
         if isinstance(wild_type, TurboKVCache):
             ids = _stored_protein(turbo, wild_type)
         else:
-            ids = [codes.cls, *codes.encode(wild_type, "the wild type"), codes.eos]
+            ids = query_ids(turbo, wild_type, "the wild type")
             if codes.mask in ids:
-                raise ValueError("the wild type holds a <mask>; give residues only")
-        self.wild_type = codes.decode(token for token in ids if token not in (codes.cls, codes.eos))
+                raise ValueError(f"the wild type holds a {codes.mask_symbol}; give residues only")
+        self.wild_type = codes.decode(token for token in ids if token not in {*codes.before, *codes.after})
+        self._contexts = query_contexts(turbo, context, arm)
         self.variants = None if variants is None else as_list(variants, "variant")
         # A protein has at most this many residues besides the masked one.
-        refreshes = method != "wild_type" and arm != "full"
+        refreshes = method != "wild_type" and row_arm(turbo, arm) != "full"
         self.refresh = min(refresh, len(self.wild_type) - 1) if refreshes else 0
         if method == "pseudo_perplexity":
             if cache is not None:
                 raise ValueError("a cache holds the wild type alone; for pseudo-perplexities give its residues")
             own = [mutated(name, self.wild_type, first_position) for name in self._names()]
-            self._group_of = {one: number for number, one in enumerate(dict.fromkeys([self.wild_type, *own]))}
-            self._own = own
-            encoded = ([codes.cls, *codes.encode(one, "a variant"), codes.eos] for one in self._group_of)
-            self.groups = [self._group(ids, _known(one)) for ids, one in zip(encoded, self._group_of, strict=True)]
+            self._own, own_once = own, list(dict.fromkeys([self.wild_type, *own]))
+            self._number_of = {one: number for number, one in enumerate(own_once)}
+            self.groups = [
+                group for one in own_once for group in self._groups(query_ids(turbo, one, "a variant"), _known(one))
+            ]
             return
         if self.variants is None:
             self.substitutions = Substitutions.all(self.wild_type)
         else:
             self.substitutions = Substitutions.parse(self.variants, self.wild_type, first_position)
         positions, self._row = np.unique(self.substitutions.index, return_inverse=True)
-        self.groups = [self._group(ids, positions, cache)]
+        self.groups = self._groups(ids, positions, cache)
 
-    def _group(
+    def _groups(
         self, ids: Sequence[int], positions: npt.NDArray[np.int64], cache: TurboKVCache | None = None
-    ) -> WholeRows:
-        full, residues = self.arm == "full", len(ids) - 1 - (ids[-1] == self.turbo.codes.eos)
-        return (WholeRows if full else WindowRows)(
-            context=() if full else ids,
-            kept=0 if full else len(ids),
-            count=1 if full and self.method == "wild_type" else len(positions),
-            width=len(ids) if full else min(self.refresh + 1, residues),
-            hides=not full,
-            cache=cache,
-            codes=self.turbo.codes,
-            ids=ids,
-            positions=torch.from_numpy(positions),
-            method=self.method,
+    ) -> list[WholeRows]:
+        """The groups of one sequence, one after each context of homologs."""
+        codes = self.turbo.codes
+        shared: dict[str, Any] = {
+            "codes": codes,
+            "first": len(codes.before),
+            "positions": torch.from_numpy(positions),
+            "method": self.method,
+        }
+        if row_arm(self.turbo, self.arm) != "full":
+            residues = len(ids) - 1 - (ids[-1] == codes.eos)
+            shared |= {"count": len(positions), "width": min(self.refresh + 1, residues), "hides": True}
+            return [WindowRows(context=ids, kept=len(ids), ids=ids, cache=cache, **shared)]
+        shared["count"] = 1 if self.method == "wild_type" else len(positions)
+        return [self._after(one, ids, shared) for one in self._contexts or [QueryContext(())]]
+
+    def _after(self, context: QueryContext, ids: Sequence[int], shared: dict[str, Any]) -> WholeRows:
+        """Rows of whole proteins after homologs, which are their context, or which they compute again."""
+        context.check_query(self.turbo, ids, "the wild type")
+        if self.arm != "full":
+            shared = shared | {"context": context.ids, "kept": len(context.ids), "cache": context.cache}
+            return WholeRows(ids=ids, width=len(ids), **shared)
+        [present], positions = self.turbo.codes.present([[*context.ids, *ids]])
+        row = [int(token) for token in present]
+        shared = shared | {"first": shared["first"] + len(row) - len(ids)}
+        return WholeRows(
+            ids=row, width=len(row), places=None if positions is None else torch.tensor(positions[0]), **shared
         )
 
     def _names(self) -> list[str]:
@@ -281,14 +313,23 @@ class ProteinRows(ItemRows[VariantScores]):
     def result(self, predicted: Sequence[Tensor]) -> VariantScores:
         """Scores from the log-probabilities at each position."""
         if self.method == "pseudo_perplexity":
-            means = [float(one.double().mean()) for one in predicted]
-            values = (means[self._group_of[one]] - means[0] for one in self._own)
+            sizes = [len(self._contexts) or 1] * len(self._number_of)
+            means = [float(torch.stack(one).double().mean()) for one in _in_parts(predicted, sizes)]
+            values = (means[self._number_of[one]] - means[0] for one in self._own)
             scores = tuple(map(VariantScore, self._names(), values))
         else:
-            scores = sum_effects(self.turbo.codes, self._names(), self.substitutions, self._row, predicted[0])
-        preset = arm_preset(self.turbo, self.arm)
+            mean = torch.stack(list(predicted)).mean(dim=0)
+            scores = sum_effects(self.turbo.codes, self._names(), self.substitutions, self._row, mean)
         return VariantScores(
-            scores, self.wild_type, self.method, self.arm, preset, self.refresh, self.turbo.name, self.first_position
+            scores,
+            self.wild_type,
+            self.method,
+            self.arm,
+            arm_preset(self.turbo, self.arm),
+            self.refresh,
+            self.turbo.name,
+            self.first_position,
+            len(self._contexts),
         )
 
 
@@ -304,6 +345,7 @@ def score_variants(
     toks_per_batch: int | None = None,
     store: ReadableSource | None = None,
     progress: Progress | None = None,
+    context: Contexts | None = None,
 ) -> VariantScores:
     """Score variants of a protein.
 
@@ -325,20 +367,27 @@ def score_variants(
         toks_per_batch: tokens per batch, which bounds the memory; None chooses by arm and device.
         store: a `ContextStore`, whose contexts are used and to which missing ones are added.
         progress: called with stage `score` and positions, see `Progress`.
+        context: of a family with exact contexts, such as E1, homologs of the protein, separated by commas; of several
+            contexts, log-probabilities are averaged. Or a cache of them, one context in each row. None scores the
+            protein alone. The homologs are what is cached: every row runs the whole protein after them, whatever
+            `refresh` is, so that `frozen` equals `full`; without a context the arm is `full`.
 
     Raises:
         ValueError: the protein is empty or has a letter that is not a residue, a variant does not fit it, an option
-            is invalid, or the cache has several rows, belongs to another model or does not hold a whole protein.
+            is invalid, the cache has several rows, belongs to another model or does not hold a whole protein, the
+            family has no exact contexts, or a context is invalid or too large, see `ContextModel.prefill`.
         NotEnoughMemoryError: the protein needs more memory than is free; the message says how much.
     """
     check_choice("method", method, get_args(VariantMethod))
     check_store(store)
     check_count("refresh", refresh, 0)
-    cache = wild_type if isinstance(wild_type, TurboKVCache) else None
-    arm, _ = resolve_arm(turbo, arm, cache)
+    cache = next((one for one in (wild_type, context) if isinstance(one, TurboKVCache)), None)
+    if arm is None and context is None and cache is None:
+        arm = default_query_arm(turbo)
+    arm, _ = resolve_arm(turbo, arm, cache, reads_on=False)
     position = first_position_of(wild_type, first_position)
-    rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position)
-    tokens = batch_tokens(toks_per_batch, arm, turbo.model.device)
+    rows = ProteinRows(turbo, wild_type, variants, method, arm, refresh, position, context)
+    tokens = batch_tokens(toks_per_batch, row_arm(turbo, arm), turbo.model.device)
     warn_if_long([len(rows.wild_type)], turbo.model.family)
     counter = StageProgress(progress, "score", sum(len(group.positions) for group in rows.groups))
     config = None if arm == "full" or cache is not None else context_config(turbo, arm)
@@ -372,6 +421,12 @@ def first_position_of(wild_type: str | ProteinRecord | TurboKVCache, given: int 
     return next((one for one in (given, stated) if one is not None), 1)
 
 
+def _in_parts(tensors: Sequence[Tensor], sizes: Sequence[int]) -> Iterator[list[Tensor]]:
+    """Consecutive parts of these sizes."""
+    rest = iter(tensors)
+    return (list(islice(rest, size)) for size in sizes)
+
+
 def _known(sequence: str) -> npt.NDArray[np.int64]:
     """Indices of residues that stand for one.
 
@@ -396,6 +451,8 @@ def _stored_protein(turbo: ContextModel, cache: TurboKVCache) -> list[int]:
     Raises:
         ValueError: the cache has several rows, or does not hold a whole protein.
     """
+    if turbo.model.base_model.exact_contexts is not None:
+        raise ValueError("the wild type must be a sequence; a cache of homologs is a `context`")
     codes, ids = turbo.codes, single_row(cache, "a wild type")
     inner = ids[1:-1] if ids[-1:] == [codes.eos] else ids[1:]
     whole = ids[:1] == [codes.cls] and inner and not {codes.cls, codes.eos, codes.mask} & set(inner)

@@ -1,0 +1,129 @@
+"""Queries and the homologs that they read, of families with exact contexts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from esm_turbo.context_model import Contexts, as_list
+from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.proteins.homologs import encode_homologs
+from esm_turbo.tasks.common.options import Arm
+
+if TYPE_CHECKING:
+    from esm_turbo.context_model import ContextModel
+
+
+@dataclass(frozen=True)
+class QueryContext:
+    """A context of a query.
+
+    Attributes:
+        ids: token ids of whole homologs, with the residues that contexts leave out; none for no homologs.
+        cache: one row, where they need not be computed.
+        name: for errors.
+    """
+
+    ids: tuple[int, ...]
+    cache: TurboKVCache | None = None
+    name: str = "no context"
+
+    def check_query(self, turbo: ContextModel, ids: Sequence[int], name: str) -> None:
+        """Check that a model can read a query after this context.
+
+        Args:
+            turbo: the model.
+            ids: tokens of the query.
+            name: of the query, for errors.
+
+        Raises:
+            ValueError: the query is too long, or context and query are too large together.
+        """
+        limits, codes = turbo.model.base_model.exact_contexts, turbo.codes
+        if limits is not None:
+            limits.check_length(name, len(ids) - len(codes.whole(())))
+            limits.check(f"{name} and {self.name}", self.ids.count(codes.cls) + 1, len(self.ids) + len(ids))
+
+
+def query_ids(turbo: ContextModel, sequence: str | ProteinRecord, name: str) -> list[int]:
+    """Token ids of a whole protein whose residues are predicted.
+
+    Raises:
+        ValueError: it is invalid, or has a residue that the model leaves out.
+    """
+    codes = turbo.codes
+    residues = codes.encode(sequence, name)
+    if codes.unknown in residues:
+        raise ValueError(
+            f"{name} has X at position {residues.index(codes.unknown) + 1}, which {turbo.model.family.name} leaves"
+            " out; give the residue"
+        )
+    return codes.whole(residues)
+
+
+def query_contexts(turbo: ContextModel, context: Contexts | None, arm: Arm) -> list[QueryContext]:
+    """The contexts of a query.
+
+    Args:
+        turbo: the model.
+        context: homologs, several such contexts, or a cache of them; None for none.
+        arm: in which the query runs.
+
+    Raises:
+        TypeError: a context is not a string.
+        ValueError: the family has no exact contexts, a context is invalid, or the arm stores homologs and there are
+            none.
+    """
+    limits = turbo.model.base_model.exact_contexts
+    if limits is None:
+        if context is None:
+            return []
+        raise ValueError(
+            f"{turbo.model.family.name} reads one protein at a time and no homologs; `context` is for families with"
+            " exact contexts, such as E1"
+        )
+    if context is None:
+        if arm != "full":
+            raise ValueError(f"arm {arm!r} stores homologs, and there are none: give a `context`, or leave the arm out")
+        return []
+    if isinstance(context, TurboKVCache):
+        return _stored_homologs(turbo, context)
+    named = [(one, f"context {number}") for number, one in enumerate(as_list(context, "context"), start=1)]
+    return [QueryContext(tuple(encode_homologs(turbo.codes, *one, limits)), name=one[1]) for one in named]
+
+
+def _stored_homologs(turbo: ContextModel, cache: TurboKVCache) -> list[QueryContext]:
+    """The contexts in a cache, one in each row.
+
+    Raises:
+        ValueError: it is another model's, has no rows, or one does not hold whole homologs.
+    """
+    turbo.model.bind_cache(cache)
+    codes, contexts = turbo.codes, []
+    if not cache.batch_size:
+        raise ValueError("the cache is empty: prefill a context first")
+    # Residues that contexts leave out are told by the gaps of the positions.
+    unknown = codes.pad if codes.unknown is None else codes.unknown
+    for row, (length, positions) in enumerate(zip(cache.lengths.tolist(), cache.next_positions.tolist(), strict=True)):
+        stored = cache.token_ids[row, :length].tolist()
+        if stored[:1] != [codes.cls] or stored[-1:] != [codes.eos]:
+            raise ValueError(f"row {row} of the cache does not hold whole homologs: see `turbo.prefill`")
+        ids = [unknown] * positions
+        places = range(length) if cache.positions is None else cache.positions[row, :length].tolist()
+        for place, token in zip(places, stored, strict=True):
+            ids[place] = token
+        own = cache.select(row) if cache.batch_size > 1 else cache
+        contexts.append(QueryContext(tuple(ids), own, f"row {row} of the cache"))
+    return contexts
+
+
+def default_query_arm(turbo: ContextModel) -> Arm | None:
+    """The arm of queries that read no homologs: `full` if nothing else is ever stored; None where their own K/V are."""
+    return None if turbo.model.base_model.exact_contexts is None else "full"
+
+
+def row_arm(turbo: ContextModel, arm: Arm) -> Arm:
+    """The arm whose rows are as long as those of an arm: queries are whole proteins, also after homologs."""
+    return default_query_arm(turbo) or arm

@@ -1,0 +1,181 @@
+"""Scores of variants after homologs: those of E1's own scorer, of every arm, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from tests.test_modeling_e1_turbo import E1_MINI
+
+# Scores of `E1Scorer` (github.com/Profluent-AI/E1, commit 219c7c7) on e1-mini in float32: the autocast of its predictor
+# is left out. The protein and its contexts are of one family of UniProt and PDB sequences that the model has not seen.
+REFERENCE: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "e1_scores.json").read_text())
+WILD_TYPE, VARIANTS, CONTEXTS = (REFERENCE[name] for name in ("wild_type", "variants", "contexts"))
+
+
+@pytest.fixture(scope="module")
+def e1() -> TurboEsm:
+    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
+
+
+def assert_close(values: list[float], expected: list[float], atol: float = 1e-4) -> None:
+    np.testing.assert_allclose(values, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("arm", ["full", "frozen", "turbo"])
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("method", ["masked", "wild_type"])
+def test_scores_are_those_of_the_reference_scorer(e1: TurboEsm, method: str, number: int, arm: str) -> None:
+    """One context, and several averaged, in one of which X is left out."""
+    found = e1.score_variants(WILD_TYPE, VARIANTS, method=method, arm=arm, context=CONTEXTS[:number])
+    assert_close(found.values, REFERENCE["scores"][f"{method} {number}"])
+    assert (found.contexts, found.refresh, found.arm) == (number, 0, arm)
+
+
+@pytest.mark.parametrize("method", ["masked", "wild_type"])
+def test_scores_of_the_protein_alone_are_those_of_the_reference_scorer(e1: TurboEsm, method: str) -> None:
+    found = e1.score_variants(WILD_TYPE, VARIANTS, method=method)
+    assert_close(found.values, REFERENCE["scores"][f"{method} 0"])
+    assert (found.arm, found.preset, found.contexts) == ("full", None, 0)
+    many = e1.score_many_variants([WILD_TYPE, WILD_TYPE[:9]], [VARIANTS, ["M1A"]], method=method)
+    assert_close(many[0].values, found.values, 1e-5)
+
+
+def test_a_cache_of_contexts_and_a_store(e1: TurboEsm, tmp_path: Path) -> None:
+    expected = REFERENCE["scores"]["masked 3"]
+    cache = e1.prefill(CONTEXTS)
+    assert_close(e1.score_variants(WILD_TYPE, VARIANTS, context=cache).values, expected)
+    assert cache.batch_size == 3
+    with ContextStore(tmp_path) as store:
+        for _ in range(2):
+            found = e1.score_variants(WILD_TYPE, VARIANTS, context=CONTEXTS, store=store)
+            assert_close(found.values, expected)
+        assert store.info()["contexts"] == 3
+        # `prefill` and scores know a context by the same name.
+        store.get_or_prefill(e1, CONTEXTS)
+        assert store.info()["contexts"] == 3
+
+
+def test_contexts_that_differ_in_what_is_left_out_are_told_apart(e1: TurboEsm) -> None:
+    contexts = ["MVSTXXPELKK", "MVSTPELKK"]
+    each = [e1.score_variants(WILD_TYPE, ["M1A", "V2L"], context=one, arm="full").values for one in contexts]
+    assert not np.allclose(*each, atol=1e-3)
+    both = e1.score_variants(WILD_TYPE, ["M1A", "V2L"], context=e1.prefill(contexts))
+    assert_close(both.values, np.mean(each, axis=0).tolist())
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    protein=st.text("ACDEFGHIKLMNPQRSTVWYBUZO", min_size=1, max_size=25),
+    contexts=st.lists(
+        st.lists(st.text("ACDEFGHIKLMNPQRSTVWYXBUZO", min_size=1, max_size=25), min_size=1, max_size=4),
+        min_size=1,
+        max_size=3,
+    ),
+    method=st.sampled_from(["masked", "wild_type"]),
+)
+def test_all_substitutions_as_by_extending_each_context(
+    e1: TurboEsm, protein: str, contexts: list[list[str]], method: str
+) -> None:
+    texts = [",".join(one) for one in contexts]
+    found = e1.score_variants(protein, method=method, context=texts)
+    mean = torch.zeros(len(protein), 34, dtype=torch.float64)
+    for text in texts:
+        queries = [protein[:i] + "?" + protein[i + 1 :] for i in range(len(protein))]
+        logits = e1.extend(e1.prefill(text), queries if method == "masked" else [protein]).logits
+        rows = range(len(protein)) if method == "masked" else [0] * len(protein)
+        at = torch.stack([logits[row, 2 + place] for place, row in enumerate(rows)])
+        mean += at.double().log_softmax(-1) / len(texts)
+    letters = e1.codes.residues
+    expected = [
+        float(
+            mean[int(v.variant[1:-1]) - 1, letters[v.variant[-1]]]
+            - mean[int(v.variant[1:-1]) - 1, letters[v.variant[0]]]
+        )
+        for v in found.scores
+    ]
+    assert len(expected) == sum(19 if one in "ACDEFGHIKLMNPQRSTVWY" else 20 for one in protein)
+    assert_close(found.values, expected)
+
+
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ([], "`contexts` must hold at least one context"),
+        ("", "context 1: holds no residues"),
+        (["MKT", "MKT,"], "context 2, homolog 2: holds no residues"),
+        ("MKT,G?W", "context 1, homolog 2: position 2 is a mask, which only a query may have"),
+        (["MKT", "MKJT"], "context 2: position 3 is 'J', not one of the 25 residue codes"),
+        ("MK-T", "context 1: position 3 is '-'"),
+        (",".join(["M"] * 512), "the wild type and context 1: 513 sequences are too many; the model reads at most 512"),
+        (",".join(["A" * 8188] * 8), "the wild type and context 1: 65,5.. positions are too many"),
+    ],
+    ids=lambda text: str(text)[:20],
+)
+def test_bad_contexts_are_refused(e1: TurboEsm, tmp_path: Path, context: object, message: str) -> None:
+    with ContextStore(tmp_path) as store:
+        with pytest.raises(ValueError, match=message):
+            e1.score_variants("MKTAY", ["M1A"], context=context, store=store)
+        assert store.info()["contexts"] == 0
+
+
+def test_other_kinds_of_contexts_are_refused(e1: TurboEsm) -> None:
+    with pytest.raises(TypeError, match="context 2: a context must be a string, got int"):
+        e1.score_variants("MKTAY", ["M1A"], context=["MKT", 3])
+    other = TurboEsm.from_pretrained(device="cpu")
+    with pytest.raises(ValueError, match="ESM-2 reads one protein at a time and no homologs"):
+        other.score_variants("MKTAY", ["M1A"], context="MKTAY")
+    with pytest.raises(ValueError, match="for model type 'esm', the model is 'E1'"):
+        e1.score_variants("MKTAY", ["M1A"], context=other.prefill("MKT"))
+    with pytest.raises(ValueError, match="the wild type must be a sequence; a cache of homologs is a `context`"):
+        e1.score_variants(e1.prefill("MKTAY"), ["M1A"])
+    begun = e1.prefill(["MKT", "MKTAY"])
+    begun.crop(7)
+    with pytest.raises(ValueError, match="row 1 of the cache does not hold whole homologs"):
+        e1.score_variants("MKTAY", ["M1A"], context=begun)
+    with pytest.raises(ValueError, match="a cache of preset 'exact' is for arm 'frozen'"):
+        e1.score_variants("MKTAY", ["M1A"], context=e1.prefill("MKT"), arm="full")
+    empty: TurboKVCache = e1.model.new_cache()
+    with pytest.raises(ValueError, match="the cache is empty"):
+        e1.score_variants("MKTAY", ["M1A"], context=empty)
+
+
+def test_bad_wild_types_are_refused(e1: TurboEsm) -> None:
+    for wild_type, message in (
+        ("MKXAY", "the wild type has X at position 3, which E1 leaves out; give the residue"),
+        ("MK?AY", r"the wild type holds a \?; give residues only"),
+        ("MK,AY", "the wild type: position 3 is ','"),
+        ("A" * 8193, "the wild type: 8,193 residues are too many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            e1.score_variants(wild_type, [f"{wild_type[0]}1G"], context="MKT")
+    with pytest.raises(ValueError, match="arm 'turbo' stores homologs, and there are none: give a `context`"):
+        e1.score_variants("MKTAY", ["M1A"], arm="turbo")
+    with pytest.raises(ValueError, match="residue 1 is M"):
+        e1.score_variants("MKTAY", ["K1A"], context="MKT")
+
+
+def test_pseudo_perplexities_after_homologs(e1: TurboEsm) -> None:
+    """Of insertions and deletions, too: the mean log-probability of each residue where it is masked."""
+    contexts = CONTEXTS[1:]
+    names = ["M1A", "K3del", "M1_V2insGS"]
+    proteins = ["MVKTA", "AVKTA", "MVTA", "MGSVKTA"]
+
+    def mean(protein: str) -> float:
+        queries = [protein[:i] + "?" + protein[i + 1 :] for i in range(len(protein))]
+        found = [e1.extend(e1.prefill(one), queries).logits.double().log_softmax(-1) for one in contexts]
+        own = [e1.codes.residues[letter] for letter in protein]
+        return float(np.mean([[one[i, 2 + i, own[i]] for i in range(len(protein))] for one in found]))
+
+    expected = [mean(one) - mean(proteins[0]) for one in proteins[1:]]
+    for arm in ("full", "frozen"):
+        found = e1.score_variants("MVKTA", names, method="pseudo_perplexity", arm=arm, context=contexts)
+        assert_close(found.values, expected)
