@@ -76,6 +76,7 @@ class TurboEsm(ContextModel):
         backend: str | Backend = Backend.AUTO,
         device_map: str | Mapping[str, int | str | torch.device] | None = None,
         max_memory: Mapping[int | str, int | str] | None = None,
+        model_id: str | None = None,
     ) -> Self:
         """Load a model with its tokenizer and calibration.
 
@@ -97,6 +98,8 @@ class TurboEsm(ContextModel):
                 Everything but the layers lies with the embeddings, where outputs are. Needs accelerate.
             max_memory: bytes that weights may take by device, such as `{0: "60GiB", 1: "60GiB"}`; for a `device_map`
                 that is shared out.
+            model_id: a name for the code that you add to the model afterwards, such as hooks. Contexts and embeddings
+                of unknown code cannot be kept in a file without one, and are refused by models of another name.
 
         Raises:
             ValueError: the checkpoint is none of these, its weights are not finite, the calibration is
@@ -140,6 +143,7 @@ class TurboEsm(ContextModel):
                     # That of an adapter is looked for below: the base model's would be another model's.
                     calibration=False if calibration == "auto" or adapter is not None else calibration,
                     local_files_only=offline,
+                    model_id=model_id,
                     **options,
                 )
         except OSError as error:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 
@@ -21,15 +24,18 @@ from esm_turbo.ops.backends import KVBackend, resolve_backend
 from esm_turbo.ops.copies import Gatherer
 from esm_turbo.ops.warmup import Sizes
 
+# The caches of one encoder are stored under these options, for the thread or task that says so.
+_CHOSEN = ContextVar[tuple["CacheEngine", TurboConfig] | None]("chosen", default=None)
+
 
 class CacheEngine:
     """The options of an encoder's caches, their codec, and the checks that a cache belongs to the encoder.
 
     Attributes:
         calibration: from which codecs are made; None for none.
-        config: options of new caches.
         preset_chosen: whether `configure` was given a preset; then it is used or refused, never left aside.
         backend: implementation of encoding and packed attention, see `Backend`.
+        model_id: see `CachedModel.model_id`.
     """
 
     def __init__(self, encoder: FamilyEncoder) -> None:
@@ -37,9 +43,29 @@ class CacheEngine:
         self.calibration: Calibration | None = None
         # The model for which the calibration has been checked.
         self._calibrated: ModelIdentity | None = None
-        self.config = TurboConfig.from_preset(DEFAULT_PRESET)
+        self._config = TurboConfig.from_preset(DEFAULT_PRESET)
         self.preset_chosen = False
         self.backend: str | Backend = Backend.AUTO
+        self.model_id: str | None = None
+
+    @property
+    def config(self) -> TurboConfig:
+        """Options of new caches."""
+        chosen = _CHOSEN.get()
+        return chosen[1] if chosen is not None and chosen[0] is self else self._config
+
+    @config.setter
+    def config(self, config: TurboConfig) -> None:
+        self._config = config
+
+    @contextlib.contextmanager
+    def storing_as(self, config: TurboConfig) -> Iterator[None]:
+        """Within the block, new caches have these options; other threads see nothing of it."""
+        token = _CHOSEN.set((self, config))
+        try:
+            yield
+        finally:
+            _CHOSEN.reset(token)
 
     def configure(
         self,

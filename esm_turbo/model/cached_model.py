@@ -61,6 +61,23 @@ class CacheMethods(CheckpointMixin):
         self._encoder.executor.graphs.clear()
 
     @property
+    def model_id(self) -> str | None:
+        """Name of what runs, where hooks or other unknown code run with the model; None for none.
+
+        With one, contexts can be kept, for models of the same name: change it whenever that code changes.
+
+        Raises:
+            ValueError: (when it is set) it is no name.
+        """
+        return self._encoder.kv.model_id
+
+    @model_id.setter
+    def model_id(self, name: str | None) -> None:
+        if name is not None and not (isinstance(name, str) and name.strip()):
+            raise ValueError(f"`model_id` must be a name or None, got {name!r}")
+        self._encoder.kv.model_id = name
+
+    @property
     def kv_backend(self) -> KVBackend:
         """See `CacheEngine.kv_backend`."""
         return self._encoder.kv.kv_backend
@@ -105,19 +122,15 @@ class CachedModel(CacheMethods, FamilyEncoder):
     Attributes:
         kv: its caches: options, codec, and which caches are its own.
         executor: plans and runs its forwards.
-        model_id: name of what runs, where hooks or other unknown code run with the model; None for none. With one,
-            contexts can be kept, for models of the same name: change it whenever that code changes.
     """
 
     kv: CacheEngine
     executor: Executor
-    model_id: str | None
 
     def prepare_turbo(self) -> None:
         """Set the defaults of `set_turbo`; called by the class's `__init__`."""
         self.kv = CacheEngine(self)
         self.executor = Executor(self, self.kv)
-        self.model_id = None
 
     def forward(
         self,

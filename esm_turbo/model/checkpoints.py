@@ -87,11 +87,12 @@ class CheckpointMixin(PicklableHooksMixin):
             raise ValueError(f"{cls.__name__} needs a model of {cls.family.name}, got model type {config.model_type!r}")
 
     @classmethod
-    def from_esm(cls, model: PreTrainedModel, **turbo: Any) -> Self:
+    def from_esm(cls, model: PreTrainedModel, *, model_id: str | None = None, **turbo: Any) -> Self:
         """Convert the library's model of the same kind, which stays unchanged; both share their weights.
 
         Args:
             model: an encoder, or one with a language-model head.
+            model_id: see `CachedModel.model_id`.
             **turbo: as in `CachedModel.set_turbo`.
 
         Raises:
@@ -106,6 +107,7 @@ class CheckpointMixin(PicklableHooksMixin):
             module._buffers.update(source._buffers)
             module.training = source.training
         finalize_dispatch(converted)
+        converted.model_id = model_id  # type: ignore[attr-defined]
         converted.set_turbo(**turbo)  # type: ignore[attr-defined]
         return converted
 
@@ -122,6 +124,7 @@ class CheckpointMixin(PicklableHooksMixin):
         calibration: str | os.PathLike[str] | Calibration | Literal[False] | None = None,
         preset: str | TurboConfig | None = None,
         backend: str | Backend = Backend.AUTO,
+        model_id: str | None = None,
         **kwargs: Any,
     ) -> Self:
         """Load any checkpoint of the family as the library's class does.
@@ -131,6 +134,7 @@ class CheckpointMixin(PicklableHooksMixin):
             calibration: a `Calibration` or its path; by default the one in the folder, if there is one; False for none.
             preset: a preset's name or options: how new caches are stored; None is `turbo3`.
             backend: implementation of the packed attention, see `Backend`.
+            model_id: see `CachedModel.model_id`.
             *args: as in `PreTrainedModel.from_pretrained`.
             **kwargs: as in `PreTrainedModel.from_pretrained`. A `device_map` spreads layers over devices, see
                 `model.spread`.
@@ -179,6 +183,7 @@ class CheckpointMixin(PicklableHooksMixin):
         finalize_dispatch(loaded)
         check_weights(loaded)
         check_stored_dtypes(pretrained_model_name_or_path)
+        loaded.model_id = model_id
         loaded.set_turbo(calibration=calibration or None, preset=preset, backend=backend)
         return (loaded, report) if wants_report else loaded  # type: ignore[return-value]
 

@@ -27,16 +27,6 @@ class TurboMaskedLMOutput(MaskedLMOutput):
 class CachedMaskedLM(CacheMethods, _LibraryModel):
     """A `CachedModel` with a language-model head; comes before the library's class among the bases."""
 
-    @property
-    def model_id(self) -> str | None:
-        """See `CachedModel.model_id`."""
-        name: str | None = self.base_model.model_id
-        return name
-
-    @model_id.setter
-    def model_id(self, name: str | None) -> None:
-        self.base_model.model_id = name
-
     def forward_with_head(
         self,
         library_forward: Callable[..., Any],

@@ -257,12 +257,28 @@ def test_unknown_code_runs_within_a_call_and_is_kept_under_a_name(turbo, tmp_pat
     with pytest.raises(ValueError, match=r"is not code of a known library.*`model_id`"):
         one.prefill(SEQUENCE)
     one.model.model_id = "rolled by 1"
+    assert one.model.esm.model_id == copy.deepcopy(one.model).model_id == "rolled by 1"
     one.prefill(SEQUENCE).save(tmp_path / "cache.safetensors")
     loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=one.model)
     assert loaded.batch_size == 1
     one.model.model_id = "rolled by 2"
     with pytest.raises(ValueError, match="other code runs in its forward"):
         TurboKVCache.load(tmp_path / "cache.safetensors", model=one.model)
+
+
+def test_models_are_loaded_under_a_name(tmp_path):
+    library = make_esm(layers=2)
+    assert TurboEsmForMaskedLM.from_esm(library).model_id is None
+    assert TurboEsmForMaskedLM.from_esm(library, model_id="steered").esm.model_id == "steered"
+    library.save_pretrained(tmp_path)
+    assert TurboEsmForMaskedLM.from_pretrained(tmp_path, model_id="steered").model_id == "steered"
+    turbo = TurboEsm.from_pretrained(model_id="steered", device="cpu")
+    turbo.model.esm.encoder.layer[0].register_forward_hook(lambda *_: None)
+    assert turbo.prefill(SEQUENCE).identity.foreign == ""
+    for name in ("", " ", 3):
+        with pytest.raises(ValueError, match="`model_id` must be a name or None"):
+            turbo.model.model_id = name
+    assert turbo.model.model_id == "steered"
 
 
 @pytest.mark.parametrize("module", ["embeddings.dropout", "encoder.layer.0.attention.self"])

@@ -83,10 +83,11 @@ def serve(
         listener = opened.enter_context(open_socket(host, port))
         turbo = load_model(model, backend=backend)
         from esm_turbo.context_store import ContextStore
-        from esm_turbo.tasks.common.forwards import default_storage
+        from esm_turbo.tasks.common.forwards import default_config
         from esm_turbo.tasks.common.run_info import context_arm
 
-        opened.enter_context(default_storage(turbo))
+        # For all threads of the service.
+        turbo.model.base_model.turbo_config = default_config(turbo)
         announce(turbo, [context_arm(turbo)])
         folder = store or Path(opened.enter_context(tempfile.TemporaryDirectory(prefix="esm-turbo-")))
         contexts = opened.enter_context(ContextStore(folder))

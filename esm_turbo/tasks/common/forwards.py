@@ -9,8 +9,8 @@ Each task decides which of its `refresh` residues of a cached context run again 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -92,16 +92,10 @@ def default_config(turbo: ContextModel) -> TurboConfig:
     return context_config(turbo, default_arm(turbo))
 
 
-@contextlib.contextmanager
-def default_storage(turbo: ContextModel) -> Iterator[None]:
-    """Within the block, contexts are stored as `default_config` says."""
-    encoder = turbo.model.base_model
-    before = encoder.turbo_config
-    encoder.turbo_config = default_config(turbo)
-    try:
-        yield
-    finally:
-        encoder.turbo_config = before
+def default_storage(turbo: ContextModel) -> AbstractContextManager[None]:
+    """Within the block, contexts are stored as `default_config` says, in this thread."""
+    storing: AbstractContextManager[None] = turbo.model.base_model.kv.storing_as(default_config(turbo))
+    return storing
 
 
 def should_decode(turbo: ContextModel, config: TurboConfig, tokens: float) -> bool:

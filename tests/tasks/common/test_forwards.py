@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,13 +13,14 @@ import torch
 from transformers import EsmForMaskedLM
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
-from esm_turbo.config import DEFAULT_PRESET
+from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.tasks.common import forwards, memory
 from esm_turbo.tasks.common.forwards import (
     ARMS,
     FROZEN,
     batch_tokens,
     default_arm,
+    default_storage,
     log_probabilities,
     maybe_decode,
     prefill_ids,
@@ -195,3 +198,15 @@ def test_log_probabilities_of_half_precision_are_float32(turbo: TurboEsm, tiny_m
     found = log_probabilities(half, random_ids([9])[0], torch.tensor([3]))
     assert found.dtype == torch.float32
     torch.testing.assert_close(found.exp().sum(), torch.tensor(1.0), rtol=0, atol=1e-5)
+
+
+def test_storage_is_chosen_for_one_thread() -> None:
+    """Others that use the model meanwhile store under its own preset."""
+    turbo = TurboEsm.from_pretrained(calibration=False, device="cpu")
+    encoder = turbo.model.esm
+    encoder.turbo_config = before = TurboConfig.from_preset("turbo2")
+    with default_storage(turbo), ThreadPoolExecutor(1) as pool:
+        assert turbo.prefill_within_call("MKTAYI").config.name == "exact"
+        assert pool.submit(lambda: encoder.turbo_config).result(10) == before
+        assert copy.deepcopy(encoder).turbo_config == before
+    assert encoder.turbo_config == before
