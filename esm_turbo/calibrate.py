@@ -36,8 +36,8 @@ from esm_turbo.model.collectors import (
     SampleCollector,
     SensitivityCollector,
 )
-from esm_turbo.model.heads import check_reads_on
 from esm_turbo.model.plan import ForwardInputs
+from esm_turbo.model.sequences import number_sequences
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -102,7 +102,6 @@ class KVCalibrator:
         check_weights(model)
         family = FAMILIES[encoder.config.model_type]
         self._encoder: CachedModel = family.load(family.model).from_esm(encoder).eval()
-        check_reads_on(self._encoder, "calibration")
         config = self._encoder.config
         self.geometry = Geometry.of(config)
         self._special_ids = torch.tensor(self._encoder.special_ids)
@@ -117,6 +116,9 @@ class KVCalibrator:
     def partial_fit(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> KVCalibrator:
         """Add a batch of proteins.
 
+        Of a family with exact contexts, such as E1, a row is homologs, one whole sequence after the other. What a cache
+        stores of them is observed, as the sequences after them read it; the last of a row is only a query.
+
         Args:
             input_ids: token ids with `<cls>` and `<eos>`, integers [batch, n].
             attention_mask: [batch, n], padded on the right; None for all ones.
@@ -127,24 +129,36 @@ class KVCalibrator:
         """
         ids, mask = self._checked(input_ids, attention_mask)
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
-        seeds, lengths = [_hash_tokens(row) for row in rows], [len(row) for row in rows]
-        offsets = [seed % max(1, self.max_positions - n + 1) for seed, n in zip(seeds, lengths, strict=True)]
-        positions = torch.cat([offset + torch.arange(n) for offset, n in zip(offsets, lengths, strict=True)])
+        starts = [(_hash_tokens(row) % max(1, self.max_positions - len(row) + 1)) for row in rows]
+        positions = torch.cat([start + torch.arange(len(row)) for start, row in zip(starts, rows, strict=True)])
         special = torch.isin(torch.cat(rows), self._special_ids)
-        sampled, priorities = self._choose(lengths, seeds)
+        numbers = chains = homologs = None
+        if self._encoder.exact_contexts is not None:
+            numbers = number_sequences(ids, self._encoder.special_ids[0])
+            families = [_sequences(row, of[keep]) for row, of, keep in zip(rows, numbers, mask, strict=True)]
+            rows, homologs = (
+                [x for family in families for x in family],
+                [i for one in families for i in range(len(one))],
+            )
+            chains = torch.arange(len(rows)).repeat_interleave(torch.tensor([len(row) for row in rows]))
+        seeds, lengths = [_hash_tokens(row) for row in rows], [len(row) for row in rows]
+        proteins = Proteins.of(lengths, positions, special, seeds, homologs)
+        sampled, priorities = self._choose(lengths, seeds, proteins.stored)
         device = self._encoder.device
-        moments = MomentsCollector(special.to(device))
-        sensitivity = SensitivityCollector(
-            Proteins.of(lengths, positions, special, seeds), self._output_root.to(device), self._inv_freq.to(device)
-        )
+        moments = MomentsCollector(proteins, device)
+        sensitivity = SensitivityCollector(proteins, self._output_root.to(device), self._inv_freq.to(device))
         sample = SampleCollector(sampled.to(device), sensitivity)
-        session = ProteinAttention(lengths, [moments, sensitivity, sample], device)
+        session = ProteinAttention(proteins, [moments, sensitivity, sample], device)
         with torch.no_grad():
             ids, mask = ids.to(device), mask.to(device)
             embeddings = self._encoder.embed(ids, mask, None)
+            embeddings = self._encoder.embed_sequences(embeddings, None if numbers is None else numbers.to(device))
             # All proteins in one row: padding would cost as much as tokens.
             packed = ForwardInputs(
-                ids[mask][None], position_ids=positions[None].to(device), inputs_embeds=embeddings[mask][None]
+                ids[mask][None],
+                position_ids=positions[None].to(device),
+                inputs_embeds=embeddings[mask][None],
+                chains=None if chains is None else chains[None].to(device),
             )
             self._encoder.executor.observe(packed, session)
         (residues, specials), sensitivities = moments.result(), sensitivity.result()
@@ -153,7 +167,7 @@ class KVCalibrator:
         self._sensitivity = self._sensitivity.merge(sensitivities)
         self._sample.add(priorities, **sample.result(), is_special=special[sampled], positions=positions[sampled])
         self.n_sequences_seen_ += len(ids)
-        self.n_residues_seen_ += int((~special).sum())
+        self.n_residues_seen_ += int((proteins.stored & ~special).sum())
         return self
 
     def take(self) -> PartialStatistics:
@@ -202,9 +216,11 @@ class KVCalibrator:
             ValueError: fewer residues were seen than a head has components.
         """
         if self.n_residues_seen_ < self.geometry.head_dim:
+            exact = self._encoder.exact_contexts is not None
             raise ValueError(
-                f"calibration has seen {self.n_residues_seen_} residues, fewer than a head has components"
-                f" ({self.geometry.head_dim}); give it more proteins"
+                f"calibration has seen {self.n_residues_seen_} residues{' that sequences after them read' * exact},"
+                f" fewer than a head has components ({self.geometry.head_dim}); give it more"
+                f" {'families of homologs' if exact else 'proteins'}"
             )
         statistics = KVStatistics(
             self.geometry,
@@ -249,15 +265,22 @@ class KVCalibrator:
             raise ValueError(f"row {int(nothing.nonzero()[0])} of `input_ids` holds nothing but <mask> and padding")
         return ids, mask
 
-    def _choose(self, lengths: Sequence[int], seeds: Sequence[int]) -> tuple[Tensor, npt.NDArray[np.int64]]:
-        """Indices of the tokens of a batch that enter the sample so far, and their priorities."""
+    def _choose(
+        self, lengths: Sequence[int], seeds: Sequence[int], stored: Tensor
+    ) -> tuple[Tensor, npt.NDArray[np.int64]]:
+        """Indices of the stored tokens of a batch that enter the sample so far, and their priorities."""
         draws = [
             np.random.Generator(np.random.PCG64(seed)).integers(0, 2**63, n)
             for n, seed in zip(lengths, seeds, strict=True)
         ]
-        priorities = np.concatenate(draws)
+        priorities = np.where(stored.numpy(), np.concatenate(draws), np.iinfo(np.int64).max)
         best = self._sample.candidates(priorities)
         return torch.from_numpy(best), priorities[best]
+
+
+def _sequences(row: Tensor, numbers: Tensor) -> list[Tensor]:
+    """The sequences of a row of ids, whose tokens are numbered by the sequence that they are in."""
+    return list(row.split(numbers.bincount().tolist()))
 
 
 def _hash_tokens(ids: Tensor) -> int:

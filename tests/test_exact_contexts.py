@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
-from esm_turbo import ContextStore, KVCalibrator, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.serve.service import Service
 from tests.helpers.e1 import plain_forward
 from tests.test_modeling_e1_turbo import E1_MINI, REFERENCE, texts
@@ -187,10 +187,9 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: e1.generate("M?T"),
         lambda e1: e1.embed("MKT"),
         lambda e1: e1.evaluate(["MKT"]),
-        lambda e1: KVCalibrator(e1.model),
         lambda e1: Service(e1, ContextStore("unused")),
     ],
-    ids=["score", "score_pairs", "generate", "fill", "embed", "evaluate", "calibrate", "serve"],
+    ids=["score", "score_pairs", "generate", "fill", "embed", "evaluate", "serve"],
 )
 def test_tasks_that_read_on_are_refused(e1: TurboEsm, task: Callable[[TurboEsm], object]) -> None:
     with pytest.raises(ValueError, match=r"E1 does not support .*: its contexts are whole homologs"):

@@ -26,25 +26,63 @@ _MAX_PAIRS = 2**18
 
 @dataclass(frozen=True)
 class Proteins:
-    """A batch of proteins end to end, without padding.
+    """A batch of proteins end to end, without padding, alone or after their homologs.
 
     Attributes:
-        lengths: tokens of each protein.
-        positions: position of each token, consecutive within a protein, int64 [tokens].
+        parts: tokens of each protein.
+        contexts: tokens whose stored keys and values each protein reads: its own, or those of all homologs before it
+            where contexts are exact. It sees the latter and itself.
+        positions: position of each token, consecutive within a protein and its context, int64 [tokens].
         special: special tokens, bool [tokens].
+        stored: tokens that are in a context, bool [tokens].
         queries: residues from whose queries sensitivities are estimated, as int64 indices into each protein.
     """
 
-    lengths: Sequence[int]
+    parts: Sequence[slice]
+    contexts: Sequence[slice]
     positions: Tensor
     special: Tensor
+    stored: Tensor
     queries: Sequence[Tensor]
 
     @classmethod
-    def of(cls, lengths: Sequence[int], positions: Tensor, special: Tensor, seeds: Sequence[int]) -> Proteins:
-        """Draw the queries of each protein with its own seed."""
-        parts = zip(_slices(lengths), seeds, strict=True)
-        return cls(lengths, positions, special, [_draw_queries(~special[part], seed) for part, seed in parts])
+    def of(
+        cls,
+        lengths: Sequence[int],
+        positions: Tensor,
+        special: Tensor,
+        seeds: Sequence[int],
+        homologs: Sequence[int] | None = None,
+    ) -> Proteins:
+        """Draw the queries of each protein with its own seed.
+
+        Args:
+            lengths: tokens of each protein.
+            positions: of all tokens, int64 [tokens].
+            special: special tokens, bool [tokens].
+            seeds: of each protein.
+            homologs: how many proteins before each are its homologs, where contexts are exact; None elsewhere.
+        """
+        parts = contexts = list(_slices(lengths))
+        stored = torch.ones_like(special)
+        if homologs is not None:
+            contexts = [
+                slice(parts[i - n].start, part.start) for i, (part, n) in enumerate(zip(parts, homologs, strict=True))
+            ]
+            stored = torch.zeros_like(special)
+            for context in contexts:
+                stored[context] = True
+        queries = []
+        for part, context, seed in zip(parts, contexts, seeds, strict=True):
+            chosen = _draw_queries(~special[part], seed)
+            queries.append(chosen if context.stop > context.start else chosen[:0])
+        return cls(parts, contexts, positions, special, stored, queries)
+
+    @property
+    def seen(self) -> list[slice]:
+        """Tokens that each protein sees."""
+        pairs = zip(self.contexts, self.parts, strict=True)
+        return [slice(context.start, part.stop) for context, part in pairs]
 
 
 @dataclass(frozen=True)
@@ -66,26 +104,24 @@ class Collector(ABC):
 
 
 class ProteinAttention(KVSession):
-    """Session in which each protein of a row attends only to itself, and collectors observe every layer.
+    """Session in which each protein attends only to itself and its homologs, and collectors observe every layer.
 
     Args:
-        lengths: tokens per protein.
+        proteins: of a row.
         collectors: observe the layers.
         device: of the collectors; None where all layers lie on it.
     """
 
-    def __init__(
-        self, lengths: Sequence[int], collectors: Sequence[Collector], device: torch.device | None = None
-    ) -> None:
-        self.lengths = lengths
+    def __init__(self, proteins: Proteins, collectors: Sequence[Collector], device: torch.device | None = None) -> None:
+        self.proteins = proteins
         self.collectors = collectors
         self.device = device
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         q, k, v = query.float(), keys.float(), values.float()
         outputs = [
-            scaled_dot_product_attention(q[:, :, part], k[:, :, part], v[:, :, part], scale=1.0).transpose(1, 2)
-            for part in _slices(self.lengths)
+            scaled_dot_product_attention(q[:, :, part], k[:, :, seen], v[:, :, seen], scale=1.0).transpose(1, 2)
+            for part, seen in zip(self.proteins.parts, self.proteins.seen, strict=True)
         ]
         output = torch.cat(outputs, dim=1).transpose(1, 2)
         states = LayerStates(*(x[0].to(self.device or x.device) for x in (q, k, v, output)))
@@ -95,14 +131,16 @@ class ProteinAttention(KVSession):
 
 
 class MomentsCollector(Collector):
-    """Moments of keys and values, over residues and over special tokens.
+    """Moments of stored keys and values, over residues and over special tokens.
 
     Args:
-        special: special tokens, bool [tokens].
+        proteins: the batch.
+        device: of the layers.
     """
 
-    def __init__(self, special: Tensor) -> None:
-        self.indices = [(~special).nonzero()[:, 0], special.nonzero()[:, 0]]
+    def __init__(self, proteins: Proteins, device: torch.device) -> None:
+        kinds = (~proteins.special, proteins.special)
+        self.indices = [(kind & proteins.stored).nonzero()[:, 0].to(device) for kind in kinds]
         # moments[kind][state] is a list over layers of (mean, covariance).
         self.moments: list[list[list[tuple[Tensor, Tensor]]]] = [[[], []], [[], []]]
 
@@ -125,15 +163,18 @@ class _ProteinQueries:
 
     Attributes:
         queries: slice of the queries of all proteins.
-        keys: slice of all tokens.
-        self_pairs: rows and columns of the pairs of a query and its own key.
-        to_blocks: sums over the residues of each block of positions, times the number of residues that each query
-            represents, [keys, blocks].
+        seen: slice of all tokens whose keys are attended to.
+        keys: slice of those that are stored, with which `seen` begins.
+        scale: number of residues that each query represents.
+        self_pairs: rows and columns of the pairs of a query and its own stored key.
+        to_blocks: sums over the residues of each block of positions, times `scale`, [keys, blocks].
         pairs: slice of the (query, block) pairs of all proteins.
     """
 
     queries: slice
+    seen: slice
     keys: slice
+    scale: Tensor
     self_pairs: tuple[Tensor, Tensor]
     to_blocks: Tensor
     pairs: slice
@@ -160,30 +201,39 @@ class SensitivityCollector(Collector):
         residues = (~proteins.special).float()
         blocks = proteins.positions // KEY_BLOCK
         self.proteins: list[_ProteinQueries] = []
-        queries, scales, pair_queries, pair_blocks = [], [], [], []
+        queries, pair_queries, pair_blocks = [], [], []
         num_queries = num_pairs = 0
-        for part, chosen in zip(_slices(proteins.lengths), proteins.queries, strict=True):
-            m, own_blocks = len(chosen), torch.arange(int(blocks[part.start]), int(blocks[part.stop - 1]) + 1)
-            scale = residues[part] * (residues[part].sum() / max(1, m))
+        for part, keys, seen, chosen in zip(
+            proteins.parts, proteins.contexts, proteins.seen, proteins.queries, strict=True
+        ):
+            m = len(chosen)
+            if not m:
+                continue
+            key_blocks = torch.arange(int(blocks[keys.start]), int(blocks[keys.stop - 1]) + 1)
+            scale = residues[part].sum() / m
+            own = chosen if keys == part else chosen[:0]
             self.proteins.append(
                 _ProteinQueries(
                     slice(num_queries, num_queries + m),
-                    part,
-                    (torch.arange(m, device=device), chosen.to(device)),
-                    ((blocks[part, None] == own_blocks) * scale[:, None]).to(device),
-                    slice(num_pairs, num_pairs + m * len(own_blocks)),
+                    seen,
+                    keys,
+                    scale.to(device),
+                    (torch.arange(len(own), device=device), own.to(device)),
+                    ((blocks[keys, None] == key_blocks) * (residues[keys] * scale)[:, None]).to(device),
+                    slice(num_pairs, num_pairs + m * len(key_blocks)),
                 )
             )
             queries.append(part.start + chosen)
-            scales.append(scale)
-            pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(own_blocks)))
-            pair_blocks.append(own_blocks.repeat(m))
-            num_queries, num_pairs = num_queries + m, num_pairs + m * len(own_blocks)
+            pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(key_blocks)))
+            pair_blocks.append(key_blocks.repeat(m))
+            num_queries, num_pairs = num_queries + m, num_pairs + m * len(key_blocks)
+        residues *= proteins.stored
         self.count = int(residues.sum())
         self.residues = residues.to(device)
-        self.queries, self.scale, self.pair_queries = (torch.cat(x).to(device) for x in (queries, scales, pair_queries))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        self.queries, self.pair_queries = (torch.cat([nothing, *x]).to(device) for x in (queries, pair_queries))
         self.rotate_keys = _RotationToBlocks(blocks, inv_freq)
-        self.rotate_queries = _RotationToBlocks(torch.cat(pair_blocks), inv_freq)
+        self.rotate_queries = _RotationToBlocks(torch.cat([nothing, *pair_blocks]), inv_freq)
         self.weights: list[tuple[Tensor, Tensor]] = []
         self._layers: list[dict[str, Tensor]] = []
 
@@ -218,17 +268,18 @@ class SensitivityCollector(Collector):
         gains = key_sums.new_zeros(len(key_sums), len(self.pair_queries))
         for protein in self.proteins:
             rows, columns = protein.self_pairs
-            for heads in _head_slices(len(queries), len(rows) * len(protein.to_blocks)):
+            num_queries, num_seen = (x.stop - x.start for x in (protein.queries, protein.seen))
+            for heads in _head_slices(len(queries), num_queries * num_seen):
                 i, j = (heads, protein.queries), (heads, protein.keys)
-                attention = torch.softmax(queries[i] @ states.keys[j].transpose(1, 2), dim=-1)
-                attention[:, rows, columns] = 0
-                squared = attention.square_()
+                scores = queries[i] @ states.keys[heads, protein.seen].transpose(1, 2)
+                squared = torch.softmax(scores, dim=-1)[..., : len(protein.to_blocks)].square_()
+                squared[:, rows, columns] = 0
                 gain = (outputs[i] @ values[j].transpose(1, 2)).mul_(squared)
-                value_sums[j] = squared.sum(1)
-                key_sums[j] = gain.sum(1)
+                value_sums[j] += squared.sum(1).mul_(protein.scale)
+                # Rounding may make a squared distance negative.
+                key_sums[j] += gain.sum(1).clamp_min_(0).mul_(protein.scale)
                 gains[heads, protein.pairs] = (gain @ protein.to_blocks).flatten(1)
-        # Rounding may make a squared distance negative.
-        return key_sums.clamp_min_(0).mul_(self.scale), value_sums.mul_(self.scale), gains
+        return key_sums.mul_(self.residues), value_sums.mul_(self.residues), gains
 
     def result(self) -> Sensitivity:
         """Sensitivity over the whole batch."""

@@ -221,8 +221,10 @@ class ForwardPlan:
             return positions - positions[:, :1]
         begins = torch.ones_like(self.chains, dtype=torch.bool)
         begins[:, 1:] = self.chains[:, 1:] != self.chains[:, :-1]
-        # Positions ascend along a row: that of the last sequence so far is the largest.
-        return positions - torch.where(begins, positions, 0).cummax(dim=1).values
+        columns = torch.arange(begins.shape[1], device=begins.device)
+        first = torch.where(begins, columns, 0).cummax(dim=1).values
+        positions = positions.expand_as(self.chains)
+        return positions - positions.gather(1, first)
 
     @cached_property
     def rotary(self) -> Rotary:
