@@ -211,14 +211,17 @@ class TurboEsm(ContextModel):
         from esm_turbo.tasks.embedding.windows import Windows
 
         windows = Windows.of(window, overlap, memory)
-        if devices is not None:
-            from esm_turbo.parallel.calls import embed_on
-            from esm_turbo.tasks.embedding.embed import EmbeddingRequest
-
-            include = [*([include] if isinstance(include, str) else include), *(["cache"] if return_cache else [])]
-            request = EmbeddingRequest.of(self, repr_layers, include, windows, store)
-            return embed_on(self, devices, as_list(sequences), request, toks_per_batch)
-        return embed(self, as_list(sequences), repr_layers, include, toks_per_batch, return_cache, windows, store)
+        return embed(
+            self,
+            as_list(sequences),
+            repr_layers,
+            include,
+            toks_per_batch,
+            return_cache,
+            windows,
+            store,
+            runner=self.runner(devices),
+        )
 
     def generate(
         self,

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from esm_turbo import TurboEsm
-from esm_turbo.parallel import calls
 from esm_turbo.parallel.workers import NoWorkersError, Workers
 from esm_turbo.tasks.common import forwards, pieces
 from esm_turbo.tasks.common.pieces import InProcessRunner
@@ -93,8 +92,6 @@ def test_wrong_arguments_are_refused_before_a_process_starts(turbo: TurboEsm, mo
 def test_what_fails_in_a_process_is_named(turbo: TurboEsm, workers: Workers, caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(ValueError, match="`place` must be"):
         turbo.score_pairs(SEQUENCES, PEPTIDES, place="anywhere", devices=workers)  # type: ignore[arg-type]
-    work = calls._EmbedCall(None)  # type: ignore[arg-type]
-    assert work.failed(["A", "C"], "it died") == ([], {0: "it died", 1: "it died"})
     with (
         caplog.at_level(logging.WARNING, "esm_turbo"),
         pytest.raises(NoWorkersError, match="no device is left of cuda:99"),

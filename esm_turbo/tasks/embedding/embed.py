@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -19,16 +19,20 @@ from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
+from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.context_sources import ContextSource, check_store
 from esm_turbo.tasks.common.forwards import prefill_rows, protein_tokens
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.options import Include
+from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
+from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.windows import Windows, embed_in_windows
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
     from esm_turbo.kv_cache import TurboKVCache
+    from esm_turbo.tasks.embedding.files import PartFiles
 
 RESULT_NAMES = {
     "per_tok": "representations",
@@ -147,6 +151,7 @@ def embed(
     return_cache: bool = False,
     windows: Windows | None = None,
     store: ContextSource | None = None,
+    runner: Runner | None = None,
 ) -> list[ProteinEmbedding]:
     """Embed proteins. `iter_embeddings` does the same without keeping all results.
 
@@ -159,6 +164,7 @@ def embed(
         return_cache: same as `cache` in `include`.
         windows: the split of long proteins into windows; None computes every protein whole.
         store: with caches, a `ContextStore` whose contexts are used and to which missing ones are added.
+        runner: where batches are computed; None is this process.
 
     Returns:
         One embedding per sequence, in the same order.
@@ -167,11 +173,15 @@ def embed(
         ValueError: a sequence is empty or has a letter that is not a residue, a layer does not exist, an item of
             `include` is unknown, caches are requested under a preset that needs a calibration and there is none, or
             contacts are requested of a model whose contact head was never trained.
+        RuntimeError: a runner could not embed a sequence.
     """
     include = [include] if isinstance(include, str) else list(include)
     request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows, store)
+    if runner is not None and "cache" in request.include:
+        # A cache lies on the device of one process.
+        raise ValueError("`devices` computes embeddings, but no caches: fill a store, see `store_sequences`")
     embeddings: dict[int, ProteinEmbedding] = {}
-    for batch in iter_embeddings(turbo, sequences, request, toks_per_batch):
+    for batch in iter_embeddings(turbo, sequences, request, toks_per_batch, runner=runner):
         embeddings.update(batch)
     return [embeddings[index] for index in range(len(sequences))]
 
@@ -205,6 +215,7 @@ def iter_embeddings(
     *,
     done: Container[int] = (),
     on_failure: Callable[[int, str], None] | None = None,
+    runner: Runner | None = None,
 ) -> Iterator[list[tuple[int, ProteinEmbedding]]]:
     """Embed proteins batch by batch, the longest first, in memory that does not grow with their number.
 
@@ -215,6 +226,7 @@ def iter_embeddings(
         request: the results to compute.
         done: indices to leave out. The other proteins keep their batches, see `remaining_batches`.
         on_failure: called with the index of a protein that does not fit into memory, and the reason; None raises.
+        runner: where batches are computed; None is this process.
 
     Yields:
         The embeddings of a batch, each with its index in `sequences`.
@@ -222,11 +234,26 @@ def iter_embeddings(
     Raises:
         ValueError: a sequence is empty or has a letter that is not a residue.
         NotEnoughMemoryError: a protein does not fit into memory, and `on_failure` is None.
+        RuntimeError: a runner could not embed a protein, and `on_failure` is None.
     """
+    where = InProcessRunner(turbo) if runner is None else runner
     rows = encode_rows(turbo.codes, sequences)
-    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo), done)
-    launches = (_launch(turbo, rows, batch, request, on_failure) for batch in batches)
-    return _one_ahead(turbo, launches, request)
+    batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo, where.devices), done)
+    pieces = [[ProteinRecord("", sequences[index]) for index in batch] for batch in batches]
+    units = [sum(len(record.sequence) for record in piece) for piece in pieces]
+
+    def results() -> Iterator[list[tuple[int, ProteinEmbedding]]]:
+        for number, embedded in where.run(EmbedTask(request), pieces, stage="embed", units=units):
+            for index, reason in sorted((batches[number][row], reason) for row, reason in embedded.failed.items()):
+                if on_failure is not None:
+                    on_failure(index, reason)
+                elif runner is None:
+                    raise NotEnoughMemoryError(f"sequence {index + 1}: {reason}")
+                else:
+                    raise RuntimeError(f"sequence {index + 1} was not embedded: {reason}")
+            yield [(batches[number][row], embedding) for row, embedding in embedded.embeddings.items()]
+
+    return results()
 
 
 def embedding_batches(
@@ -249,70 +276,86 @@ def embedding_batches(
     return remaining_batches(lengths, toks_per_batch, done)
 
 
-def embed_batches(
-    turbo: ContextModel, batches: Iterable[Sequence[str]], request: EmbeddingRequest
-) -> Iterator[tuple[list[tuple[int, ProteinEmbedding]], dict[int, str]]]:
-    """Embed batches as they are given.
+@dataclass(frozen=True)
+class Embedded:
+    """Results of a batch, by number of the protein in it.
 
-    Args:
-        batches: residues of the proteins of each; taken at most one ahead of the results.
-        request: the results to compute.
-
-    Yields:
-        For each batch the embeddings, and the reasons for those that do not fit into memory, by index in the batch.
+    Attributes:
+        failed: reasons.
+        embeddings: of the others; none if they were written where they were computed.
     """
-    failures: deque[dict[int, str]] = deque()
 
-    def launches() -> Iterator[_Launched]:
-        for batch in batches:
-            failures.append({})
-            rows = encode_rows(turbo.codes, batch)
-            yield _launch(turbo, rows, range(len(rows)), request, failures[-1].__setitem__)
-
-    for results in _one_ahead(turbo, launches(), request):
-        yield results, failures.popleft()
+    failed: dict[int, str]
+    embeddings: dict[int, ProteinEmbedding] = field(default_factory=dict)
 
 
-_Results = list[tuple[int, ProteinEmbedding]]
-_Launched = list[Callable[[], _Results]]
+@dataclass(frozen=True)
+class EmbedTask:
+    """A `Task` whose pieces are batches of proteins.
 
+    Attributes:
+        request: the results to compute.
+        length: to which proteins are truncated; None truncates none.
+        finite: whether an embedding with NaN or infinity counts as failed.
+        parts: writes the embeddings; None returns them.
+    """
 
-def _one_ahead(turbo: ContextModel, launches: Iterable[_Launched], request: EmbeddingRequest) -> Iterator[_Results]:
-    """Collect batches. A GPU computes the next one while the caller writes this one; a CPU gains nothing from that."""
-    if "cache" in request.include:
-        turbo.model.refresh_fingerprint()
-    ahead = 1 if turbo.model.device.type == "cuda" else 0
-    launched: deque[_Launched] = deque()
-    for parts in launches:
-        launched.append(parts)
-        if len(launched) > ahead:
-            yield [pair for collect in launched.popleft() for pair in collect()]
-    for parts in launched:
-        yield [pair for collect in parts for pair in collect()]
+    request: EmbeddingRequest
+    length: int | None = None
+    finite: bool = False
+    parts: PartFiles | None = None
 
+    def run(
+        self, turbo: ContextModel, pieces: Iterable[Sequence[ProteinRecord]], progress: Progress
+    ) -> Iterator[Embedded]:
+        """See `Task.run`."""
+        if "cache" in self.request.include:
+            turbo.model.refresh_fingerprint()
+        # A GPU computes a batch while the caller writes the one before it; a CPU gains nothing from that.
+        ahead = 1 if turbo.model.device.type == "cuda" else 0
+        launched: deque[Callable[[], Embedded]] = deque()
+        for piece in pieces:
+            launched.append(self._launch(turbo, piece))
+            if len(launched) > ahead:
+                yield launched.popleft()()
+        for collect in launched:
+            yield collect()
 
-def _launch(
-    turbo: ContextModel,
-    rows: Sequence[TokenRow],
-    batch: Sequence[int],
-    request: EmbeddingRequest,
-    on_failure: Callable[[int, str], None] | None,
-) -> _Launched:
-    """Launch a batch, in halves if it does not fit into memory."""
+    def failed(self, piece: Sequence[ProteinRecord], reason: str) -> Embedded:
+        """See `Task.failed`."""
+        return Embedded(dict.fromkeys(range(len(piece)), reason))
 
-    def failed(index: int, error: Exception) -> None:
-        reason = too_large(len(rows[index]) - 2, turbo.model.device)
-        if on_failure is None:
-            raise NotEnoughMemoryError(f"sequence {index + 1}: {reason}")
-        on_failure(index, reason)
+    def has_failed(self, result: Embedded) -> bool:
+        """See `Task.has_failed`."""
+        return bool(result.failed)
 
-    return halve_until_it_fits(lambda part: _embed_batch(turbo, rows, part, request), batch, failed)
+    def _launch(self, turbo: ContextModel, piece: Sequence[ProteinRecord]) -> Callable[[], Embedded]:
+        """Launch a batch, in halves if it does not fit into memory."""
+        rows = encode_rows(turbo.codes, [record.sequence[: self.length] for record in piece])
+        result = Embedded({})
+
+        def fail(row: int, error: Exception) -> None:
+            result.failed[row] = too_large(len(rows[row]) - 2, turbo.model.device)
+
+        halves = halve_until_it_fits(lambda part: _embed_batch(turbo, rows, part, self.request), range(len(rows)), fail)
+
+        def collect() -> Embedded:
+            for row, embedding in (pair for half in halves for pair in half()):
+                if self.finite and not embedding.is_finite():
+                    result.failed[row] = "its embedding is not finite; try --dtype float32"
+                elif self.parts is None:
+                    result.embeddings[row] = embedding
+                else:
+                    self.parts.write(piece[row], embedding)
+            return result
+
+        return collect
 
 
 @torch.no_grad()
 def _embed_batch(
     turbo: ContextModel, rows: Sequence[TokenRow], batch: Sequence[int], request: EmbeddingRequest
-) -> Callable[[], _Results]:
+) -> Callable[[], list[tuple[int, ProteinEmbedding]]]:
     """Launch a batch. The function returned waits for it and returns its embeddings."""
     lengths = [len(rows[index]) - 2 for index in batch]
     _check_memory(turbo, lengths, request)
@@ -344,7 +387,7 @@ def _embed_batch(
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(device))
 
-    def collect() -> _Results:
+    def collect() -> list[tuple[int, ProteinEmbedding]]:
         if copied is not None:
             copied.synchronize()
         embeddings = []

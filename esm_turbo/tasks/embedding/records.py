@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,12 +24,11 @@ from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward
 from esm_turbo.tasks.common.progress import Progress, silent
 from esm_turbo.tasks.embedding.embed import (
     EmbeddingRequest,
-    ProteinEmbedding,
-    embed_batches,
+    EmbedTask,
     embedding_batches,
     embedding_settings,
 )
-from esm_turbo.tasks.embedding.files import FolderWriter, PartFiles, SameSequence, safe_labels
+from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence, safe_labels
 from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
 from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
 
@@ -56,78 +54,6 @@ class EmbeddingRun:
     failed: list[BadRecord] = field(default_factory=list)
     damaged: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A sequence of a batch.
-
-    Attributes:
-        index: of its group of proteins.
-        record: the first protein of the group.
-        sequence: its residues, truncated as requested.
-    """
-
-    index: int
-    record: ProteinRecord
-    sequence: str
-
-
-_Piece = Sequence[_Item]
-
-
-@dataclass(frozen=True)
-class _Embedded:
-    """Results of a batch.
-
-    Attributes:
-        failed: reasons by index.
-        embeddings: by index; empty if they were written where they were computed.
-    """
-
-    failed: dict[int, str]
-    embeddings: dict[int, ProteinEmbedding] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class _EmbedTask:
-    """Embeds batches, and writes their parts.
-
-    Attributes:
-        request: the results to compute.
-        parts: writes them; None returns them.
-    """
-
-    request: EmbeddingRequest
-    parts: PartFiles | None
-
-    def run(self, turbo: ContextModel, pieces: Iterable[_Piece], progress: Progress) -> Iterator[_Embedded]:
-        taken: deque[_Piece] = deque()
-
-        def batches() -> Iterator[list[str]]:
-            for piece in pieces:
-                taken.append(piece)
-                yield [item.sequence for item in piece]
-
-        for results, reasons in embed_batches(turbo, batches(), self.request):
-            piece = taken.popleft()
-            failed = {piece[row].index: reason for row, reason in reasons.items()}
-            kept = {}
-            for row, embedding in results:
-                item = piece[row]
-                if not embedding.is_finite():
-                    failed[item.index] = "its embedding is not finite; try --dtype float32"
-                elif self.parts is None:
-                    kept[item.index] = embedding
-                else:
-                    self.parts.write(item.record, embedding)
-            yield _Embedded(failed, kept)
-
-    def failed(self, piece: _Piece, reason: str) -> _Embedded:
-        return _Embedded({item.index: reason for item in piece})
-
-    def has_failed(self, result: _Embedded) -> bool:
-        return bool(result.failed)
 
 
 class UnfinishedError(OSError):
@@ -201,12 +127,11 @@ def embed_records(
     failed: dict[int, str] = {}
     with embedding_writer(out, file_format, settings, turbo, labels, names, runner.devices) as writer:
         done = _find_done(writer, groups, progress)
-        pieces = [
-            [_Item(i, groups[i][0], sequences[i]) for i in batch]
-            for batch in embedding_batches(turbo, rows, request, toks_per_batch, done)
-        ]
-        residues = [sum(len(item.sequence) for item in piece) for piece in pieces]
-        work = _EmbedTask(request, writer.parts if runner.shares_files else None)
+        batches = embedding_batches(turbo, rows, request, toks_per_batch, done)
+        pieces = [[groups[index][0] for index in batch] for batch in batches]
+        residues = [sum(len(sequences[index]) for index in batch) for batch in batches]
+        parts = writer.parts if runner.shares_files else None
+        task = EmbedTask(request, truncation_seq_length, finite=True, parts=parts)
         written = sum(len(groups[index]) for index in done)
         reused = written
         try:
@@ -214,14 +139,15 @@ def embed_records(
                 writer.begin()
             # Before the first batch too, since existing sequences may have new identifiers.
             writer.commit()
-            for number, result in runner.run(work, pieces, stage="embed", units=residues, progress=progress):
-                failed |= result.failed
-                for item in pieces[number]:
-                    if item.index in result.embeddings:
-                        writer.parts.write(item.record, result.embeddings[item.index])
-                    if item.index not in failed:
-                        writer.add(groups[item.index])
-                        written += len(groups[item.index])
+            for number, result in runner.run(task, pieces, stage="embed", units=residues, progress=progress):
+                for row, index in enumerate(batches[number]):
+                    if row in result.failed:
+                        failed[index] = result.failed[row]
+                        continue
+                    if row in result.embeddings:
+                        writer.parts.write(pieces[number][row], result.embeddings[row])
+                    writer.add(groups[index])
+                    written += len(groups[index])
                 writer.commit()
             writer.finish(records)
         except OSError as error:
