@@ -71,7 +71,7 @@ class Contexts:
         self._remember(key, sequence)
         return sequence
 
-    def add(self, sequences: Sequence[str], toks_per_batch: int) -> list[str]:
+    def add(self, sequences: Sequence[str]) -> list[str]:
         """Compute and store what is missing, and return the keys.
 
         Raises:
@@ -83,7 +83,7 @@ class Contexts:
             for key in keys:
                 if self.store.load(self.turbo, key) is None:
                     raise RequestError(507, f"the store holds {counted(self.stored, 'context')}, its limit")
-        self.stored += self.store.add(self.turbo, list(sequences), toks_per_batch=toks_per_batch)
+        self.stored += self.store.add(self.turbo, list(sequences))
         for key, sequence in zip(keys, sequences, strict=True):
             self._remember(key, sequence)
         return keys
@@ -108,37 +108,27 @@ class Contexts:
                 return stored
         return compute()
 
-    def ready(self, key: Hashable, compute: Callable[[], TurboKVCache]) -> TurboKVCache:
+    def ready(self, key: Hashable, compute: Callable[[], TurboKVCache], read_by: int = 0) -> TurboKVCache:
         """A context that requests read, which must not be changed.
 
         Args:
             key: equal for equal contexts.
             compute: called if it is not in memory.
+            read_by: number of tokens that will read it decoded if they do so faster, see `forwards.maybe_decode`.
         """
+        if read_by and key in self._decoded:
+            self._decoded.move_to_end(key)
+            return self._decoded[key]
         context = self.resident.get(key)
         if context is None:
             context = compute()
             self.resident.put(key, context)
-        return context
-
-    def maybe_decode(self, key: Hashable, cache: TurboKVCache, tokens: int) -> TurboKVCache:
-        """The context as `tokens` that read it do so fastest, see `arms.maybe_decode`.
-
-        Args:
-            key: equal for equal contexts.
-            cache: one row.
-            tokens: number of tokens that will read it.
-        """
-        found = self._decoded.get(key)
-        if found is None:
-            found = maybe_decode(self.turbo, cache, tokens)
-            if found is cache:
-                return cache
-            self._decoded[key] = found
-            while len(self._decoded) > self._most_decoded:
-                self._decoded.popitem(last=False)
-        self._decoded.move_to_end(key)
-        return found
+        if not read_by or (decoded := maybe_decode(self.turbo, context, read_by)) is context:
+            return context
+        self._decoded[key] = decoded
+        while len(self._decoded) > self._most_decoded:
+            self._decoded.popitem(last=False)
+        return decoded
 
     def _remember(self, key: str, sequence: str) -> None:
         with self._mutex:

@@ -1,7 +1,8 @@
-"""The one thread that owns the model: it fills batches from the jobs of many clients.
+"""The one thread that owns the model: it fills batches with pieces of the jobs of many clients.
 
-Jobs take turns. The first in line gives rows to a batch of limited size, others fill the room that it leaves, and a job
-with rows left goes to the end of the line. So a short job waits for a few batches at most, however long others are.
+Clients take turns. In each, a job gives a piece to a batch, which takes about a second at most, and jobs of others fill
+the room that it leaves. So a short job waits for a few batches, however long others are and however many their client
+has sent, and a job whose client has left takes no time beyond the piece that runs.
 """
 
 from __future__ import annotations
@@ -9,26 +10,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-from torch import Tensor
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import busy, stopping
-from esm_turbo.serve.jobs import CallJob, Job, RowJob, RowSlice
+from esm_turbo.serve.jobs import Job, Piece
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
-from esm_turbo.serve.rows import run_rows
+from esm_turbo.serve.turns import Turns
 from esm_turbo.tasks.common.forwards import batch_tokens
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 _log = logging.getLogger("esm_turbo")
-# Jobs that take turns; each keeps a context in memory. Further ones come in where a batch has room left.
-_ACTIVE = 8
+# Seconds that a batch may take, at the speed of earlier work of its kind.
+_SECONDS = 1.0
+# Part of a full batch for work of a kind that never ran.
+_FIRST = 0.25
 # Weight of the last batch in the moving average of tokens per second.
 _LATEST = 0.1
 
@@ -43,6 +44,9 @@ class Engine:
         metrics: counts batches and tokens.
         toks_per_batch: tokens per batch; None chooses by device, as the tasks do.
         wait: seconds that a batch with room left waits for further jobs.
+
+    Attributes:
+        speeds: tokens per second, by kind of work.
     """
 
     def __init__(
@@ -60,10 +64,10 @@ class Engine:
         self.metrics = metrics
         self.wait = wait
         self.toks_per_batch = batch_tokens(toks_per_batch, "turbo", turbo.model.device)
-        self.tokens_per_second = 0.0
-        self._waiting: deque[Job] = deque()
-        self._active: deque[Job] = deque()
+        self.speeds: dict[str, float] = {}
+        self._turns = Turns()
         self._running: list[Job] = []
+        self._since: float | None = None
         self._changed = threading.Condition()
         self._stopping = False
         self._thread = threading.Thread(target=self._work, name="esm-turbo engine", daemon=True)
@@ -72,14 +76,27 @@ class Engine:
         """Begin to take jobs."""
         self._thread.start()
 
-    def stop(self, *, finish: bool = True) -> None:
-        """End the thread, once all jobs are finished, or only the batch that runs."""
+    def stop(self, *, finish: bool = True, timeout: float | None = None) -> None:
+        """End the thread once all jobs are finished, or with the batch that runs.
+
+        Args:
+            finish: finish all jobs; otherwise they fail.
+            timeout: seconds to wait for the end of the thread; None waits for as long as it takes.
+        """
+        if not finish:
+            self.give_up()
         with self._changed:
             self._stopping = True
-            for job in [] if finish else self._unfinished():
+            self._changed.notify()
+        self._thread.join(timeout)
+
+    def give_up(self) -> None:
+        """Fail all jobs, and take no more."""
+        with self._changed:
+            self._stopping = True
+            for job in self._unfinished():
                 job.fail(stopping())
             self._changed.notify()
-        self._thread.join()
 
     @property
     def alive(self) -> bool:
@@ -92,40 +109,70 @@ class Engine:
         with self._changed:
             return len(self._unfinished())
 
+    @property
+    def running(self) -> int:
+        """Number of jobs in the batch that runs, those that nobody waits for any more among them."""
+        with self._changed:
+            return len(self._running)
+
+    @property
+    def batch_seconds(self) -> float:
+        """Time for which the batch that runs has been running; 0 if none is."""
+        since = self._since
+        return 0.0 if since is None else time.monotonic() - since
+
+    @property
+    def backlog(self) -> float:
+        """Seconds that all jobs together still take, as far as the speed of their kinds is known."""
+        with self._changed:
+            return sum(map(self._seconds, self._unfinished()))
+
     def submit(self, job: Job) -> None:
         """Put a job into the queue.
 
         Raises:
-            RequestError: the queue is full, the job would have to wait for too long, or the service is stopping.
+            RequestError: the queue is full, or half full of jobs of this client, or the job would have to wait for too
+                long, or the service is stopping.
         """
         with self._changed:
             if self._stopping or not self.alive:
                 raise stopping()
             waiting = self._unfinished()
-            backlog = self._seconds(sum(one.tokens - one.done for one in waiting))
-            if len(waiting) >= self.limits.queue:
-                raise busy(f"{len(waiting):,} requests are waiting, the limit; try again later", backlog / 2)
-            if backlog > self.limits.seconds:
-                over = backlog - self.limits.seconds
-                raise busy(f"requests wait for about {backlog:.0f} s; try again later", over)
-            self._waiting.append(job)
+            own, most = sum(one.client == job.client for one in waiting), self.limits.queue
+            seconds = self._wait(job, waiting)
+            if len(waiting) >= most:
+                raise busy(f"{len(waiting):,} requests are waiting, the limit; try again later", seconds / 2)
+            if own >= max(1, most // 2):
+                # The rest of the queue is for other clients.
+                raise busy(f"{own:,} of your requests are waiting, the limit; try again later", seconds / 2)
+            if seconds > self.limits.seconds:
+                over = seconds - self.limits.seconds
+                raise busy(f"requests wait for about {seconds:.0f} s; try again later", over)
+            self._turns.add(job)
             self._changed.notify()
 
     def discard(self, job: Job) -> None:
-        """Take a job out of the queue, since nobody waits for it any more; if it runs, its next rows do not."""
+        """Take a job out of the queue, since nobody waits for it any more; if it runs, its next piece does not."""
         job.future.cancel()
         with self._changed:
-            for queue in (self._waiting, self._active):
-                if job in queue:
-                    queue.remove(job)
+            self._turns.remove(job)
 
     def _unfinished(self) -> list[Job]:
-        queues = (self._running, self._active, self._waiting)
-        return [job for queue in queues for job in queue if not job.over]
+        return [job for job in (*self._running, *self._turns) if not job.over]
 
-    def _seconds(self, tokens: int) -> float:
-        """Time that tokens take, about; 0 if that is not known yet."""
-        return tokens / self.tokens_per_second if self.tokens_per_second else 0.0
+    def _seconds(self, job: Job) -> float:
+        """Time that a job still takes; 0 if no work of its kind has run."""
+        speed = self.speeds.get(job.kind)
+        return max(0, job.tokens - job.done) / speed if speed else 0.0
+
+    def _wait(self, job: Job, waiting: Iterable[Job]) -> float:
+        """Time that a job waits for others: in the same time, each other client gets as many turns as its own."""
+        by_client = Counter[str]()
+        for one in waiting:
+            by_client[one.client] += self._seconds(one)  # type: ignore[assignment]
+        before = by_client.pop(job.client, 0.0)
+        own = max(_SECONDS, before + self._seconds(job))
+        return before + sum(min(seconds, own) for seconds in by_client.values())
 
     def _work(self) -> None:
         try:
@@ -137,9 +184,8 @@ class Engine:
         finally:
             with self._changed:
                 self._stopping = True
-                left = [*self._running, *self._active, *self._waiting]
-                for queue in (self._running, self._active, self._waiting):
-                    queue.clear()
+                left = [*self._running, *self._turns.clear()]
+                self._running.clear()
             for job in left:
                 job.fail(stopping())
 
@@ -150,41 +196,35 @@ class Engine:
                 if self._stopping:
                     return False
                 self._changed.wait()
-        begin = time.monotonic()
-        tokens = 0
+        self._since = begin = time.monotonic()
+        before = {first: first.ran}
         try:
-            if isinstance(first, CallJob):
-                tokens = self._run_call(first)
-            elif isinstance(first, RowJob):
-                tokens = self._run_rows(first)
+            self._run(self._collect(first, before))
         except Exception as error:
             for job in self._running:
                 job.fail(error)
-        seconds = time.monotonic() - begin
-        if tokens:
-            rate, known = tokens / max(seconds, 1e-6), self.tokens_per_second
-            self.tokens_per_second = known + _LATEST * (rate - known) if known else rate
-            self.metrics.batch(tokens, len(self._running), seconds)
+        seconds = max(time.monotonic() - begin, 1e-6)
+        ran = sum(job.ran - earlier for job, earlier in before.items())
+        if ran:
+            for kind in {job.kind for job in before}:
+                known = self.speeds.get(kind, ran / seconds)
+                self.speeds[kind] = known + _LATEST * (ran / seconds - known)
+            self.metrics.batch(ran, len(before), seconds)
         with self._changed:
-            self._active.extend(job for job in self._running if not job.over)
+            self._since = None
+            for job in self._running:
+                if not job.over:
+                    self._turns.add_again(job)
             self._running.clear()
         return True
 
     def _next(self, fits: Callable[[Job], bool]) -> Job | None:
-        """The next job that fits, which is now running; None if there is none. Needs the lock.
-
-        Jobs that had a turn come before new ones, as long as enough of them are there.
-        """
-        while self._waiting and len(self._active) < _ACTIVE:
-            self._active.append(self._waiting.popleft())
-        for queue in (self._active, self._waiting):
-            for job in queue:
-                if not job.over and fits(job):
-                    queue.remove(job)
-                    self._running.append(job)
-                    job.began = True
-                    return job
-        return None
+        """The next job that fits, which is now running; None if there is none. Needs the lock."""
+        job = self._turns.take(fits)
+        if job is not None:
+            self._running.append(job)
+            job.began = True
+        return job
 
     def _fill(self, first: Job, fits: Callable[[Job], bool]) -> Job | None:
         """As `_next`, but waits a moment for a job if there is none."""
@@ -196,84 +236,52 @@ class Engine:
                 self._changed.wait(left)
             return job
 
-    def _run_call(self, first: CallJob) -> int:
-        """Run a job and others like it; the number of their tokens."""
-        jobs, tokens = [first], first.tokens
+    def _collect(self, first: Job, before: dict[Job, int]) -> list[Piece]:
+        """The pieces of a batch: of the first job, and of others while there is room.
 
-        def fits(job: Job) -> bool:
-            alike = isinstance(job, CallJob) and job.merge == first.merge
-            return alike and tokens + job.tokens <= self.toks_per_batch
-
-        while tokens < self.toks_per_batch and isinstance(job := self._fill(first, fits), CallJob):
-            jobs.append(job)
-            tokens += job.tokens
-        results: Sequence[object] | None = None
-        try:
-            results = first.run(self.turbo, self.contexts, jobs, self.toks_per_batch)
-        except Exception as error:
-            if len(jobs) == 1:
-                first.fail(error)
-                return 0
-        if results is None:
-            # One after the other, for the reasons given in `_run_batch`.
-            results = [self._alone(job) for job in jobs]
-        for job, result in zip(jobs, results, strict=True):
-            if isinstance(result, BaseException):
-                job.fail(result)
-            else:
-                job.advance(job.tokens)
-                job.succeed(result)
-        return tokens
-
-    def _alone(self, job: CallJob) -> object:
-        try:
-            return job.run(self.turbo, self.contexts, [job], self.toks_per_batch)[0]
-        except Exception as error:
-            return error
-
-    def _run_rows(self, first: RowJob) -> int:
-        """Run a batch of rows of a job and of others; the number of its tokens."""
-        batch: list[RowSlice] = []
-        job, tokens = first, 0
-        while tokens < self.toks_per_batch:
-            if job.left == 0:
-                found = self._fill(first, lambda one: isinstance(one, RowJob))
-                if not isinstance(found, RowJob):
-                    break
-                job = found
+        Args:
+            first: the job whose turn it is.
+            before: of each job in the batch, the number of tokens that had run; jobs are added.
+        """
+        speed = self.speeds.get(first.kind, _FIRST * self.toks_per_batch / _SECONDS)
+        room = max(1, min(self.toks_per_batch, int(_SECONDS * speed)))
+        batch: list[Piece] = []
+        job: Job | None = first
+        while job is not None:
+            before.setdefault(job, job.ran)
             try:
-                taken = job.take(self.turbo, self.contexts, self.toks_per_batch - tokens)
+                batch.append(job.take(self.turbo, self.contexts, room))
+                room -= batch[-1].tokens
             except Exception as error:
                 job.fail(error)
-                job.left = 0
-                continue
-            batch.append(taken)
-            tokens += taken.rows.input_ids.numel()
-        self._run_batch([taken for taken in batch if not taken.job.over])
-        return tokens
+            if room <= 0 or first.batch is None:
+                break
+            job = self._fill(first, lambda one: one.batch == first.batch and one.least <= room)  # noqa: B023
+        return [piece for piece in batch if not piece.job.over]
 
-    def _run_batch(self, batch: Sequence[RowSlice]) -> None:
+    def _run(self, batch: Sequence[Piece]) -> None:
+        if not batch:
+            return
         left = dict(enumerate(batch))
         try:
-            for index, predicted in run_rows(self.turbo, [taken.rows for taken in batch]):
-                self._put(left.pop(index), predicted)
+            for index, found in batch[0].job.run(self.turbo, self.contexts, [piece.work for piece in batch]):
+                self._put(left.pop(index).job, found)
             if left:
-                raise RuntimeError("rows were not run")
+                raise RuntimeError("a piece was not run")
         except Exception as error:
-            if len({taken.job for taken in left.values()}) == 1:
+            if len(left) == 1:
                 next(iter(left.values())).job.fail(error)
                 return
         # What is wrong with one of them must not reach the others. Not while the error is handled: it holds the frames
         # of the failed run, and these its tensors.
-        for job in dict.fromkeys(taken.job for taken in left.values()):
-            self._run_batch([taken for taken in left.values() if taken.job is job])
+        for piece in left.values():
+            self._run([piece])
 
-    def _put(self, taken: RowSlice, predicted: Tensor) -> None:
-        """Give a job its predictions; with its last ones it ends, whatever else is in the batch."""
-        job = taken.job
+    def _put(self, job: Job, found: Any) -> None:
+        """Give a job what a piece of it has found; with the last piece it ends, whatever else is in the batch."""
         try:
-            taken.put(predicted)
-            if not (job.over or job.missing):
-                job.succeed(job.result(self.turbo))
+            job.put(found)
+            if not (job.over or job.left):
+                job.succeed()
         except Exception as error:
             job.fail(error)

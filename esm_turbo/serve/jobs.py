@@ -1,31 +1,29 @@
-"""Requests as the engine runs them.
-
-A `RowJob` consists of rows, of which the engine takes as many at a time as a batch has room for, so that a long request
-does not keep short ones waiting. A `CallJob` runs at once, together with others of its kind.
-"""
+"""Requests as the engine runs them: in pieces, so that a long one keeps nobody waiting and ends with its client."""
 
 from __future__ import annotations
 
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from esm_turbo.model.memory import is_out_of_memory
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import RequestError
-from esm_turbo.serve.rows import Rows
 from esm_turbo.tasks.common.forwards import prefill_ids
 from esm_turbo.tasks.common.options import Arm
-from esm_turbo.tasks.common.rows import ItemRows, RowGroup
+from esm_turbo.tasks.common.row_engine import predict_together
+from esm_turbo.tasks.common.rows import ItemRows, RowGroup, RowSlice
 from esm_turbo.tasks.embedding.embed import embed
-from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generate
+from esm_turbo.tasks.generation.generate import GenerationOptions, GenerationOutput, generation_steps
 from esm_turbo.tasks.generation.sampling import row_seeds
 
 if TYPE_CHECKING:
@@ -35,142 +33,113 @@ if TYPE_CHECKING:
 NOT_FINITE = "the model's predictions are not finite; start the service with --dtype float32"
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A part of a job that runs without a break.
+
+    Attributes:
+        job: of which it is.
+        tokens: that it runs, about.
+        work: what `Job.run` takes.
+    """
+
+    job: Job
+    tokens: int
+    work: Any
+
+
 class Job(ABC):
     """A request that waits for the engine, or that it runs.
 
     Attributes:
-        kind: name of the task, for metrics.
+        kind: of its work, whose speed is measured; a name for metrics.
+        batch: pieces of jobs of the same `batch` run together; None lets each run alone.
         tokens: that the model will run for it, about.
-        done: of these, how many it has run.
+        done: of these, how many have run, or need not as their results are there.
+        ran: tokens that the model has run for it.
+        left: whether there are pieces that the engine has not taken.
         future: its result; cancelling it takes the job out of the queue.
         report: called from the engine's thread with `done` and `tokens` whenever some have run.
+        client: who has sent it.
         began: whether the engine has begun with it.
         arrived: when it was made, seconds of a monotonic clock.
     """
 
     kind: str
+    batch: ClassVar[str | None] = None
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
-        self.done = 0
+        self.done = self.ran = 0
+        self.left = True
         self.future: Future[Any] = Future()
         self.report: Callable[[int, int], None] = lambda done, tokens: None
+        self.client = ""
         self.began = False
         self.arrived = time.monotonic()
 
     @property
+    @abstractmethod
+    def least(self) -> int:
+        """Tokens of the smallest piece that can be taken next, about."""
+
+    @abstractmethod
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+        """The next piece, of `tokens` tokens at most where it can be cut so small."""
+
+    @classmethod
+    @abstractmethod
+    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Run pieces of jobs of one `batch`, and yield for each its index and what `put` takes, once it is there."""
+
+    @abstractmethod
+    def put(self, found: Any) -> None:
+        """Keep what a piece has given; pieces come in the order in which they were taken."""
+
+    @abstractmethod
+    def result(self) -> Any:
+        """The result, once all pieces have run."""
+
+    @property
     def over(self) -> bool:
-        """Whether it has a result, or nobody waits for one."""
+        """Finished or cancelled."""
         return self.future.done()
 
-    def succeed(self, result: Any) -> None:
+    def succeed(self) -> None:
         """Give the result to whoever waits for it."""
-        self._end(lambda: self.future.set_result(result))
+        result = self.result()
+        # Whoever waited may have gone in this moment.
+        with suppress(InvalidStateError):
+            self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
         """Give an error to whoever waits for a result."""
-        self._end(lambda: self.future.set_exception(error))
+        self.left = False
+        with suppress(InvalidStateError):
+            self.future.set_exception(error)
 
-    def advance(self, tokens: int) -> None:
-        """Count tokens that have run."""
+    def advance(self, tokens: int, ran: int | None = None) -> None:
+        """Count tokens that are done, and of these all or `ran` as run just now."""
         self.done += tokens
+        self.ran += tokens if ran is None else ran
         self.report(self.done, self.tokens)
 
-    def _end(self, end: Callable[[], None]) -> None:
-        # Whoever waited may have gone in this moment.
-        if not self.future.done():
-            try:
-                end()
-            except InvalidStateError:
-                return
 
-
-@dataclass(frozen=True)
-class ContextGroup:
-    """Rows of a job that extend one context.
+class _Rows(NamedTuple):
+    """Rows of one group of an item.
 
     Attributes:
-        group: the rows.
+        rows: and their context.
         key: of the context, equal for equal ones.
-        cache: the context.
-        predicted: what is kept of each part of the rows, in order.
+        number: of the group.
     """
 
-    group: RowGroup
+    rows: RowSlice
     key: Hashable
-    cache: TurboKVCache
-    predicted: list[Tensor]
-
-    def rows(self, numbers: Tensor) -> Rows:
-        """The rows of these numbers."""
-        made = self.group.rows(numbers)
-        options: dict[str, Tensor] = {}
-        if made.visible is not None:
-            options["attention_mask"] = torch.cat([made.visible, torch.ones_like(made.input_ids)], dim=1)
-        if made.position_ids is not None:
-            options["position_ids"] = made.position_ids
-        return Rows(self.key, self.cache, made.input_ids, made.at, options)
-
-    def keep(self, numbers: Tensor, log_probs: Tensor) -> None:
-        """Take the predictions of the rows of these numbers, [n, vocab_size]."""
-        self.predicted.append(self.group.reduce(numbers, log_probs))
+    number: int
 
 
-@dataclass(frozen=True)
-class RowSlice:
-    """Rows that the engine took from a job, and where their predictions go."""
-
-    job: RowJob
-    rows: Rows
-    numbers: Tensor
-    group: ContextGroup
-
-    def put(self, predicted: Tensor) -> None:
-        """Give the job its predictions, float32 [n, vocab_size]."""
-        if not bool(torch.isfinite(predicted).all()):
-            raise RequestError(500, NOT_FINITE)
-        self.group.keep(self.numbers, predicted)
-        self.job.missing -= len(predicted)
-        self.job.advance(self.rows.input_ids.numel())
-
-
-class RowJob(Job):
-    """A job of rows that extend contexts, taken in order.
-
-    Attributes:
-        left: number of rows that were not taken yet.
-        missing: number of rows whose predictions are not there yet.
-    """
-
-    def __init__(self, tokens: int, rows: int) -> None:
-        super().__init__(tokens)
-        self.left = self.missing = rows
-        self._groups: Iterator[ContextGroup] | None = None
-        self._group: ContextGroup | None = None
-        self._next = 0
-
-    @abstractmethod
-    def context_groups(self, turbo: ContextModel, contexts: Contexts) -> Iterator[ContextGroup]:
-        """Its rows by context; each context is computed when its first row is about to be taken."""
-
-    @abstractmethod
-    def result(self, turbo: ContextModel) -> Any:
-        """Its result, once all rows have run."""
-
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> RowSlice:
-        """The next rows of one context: as many as have `tokens` tokens, at least one."""
-        if self._groups is None:
-            self._groups = self.context_groups(turbo, contexts)
-        if self._group is None or self._next == self._group.group.count:
-            self._group, self._next = next(self._groups), 0
-        current, begin = self._group, self._next
-        self._next = min(current.group.count, begin + max(1, tokens // current.group.width))
-        self.left -= self._next - begin
-        numbers = torch.arange(begin, self._next)
-        return RowSlice(self, current.rows(numbers), numbers, current)
-
-
-class ItemJob(RowJob):
+class ItemJob(Job):
     """Scores of an item, as `TurboEsm.score` or `TurboEsm.score_variants` computes them.
 
     Args:
@@ -179,88 +148,165 @@ class ItemJob(RowJob):
         arm: of the model's preset.
     """
 
+    batch = "rows"
+
     def __init__(self, kind: str, item: ItemRows[Any], arm: Arm) -> None:
         self.kind, self.item, self.arm = kind, item, arm
         contexts = {tuple(group.context) for group in item.groups}
-        tokens = sum(group.tokens for group in item.groups) + sum(map(len, contexts))
-        super().__init__(tokens, rows=sum(group.count for group in item.groups))
+        super().__init__(sum(group.tokens for group in item.groups) + sum(map(len, contexts)))
         self._predicted: list[list[Tensor]] = [[] for _ in item.groups]
+        self._known: set[Hashable] = set()
+        # The next row: its group, and the number in it.
+        self._group = self._row = 0
 
-    def context_groups(self, turbo: ContextModel, contexts: Contexts) -> Iterator[ContextGroup]:
-        """A group after the other."""
-        for group, predicted in zip(self.item.groups, self._predicted, strict=True):
+    @property
+    def least(self) -> int:
+        """Tokens of a row."""
+        return self.item.groups[self._group].width
+
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+        """The next rows, and their contexts: these stay in memory while there is room, or are computed again."""
+        works, size, before = list[_Rows](), 0, self.ran
+        while self.left and (not works or size + self.least <= tokens):
+            number, group = self._group, self.item.groups[self._group]
             key = (tuple(group.context), group.kept)
-            cache = contexts.ready(key, partial(self._context_of, group, turbo, contexts))
-            if turbo.model.device.type == "cpu" or not group.hides:
-                cache = contexts.maybe_decode(key, cache, group.tokens)
-            yield ContextGroup(group, key, cache, predicted)
+            decodes = turbo.model.device.type == "cpu" or not group.hides
+            compute = partial(self._context_of, group, turbo, contexts)
+            cache = contexts.ready(key, compute, group.tokens if decodes else 0)
+            if key[0] not in self._known:
+                self._known.add(key[0])
+                self.advance(len(group.context), 0)
+            size = self.ran - before + sum(work.rows.tokens for work in works)
+            numbers = torch.arange(group.count)[self._row :][: max(1, (tokens - size) // group.width)]
+            works.append(_Rows(RowSlice(group, numbers, cache), key, number))
+            size += works[-1].rows.tokens
+            self._row += len(numbers)
+            if self._row == group.count:
+                self._group, self._row = number + 1, 0
+                self.left = self._group < len(self.item.groups)
+        return Piece(self, size, works)
+
+    @classmethod
+    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Rows on contexts that are stored alike share batches; where graphs are replayed, only those of one do."""
+        together: dict[Hashable, list[tuple[int, _Rows]]] = {}
+        # A graph per context takes the host less time than putting several together and launching every kernel.
+        in_turn = turbo.model.base_model.replays
+        for index, work in enumerate(works):
+            for one in work:
+                together.setdefault((one.rows.cache.config, one.key if in_turn else None), []).append((index, one))
+        missing, found = list(map(len, works)), [list[tuple[int, Tensor]]() for _ in works]
+        for several in together.values():
+            predicted = _predict(turbo, [one.rows for _, one in several])
+            for (index, one), kept in zip(several, predicted, strict=True):
+                found[index].append((one.number, kept))
+                missing[index] -= 1
+            yield from ((index, found[index]) for index in dict(several) if not missing[index])
+
+    def put(self, found: Any) -> None:
+        """Predictions of rows by the numbers of their groups."""
+        for number, predicted in found:
+            _check_finite(predicted)
+            self._predicted[number].append(predicted)
+            self.advance(len(predicted) * self.item.groups[number].width)
+
+    def result(self) -> Any:
+        """As of the call."""
+        return self.item.result([torch.cat(own) for own in self._predicted])
 
     def _context_of(self, group: RowGroup, turbo: ContextModel, contexts: Contexts) -> TurboKVCache:
         """What the rows of a group read."""
+        self.ran += len(group.context)
         cache = prefill_ids(turbo, group.context, self.arm, contexts)
         cache.crop(group.kept)
         return cache
 
-    def result(self, turbo: ContextModel) -> Any:
-        """As of the call."""
-        return self.item.result([torch.cat(own) for own in self._predicted])
 
+class ContextJob(Job):
+    """Storing the context of a sequence; the result is its key."""
 
-class CallJob(Job):
-    """A job that runs in one call, together with others of equal `merge`."""
-
-    merge: Hashable
-
-    @abstractmethod
-    def run(self, turbo: ContextModel, contexts: Contexts, jobs: Sequence[Any], toks_per_batch: int) -> list[Any]:
-        """The results of `jobs`, itself among them, all of equal `merge`."""
-
-
-class ContextJob(CallJob):
-    """Storing the contexts of sequences; the result is their keys."""
-
-    kind = "contexts"
-    merge = "contexts"
+    kind = batch = "contexts"
 
     def __init__(self, sequence: str) -> None:
-        self.sequence = sequence
+        self.sequence, self._key = sequence, ""
         super().__init__(len(sequence) + 1)
 
-    def run(self, turbo: ContextModel, contexts: Contexts, jobs: Sequence[Any], toks_per_batch: int) -> list[Any]:
+    @property
+    def least(self) -> int:
+        """All of them."""
+        return self.tokens
+
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+        """All of it."""
+        self.left = False
+        return Piece(self, self.tokens, self.sequence)
+
+    @classmethod
+    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """One call for the sequences of all jobs."""
-        return list(contexts.add([job.sequence for job in jobs], toks_per_batch))
+        yield from enumerate(contexts.add(works))
+
+    def put(self, found: Any) -> None:
+        """The key."""
+        self._key = found
+        self.advance(self.tokens)
+
+    def result(self) -> str:
+        """The key."""
+        return self._key
 
 
-class EmbedJob(CallJob):
+class EmbedJob(Job):
     """Mean embeddings of sequences; the result is float32 [sequences, hidden_size]."""
 
-    kind = "embeddings"
-    merge = "embeddings"
+    kind = batch = "embeddings"
 
     def __init__(self, sequences: Sequence[str]) -> None:
-        self.sequences = list(sequences)
-        super().__init__(sum(len(sequence) + 2 for sequence in self.sequences))
+        self._waiting, self._means = list(sequences), list[Tensor]()
+        super().__init__(sum(len(sequence) + 2 for sequence in sequences))
 
-    def run(self, turbo: ContextModel, contexts: Contexts, jobs: Sequence[Any], toks_per_batch: int) -> list[Any]:
-        """One call for the sequences of all jobs, each once."""
-        number_of: dict[str, int] = {}
-        for job in jobs:
-            for sequence in job.sequences:
-                number_of.setdefault(sequence, len(number_of))
-        embeddings = embed(turbo, list(number_of), include=["mean"], toks_per_batch=toks_per_batch)
-        means = []
-        for embedding in embeddings:
-            [mean] = (embedding.mean_representations or {}).values()
-            means.append(mean)
-        results = [torch.stack([means[number_of[sequence]] for sequence in job.sequences]) for job in jobs]
-        return [one if bool(torch.isfinite(one).all()) else RequestError(500, NOT_FINITE) for one in results]
+    @property
+    def least(self) -> int:
+        """Tokens of the next sequence."""
+        return len(self._waiting[0]) + 2
+
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+        """The next sequences, at least one."""
+        taken, size = list[str](), 0
+        while self._waiting and (not taken or size + self.least <= tokens):
+            size += self.least
+            taken.append(self._waiting.pop(0))
+        self.left = bool(self._waiting)
+        return Piece(self, size, taken)
+
+    @classmethod
+    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """One call for the sequences of all pieces, each once."""
+        distinct = list(dict.fromkeys(sequence for work in works for sequence in work))
+        means: dict[str, Tensor] = {}
+        for sequence, embedding in zip(distinct, embed(turbo, distinct, include=["mean"]), strict=True):
+            [means[sequence]] = (embedding.mean_representations or {}).values()
+        for index, work in enumerate(works):
+            yield index, (torch.stack([means[one] for one in work]), sum(len(one) + 2 for one in work))
+
+    def put(self, found: Any) -> None:
+        """Means of the next sequences, and how many tokens these have."""
+        means, tokens = found
+        _check_finite(means)
+        self._means.append(means)
+        self.advance(tokens)
+
+    def result(self) -> Tensor:
+        """All means."""
+        return torch.cat(self._means)
 
 
-class GenerateJob(CallJob):
+class GenerateJob(Job):
     """New residues for one sequence, as `TurboEsm.generate` draws them.
 
     Args:
         sequence: residues and masks.
+        residues: number of both.
         options: for this sequence alone.
         seed: of its samples.
         stored: whether the sequence is a stored context to append to.
@@ -270,23 +316,81 @@ class GenerateJob(CallJob):
 
     def __init__(self, sequence: str, residues: int, options: GenerationOptions, seed: int, stored: bool) -> None:
         self.sequence, self.options, self.stored = sequence, options, stored
-        self.seeds = row_seeds(seed, options.num_return_sequences)
-        self.merge = ("generate", repr(options), stored)
+        self._seeds = row_seeds(seed, options.num_return_sequences)
+        self._made: list[GenerationOutput] = []
+        self._steps: Generator[int, None, GenerationOutput] | None = None
         refresh = 8 if options.refresh is None else options.refresh
         if options.max_new_tokens is not None:
-            steps, per_step = options.max_new_tokens, refresh + 2
+            steps, per_step = options.max_new_tokens, min(residues + options.max_new_tokens, refresh) + 2
+            # What a sample runs at once.
+            self._at_once = per_step
         else:
             chosen = sequence.lower().count("<mask>") if options.positions is None else len(options.positions)
             steps = math.ceil(chosen / options.per_step) * options.sweeps
             # A window around each chosen position, and now and then the whole protein.
             per_step = min(residues, chosen * (2 * refresh + 1)) + residues // (options.refresh_every or 8) + 1
+            self._at_once = residues + 2
         super().__init__(residues + options.num_return_sequences * steps * per_step)
 
-    def run(self, turbo: ContextModel, contexts: Contexts, jobs: Sequence[Any], toks_per_batch: int) -> list[Any]:
-        """One batch of the samples of all jobs."""
-        sequences = [job.sequence for job in jobs]
-        seeds = [seed for job in jobs for seed in job.seeds]
-        made = generate(turbo, sequences, self.options, seeds, contexts if self.stored else None)
-        size = self.options.num_return_sequences
-        parts = [slice(begin, begin + size) for begin in range(0, size * len(jobs), size)]
-        return [GenerationOutput(made.sequences[x], made.positions[x], made.log_probs[x]) for x in parts]
+    @property
+    def least(self) -> int:
+        """Tokens of a step of one sample."""
+        return self._at_once
+
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+        """Steps of as many samples as run at once; samples do not depend on each other."""
+        if self._steps is None:
+            count = max(1, tokens // self._at_once)
+            seeds, self._seeds = self._seeds[:count], self._seeds[count:]
+            options = replace(self.options, num_return_sequences=len(seeds))
+            store = contexts if self.stored else None
+            self._steps = generation_steps(turbo, [self.sequence], options, seeds, store, tokens)
+        return Piece(self, tokens, (self._steps, tokens))
+
+    @classmethod
+    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Steps until they have run all tokens of the piece; how many they ran, and the samples if they are ready."""
+        [(steps, tokens)] = works
+        ran = 0
+        while ran < tokens:
+            try:
+                ran += next(steps)
+            except StopIteration as end:
+                yield 0, (ran, end.value)
+                return
+        yield 0, (ran, None)
+
+    def put(self, found: Any) -> None:
+        """Go on with the samples, or with the next ones."""
+        ran, made = found
+        if made is not None:
+            self._made.append(made)
+            self._steps, self.left = None, bool(self._seeds)
+        self.advance(ran)
+
+    def result(self) -> GenerationOutput:
+        """All samples."""
+        return GenerationOutput(
+            [sequence for made in self._made for sequence in made.sequences],
+            [positions for made in self._made for positions in made.positions],
+            [log_probs for made in self._made for log_probs in made.log_probs],
+        )
+
+
+def _predict(turbo: ContextModel, slices: Sequence[RowSlice]) -> list[Tensor]:
+    """What is kept of rows, in batches as large as memory permits."""
+    budget = sum(one.tokens for one in slices)
+    while True:
+        try:
+            return predict_together(turbo, slices, budget)
+        except Exception as error:
+            if budget <= max(one.group.width for one in slices) or not is_out_of_memory(error):
+                raise
+            # It holds the frames of the failed run, and these its tensors.
+            error.__traceback__ = None
+        budget //= 2
+
+
+def _check_finite(found: Tensor) -> None:
+    if not bool(torch.isfinite(found).all()):
+        raise RequestError(500, NOT_FINITE)

@@ -31,6 +31,7 @@ class Metrics:
         self._busy = Counter("esm_turbo_busy_seconds", "Time in which batches ran.", registry=self.registry)
         self._shared = Counter("esm_turbo_batch_requests", "Requests in batches, summed.", registry=self.registry)
         self.queue = Gauge("esm_turbo_queue", "Requests that wait or run.", registry=self.registry)
+        self.running = Gauge("esm_turbo_running", "Requests in the batch that runs.", registry=self.registry)
         self.stored = Gauge("esm_turbo_contexts_stored", "Contexts in the store.", registry=self.registry)
         self.derived = Gauge("esm_turbo_derived_bytes", "Memory of derived contexts.", registry=self.registry)
 

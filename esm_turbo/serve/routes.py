@@ -159,11 +159,14 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/healthz", summary="Whether the service works")
     async def health() -> Response:
-        if not service.engine.alive:
+        engine, limits = service.engine, service.limits
+        if not engine.alive:
             raise RequestError(503, "the engine has stopped")
-        return JSONResponse(
-            {"status": "ok", "version": __version__, "model": service.name, "limits": vars(service.limits)}
-        )
+        if (seconds := engine.batch_seconds) > limits.seconds:
+            raise RequestError(503, f"a batch has been running for {seconds:.0f} s")
+        queue = {"requests": engine.jobs, "running": engine.running, "seconds": round(engine.backlog, 3)}
+        about = {"status": "ok", "version": __version__, "model": service.name}
+        return JSONResponse({**about, "queue": queue, "limits": vars(limits)})
 
     @routes.get("/metrics", summary="Metrics for Prometheus")
     async def metrics() -> Response:
@@ -175,6 +178,7 @@ def router(service: Service) -> APIRouter:
 
 async def _answer(service: Service, request: Request, job: Job, render: Render, stream: bool = False) -> Response:
     """Run a job and answer with its result; or at once, with lines that report its progress."""
+    job.client = request.state.client
     service.engine.submit(job)
     if stream:
         return _Stream(service, job, render)

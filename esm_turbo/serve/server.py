@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ipaddress
-import math
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
@@ -21,6 +22,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _BACKLOG = 2048
 # Seconds for which a connection stays open without the head of a request.
 _KEEP_ALIVE = 15
+# Seconds before the end in which no request runs any more.
+_MARGIN = 2.0
 # Seconds for which the engine's thread, running Python, may keep others from answering: as long as an answer takes.
 _SWITCH_SECONDS = 0.001
 
@@ -129,19 +132,22 @@ class Server:
             access_log=False,
             limit_concurrency=service.limits.connections,
             timeout_keep_alive=_KEEP_ALIVE,
-            timeout_graceful_shutdown=math.ceil(service.limits.seconds) + 5,
             server_header=False,
         )
-        self._server = _Uvicorn(config, ready)
+        self._server = _Uvicorn(config, ready, service)
 
     def run(self) -> None:
-        """Serve until `stop`, SIGINT or SIGTERM; then take no more requests, finish those that run, and return."""
+        """Serve until `stop`, SIGINT or SIGTERM; then take no more requests, finish those that run, and return.
+
+        All of that takes as long as a request may; requests that need longer get 503. The engine may be alive still if
+        a single batch takes longer.
+        """
         with _short_turns:
             self.service.engine.start()
             try:
                 self._server.run(sockets=[self.listener])
             finally:
-                self.service.engine.stop(finish=not self._server.force_exit)
+                self.service.engine.stop(finish=not self._server.force_exit, timeout=self._server.seconds_left)
                 self.listener.close()
 
     def stop(self) -> None:
@@ -150,11 +156,18 @@ class Server:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn's, which would end the process by the signal that stops it."""
+    """uvicorn's, which would end the process by the signal that stops it, and wait for as long as requests take."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None], service: Service) -> None:
         super().__init__(config)
         self._ready = ready
+        self._engine, self._seconds = service.engine, service.limits.seconds
+        self._end: float | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        """Time to end in."""
+        return self._seconds if self._end is None else max(0.0, self._end - time.monotonic())
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -163,7 +176,19 @@ class _Uvicorn(uvicorn.Server):
     def stop(self, *_: object) -> None:
         if self.should_exit:
             self.force_exit = True
+        else:
+            self._end = time.monotonic() + self._seconds
         self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        margin = min(_MARGIN, self._seconds / 4)
+        # Half of it for those to take their answer that were told.
+        self.config.timeout_graceful_shutdown = max(0.0, self.seconds_left - margin / 2)  # type: ignore[assignment]
+        timer = asyncio.get_running_loop().call_later(self.seconds_left - margin, self._engine.give_up)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

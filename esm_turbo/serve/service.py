@@ -88,6 +88,7 @@ class Service:
     def metrics_text(self) -> bytes:
         """The answer of `/metrics`."""
         self.metrics.queue.set(self.engine.jobs)
+        self.metrics.running.set(self.engine.running)
         self.metrics.stored.set(self.contexts.stored)
         self.metrics.derived.set(self.contexts.resident.nbytes)
         return self.metrics.text()

@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from benchmarks.serve.process import Client
 from esm_turbo.pictures.palettes import DIVERGING, RESIDUE_ORDER
 from esm_turbo.serve.app import STATIC
-from esm_turbo.serve.jobs import RowJob
+from esm_turbo.serve.jobs import ItemJob
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.schemas import ErrorAnswer
 from tests.helpers.service import running
@@ -407,18 +407,18 @@ def test_only_named_hosts_are_answered(turbo, tmp_path):
 
 
 class Gate:
-    """Holds the engine before its next rows until it is opened."""
+    """Holds the engine before its next rows until it is opened, or for a minute."""
 
     def __init__(self, monkeypatch):
         self.reached, self.open = threading.Event(), threading.Event()
-        original = RowJob.take
+        original = ItemJob.take
 
         def take(job, *arguments):
             self.reached.set()
             assert self.open.wait(60)
             return original(job, *arguments)
 
-        monkeypatch.setattr(RowJob, "take", take)
+        monkeypatch.setattr(ItemJob, "take", take)
 
 
 def score_in_thread(client: Client, key: str, results: list) -> threading.Thread:
@@ -439,7 +439,7 @@ def wait_until(condition):
 
 
 def test_too_many_requests_are_told_to_come_again(turbo, tmp_path, monkeypatch):
-    with running(turbo, tmp_path / "store", Limits(queue=2)) as client:
+    with running(turbo, tmp_path / "store", Limits(queue=4)) as client:
         key, gate, results = client.add(TARGET), Gate(monkeypatch), []
         threads = [score_in_thread(client, key, results) for _ in range(2)]
         wait_until(lambda: client.service.engine.jobs == 2)
@@ -455,7 +455,7 @@ def test_too_many_requests_are_told_to_come_again(turbo, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_place(turbo, tmp_path, monkeypatch, stream):
-    with running(turbo, tmp_path / "store", Limits(queue=2)) as client:
+    with running(turbo, tmp_path / "store", Limits(queue=4)) as client:
         key, gate, results = client.add(TARGET), Gate(monkeypatch), []
         first = score_in_thread(client, key, results)
         assert gate.reached.wait(30)
@@ -469,6 +469,37 @@ def test_a_client_that_leaves_frees_its_place(turbo, tmp_path, monkeypatch, stre
         first.join(60)
         assert results[0].status == 200
         wait_until(lambda: client.service.engine.jobs == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/generate"])
+def test_nobody_computes_for_a_client_that_left(turbo, tmp_path, path):
+    with running(turbo, tmp_path / "store", Limits(seconds=600)) as client:
+        # Minutes of work.
+        body: dict[str, object] = {"sequence": TARGET * 20, "positions": list(range(1, 900)), "sweeps": 1}
+        if path == "/v1/embeddings":
+            body = {"input": [TARGET * 20 + "A" * number for number in range(40)], **EMBED}
+        raw = json.dumps(body).encode()
+        with socket.create_connection(("127.0.0.1", client.port)) as leaving:
+            head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            leaving.sendall(f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw)
+            wait_until(lambda: client.service.engine.running == 1)
+            assert client.get("/healthz").json["queue"]["requests"] == 1
+        wait_until(lambda: client.service.engine.jobs == 0)
+        # Only the piece that runs.
+        wait_until(lambda: client.service.engine.running == 0)
+        assert client.get("/healthz").json["queue"] == {"requests": 0, "running": 0, "seconds": 0}
+
+
+def test_a_batch_that_does_not_end_is_told(turbo, tmp_path, monkeypatch):
+    with running(turbo, tmp_path / "store", Limits(seconds=0.5)) as client:
+        key, gate, results = client.add(TARGET), Gate(monkeypatch), []
+        assert client.get("/healthz").status == 200
+        first = score_in_thread(client, key, results)
+        wait_until(lambda: client.get("/healthz").status == 503)
+        assert "a batch has been running for" in client.get("/healthz").json["detail"][0]["msg"]
+        gate.open.set()
+        first.join(60)
+        wait_until(lambda: client.get("/healthz").status == 200)
 
 
 def test_a_request_that_waits_too_long_is_given_up(turbo, tmp_path, monkeypatch):
@@ -492,7 +523,7 @@ def test_a_failure_is_one_line_and_reaches_nobody_else(turbo, tmp_path, monkeypa
             raise RuntimeError("broken\nhere")
 
         with monkeypatch.context() as patched:
-            patched.setattr("esm_turbo.serve.engine.run_rows", fail)
+            patched.setattr("esm_turbo.serve.jobs.predict_together", fail)
             answer = client.post(f"/v1/contexts/{key}/score", {"candidates": ["ACDE"]})
         assert answer.status == 500
         assert b"broken" not in answer.body

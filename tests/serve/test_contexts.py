@@ -24,9 +24,9 @@ def files(contexts):
 
 
 def test_named_contexts_are_found_again(contexts, turbo):
-    keys = contexts.add([SEQUENCE, "ACD"], 1024)
+    keys = contexts.add([SEQUENCE, "ACD"])
     assert files(contexts) == sorted(keys)
-    assert contexts.add([SEQUENCE], 1024) == keys[:1]
+    assert contexts.add([SEQUENCE]) == keys[:1]
     assert contexts.stored == 2
     # As after a restart.
     again = Contexts(turbo, ContextStore(contexts.store.folder))
@@ -37,13 +37,13 @@ def test_named_contexts_are_found_again(contexts, turbo):
 
 
 def test_a_damaged_context_is_not_found_and_can_be_added_again(contexts, turbo):
-    [key] = contexts.add([SEQUENCE], 1024)
+    [key] = contexts.add([SEQUENCE])
     [path] = contexts.store.folder.rglob(f"{key}.safetensors")
     path.write_bytes(path.read_bytes()[:-1])
     again = Contexts(turbo, ContextStore(contexts.store.folder))
     with pytest.raises(RequestError, match="post its sequence"):
         again.sequence(key)
-    assert again.add([SEQUENCE], 1024) == [key]
+    assert again.add([SEQUENCE]) == [key]
     assert again.sequence(key) == SEQUENCE
 
 
@@ -67,7 +67,7 @@ def test_contexts_that_are_not_stored_are_computed_as_given(contexts, turbo):
     assert contexts.get_or_compute(turbo, ids, config, compute).get_seq_length() == len(ids)
     assert computed == [1] and files(contexts) == []
     # One without masks and <eos> is read from the store, where it is.
-    contexts.add([SEQUENCE], 1024)
+    contexts.add([SEQUENCE])
     plain = contexts.get_or_compute(turbo, ids[:-2], config, compute)
     assert computed == [1]
     for name, tensor in turbo.prefill(SEQUENCE).named_tensors():
@@ -86,17 +86,19 @@ def test_contexts_that_requests_read_stay_in_memory_within_a_budget(turbo, tmp_p
 
 
 def test_the_store_is_limited(contexts):
-    contexts.add(["ACD", "CDE", "DEF"], 1024)
-    assert contexts.add(["CDE"], 1024)
+    contexts.add(["ACD", "CDE", "DEF"])
+    assert contexts.add(["CDE"])
     with pytest.raises(RequestError, match="the store holds 3 contexts, its limit") as full:
-        contexts.add(["EFG"], 1024)
+        contexts.add(["EFG"])
     assert full.value.status == 507
 
 
 def test_few_contexts_are_kept_decoded(contexts, turbo):
     cache = turbo.prefill(SEQUENCE)
-    assert contexts.maybe_decode("a", cache, 1) is cache
-    decoded = [contexts.maybe_decode(key, cache, 10_000) for key in "abc"]
+    assert contexts.ready("a", lambda: cache, 1) is cache
+    decoded = [contexts.ready(key, lambda: cache, 10_000) for key in "abc"]
     assert {one.config.name for one in decoded} == {"exact"}
-    assert contexts.maybe_decode("c", cache, 10_000) is decoded[2]
-    assert contexts.maybe_decode("a", cache, 10_000) is not decoded[0]
+    assert contexts.ready("c", lambda: pytest.fail("it is in memory"), 10_000) is decoded[2]
+    assert contexts.ready("a", lambda: cache, 10_000) is not decoded[0]
+    # For rows that hide tokens of it on a device.
+    assert contexts.ready("c", lambda: pytest.fail("it is in memory")) is cache

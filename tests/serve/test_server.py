@@ -62,6 +62,27 @@ def test_a_kill_loses_no_stored_context_and_a_signal_lets_requests_finish(tmp_pa
             client.get("/healthz")
 
 
+def test_a_signal_ends_it_within_the_time_of_a_request(tmp_path):
+    with Process("--timeout", "6", "--threads", "1") as service:
+        answers = []
+        body = {"input": ["ACDEFGHIKLMNPQRSTVWY" * 50] * 100, "model": "esm2-mini"}
+        # Not equal, or they would be embedded once.
+        body["input"] = [one[number:] for number, one in enumerate(body["input"])]
+        thread = threading.Thread(target=lambda: answers.append(service.client().post("/v1/embeddings", body)))
+        thread.start()
+        while service.client().get("/healthz").json["queue"]["running"] == 0:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        begin = time.monotonic()
+        assert service.end(signal.SIGTERM) == 0
+        # Without an end to it, it takes a minute.
+        assert time.monotonic() - begin < 15
+        thread.join(60)
+        [answer] = answers
+        assert answer.status in (503, 504)
+        assert service.said.startswith("esm-turbo: stopped")
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_it_and_handlers_are_restored(turbo, tmp_path, number):
     before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]

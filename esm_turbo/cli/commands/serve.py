@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -54,7 +56,7 @@ def serve(
         max_candidates: Largest number of candidates in a request.
         max_contexts: Largest number of contexts in the store.
         queue: Largest number of requests that wait or run; further ones get 429.
-        timeout: Seconds from a request to its answer.
+        timeout: Seconds from a request to its answer, and from SIGTERM to the end.
         resident_mib: Memory for contexts that requests derive from the stored ones, MiB.
     """
     check_minimum(0, port=port, resident_mib=resident_mib)
@@ -104,5 +106,11 @@ def serve(
             say(f"serving {url_of(listener)}, {held}")
 
         Server(service, listener, tokens, hosts, ready).run()
+        if service.engine.alive:
+            # Python would wait for the batch that runs, and so would closing the store.
+            if store is None:
+                shutil.rmtree(folder, ignore_errors=True)
+            say("stopped in the middle of a batch")
+            os._exit(0)
     say("stopped")
     return 0

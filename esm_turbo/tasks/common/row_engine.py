@@ -31,7 +31,7 @@ from esm_turbo.proteins.fasta import token_batches
 from esm_turbo.tasks.common.context_sources import HoldingSource, ReadableSource
 from esm_turbo.tasks.common.forwards import log_probabilities, maybe_decode, prefill_rows, should_decode
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits
-from esm_turbo.tasks.common.rows import ItemRows, ResultT, RowBatch, RowGroup, RowRun
+from esm_turbo.tasks.common.rows import ItemRows, ResultT, RowBatch, RowGroup, RowRun, RowSlice
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -317,7 +317,12 @@ def _run_wave(turbo: ContextModel, wave: _Wave, contexts: _Contexts, advance: Ca
             alone += jobs
             continue
         try:
-            found = _predict_together(turbo, jobs, contexts.held, budget)
+            places = [contexts.held[job.context] for job in jobs]
+            parts = [
+                RowSlice(job.group, torch.arange(job.group.count), place.cache, place.row)
+                for job, place in zip(jobs, places, strict=True)
+            ]
+            found = predict_together(turbo, parts, budget)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -355,35 +360,43 @@ def _predict_alone(
     return torch.cat(parts)
 
 
-def _predict_together(
-    turbo: ContextModel, jobs: Sequence[_Job], held: Mapping[_TokenIds, _ContextRow], budget: int
-) -> list[Tensor]:
-    """What is kept of the rows of groups that share batches, in which rows of similar width follow each other."""
-    places = {job.context: held[job.context] for job in jobs}
-    caches = list({id(place.cache): place.cache for place in places.values()}.values())
+def predict_together(turbo: ContextModel, parts: Sequence[RowSlice], budget: int) -> list[Tensor]:
+    """What is kept of rows that share batches, in which rows of similar width follow each other.
+
+    Args:
+        turbo: the model.
+        parts: the rows; all contexts are stored under the same options.
+        budget: tokens per batch.
+
+    Returns:
+        For each part what `RowGroup.reduce` keeps of its rows.
+    """
+    caches = list({id(part.cache): part.cache for part in parts}.values())
     # Contexts that were computed in one batch are read where they are.
     cache = caches[0] if len(caches) == 1 else TurboKVCache.cat(caches)
     begins = dict(zip(map(id, caches), accumulate((one.batch_size for one in caches), initial=0), strict=False))
-    place = {ids: begins[id(one.cache)] + one.row for ids, one in places.items()}
-    past, groups = cache.get_seq_length(), [job.group for job in jobs]
+    past = cache.get_seq_length()
     # On a device, decoded contexts are read fast only as a whole.
-    if turbo.model.device.type == "cpu" or not any(group.hides for group in groups):
-        cache = maybe_decode(turbo, cache, sum(group.tokens for group in groups))
-    order = sorted(range(len(groups)), key=lambda number: groups[number].width)
-    rows = [(number, row) for number in order for row in range(groups[number].count)]
-    found: list[list[Tensor]] = [[] for _ in groups]
-    for batch in token_batches([groups[number].width for number, _ in rows], budget):
-        parts = [
-            (number, torch.tensor([row for _, row in own]))
+    if turbo.model.device.type == "cpu" or not any(part.group.hides for part in parts):
+        cache = maybe_decode(turbo, cache, sum(part.tokens for part in parts))
+    order = sorted(range(len(parts)), key=lambda number: parts[number].group.width)
+    rows = [(number, row) for number in order for row in parts[number].numbers.tolist()]
+    found: list[list[Tensor]] = [[] for _ in parts]
+    for batch in token_batches([parts[number].group.width for number, _ in rows], budget):
+        together = [
+            (number, parts[number]._replace(numbers=torch.tensor([row for _, row in own])))
             for number, own in groupby((rows[i] for i in batch), key=lambda one: one[0])
         ]
-        made = [groups[number].rows(own) for number, own in parts]
-        input_ids, at, options = _joined(turbo, made, [groups[number].kept for number, _ in parts], past)
-        index = [place[jobs[number].context] for number, own in parts for _ in own]
+        own = [part for _, part in together]
+        made = [part.group.rows(part.numbers) for part in own]
+        input_ids, at, options = _joined(turbo, made, [part.group.kept for part in own], past)
+        index = None
+        if cache.batch_size > 1:
+            index = [begins[id(part.cache)] + part.row for part in own for _ in part.numbers]
         values = log_probabilities(turbo, input_ids, at, past_key_values=cache, context_index=index, **options)
-        for (number, own), part in zip(parts, values.split([len(own) for _, own in parts]), strict=True):
-            found[number].append(groups[number].reduce(own, part))
-    return [torch.cat(parts) for parts in found]
+        for (number, part), value in zip(together, values.split([len(part.numbers) for part in own]), strict=True):
+            found[number].append(part.group.reduce(part.numbers, value))
+    return [torch.cat(kept) for kept in found]
 
 
 def _joined(

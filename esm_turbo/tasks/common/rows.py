@@ -69,6 +69,27 @@ class RowGroup(ABC):
         return self.count * self.width
 
 
+class RowSlice(NamedTuple):
+    """Rows of a group, and the context that they read.
+
+    Attributes:
+        group: of the rows.
+        numbers: of the rows, int64 [n].
+        cache: holds the context, `kept` tokens of it.
+        row: of the context in the cache.
+    """
+
+    group: RowGroup
+    numbers: Tensor
+    cache: TurboKVCache
+    row: int = 0
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the rows."""
+        return len(self.numbers) * self.group.width
+
+
 class ItemRows(ABC, Generic[ResultT]):
     """The rows of one item of a task.
 

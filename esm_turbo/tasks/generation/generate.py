@@ -144,6 +144,7 @@ def generation_steps(
         if cache is None:
             with default_storage(turbo):
                 cache = _prefilled(turbo, rows, repeats, store)
+            yield sum(map(len, rows))
             token_ids = [[turbo.codes.cls, *row] for row in rows for _ in range(repeats)]
         else:
             cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
