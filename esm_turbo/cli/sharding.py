@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.cli.console import say
 from esm_turbo.files.tabular import counted
-from esm_turbo.parallel.shards import Kind, Manifest, finish_shard, is_done, new_manifest, shard_output
+from esm_turbo.parallel.shards import Kind, Manifest, finish_shard, is_done, shard_output
 from esm_turbo.proteins.fasta import BadRecord
 from esm_turbo.tasks.common.pieces import Plan, Shard
 
@@ -56,15 +56,13 @@ class Sharding:
         inputs: Iterable[str | os.PathLike[str] | None],
     ) -> None:
         self.plan = None if shard is None else Plan(Shard.parse(shard))
-        self.out = out
-        self._command, self._kind, self._whole = command, kind, out
-        self._inputs = [one for one in inputs if one is not None]
-        self._settings: Mapping[str, Any] = {}
+        self.out = self._whole = out
         if self.plan is not None and self.plan.shard is not None:
             if out is None:
                 raise ValueError(f"--shard {shard} writes a part of an output; name the output with --out")
             self.out = shard_output(out, self.plan.shard)
-            self._manifest({})
+            given = [one for one in inputs if one is not None]
+            self._manifest = Manifest.of(self.plan.shard, command, kind, given)
 
     def is_done(self, settings: Callable[[], Mapping[str, Any]]) -> bool:
         """True if the shard was done earlier; says so.
@@ -77,9 +75,9 @@ class Sharding:
         """
         if self.plan is None:
             return False
-        self._settings = settings()
+        self._manifest = self._manifest.with_results(settings=dict(settings()))
         assert self._whole is not None
-        done = is_done(self._whole, self._manifest({}))
+        done = is_done(self._whole, self._manifest)
         if done:
             say(f"shard {self.plan.shard} of {self._whole} is done already")
         return done
@@ -95,7 +93,13 @@ class Sharding:
         if self.plan is None:
             return
         assert self._whole is not None
-        manifest = self._manifest(run.to_dict(), failed, order, partial)
+        manifest = self._manifest.with_results(
+            self.plan,
+            run=run.to_dict(),
+            failed=[(one.record, one.reason) for one in failed],
+            order=[list(one) for one in order],
+            partial={number: list(own) for number, own in (partial or {}).items()},
+        )
         finish_shard(self._whole, manifest)
         if not manifest.pieces:
             say(f"shard {self.plan.shard}: nothing to do, all shards share {counted(manifest.total, 'piece')}")
@@ -105,23 +109,3 @@ class Sharding:
     def exit_code(self, failed: Sequence[object]) -> int:
         """Of the command. A shard with failed records has done its part: `status` and `merge` report them."""
         return 1 if failed and self.plan is None else 0
-
-    def _manifest(
-        self,
-        run: Mapping[str, Any],
-        failed: Iterable[BadRecord] = (),
-        order: Sequence[Sequence[int]] = (),
-        partial: Mapping[int, Sequence[int]] | None = None,
-    ) -> Manifest:
-        assert self.plan is not None
-        return new_manifest(
-            self._command,
-            self._kind,
-            self.plan,
-            settings=self._settings,
-            inputs=self._inputs,
-            run=run,
-            order=order,
-            partial=partial,
-            failed=[(one.record, one.reason) for one in failed],
-        )

@@ -15,8 +15,8 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,8 +48,8 @@ class Manifest:
         shard: its number, and of how many.
         command: that ran, such as `score`.
         kind: what it holds.
-        settings: everything that determines its results, JSON values; the model's weights by their hash.
         inputs: SHA-256 of every input, by name; from the second of one name on, with its number.
+        settings: everything that determines its results, JSON values; the model's weights by their hash.
         run: what it used, see `RunInfo`.
         total: number of pieces of all shards.
         plan: hash over all pieces.
@@ -66,17 +66,43 @@ class Manifest:
     shard: Shard
     command: str
     kind: Kind
-    settings: dict[str, Any]
     inputs: dict[str, str]
-    run: dict[str, Any]
-    total: int
-    plan: str
-    pieces: list[int]
-    order: list[list[int]]
-    partial: dict[int, list[int]]
-    failed: list[list[str]]
+    settings: dict[str, Any] = field(default_factory=dict)
+    run: dict[str, Any] = field(default_factory=dict)
+    total: int = 0
+    plan: str = ""
+    pieces: list[int] = field(default_factory=list)
+    order: list[list[int]] = field(default_factory=list)
+    partial: dict[int, list[int]] = field(default_factory=dict)
+    failed: list[list[str]] = field(default_factory=list)
     files: dict[str, list[Any]] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=lambda: _versions())
+
+    @classmethod
+    def of(cls, shard: Shard, command: str, kind: Kind, inputs: Iterable[str | os.PathLike[str]]) -> Manifest:
+        """The manifest of a shard that is to be done.
+
+        Raises:
+            ValueError: an input is not there, or not a file, and so has no hash that others could compare.
+        """
+        digests: dict[str, str] = {}
+        names: Counter[str] = Counter()
+        for path in map(Path, inputs):
+            if not path.exists():
+                raise ValueError(f"{path}: {NO_SUCH_FILE}")
+            if not path.is_file():
+                raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
+            names[path.name] += 1
+            # Inputs may have one name in two folders.
+            name = path.name if names[path.name] == 1 else f"{path.name} ({names[path.name]})"
+            digests[name] = _file_digest(path)
+        return cls(shard, command, kind, digests)
+
+    def with_results(self, plan: Plan | None = None, **results: Any) -> Manifest:
+        """The manifest with the pieces of a plan, and with other attributes, JSON values."""
+        if plan is not None:
+            results |= {"total": plan.total, "plan": plan.digest, "pieces": plan.chosen}
+        return replace(self, **_read_back(results))
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -92,9 +118,7 @@ class Manifest:
                 raise ValueError("the content does not match its checksum")
             if content.pop("format_version") != FORMAT_VERSION:
                 raise ValueError("of another format version")
-            content["shard"] = Shard(*content["shard"])
-            content["partial"] = {int(number): own for number, own in content["partial"].items()}
-            manifest = cls(**content)
+            manifest = cls(**_read_back(content) | {"shard": Shard(*content["shard"])})
             if path.name != manifest_name(manifest.shard):
                 raise ValueError(f"the manifest of shard {manifest.shard}")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -188,9 +212,7 @@ def hashes(folder: Path, output: Path) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = {}
     for path in paths:
         if path.is_file() and path.name not in _UNCHECKED:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, digest]
+            found[path.relative_to(folder).as_posix()] = [path.stat().st_size, _file_digest(path)]
     return found
 
 
@@ -286,57 +308,24 @@ def shards_state(out: str | os.PathLike[str]) -> ShardsState:
     return ShardsState(first.shard.of, done, missing, problems)
 
 
-def new_manifest(
-    command: str,
-    kind: Kind,
-    plan: Plan,
-    *,
-    settings: Mapping[str, Any],
-    inputs: Iterable[str | os.PathLike[str]],
-    run: Mapping[str, Any],
-    order: Sequence[Sequence[int]] = (),
-    partial: Mapping[int, Sequence[int]] | None = None,
-    failed: Iterable[Sequence[str]] = (),
-) -> Manifest:
-    """The manifest of a shard; the arguments are its attributes, `inputs` paths.
-
-    Raises:
-        ValueError: an input is not there, or not a file, and so has no hash that others could compare.
-    """
-    assert plan.shard is not None
-    digests: dict[str, str] = {}
-    names: Counter[str] = Counter()
-    for path in map(Path, inputs):
-        if not path.exists():
-            raise ValueError(f"{path}: {NO_SUCH_FILE}")
-        if not path.is_file():
-            raise ValueError(f"{path}: is no file; with --shard, each input must be one that all shards read")
-        with path.open("rb") as file:
-            names[path.name] += 1
-            # Inputs may have one name in two folders.
-            name = path.name if names[path.name] == 1 else f"{path.name} ({names[path.name]})"
-            digests[name] = hashlib.file_digest(file, "sha256").hexdigest()
-    return Manifest(
-        plan.shard,
-        command,
-        kind,
-        json.loads(json.dumps(dict(settings))),
-        digests,
-        json.loads(json.dumps(dict(run))),
-        plan.total,
-        plan.digest,
-        list(plan.chosen),
-        [list(pair) for pair in order],
-        {number: list(own) for number, own in (partial or {}).items()},
-        [list(one) for one in failed],
-    )
-
-
 def _versions() -> dict[str, str]:
     # Imports PyTorch, which `--help` does not need.
     from esm_turbo.files.artifacts import package_versions
 
     return package_versions()
+
+
+def _read_back(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Attributes of a manifest as they are when they are read."""
+    plain: dict[str, Any] = json.loads(json.dumps(dict(content)))
+    if "partial" in plain:
+        plain["partial"] = {int(number): own for number, own in plain["partial"].items()}
+    return plain
+
+
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _digest(content: Any) -> str:

@@ -22,7 +22,6 @@ from esm_turbo.parallel.shards import (
     Manifest,
     ShardError,
     finish_shard,
-    new_manifest,
     shard_output,
     shards_folder,
     shards_state,
@@ -124,8 +123,8 @@ def test_more_shards_than_files_that_may_be_open(suffix: str, tmp_path: Path) ->
         write_table(shard_output(out, Shard(number, count)), columns, iter(rows), types, {})
         order = [(target, 1) for target in targets]
         partial = {target: [number] for target in targets}
-        manifest = new_manifest(
-            "score", "table", plan, settings={}, inputs=[source], run={}, order=order, partial=partial
+        manifest = Manifest.of(Shard(number, count), "score", "table", [source]).with_results(
+            plan, order=order, partial=partial
         )
         finish_shard(out, manifest)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -14,7 +14,6 @@ from esm_turbo.parallel.shards import (
     finish_shard,
     is_done,
     manifest_name,
-    new_manifest,
     shard_output,
     shards_folder,
     shards_state,
@@ -26,16 +25,8 @@ def manifest(folder: Path, number: int = 1, names: Sequence[str] = ("a", "b", "c
     (folder / "in.fasta").write_text(">a\nMK\n")
     plan = Plan(Shard(number, 2))
     plan.choose(names, range(len(names), 0, -1))
-    return new_manifest(
-        "score",
-        "table",
-        plan,
-        settings=settings,
-        inputs=[folder / "in.fasta"],
-        run={"device": "cpu"},
-        order=[(0, 2)],
-        partial={0: [1, 0]},
-        failed=[("x", "y")],
+    return Manifest.of(Shard(number, 2), "score", "table", [folder / "in.fasta"]).with_results(
+        plan, settings=settings, run={"device": "cpu"}, order=[(0, 2)], partial={0: [1, 0]}, failed=[("x", "y")]
     )
 
 
@@ -84,7 +75,7 @@ def test_a_link_is_no_file_of_a_shard(tmp_path: Path) -> None:
 
 def test_inputs_are_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="with --shard, each input must be one that all shards read"):
-        new_manifest("score", "table", Plan(Shard(1, 2)), settings={}, inputs=["/dev/stdin"], run={})
+        Manifest.of(Shard(1, 2), "score", "table", ["/dev/stdin"])
 
 
 def test_inputs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> None:
@@ -97,7 +88,7 @@ def test_inputs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> Non
         plan = Plan(Shard(number, 2))
         # Equal names and lengths: the division of the input is the same.
         plan.choose(["a", "b"], [1, 1])
-        return new_manifest("score", "table", plan, settings={}, inputs=[first, candidates], run={})
+        return Manifest.of(Shard(number, 2), "score", "table", [first, candidates]).with_results(plan)
 
     out = tmp_path / "x.csv"
     shards_folder(out).mkdir()
