@@ -35,6 +35,7 @@ from esm_turbo.model.collectors import (
     SampleBuffer,
     SampleCollector,
     SensitivityCollector,
+    on_host,
 )
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.model.sequences import number_sequences
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from esm_turbo.model.cached_model import CachedModel
+
+
+_STATISTICS = ("residues", "specials", "sensitivity")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,10 @@ class PartialStatistics:
     sensitivity: Sensitivity
     sample: SampleBuffer
     sequences: int
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Statistics that lie on a device travel as arrays."""
+        return {name: on_host(x) if name in _STATISTICS else x for name, x in vars(self).items()}
 
 
 class KVCalibrator:
@@ -162,9 +170,7 @@ class KVCalibrator:
             )
             self._encoder.executor.observe(packed, session)
         (residues, specials), sensitivities = moments.result(), sensitivity.result()
-        self._residues = self._residues.merge(residues)
-        self._specials = self._specials.merge(specials)
-        self._sensitivity = self._sensitivity.merge(sensitivities)
+        self._merge(residues, specials, sensitivities)
         self._sample.add(priorities, **sample.result(), is_special=special[sampled], positions=positions[sampled])
         self.n_sequences_seen_ += len(ids)
         self.n_residues_seen_ += int((proteins.stored & ~special).sum())
@@ -184,13 +190,24 @@ class KVCalibrator:
         Sums in floating point depend on their order by rounding: merged in the same order, the same parts give the same
         bits wherever they were gathered.
         """
-        self._residues = self._residues.merge(other.residues)
-        self._specials = self._specials.merge(other.specials)
-        self._sensitivity = self._sensitivity.merge(other.sensitivity)
+        self._merge(other.residues, other.specials, other.sensitivity)
         self._sample.add(other.sample.priorities, **other.sample.tokens)
         self.n_sequences_seen_ += other.sequences
         self.n_residues_seen_ += int(other.residues.keys.count)
         return self
+
+    def _merge(self, residues: TokenMoments, specials: TokenMoments, sensitivity: Sensitivity) -> None:
+        if self.n_sequences_seen_ and isinstance(self._residues.keys.mean, Tensor) != isinstance(
+            residues.keys.mean, Tensor
+        ):
+            # What another process gathered, beside what lies on this one's device.
+            self._residues, self._specials, self._sensitivity = map(
+                on_host, (self._residues, self._specials, self._sensitivity)
+            )
+            residues, specials, sensitivity = map(on_host, (residues, specials, sensitivity))
+        self._residues = self._residues.merge(residues)
+        self._specials = self._specials.merge(specials)
+        self._sensitivity = self._sensitivity.merge(sensitivity)
 
     def _forget(self) -> None:
         shape = (self.geometry.num_layers, self.geometry.num_heads, self.geometry.head_dim)
@@ -224,9 +241,9 @@ class KVCalibrator:
             )
         statistics = KVStatistics(
             self.geometry,
-            self._residues,
-            self._specials,
-            self._sensitivity,
+            on_host(self._residues),
+            on_host(self._specials),
+            on_host(self._sensitivity),
             self._sample.sample(),
             self._inv_freq.numpy().astype(np.float64),
             self._output_gram,

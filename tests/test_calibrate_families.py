@@ -11,7 +11,7 @@ from torch import Tensor
 
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
-from esm_turbo.model import collectors
+from esm_turbo.model import collectors, padding
 from esm_turbo.model.collectors import LayerStates, Proteins, SensitivityCollector
 from tests.helpers.e1 import make_e1, random_row
 from tests.test_modeling_e1_turbo import E1_MINI
@@ -63,8 +63,10 @@ def test_a_batch_of_families_gives_what_each_gives() -> None:
     np.testing.assert_allclose(together.sensitivity.queries, alone.sensitivity.queries, rtol=2e-3, atol=1e-4)
 
 
-def test_sensitivities_follow_their_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pairs", [0, 2**24], ids=["one by one", "padded together"])
+def test_sensitivities_follow_their_definition(monkeypatch: pytest.MonkeyPatch, pairs: int) -> None:
     """Errors count where a sequence reads those before it: never its own keys, which are exact."""
+    monkeypatch.setattr(padding, "_MAX_PAIRS", {"cpu": pairs})
     monkeypatch.setattr(collectors, "_RESIDUES_PER_QUERY", 1)
     heads, head_dim, lengths, homologs = 2, 16, [30, 50, 20, 25, 18], [0, 1, 2, 0, 1]
     generator = torch.Generator().manual_seed(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.model.padding import Padding, parts_together
 from esm_turbo.model.sessions import KVSession
 
 # One residue in this many is drawn as a query: at a fixed stride all queries would share the phases of the fast rotary
@@ -22,6 +23,9 @@ from esm_turbo.model.sessions import KVSession
 _RESIDUES_PER_QUERY = 8
 # Query-key pairs, over all heads, whose attention is held at once: about the size of a processor's cache.
 _MAX_PAIRS = 2**18
+_MAX_PAIRS_CUDA = 2**27
+# Devices that merge what they collected themselves: large models have gigabytes of it, and MPS has no float64.
+_SUMS_ON = ("cuda",)
 
 
 @dataclass(frozen=True)
@@ -116,18 +120,24 @@ class ProteinAttention(KVSession):
         self.proteins = proteins
         self.collectors = collectors
         self.device = device
+        parts, seen, indices = proteins.parts, proteins.seen, device or torch.device("cpu")
+        self._groups = [
+            (Padding(parts[group], indices), Padding(seen[group], indices))
+            for group in parts_together([part.stop - part.start for part in seen], indices)
+        ]
 
     def attend(self, layer_idx: int, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        q, k, v = query.float(), keys.float(), values.float()
-        outputs = [
-            scaled_dot_product_attention(q[:, :, part], k[:, :, seen], v[:, :, seen], scale=1.0).transpose(1, 2)
-            for part, seen in zip(self.proteins.parts, self.proteins.seen, strict=True)
-        ]
-        output = torch.cat(outputs, dim=1).transpose(1, 2)
-        states = LayerStates(*(x[0].to(self.device or x.device) for x in (q, k, v, output)))
+        q, k, v = (x[0].float() for x in (query, keys, values))
+        outputs = []
+        for own, seen in self._groups:
+            mask = None if seen.mask is None else seen.mask[:, None].to(q.device)
+            padded = scaled_dot_product_attention(own.pad(q), seen.pad(k), seen.pad(v), attn_mask=mask, scale=1.0)
+            outputs.append(own.unpad(padded).transpose(0, 1))
+        output = torch.cat(outputs).transpose(0, 1)
+        states = LayerStates(*(x.to(self.device or x.device) for x in (q, k, v, output)))
         for collector in self.collectors:
             collector.observe(layer_idx, states)
-        return output.to(query.dtype)
+        return output[None].to(query.dtype)
 
 
 class MomentsCollector(Collector):
@@ -158,26 +168,33 @@ class MomentsCollector(Collector):
 
 
 @dataclass(frozen=True)
-class _ProteinQueries:
-    """The queries of one protein, and its keys.
+class _Group:
+    """Queries of proteins that are computed together: P proteins, padded to m queries, n stored keys and b blocks.
 
     Attributes:
-        queries: slice of the queries of all proteins.
-        seen: slice of all tokens whose keys are attended to.
-        keys: slice of those that are stored, with which `seen` begins.
-        scale: number of residues that each query represents.
-        self_pairs: rows and columns of the pairs of a query and its own stored key.
-        to_blocks: sums over the residues of each block of positions, times `scale`, [keys, blocks].
-        pairs: slice of the (query, block) pairs of all proteins.
+        queries: their queries among those of all proteins.
+        seen: tokens whose keys are attended to.
+        keys: those that are stored, with which `seen` begins.
+        scale: number of residues that each query represents, [P, 1].
+        self_pairs: proteins, rows and columns of the pairs of a query and its own stored key.
+        to_blocks: sums over the residues of each block of positions, times `scale`, [P, n, b].
+        pairs: the (query, block) pairs among those of all proteins.
+        pair_places: their places among the padded ones, int64 [pairs]; None if these are all.
     """
 
-    queries: slice
-    seen: slice
-    keys: slice
+    queries: Padding
+    seen: Padding
+    keys: Padding
     scale: Tensor
-    self_pairs: tuple[Tensor, Tensor]
+    self_pairs: tuple[Tensor, Tensor, Tensor]
     to_blocks: Tensor
     pairs: slice
+    pair_places: Tensor | None
+
+    @property
+    def pairs_per_head(self) -> int:
+        """Pairs of a query and a key, padding included."""
+        return self.queries.longest * len(self.to_blocks) * self.seen.longest
 
 
 class SensitivityCollector(Collector):
@@ -200,33 +217,53 @@ class SensitivityCollector(Collector):
         self.output_root = pad(output_root, (0, 2))
         residues = (~proteins.special).float()
         blocks = proteins.positions // KEY_BLOCK
-        self.proteins: list[_ProteinQueries] = []
-        queries, pair_queries, pair_blocks = [], [], []
-        num_queries = num_pairs = 0
-        for part, keys, seen, chosen in zip(
-            proteins.parts, proteins.contexts, proteins.seen, proteins.queries, strict=True
-        ):
-            m = len(chosen)
-            if not m:
-                continue
-            key_blocks = torch.arange(int(blocks[keys.start]), int(blocks[keys.stop - 1]) + 1)
-            scale = residues[part].sum() / m
-            own = chosen if keys == part else chosen[:0]
-            self.proteins.append(
-                _ProteinQueries(
-                    slice(num_queries, num_queries + m),
-                    seen,
+        members = [
+            (part, keys, seen, chosen)
+            for part, keys, seen, chosen in zip(
+                proteins.parts, proteins.contexts, proteins.seen, proteins.queries, strict=True
+            )
+            if len(chosen)
+        ]
+        rows = list(_slices([len(chosen) for *_, chosen in members]))
+        key_blocks = [
+            torch.arange(int(blocks[keys.start]), int(blocks[keys.stop - 1]) + 1) for _, keys, _, _ in members
+        ]
+        queries = [part.start + chosen for part, _, _, chosen in members]
+        pair_queries = [
+            torch.arange(one.start, one.stop).repeat_interleave(len(columns))
+            for one, columns in zip(rows, key_blocks, strict=True)
+        ]
+        pair_blocks = [columns.repeat(len(one)) for one, columns in zip(queries, key_blocks, strict=True)]
+        pairs = list(_slices(list(map(len, pair_queries))))
+        self.groups: list[_Group] = []
+        for group in parts_together([seen.stop - seen.start for _, _, seen, _ in members], device):
+            parts, contexts, seen, drawn = zip(*members[group], strict=True)
+            keys = Padding(contexts, device)
+            scale = torch.stack([residues[part].sum() / len(one) for part, one in zip(parts, drawn, strict=True)])
+            widths = [len(columns) for columns in key_blocks[group]]
+            to_blocks = torch.zeros(len(parts), keys.longest, max(widths))
+            real = torch.zeros(len(parts), max(map(len, drawn)), max(widths), dtype=torch.bool)
+            own = []
+            for number, (part, context, chosen) in enumerate(zip(parts, contexts, drawn, strict=True)):
+                columns = key_blocks[group][number]
+                shares = (blocks[context, None] == columns) * (residues[context] * scale[number])[:, None]
+                to_blocks[number, : len(shares), : len(columns)] = shares
+                real[number, : len(chosen), : len(columns)] = True
+                if context == part:
+                    own.append(torch.stack((torch.full_like(chosen, number), torch.arange(len(chosen)), chosen)))
+            self_pairs = torch.cat([torch.zeros(3, 0, dtype=torch.int64), *own], dim=1).to(device)
+            self.groups.append(
+                _Group(
+                    Padding(rows[group], device),
+                    Padding(seen, device),
                     keys,
-                    scale.to(device),
-                    (torch.arange(len(own), device=device), own.to(device)),
-                    ((blocks[keys, None] == key_blocks) * (residues[keys] * scale)[:, None]).to(device),
-                    slice(num_pairs, num_pairs + m * len(key_blocks)),
+                    scale[:, None].to(device),
+                    (self_pairs[0], self_pairs[1], self_pairs[2]),
+                    to_blocks.to(device),
+                    slice(pairs[group][0].start, pairs[group][-1].stop),
+                    None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device),
                 )
             )
-            queries.append(part.start + chosen)
-            pair_queries.append(torch.arange(num_queries, num_queries + m).repeat_interleave(len(key_blocks)))
-            pair_blocks.append(key_blocks.repeat(m))
-            num_queries, num_pairs = num_queries + m, num_pairs + m * len(key_blocks)
         residues *= proteins.stored
         self.count = int(residues.sum())
         self.residues = residues.to(device)
@@ -266,19 +303,21 @@ class SensitivityCollector(Collector):
         outputs[..., :-2] *= -2
         key_sums, value_sums = (states.keys.new_zeros(states.keys.shape[:2]) for _ in range(2))
         gains = key_sums.new_zeros(len(key_sums), len(self.pair_queries))
-        for protein in self.proteins:
-            rows, columns = protein.self_pairs
-            num_queries, num_seen = (x.stop - x.start for x in (protein.queries, protein.seen))
-            for heads in _head_slices(len(queries), num_queries * num_seen):
-                i, j = (heads, protein.queries), (heads, protein.keys)
-                scores = queries[i] @ states.keys[heads, protein.seen].transpose(1, 2)
-                squared = torch.softmax(scores, dim=-1)[..., : len(protein.to_blocks)].square_()
-                squared[:, rows, columns] = 0
-                gain = (outputs[i] @ values[j].transpose(1, 2)).mul_(squared)
-                value_sums[j] += squared.sum(1).mul_(protein.scale)
+        for group in self.groups:
+            for heads in _head_slices(len(queries), group.pairs_per_head, queries.device):
+                scores = group.queries.pad(queries[heads]) @ group.seen.pad(states.keys[heads]).mT
+                if group.seen.mask is not None:
+                    scores.masked_fill_(~group.seen.mask[:, None], -torch.inf)
+                squared = torch.softmax(scores, dim=-1)[..., : group.keys.longest].square_()
+                squared[(slice(None), *group.self_pairs)] = 0
+                if group.queries.mask is not None:
+                    squared.mul_(group.queries.mask[..., None])
+                gain = (group.queries.pad(outputs[heads]) @ group.keys.pad(values[heads]).mT).mul_(squared)
+                group.keys.add_to(value_sums[heads], squared.sum(2).mul_(group.scale))
                 # Rounding may make a squared distance negative.
-                key_sums[j] += gain.sum(1).clamp_min_(0).mul_(protein.scale)
-                gains[heads, protein.pairs] = (gain @ protein.to_blocks).flatten(1)
+                group.keys.add_to(key_sums[heads], gain.sum(2).clamp_min_(0).mul_(group.scale))
+                of_pairs = (gain @ group.to_blocks).flatten(1)
+                gains[heads, group.pairs] = of_pairs if group.pair_places is None else of_pairs[:, group.pair_places]
         return key_sums.mul_(self.residues), value_sums.mul_(self.residues), gains
 
     def result(self) -> Sensitivity:
@@ -315,11 +354,11 @@ class SampleCollector(Collector):
         vectors, weights = (states.keys, states.values), self.sensitivity.weights[layer_idx]
         for kept, x in zip(self._layers.values(), (*vectors, *weights), strict=True):
             dtype = torch.bfloat16 if x.dim() == 3 else torch.float32
-            kept.append(x[:, self.sampled].transpose(0, 1).to("cpu", dtype))
+            kept.append(x[:, self.sampled].transpose(0, 1).to(dtype))
 
     def result(self) -> dict[str, Tensor]:
         """Keys (after RoPE) and values, bfloat16 [tokens, layers, heads, head_dim], and their weights, float32."""
-        return {name: torch.stack(layers, dim=1) for name, layers in self._layers.items()}
+        return {name: torch.stack(layers, dim=1).cpu() for name, layers in self._layers.items()}
 
 
 class SampleBuffer:
@@ -392,9 +431,9 @@ def _slices(lengths: Sequence[int]) -> Iterator[slice]:
     return (slice(stop - length, stop) for stop, length in zip(stops, lengths, strict=True))
 
 
-def _head_slices(heads: int, pairs: int) -> Iterator[slice]:
-    """Slices of heads with at most `_MAX_PAIRS` pairs of tokens each, or of a single head."""
-    step = max(1, _MAX_PAIRS // max(1, pairs))
+def _head_slices(heads: int, pairs: int, device: torch.device) -> Iterator[slice]:
+    """Slices of heads with at most so many pairs of tokens each as suit a device, or of a single head."""
+    step = max(1, (_MAX_PAIRS_CUDA if device.type == "cuda" else _MAX_PAIRS) // max(1, pairs))
     return (slice(first, first + step) for first in range(0, heads, step))
 
 
@@ -431,14 +470,23 @@ def _weighted(name: str, x: Tensor, weights: Tensor) -> dict[str, Tensor]:
 
 
 def _stacked(layers: Sequence[Tensor]) -> Any:
-    """Stack the tensors of all layers, as float64 on the CPU.
+    """Stack the tensors of all layers in float64: on a CUDA device there, else as an array.
 
     Raises:
         ValueError: a layer's statistics are not finite.
     """
-    stack = torch.stack(tuple(layers)).cpu().numpy().astype(np.float64)
-    finite = np.isfinite(stack.reshape(len(stack), -1)).all(axis=1)
-    if not finite.all():
-        layer_idx = int(finite.argmin())
+    stack = torch.stack(tuple(layers))
+    finite = torch.isfinite(stack).flatten(1).all(1)
+    if not bool(finite.all()):
+        layer_idx = int(finite.cpu().int().argmin())
         raise ValueError(f"queries, keys or values of layer {layer_idx} are not finite: are the weights damaged?")
-    return stack
+    return stack.double() if stack.device.type in _SUMS_ON else stack.cpu().numpy().astype(np.float64)
+
+
+def on_host(statistics: Any) -> Any:
+    """`TokenMoments` or `Sensitivity` whose tensors are arrays."""
+    found = {
+        name: on_host(x) if is_dataclass(x) else x.cpu().numpy() if isinstance(x, Tensor) else x
+        for name, x in vars(statistics).items()
+    }
+    return type(statistics)(**found)

@@ -1,20 +1,26 @@
 """Collected statistics against Hugging Face's states: moments, sensitivities pair by pair, and the sample."""
 
+import pickle
+
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from esm_turbo import KVCalibrator
 from esm_turbo.calibrate import _hash_tokens
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
-from esm_turbo.model import collectors
+from esm_turbo.model import collectors, padding
 from tests.helpers.calibration_cases import (
     STATES,
     assert_close,
+    assert_same_moments,
     assert_same_sample,
     assert_same_sensitivity,
     batch,
+    fitted,
     linear_outputs,
     positions_given_to,
     rope,
@@ -173,6 +179,67 @@ def test_heads_one_at_a_time_give_the_same(model, proteins, monkeypatch):
     apart = statistics_of(model, [proteins])
     assert_same_sensitivity(apart, together, rtol=1e-6)
     assert_same_sample(apart.sample, together.sample)
+
+
+@pytest.fixture
+def as_on_cuda(monkeypatch):
+    """Proteins padded together and sums in float64 tensors, as on a CUDA device."""
+    monkeypatch.setattr(padding, "_MAX_PAIRS", {"cpu": 40_000})
+    monkeypatch.setattr(collectors, "_SUMS_ON", ("cpu",))
+
+
+def test_proteins_padded_together_give_the_same(tiny_esm, random_proteins, request):
+    # Lengths that share a tensor, one that does not fit, and proteins without residues; blocks begin inside.
+    ids, mask = random_proteins([70, 21, 9, 300, 80, 81, 64], seed=11, eos=True)
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    batches = [[*rows[:3], torch.tensor([CLS, EOS]), *rows[3:]], [rows[1], rows[0]], [torch.tensor([CLS, EOS])]]
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    alone = statistics_of(model, batches)
+    request.getfixturevalue("as_on_cuda")
+    assert len(list(padding.parts_together([len(row) for row in batches[0]], torch.device("cpu")))) == 3
+    together = statistics_of(model, batches)
+    assert_same_moments(together, alone, rtol=1e-5)
+    assert_same_sensitivity(together, alone, rtol=1e-5)
+    assert_same_sample(together.sample, alone.sample)
+
+
+def test_statistics_of_a_device_travel_as_arrays(model, proteins, as_on_cuda):
+    expected = statistics_of(model, [proteins[:4], proteins[4:]])
+    there = fitted(model, [proteins[4:]])
+    assert isinstance(there._residues.keys.mean, torch.Tensor)
+    part = pickle.loads(pickle.dumps(there.take()))
+    assert isinstance(part.sensitivity.keys.count, np.ndarray)
+    here = fitted(model, [proteins[:4]]).merge(part)
+    assert_same_moments(here.finalize(presets=()).statistics, expected, rtol=1e-6)
+    # Also where the arrays came first.
+    here = KVCalibrator(model).merge(part).merge(fitted(model, [proteins[:4]]).take())
+    assert_same_sensitivity(here.finalize(presets=()).statistics, expected, rtol=1e-6)
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1, max_size=6))
+def test_padding_is_undone(bounds):
+    parts = [slice(start, start + length) for start, length in bounds]
+    row = torch.arange(1, 65).reshape(2, 32)
+    segments = padding.Padding(parts, torch.device("cpu"))
+    padded = segments.pad(row[..., None])
+    assert padded.shape == (2, len(parts), segments.longest, 1)
+    assert torch.equal(segments.unpad(padded)[..., 0], torch.cat([row[:, part] for part in parts], dim=1))
+    if segments.mask is not None:
+        assert segments.mask.sum(1).tolist() == [length for _, length in bounds]
+    added, expected = torch.zeros_like(row), torch.zeros_like(row)
+    segments.add_to(added, padded[..., 0])
+    for part in parts:
+        expected[:, part] += row[:, part]
+    assert torch.equal(added, expected)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=20))
+def test_every_protein_is_in_one_group(lengths):
+    groups = list(padding.parts_together(lengths, torch.device("cuda")))
+    assert [one for group in groups for one in lengths[group]] == lengths
+    assert list(padding.parts_together(lengths, torch.device("cpu"))) == [slice(i, i + 1) for i in range(len(lengths))]
 
 
 def test_queries_are_spread_evenly_and_depend_on_the_sequence_alone():

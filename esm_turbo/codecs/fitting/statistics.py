@@ -39,11 +39,19 @@ class Moments:
         return cls(0, np.zeros(shape), np.zeros((*shape, shape[-1])))
 
     def merge(self, other: Moments) -> Moments:
-        """Moments of the union, independent of the order (Chan, Golub and LeVeque 1979, eq. 2.1)."""
+        """Moments of the union, independent of the order (Chan, Golub and LeVeque 1979, eq. 2.1).
+
+        Also of tensors in place of arrays, where a device has float64.
+        """
         count = self.count + other.count
-        share = np.asarray(other.count / np.maximum(count, np.finfo(np.float64).tiny))[..., None]
+        if isinstance(count, int):
+            if not (self.count and other.count):
+                return other if other.count else self
+            share = part = other.count / count
+        else:
+            share = (other.count / (count + (count == 0)))[..., None]
+            part = share[..., None]
         shift = other.mean - self.mean
-        part = share[..., None]
         between = part * (1 - part) * shift[..., :, None] * shift[..., None, :]
         return Moments(
             count,
@@ -100,9 +108,11 @@ class Sensitivity:
         return cls(0, np.zeros(shape), nothing, nothing, np.zeros((*shape, shape[-1])), np.zeros(shape[:-1]))
 
     def merge(self, other: Sensitivity) -> Sensitivity:
-        """Sensitivity over the union, independent of the order."""
+        """Sensitivity over the union, independent of the order; also of tensors, see `Moments.merge`."""
+        if not (self.count and other.count):
+            return other if other.count else self
         count = self.count + other.count
-        share = other.count / max(1, count)
+        share = other.count / count
 
         def mean(a: Array, b: Array) -> Array:
             return (1 - share) * a + share * b
