@@ -22,6 +22,7 @@ _PUBLIC = {
     "ContextStore": "context_store",
     "Workers": "parallel.workers",
     "read_fasta": "proteins.fasta",
+    "read_homologs": "proteins.alignments",
     "EmbeddingRequest": "tasks.embedding.embed",
     "iter_embeddings": "tasks.embedding.embed",
     "embed_records": "tasks.embedding.records",
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022 - in reading order
     "ContextStore",
     "Workers",
     "read_fasta",
+    "read_homologs",
     "EmbeddingRequest",
     "iter_embeddings",
     "embed_records",
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from esm_turbo.modeling_esm_turbo import TurboEsmForMaskedLM, TurboEsmModel, TurboEsmSelfAttention
     from esm_turbo.modeling_esmc_turbo import TurboEsmcForMaskedLM, TurboEsmcModel
     from esm_turbo.parallel.workers import Workers
+    from esm_turbo.proteins.alignments import read_homologs
     from esm_turbo.proteins.fasta import read_fasta
     from esm_turbo.tasks.calibration.records import calibrate_records
     from esm_turbo.tasks.embedding.embed import EmbeddingRequest, iter_embeddings

@@ -215,5 +215,11 @@ DEFAULT_PRESET = "turbo3"
 DEFAULT_REFRESH = 8
 """Cached residues that run again beside new or masked ones; chosen by measurement, see docs/concepts.md."""
 
+DEFAULT_CONTEXT_TOKENS = 7168
+"""Budget of a context that is drawn from a family, in residues of its homologs."""
+
+DEFAULT_MAX_SIMILARITY = 0.95
+"""Largest share of a protein's residues that a homolog in a drawn context has."""
+
 DEFAULT_TOKS_PER_BATCH = 4096
 """Padded tokens per batch of whole proteins; see `tasks.common.forwards.protein_tokens` for CUDA."""

@@ -32,14 +32,15 @@ if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.model.masked_lm import CachedMaskedLM
+    from esm_turbo.proteins.alignments import HomologContext
 
 __all__ = ["ContextModel", "ExtendOutput"]
 
 Sequences = str | ProteinRecord | Sequence[str | ProteinRecord]
 """Residues of one protein or several, by themselves or as records of a FASTA file."""
 
-Contexts: TypeAlias = "Sequences | TurboKVCache"
-"""Homologs that a query reads, separated by commas; several such contexts; or a cache of them."""
+Contexts: TypeAlias = "Sequences | HomologContext | Sequence[HomologContext] | TurboKVCache"
+"""Homologs that a query reads, separated by commas, or drawn; several such contexts; or a cache of them."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ NAMES = [
 
 
 CLASSES_FOR_FILES = ["ContextStore", "EmbeddingRequest", "Workers"]
-FUNCTIONS = ["calibrate_records", "embed_records", "iter_embeddings", "read_embedding", "read_fasta"]
+FUNCTIONS = ["calibrate_records", "embed_records", "iter_embeddings", "read_embedding", "read_fasta", "read_homologs"]
 
 
 def test_names() -> None:

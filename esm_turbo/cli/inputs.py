@@ -197,12 +197,12 @@ def load_model(options: ModelOptions, **more: Any) -> TurboEsm:
     return turbo
 
 
-def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm) -> tuple[Arm, ...]:
-    """The arms of a command, each once; if none is named, the model's default."""
+def named_arms(arm: tuple[Arm, ...] | None, turbo: TurboEsm, default: Arm | None = None) -> tuple[Arm, ...]:
+    """The arms of a command, each once; if none is named, `default` or else the model's."""
     from esm_turbo.tasks.common.forwards import default_arm
 
     if arm is None:
-        return (default_arm(turbo),)
+        return (default or default_arm(turbo),)
     return tuple(dict.fromkeys(arm))
 
 

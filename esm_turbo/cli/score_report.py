@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.files.text_tables import text_table
-from esm_turbo.tasks.common.options import METHOD_NAMES
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -58,7 +57,7 @@ def variants_report(run: VariantsRun, top: int | None) -> list[object]:
 
 def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
     arms = list(result.scores)
-    method = METHOD_NAMES[result.scores[result.reference].method]
+    method = result.scores[result.reference].method_name
     yield f"{result.wild_type.id}: {counted(len(result.variants), 'variant')}, {method}"
     correlations = _Correlations.of([result])
     if correlations.columns:
@@ -97,7 +96,7 @@ def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
             rows.append([result.wild_type.id, *cells, *correlations.cells(result, arm)])
     columns = ["protein", "variants", "arm", "mean score", "best variant", "its score", *correlations.columns]
     return text_table(
-        f"{len(results):,} proteins, {METHOD_NAMES[results[0].scores[results[0].reference].method]}",
+        f"{len(results):,} proteins, {results[0].scores[results[0].reference].method_name}",
         columns,
         rows,
         left=(0, 2, 4),

@@ -24,7 +24,7 @@ from esm_turbo.pictures.panels import (
     Tracks,
 )
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES
-from esm_turbo.tasks.common.options import METHOD_NAMES, Arm
+from esm_turbo.tasks.common.options import Arm
 from esm_turbo.tasks.variants.records import MeasuredVariant, ProteinVariants
 from esm_turbo.tasks.variants.score import VariantScores
 from esm_turbo.tasks.variants.substitutions import Substitutions, has_indel, split_variant
@@ -53,7 +53,7 @@ def variant_sheet(result: ProteinVariants, used: str) -> Sheet:
     if not layout:
         layout.append([_distribution(result.scores[arm])])
     scored = result.scores[arm]
-    how = f"{used}; {METHOD_NAMES[scored.method]}"
+    how = f"{used}; {scored.method_name}"
     how += f", {scored.refresh} residues refreshed" if scored.refresh else ""
     reading = "log p(mutant) - log p(wild type)"
     reading += ", mean over the residues" if scored.method == "pseudo_perplexity" else ""

@@ -186,7 +186,7 @@ def read_fasta(
 
     Args:
         path: The file; gzip is recognised by its first bytes, not by the name. Of an
-            alignment, a file named `.a3m`, the sequences are read without gaps and with their insertions.
+            alignment, a file named `.a3m` or `.a2m`, the sequences are read without gaps and with their insertions.
         unknown: As for `normalize_sequence`.
         remove_gaps: As for `normalize_sequence`.
         accessions: Reduce identifiers of UniProt, such as `sp|P69905|HBA_HUMAN`, to their accession.
@@ -200,11 +200,11 @@ def read_fasta(
             or not FASTA.
     """
     _check_unknown(unknown)
-    remove_gaps = remove_gaps or _is_alignment(path)
+    remove_gaps = remove_gaps or is_alignment(path)
     good: list[ProteinRecord] = []
     bad: list[BadRecord] = []
     first_use: dict[str, int] = {}
-    for number, (title, raw) in enumerate(_raw_records(path), start=1):
+    for number, (title, raw) in enumerate(raw_records(path), start=1):
         identifier, *rest = title.split(maxsplit=1) or [""]
         if accessions:
             identifier = next(iter(uniprot_parts(identifier)), identifier)
@@ -335,8 +335,12 @@ def _remedy(character: str, has_options: bool) -> str:
     return "correct or remove it"
 
 
-def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
-    """Yield headers (without `>`) and raw sequences; every failure becomes a FastaError."""
+def raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
+    """Yield headers (without `>`) and raw sequences of a FASTA file or an alignment, plain or gzip.
+
+    Raises:
+        FastaError: the whole file cannot be used, see `read_fasta`.
+    """
     # Imported here: Biopython takes longer to load than the rest of this module, and only files need it.
     from Bio.SeqIO.FastaIO import SimpleFastaParser
 
@@ -345,7 +349,7 @@ def _raw_records(path: str | os.PathLike[str]) -> Iterator[tuple[str, str]]:
         # Windows would report a folder as a missing permission.
         if Path(path).is_dir():
             raise IsADirectoryError(path)
-        yield from parse(_checked_lines(text_lines(path), comments=_is_alignment(path), table=is_table(path)))
+        yield from parse(_checked_lines(text_lines(path), comments=is_alignment(path), table=is_table(path)))
     except UnicodeDecodeError:
         reason = _NOT_TEXT
     except (DamagedGzipError, _Rejected) as error:
@@ -367,8 +371,9 @@ def _is_sequence(text: str) -> bool:
     return not _NOT_A_RESIDUE.search(text.translate(_TO_UPPER))
 
 
-def _is_alignment(path: str | os.PathLike[str]) -> bool:
-    return os.fspath(path).lower().removesuffix(".gz").endswith(".a3m")
+def is_alignment(path: str | os.PathLike[str]) -> bool:
+    """Whether a file is an alignment, by its name: `.a3m` or `.a2m`."""
+    return os.fspath(path).lower().removesuffix(".gz").endswith((".a3m", ".a2m"))
 
 
 def _checked_lines(lines: Iterable[str], comments: bool, table: bool) -> Iterator[str]:
@@ -378,8 +383,11 @@ def _checked_lines(lines: Iterable[str], comments: bool, table: bool) -> Iterato
     """
     in_records = False
     for number, line in enumerate(lines, start=1):
-        if comments and not in_records and line.startswith("#"):
-            continue
+        if comments:
+            # MMseqs2 ends alignments of its databases with a zero byte, which then begins the next line.
+            line = line.strip("\0")
+            if not line or (not in_records and line.startswith("#")):
+                continue
         if "\0" in line:
             raise _Rejected(_NOT_TEXT)
         if not in_records and line.strip():

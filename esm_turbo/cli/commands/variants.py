@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from esm_turbo.cli.console import progress_bar, save, show
+from esm_turbo.cli.homologs import DrawnHomologs, HomologOptions
 from esm_turbo.cli.inputs import (
     announce,
     check_minimum,
@@ -60,6 +62,7 @@ def variants(
     columns: VariantColumns | None = None,
     json: JsonFile = None,
     plot: PictureFile = None,
+    homologs: HomologOptions = HomologOptions(),
     letters: SequenceOptions = SequenceOptions(),
     store: StoreFolder = None,
     model: CacheOptions = CacheOptions(),
@@ -97,7 +100,7 @@ def variants(
     if arm == ():
         raise ValueError("--arm must name at least one arm")
     spread = Spread.of(parallel, model, backend=backend)
-    sharding = Sharding("variants", "table", parallel.shard, out, [wild_types, variants])
+    sharding = Sharding("variants", "table", parallel.shard, out, [wild_types, variants, homologs.homologs])
     for name, column in (("measured", measured), ("protein-column", protein_column), ("mutant-column", mutant_column)):
         if column is not None and variants is None:
             raise ValueError(f"--{name} {column} names a column; give the table of variants that has it")
@@ -106,6 +109,8 @@ def variants(
     if columns is not None and parallel.shard is not None:
         raise ValueError(f"--columns {columns} cannot be merged from shards; leave --shard out")
     records, bad_records = read_proteins(wild_types, letters)
+    drawn = DrawnHomologs.of(homologs, records, letters.unknown)
+    from esm_turbo.tasks.common.homologs import default_query_arm
     from esm_turbo.tasks.variants.records import read_variants, score_records
 
     good, bad = None, list[BadRecord]()
@@ -126,12 +131,13 @@ def variants(
             check_columns(columns, (one.variant for one in good))
     check_plot(plot, len(records))
     turbo = spread.load()
+    drawn.check_model(turbo)
     records = readable(turbo, wild_types, records, bad_records)
     if good is not None:
         usable = {record.id for record in records}
         good = [one for one in good if one.protein in usable]
-    arms = named_arms(arm, turbo)
-    settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch}
+    arms = named_arms(arm, turbo, None if drawn.contexts else default_query_arm(turbo))
+    settings = {"method": method, "refresh": refresh, "toks_per_batch": toks_per_batch} | drawn.to_dict()
     more = {"first_position": first_position, "protein_column": protein_column, "mutant_column": mutant_column}
     if sharding.is_done(lambda: model_settings(turbo, arms) | settings | more | asdict(letters)):
         return 0
@@ -153,6 +159,7 @@ def variants(
                 runner=runner,
                 plan=sharding.plan,
                 journal=journal,
+                contexts=drawn.texts,
             )
         if sharding.out is not None and run.results:
             save(partial(run.write, run=used, settings=settings, columns=columns), sharding.out)
@@ -165,7 +172,11 @@ def variants(
     if variants is not None:
         list_bad(variants, bad)
     failed = [*bad_records, *run.failed, *bad]
-    result = {"run": used.to_dict(), "results": [one.to_dict() for one in run.results], "failed": failures(failed)}
+    result: dict[str, Any] = {
+        "run": used.to_dict() | drawn.to_dict(),
+        "results": [one.to_dict() for one in run.results],
+    }
+    result["failed"] = failures(failed)
     rows = sum(len(one.variants) for one in run.results)
     show(*variants_report(run, top), *outcome(rows, "variant", sharding.out, failed), to_json=json, result=result)
     return sharding.exit_code(failed)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.proteins.alignments import HomologContext
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import encode_homologs
 from esm_turbo.tasks.common.options import Arm
@@ -90,7 +91,9 @@ def query_contexts(turbo: ContextModel, context: Contexts | None, arm: Arm) -> l
         return []
     if isinstance(context, TurboKVCache):
         return _stored_homologs(turbo, context)
-    named = [(one, f"context {number}") for number, one in enumerate(as_list(context, "context"), start=1)]
+    drawn = [context] if isinstance(context, str | ProteinRecord | HomologContext) else list(context)
+    texts = as_list([one.sequence if isinstance(one, HomologContext) else one for one in drawn], "context")
+    named = [(one, f"context {number}") for number, one in enumerate(texts, start=1)]
     return [QueryContext(tuple(encode_homologs(turbo.codes, *one, limits)), name=one[1]) for one in named]
 
 

@@ -328,6 +328,7 @@ def score_records(
     runner: Runner | None = None,
     plan: Plan | None = None,
     journal: Journal | None = None,
+    contexts: Sequence[str] = (),
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
 
@@ -342,6 +343,7 @@ def score_records(
         runner: where pieces are scored; None is this process.
         plan: which pieces are scored; None is all.
         journal: keeps the scores of each piece, and has those of an earlier run with the same settings.
+        contexts: homologs that every protein is read after, see `context` of `score.score_variants`.
 
     `method`, `refresh`, `toks_per_batch` and `store` are those of `score.score_variants`.
     """
@@ -356,6 +358,7 @@ def score_records(
             record.sequence,
             first_position_of(record, first_position),
             None if variants is None else tuple(one.variant for one in own_variants[record.id]),
+            tuple(contexts),
         )
         for record in wanted
     ]

@@ -36,7 +36,7 @@ from esm_turbo.tasks.common.checks import check_choice, check_count
 from esm_turbo.tasks.common.context_sources import ReadableSource, check_store
 from esm_turbo.tasks.common.forwards import arm_preset, batch_tokens, context_config, resolve_arm, single_row
 from esm_turbo.tasks.common.homologs import QueryContext, default_query_arm, query_contexts, query_ids, row_arm
-from esm_turbo.tasks.common.options import Arm, VariantMethod
+from esm_turbo.tasks.common.options import METHOD_NAMES, Arm, VariantMethod
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.row_engine import run_rows
 from esm_turbo.tasks.common.rows import ItemRows, RowBatch, RowGroup, RowRun
@@ -120,6 +120,12 @@ class VariantScores(ItemScores):
         """`rows`, highest score first."""
         rows = list(self.rows())
         return [rows[index] for index in self.ranking()]
+
+    @property
+    def method_name(self) -> str:
+        """The method for readers, and after what."""
+        after = f" after {counted(self.contexts, 'context')} of homologs" if self.contexts else ""
+        return METHOD_NAMES[self.method] + after
 
     @property
     def values(self) -> list[float]:

@@ -1,0 +1,110 @@
+"""Homologs of a command: the family of its protein, and the contexts that are drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Group, Parameter
+
+from esm_turbo.cli.console import say
+from esm_turbo.cli.options import MANY, OptionalInput
+from esm_turbo.config import DEFAULT_CONTEXT_TOKENS, DEFAULT_MAX_SIMILARITY
+from esm_turbo.files.tabular import counted
+from esm_turbo.proteins.fasta import ProteinRecord, sha256_file
+
+if TYPE_CHECKING:
+    from esm_turbo.proteins.alignments import HomologContext
+    from esm_turbo.turbo_esm import TurboEsm
+
+
+@Parameter(name="*", group=Group("Homologs"))
+@dataclass(frozen=True, kw_only=True)
+class HomologOptions:
+    """Homologs that the protein is read after, by families with exact contexts, such as E1."""
+
+    homologs: Annotated[
+        OptionalInput,
+        Parameter(
+            help="Family of the protein: an alignment (.a3m or .a2m) whose first record it is, or any FASTA file; plain"
+            " or gzip."
+        ),
+    ] = None
+    context_tokens: Annotated[
+        tuple[int, ...], MANY, Parameter(help="Budget of a context, in residues of its homologs; several for several.")
+    ] = (DEFAULT_CONTEXT_TOKENS,)
+    max_similarity: Annotated[
+        tuple[float, ...],
+        MANY,
+        Parameter(help="Largest share of the protein's residues that a homolog may have; one or several caps."),
+    ] = (DEFAULT_MAX_SIMILARITY,)
+    seed: Annotated[int, Parameter(help="Seed of the first context that is drawn; the next ones have the next.")] = 0
+
+
+@dataclass(frozen=True)
+class DrawnHomologs:
+    """Contexts of a command.
+
+    Attributes:
+        path: of the family; None without one.
+        contexts: one for each budget with each cap of similarity.
+    """
+
+    path: Path | None
+    contexts: Sequence[HomologContext] = ()
+
+    @classmethod
+    def of(cls, options: HomologOptions, records: Sequence[ProteinRecord], unknown: str | None) -> DrawnHomologs:
+        """Draw contexts from the family of the only protein.
+
+        Args:
+            options: of the command.
+            records: the proteins.
+            unknown: as for `read_fasta`.
+
+        Raises:
+            ValueError: there are several proteins, an option is invalid or has no family, or the family is unusable,
+                see `read_homologs` and `HomologFamily.sample`.
+        """
+        path = options.homologs
+        if path is None:
+            if options != HomologOptions():
+                raise ValueError("--context-tokens, --max-similarity and --seed are for --homologs; name the family")
+            return cls(None)
+        if len(records) != 1:
+            raise ValueError(f"--homologs {path} is the family of one protein; there are {len(records)}")
+        from esm_turbo.proteins.alignments import read_homologs
+
+        family = read_homologs(path, records[0], unknown=unknown)
+        budgets, caps = options.context_tokens, options.max_similarity
+        contexts = family.sample_several(budgets, max_similarity=caps, seed=options.seed)
+        sizes = sorted({len(one.ids) for one in contexts})
+        drawn = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+        say(f"{path}: {counted(len(contexts), 'context')} of {drawn} of {counted(len(family), 'homolog')}")
+        return cls(path, contexts)
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Homologs of each context."""
+        return tuple(one.sequence for one in self.contexts)
+
+    def check_model(self, turbo: TurboEsm) -> None:
+        """Check that a model reads homologs.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if self.path is not None and turbo.model.base_model.exact_contexts is None:
+            raise ValueError(
+                f"--homologs {self.path}: {turbo.model.family.name} reads one protein at a time and no homologs; name a"
+                " checkpoint of E1 with --model"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a run used of it, as plain JSON values, under the key `homologs`; nothing without a family."""
+        if self.path is None:
+            return {}
+        contexts = [one.to_dict() for one in self.contexts]
+        return {"homologs": {"file": self.path.name, "sha256": sha256_file(self.path), "contexts": contexts}}

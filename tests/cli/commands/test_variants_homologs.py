@@ -1,0 +1,113 @@
+"""`esm-turbo variants --homologs`: the scores of E1 after drawn homologs, what is recorded, and what is refused."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from esm_turbo import TurboEsm, read_homologs
+from tests.test_modeling_e1_turbo import E1_MINI
+
+PROTEIN = "MKNKVVVVTGVPGVGGTT"
+HOMOLOGS = ("MKNKVVVIVGVPGVGSTT", "--MKIGIVTGIPGVGKST", "MRHpfKVVVVTGVPGVGKTT", "MKNKVVVVTGVPGVGSTT")
+FAMILY = f">wt\n{PROTEIN}\n" + "".join(f">{name}\n{row}\n" for name, row in zip("abcd", HOMOLOGS, strict=True))
+
+
+@pytest.fixture(scope="module")
+def e1() -> TurboEsm:
+    return TurboEsm.from_pretrained(E1_MINI, device="cpu")
+
+
+@pytest.fixture
+def run(esm, e1, write, monkeypatch):
+    """Score variants of the protein by E1, with these options."""
+    protein = write("protein.fasta", f">wt\n{PROTEIN}\n")
+    monkeypatch.setattr(TurboEsm, "from_pretrained", lambda *arguments, **options: e1)
+    return lambda *options: esm("variants", protein, *options)
+
+
+@pytest.fixture
+def family(write):
+    return write("family.a3m", FAMILY)
+
+
+def test_scores_are_those_in_python_and_say_what_was_drawn(run, e1, family, write, tmp_path):
+    table = write("variants.csv", "mutant\nM1A\nV5A:T9S\n")
+    out, found = tmp_path / "scores.csv", tmp_path / "scores.json"
+    options = ("--context-tokens", 40, 80, "--max-similarity", 0.95, "0.9", "--seed", 3)
+    code, _, err = run(table, "--homologs", family, *options, "--out", out, "--json", found)
+    assert (code, err) == (0, f"esm-turbo: {family}: 4 contexts of 2 to 4 of 5 homologs\n")
+    contexts = read_homologs(family, PROTEIN).sample_several((40, 80), max_similarity=(0.95, 0.9), seed=3)
+    expected = e1.score_variants(PROTEIN, ["M1A", "V5A:T9S"], context=contexts)
+    result = json.loads(found.read_text())
+    drawn = result["run"]["homologs"]
+    assert drawn["contexts"] == [one.to_dict() for one in contexts]
+    assert [one["seed"] for one in drawn["contexts"]] == [3, 4, 5, 6] and drawn["file"] == "family.a3m"
+    [arm] = result["results"][0]["arms"].values()
+    assert arm["contexts"] == 4
+    assert [one["score"] for one in arm["variants"]] == pytest.approx(expected.values, abs=1e-5)
+    rows = list(csv.DictReader(out.open()))
+    assert [float(row["frozen"]) for row in rows] == pytest.approx(expected.values, abs=1e-5)
+    # Again the same; another seed is another run, not the rest of this one.
+    first = out.read_text()
+    assert run(table, "--homologs", family, *options, "--out", out).code == 0 and out.read_text() == first
+    assert run(table, "--homologs", family, *options[:-1], 4, "--out", out).code == 0 and out.read_text() != first
+
+
+def test_arms_agree_and_the_protein_alone_is_scored_in_full(run, e1, family, tmp_path):
+    out = tmp_path / "scores.csv"
+    assert run("--homologs", family, "--arm", "full", "frozen", "--out", out, "--method", "wild_type").code == 0
+    rows = list(csv.DictReader(out.open()))
+    assert len(rows) == 19 * len(PROTEIN)
+    assert [float(row["full"]) for row in rows] == pytest.approx([float(row["frozen"]) for row in rows], abs=1e-4)
+    assert run("--out", out).code == 0
+    alone = [float(row["full"]) for row in csv.DictReader(out.open())]
+    assert alone == pytest.approx(e1.score_variants(PROTEIN).values, abs=1e-5)
+
+
+def test_the_map_of_variants_is_drawn(run, family, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "map.svg"
+    assert run("--homologs", family, "--plot", picture, "--method", "wild_type").code == 0
+    # Lines of a caption break between words.
+    assert "wild-type marginals after 1 context of" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (FAMILY.replace("VVVVTGVPGVGGTT", "VVVVTGVPGVGGTA"), (), "record 'wt': .* not of wt: residue 18 is A, not T"),
+        (f">wt\n{PROTEIN}\n", (), "holds wt alone; a family needs at least one homolog"),
+        ("", (), "is empty; give at least one protein"),
+        (FAMILY.replace("MKIGIV", "MKJGIV"), (), "record 'b': position 5 is 'J'.*--unknown X"),
+        (FAMILY, ("--context-tokens", 10), "no homolog fits into 10 tokens; the shortest has 16 residues"),
+        (FAMILY, ("--max-similarity", 0.2), "no homolog has 0% to 20% of the protein's residues"),
+        (FAMILY, ("--max-similarity", 95), "must lie in 0 to 1"),
+        (FAMILY, ("--seed", -1), "--seed must be an integer of at least 0"),
+    ],
+)
+def test_bad_families_end_the_run_before_it_begins(run, write, tmp_path, text, options, message):
+    out = tmp_path / "out.csv"
+    code, printed, err = run("--homologs", write("family.a3m", text), *options, "--out", out)
+    assert (code, printed) == (2, "") and not out.exists()
+    assert re.search(message, err), err
+
+
+def test_what_has_no_use_is_refused(run, esm, family, write):
+    missing = Path("missing.a3m")
+    assert "there is no such file" in run("--homologs", missing).error
+    assert "are for --homologs; name the family" in run("--seed", 3).error
+    assert "arm 'frozen' stores homologs, and there are none" in run("--arm", "frozen").err
+    several = write("several.fasta", f">wt\n{PROTEIN}\n>other\nMKT\n")
+    assert esm("variants", several, "--homologs", family).error.endswith("is the family of one protein; there are 2")
+    assert run("--homologs", family, "--out", family).code == 2
+
+
+def test_other_families_read_no_homologs(esm_shared, family, write):
+    found = esm_shared("variants", write("protein.fasta", f">wt\n{PROTEIN}\n"), "--homologs", family)
+    assert found.code == 2
+    assert "ESM-2 reads one protein at a time and no homologs; name a checkpoint of E1 with --model" in found.err
