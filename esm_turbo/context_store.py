@@ -27,14 +27,13 @@ from esm_turbo.model.pooled import PooledContexts
 from esm_turbo.proteins.batches import remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
-from esm_turbo.store.claims import Claims
-from esm_turbo.store.files import FORMAT_VERSION, StoreFiles, context_spec
+from esm_turbo.store.files import StoreFiles, context_spec
 from esm_turbo.store.filling import Filling, StoredBatch
 from esm_turbo.store.flat import ContextSpec, FlatContext
 from esm_turbo.store.lookup import Lookup
+from esm_turbo.store.partitions import FORMAT_VERSION
 from esm_turbo.store.requests import PrefillRequest, context_requests, deduplicate, key_of_tokens
 from esm_turbo.store.usage import Usage, rates
-from esm_turbo.store.writer import Writer
 from esm_turbo.tasks.common.context_sources import FoundContexts
 from esm_turbo.tasks.common.contexts import prefill_wanted
 from esm_turbo.tasks.common.forwards import protein_tokens
@@ -82,12 +81,10 @@ class ContextStore:
         self.folder = Path(folder)
         self.lock_timeout = lock_timeout
         self.read_only = read_only
-        self._files = StoreFiles(self.folder)
-        self._claims = Claims(self.folder)
+        self._files = StoreFiles(self.folder, lock_timeout)
         self._budgets = host_bytes, device_bytes
         self._usage = Usage(self.folder)
         self._lookup = Lookup(host_bytes, device_bytes, self._usage)
-        self._writer = Writer(self._files, lock_timeout)
         self._mutex = threading.RLock()
         self._flush = weakref.finalize(self, self._usage.flush)
 
@@ -300,7 +297,7 @@ class ContextStore:
             raise ValueError(f"the model has changed since it computed this: {difference}; nothing was stored")
         rows = cache.cut([len(ids) for ids in token_ids])
         contexts = {key_of_tokens(turbo, ids): FlatContext.of(row) for ids, row in zip(token_ids, rows, strict=True)}
-        with self._mutex, self._writer.partition(spec) as partition:
+        with self._mutex, self._files.writing(spec) as partition:
             for key, context in contexts.items():
                 # Another process may have written it meanwhile.
                 if self._lookup.read(partition, key) is None:
@@ -403,7 +400,7 @@ class ContextStore:
             requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
             spec = context_spec(turbo)
             done = self._done(spec, requests, report)
-            self._writer.sweep_once()
+            self._files.sweep_once()
             residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
             report("prefill", 0, total)
             computed = 0
@@ -456,7 +453,7 @@ class ContextStore:
         """Indices of the contexts that are in the store, undamaged."""
         partition = self._files.partition(spec)
         if self._files.is_unfinished():
-            with self._writer.locked():
+            with self._files.locked():
                 self._files.discard_unfinished()
         done: set[int] = set()
         for index, one in enumerate(requests):
@@ -475,7 +472,7 @@ class ContextStore:
         """
         with self._mutex:
             if self.folder.exists():
-                with self._writer.locked():
+                with self._files.locked():
                     self._files.remove_temporaries()
 
     def count_missing(self, turbo: ContextModel, sequences: Sequence[str]) -> int:
@@ -532,7 +529,7 @@ class ContextStore:
         self, turbo: ContextModel, spec: ContextSpec, on_failure: Callable[[str, str], None] | None
     ) -> Filling:
         prefill = partial(prefill_wanted, turbo, on_failure)
-        return Filling(self._writer, self._claims, self._lookup, self._mutex, spec, turbo.model.device, prefill)
+        return Filling(self._files, self._lookup, self._mutex, spec, turbo.model.device, prefill)
 
 
 def context_key(turbo: ContextModel, sequence: str | ProteinRecord) -> str:

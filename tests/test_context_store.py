@@ -32,9 +32,9 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import read_artifact, write_artifact
 from esm_turbo.files.writing import LOCK_FILE, FolderBusyError, only_writer
 from esm_turbo.store import files as store_files
-from esm_turbo.store import filling, writer
-from esm_turbo.store.files import FORMAT_VERSION
+from esm_turbo.store import filling, partitions
 from esm_turbo.store.flat import FlatContext
+from esm_turbo.store.partitions import FORMAT_VERSION
 from esm_turbo.store.requests import context_requests
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import USAGE_FILE, Usage
@@ -681,7 +681,7 @@ def test_a_batch_is_computed_while_the_one_before_is_written(compressed, tmp_pat
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(TurboEsm, "prefill_within_call"), (store_files.Staging, "write"), (store_files.Staging, "publish")],
+    [(TurboEsm, "prefill_within_call"), (partitions.Staging, "write"), (partitions.Staging, "publish")],
 )
 def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, monkeypatch, ahead, owner, name):
     ContextStore(tmp_path / "whole").add(compressed, proteins(), toks_per_batch=60)
@@ -701,7 +701,7 @@ def test_what_stops_a_run_leaves_whole_batches(compressed, tmp_path, prefilled, 
         with pytest.raises(OSError, match="Input/output error"):
             store.add(compressed, proteins(), toks_per_batch=60)
     # Nothing is claimed or half-written any more.
-    assert store._claims.of_others() == set()
+    assert store._files.claimed_by_others() == set()
     assert not [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
     prefilled.clear()
     assert store.add(compressed, proteins(), toks_per_batch=60) == 7
@@ -752,14 +752,14 @@ def test_a_run_that_is_left_lets_go_of_its_claims(compressed, tmp_path, ahead):
     wanted = context_requests(compressed, proteins())
     running = store._fill(compressed, store_files.context_spec(compressed), wanted, set(), 60)
     assert next(running).computed == 1
-    assert len(store._claims.of_others()) == 2
+    assert len(store._files.claimed_by_others()) == 2
     running.close()
-    assert store._claims.of_others() == set()
+    assert store._files.claimed_by_others() == set()
     batches = store.add_batches(compressed, [[sequence] for sequence in proteins()[::-1]])
     assert (next(batches), next(batches)) == (0, 1)
-    assert len(store._claims.of_others()) == 1
+    assert len(store._files.claimed_by_others()) == 1
     batches.close()
-    assert store._claims.of_others() == set()
+    assert store._files.claimed_by_others() == set()
     assert store.add(compressed, proteins(), toks_per_batch=60) == 6
 
 
@@ -830,16 +830,16 @@ def test_readers_do_not_wait_for_a_writer_and_writers_do(compressed, tmp_path):
 def test_contexts_that_another_process_writes_are_not_computed(compressed, tmp_path, prefilled, monkeypatch):
     store = ContextStore(tmp_path)
     store.get_or_prefill(compressed, "MKTAY")
-    original = writer.only_writer
+    original = store_files.only_writer
 
     def late(folder, **options):
         # Another process writes while this one waits.
-        monkeypatch.setattr(writer, "only_writer", original)
+        monkeypatch.setattr(store_files, "only_writer", original)
         ContextStore(tmp_path).get_or_prefill(compressed, "GSGS")
         prefilled.clear()
         return original(folder, **options)
 
-    monkeypatch.setattr(writer, "only_writer", late)
+    monkeypatch.setattr(store_files, "only_writer", late)
     assert_same(store.get_or_prefill(compressed, "GSGS"), compressed.prefill("GSGS"))
     assert prefilled == []
 
@@ -935,7 +935,7 @@ def test_claimed_contexts_come_last_and_are_read_once_they_are_there(compressed,
     store.get_or_prefill(compressed, "MKTAY")
     key = context_key(compressed, sequences[-1])
     prefilled.clear()
-    with other._claims.claim([key]):
+    with other._files.claim([key]):
 
         def add():
             return store.add(compressed, sequences, toks_per_batch=60)
@@ -957,20 +957,20 @@ def test_claimed_contexts_are_computed_if_their_process_does_not(compressed, tmp
     store.get_or_prefill(compressed, "MKTAY")
     key = context_key(compressed, "GSGSW")
     code = (
-        "import sys, time; from pathlib import Path; from esm_turbo.store.claims import Claims\n"
-        "with Claims(Path(sys.argv[1])).claim(sys.argv[2:]): print('held', flush=True); time.sleep(600)"
+        "import sys, time; from pathlib import Path; from esm_turbo.store.files import StoreFiles\n"
+        "with StoreFiles(Path(sys.argv[1])).claim(sys.argv[2:]): print('held', flush=True); time.sleep(600)"
     )
     holder = subprocess.Popen([sys.executable, "-c", code, tmp_path, key], stdout=subprocess.PIPE, text=True)
     try:
         assert holder.stdout.readline() == "held\n"
-        assert store._claims.of_others() == {key}
+        assert store._files.claimed_by_others() == {key}
         if ends == "it is killed":
             threading.Timer(0.3, holder.kill).start()
         begin = time.monotonic()
         assert store.add(compressed, ["GSGSW"]) == 1
         assert time.monotonic() - begin > 0.2
         if ends == "it is killed":
-            assert store._claims.of_others() == set()
+            assert store._files.claimed_by_others() == set()
     finally:
         holder.kill()
         holder.wait()

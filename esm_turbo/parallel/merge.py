@@ -19,7 +19,8 @@ from esm_turbo.files.suffixes import PARQUET
 from esm_turbo.files.tables import write_table
 from esm_turbo.files.writing import link_file, only_writer
 from esm_turbo.parallel.shards import Manifest, ShardError, ShardsState, shard_output, shards_folder
-from esm_turbo.store.files import PARTITION_FILE, StoreFiles
+from esm_turbo.store.files import StoreFiles
+from esm_turbo.store.partitions import PARTITION_FILE
 from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
 from esm_turbo.tasks.scoring.merging import Row, ranked, with_other_targets
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS

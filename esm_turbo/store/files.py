@@ -16,47 +16,37 @@ partition is found by comparing with each.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import itertools
 import json
 import logging
 import os
 import re
-import shutil
-import threading
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
 from esm_turbo.config import Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
-from esm_turbo.files.fingerprint import same_codec
 from esm_turbo.files.identity import ModelIdentity, lasting_identity
 from esm_turbo.files.kinds import STORE_FILE
 from esm_turbo.files.writing import (
     LOCK_FILE,
-    file_errors,
+    held_temporaries,
     is_temporary,
     locked_temporary,
-    refuse_links,
+    only_writer,
     remove_temporaries,
     replacing,
 )
-from esm_turbo.store.flat import ContextSpec, FlatContext
+from esm_turbo.store.flat import ContextSpec
+from esm_turbo.store.partitions import FORMAT_VERSION, PARTITION_FILE, Partition
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-FORMAT_VERSION = 3
-PARTITION_FILE = "shelf.safetensors"
 _UNFINISHED_FILE = "unfinished.json"
+_CLAIM, _KEYS_FILE = "claim", "keys.json"
 STORED_KINDS = ("context_shelf", "context")
 """Kinds of artifacts in a store, beside its header."""
 
@@ -70,13 +60,16 @@ class StoreFiles:
 
     Args:
         folder: of a store, or one that can become a store: missing or empty.
+        timeout: seconds to wait for another process that is writing.
 
     Raises:
         ValueError: the folder is something else, was written by another version, or is damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, timeout: float = 60.0) -> None:
         self.folder = folder
+        self.timeout = timeout
+        self._swept = False
         self._partitions: dict[str, Partition] = {}
         self._reported: set[str] = set()
         self.header: StoreHeader | None = None
@@ -103,6 +96,55 @@ class StoreFiles:
                 self.header = StoreHeader.read(path)
             except ArtifactError as error:
                 raise ArtifactError(f"{error}; restore it from a copy, or give another folder") from error
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Lets one process at a time write, for the duration of the block.
+
+        Raises:
+            FolderBusyError: (a ValueError) another process was writing for all of `timeout`.
+        """
+        with only_writer(self.folder, timeout=self.timeout, keep=True):
+            yield
+
+    @contextlib.contextmanager
+    def writing(self, spec: ContextSpec) -> Iterator[Partition]:
+        """Holds the lock during the block; what killed writers left is removed, and there is a partition.
+
+        Raises:
+            ValueError: the store belongs to another model.
+            FolderBusyError: as of `locked`.
+            OSError: writing failed, for example because the disk is full.
+        """
+        with self.locked():
+            partition = self.make_partition(spec)
+            self.sweep_once()
+            self.discard_unfinished()
+            yield partition
+
+    @contextlib.contextmanager
+    def claim(self, keys: Sequence[str]) -> Iterator[None]:
+        """Claims contexts until the end of the block, so that several processes that fill a store share the work.
+
+        A claim is a temporary folder that its process keeps locked: the operating system releases the lock of a process
+        that dies. Where files cannot be locked there are no claims, and contexts are computed twice at worst. Claims
+        are made and read under the store's lock, so that they are seen whole.
+
+        Raises:
+            OSError: the claim cannot be written.
+        """
+        with locked_temporary(self.folder, _CLAIM) as folder:
+            (folder / _KEYS_FILE).write_text(json.dumps(list(keys)), encoding="utf-8")
+            yield
+
+    def claimed_by_others(self) -> set[str]:
+        """Keys that other living processes have claimed, or other stores of this one."""
+        keys: set[str] = set()
+        for folder in held_temporaries(self.folder, _CLAIM):
+            # Its process may just have removed it.
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                keys.update(json.loads((folder / _KEYS_FILE).read_text(encoding="utf-8")))
+        return keys
 
     def partition(self, spec: ContextSpec) -> Partition | None:
         """Finds the partition of contexts of this kind; None if there is none yet.
@@ -189,6 +231,12 @@ class StoreFiles:
                         partition.path(key).unlink(missing_ok=True)
         path.unlink(missing_ok=True)
 
+    def sweep_once(self) -> None:
+        """Removes, once, the temporary files of killed writers."""
+        if not self._swept and self.folder.exists():
+            self.remove_temporaries()
+            self._swept = True
+
     def remove_temporaries(self) -> None:
         """Removes temporary files of killed writers; only for the writer."""
         remove_temporaries(self.folder)
@@ -238,210 +286,6 @@ class StoreHeader:
             )
 
 
-@dataclass(frozen=True)
-class Partition:
-    """Contexts of one preset and calibration.
-
-    Attributes:
-        folder: of its files.
-        config: options under which the contexts are stored.
-        codec_fingerprint: of the calibration.
-    """
-
-    folder: Path
-    config: TurboConfig
-    codec_fingerprint: npt.NDArray[np.float32]
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @classmethod
-    def of(cls, store: Path, spec: ContextSpec) -> Partition:
-        """A new partition for the contexts that a model writes."""
-        fingerprint = spec.codec.fingerprint
-        digest = hashlib.sha256(np.ascontiguousarray(fingerprint).tobytes()).hexdigest()[:8]
-        return cls(store / f"{spec.config.name}-{digest}", spec.config, fingerprint)
-
-    @classmethod
-    def read(cls, path: Path) -> Partition:
-        """Reads a partition's file.
-
-        Raises:
-            ArtifactError: the file is damaged or of another version.
-        """
-        tensors, metadata = read_artifact(path, "context_shelf", FORMAT_VERSION)
-        try:
-            config = TurboConfig.from_dict(metadata["config"])
-            return cls(path.parent, config, tensors["codec_fingerprint"].numpy().copy())
-        except (KeyError, TypeError, ValueError) as error:
-            raise ArtifactError(f"{path}: an entry is missing or wrong: {error}") from error
-
-    def write(self) -> None:
-        path = self.folder / PARTITION_FILE
-        metadata = {"config": self.config.to_dict()}
-        fingerprint = torch.from_numpy(np.ascontiguousarray(self.codec_fingerprint))
-        refuse_links(self.folder, self.folder.parent)
-        with replacing(path, inside=True) as temporary:
-            write_artifact(temporary, "context_shelf", FORMAT_VERSION, {"codec_fingerprint": fingerprint}, metadata)
-
-    def matches(self, spec: ContextSpec) -> bool:
-        """True if its contexts are of this kind."""
-        return self.config == spec.config and same_codec(self.codec_fingerprint, spec.codec.fingerprint)
-
-    def is_like(self, other: Partition) -> bool:
-        """True if its contexts are of the same kind as those of a partition of another store."""
-        return self.config == other.config and same_codec(self.codec_fingerprint, other.codec_fingerprint)
-
-    def keys(self) -> Iterator[str]:
-        """Keys of all contexts."""
-        return (entry.name.removesuffix(_SUFFIX) for entry in _files(self.folder))
-
-    def path(self, key: str) -> Path:
-        """Path of a context's file, whether or not it exists."""
-        return self.folder / key[:2] / f"{key}{_SUFFIX}"
-
-    def read_context(self, key: str) -> FlatContext | None:
-        """Reads and checks a context, mapped into memory; None if there is none.
-
-        Raises:
-            ArtifactError: the file is damaged.
-        """
-        path = self.path(key)
-        if not path.exists():
-            return None
-        if path.is_symlink():
-            raise ArtifactError(f"{path}: is a symbolic link, which is not followed here")
-        tensors, metadata = read_artifact(path, "context", FORMAT_VERSION)
-        if metadata.get("key") != key or metadata.get("shelf") != self.name:
-            raise ArtifactError(f"{path}: the file of another context")
-        try:
-            return FlatContext.from_description(tensors["data"], metadata["layout"])
-        except (KeyError, ValueError) as error:
-            raise ArtifactError(f"{path}: damaged ({error})") from error
-
-    def write_context(self, key: str, context: FlatContext) -> None:
-        """Writes a context, whole or not at all; only for the writer.
-
-        Raises:
-            OSError: writing failed, for example because the disk is full.
-        """
-        with self.staging() as staging:
-            staging.write(key, context)
-            staging.publish(key)
-
-    @contextlib.contextmanager
-    def staging(self) -> Iterator[Staging]:
-        """Contexts that are written beside the others, by any number of processes at once, and put among them later."""
-        refuse_links(self.folder, self.folder.parent)
-        with contextlib.ExitStack() as stack:
-            with file_errors(self.folder):
-                folder = stack.enter_context(locked_temporary(self.folder, "batch"))
-            yield Staging(self, folder)
-
-    def info(self) -> dict[str, Any]:
-        """Number and size of the contexts, JSON values."""
-        sizes = [entry.stat().st_size for entry in _files(self.folder)]
-        return {
-            "preset": self.config.name,
-            "folder": self.name,
-            "contexts": len(sizes),
-            "bytes": sum(sizes),
-        }
-
-
-@dataclass(frozen=True)
-class Staging:
-    """Contexts that are not yet among the others of a partition.
-
-    Attributes:
-        partition: which they will be part of.
-        folder: a temporary one in it.
-    """
-
-    partition: Partition
-    folder: Path
-
-    def write(self, key: str, context: FlatContext) -> None:
-        """Writes a context.
-
-        Raises:
-            OSError: writing failed, for example because the disk is full.
-        """
-        path = self._path(key)
-        metadata = {"key": key, "shelf": self.partition.name, "layout": context.description()}
-        with file_errors(self.partition.path(key)):
-            path.touch()
-            mode = path.stat().st_mode
-            write_artifact(path, "context", FORMAT_VERSION, {"data": context.buffer}, metadata)
-            path.chmod(mode)
-
-    def write_all(self, contexts: Iterable[tuple[str, FlatContext]], writers: int = 1) -> None:
-        """Writes contexts, each with its key.
-
-        Args:
-            contexts: on the host; taken as they are written, a few ahead.
-            writers: number of threads. Hashing and writing leave the interpreter to others.
-
-        Raises:
-            OSError: as of `write`. Nothing is being written any more then.
-        """
-        if writers == 1:
-            for key, context in contexts:
-                self.write(key, context)
-            return
-        with ThreadPoolExecutor(writers) as threads:
-            try:
-                pending: deque[Future[None]] = deque()
-                for key, context in contexts:
-                    pending.append(threads.submit(self.write, key, context))
-                    if len(pending) > writers:
-                        pending.popleft().result()
-                for one in pending:
-                    one.result()
-            except BaseException:
-                threads.shutdown(cancel_futures=True)
-                raise
-
-    @contextlib.contextmanager
-    def writing(self, contexts: Iterable[tuple[str, FlatContext]], writers: int) -> Iterator[Callable[[], None]]:
-        """Writes contexts as `write_all` does, with several writers while the block runs. Its end stops them.
-
-        Yields:
-            What waits until all are written, and raises as `write_all`.
-        """
-        if writers == 1:
-            self.write_all(contexts)
-            yield lambda: None
-            return
-        stopped = threading.Event()
-        until_stopped = itertools.takewhile(lambda _: not stopped.is_set(), contexts)
-        with ThreadPoolExecutor(1) as thread:
-            written = thread.submit(self.write_all, until_stopped, writers)
-            try:
-                yield written.result
-            finally:
-                stopped.set()
-
-    def publish(self, key: str) -> None:
-        """Puts a context that was written among the others; only for the writer.
-
-        Raises:
-            OSError: it failed.
-        """
-        path = self.partition.path(key)
-        refuse_links(path.parent, self.partition.folder.parent)
-        with file_errors(path):
-            path.parent.mkdir(exist_ok=True)
-            if path.is_dir() and not path.is_symlink():
-                # Nobody but a stranger makes one here, and a file cannot replace it.
-                shutil.rmtree(path)
-            os.replace(self._path(key), path)
-
-    def _path(self, key: str) -> Path:
-        return self.folder / f"{key}{_SUFFIX}"
-
-
 def stored_info(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     """Contents of one file of a store, after verifying its checksum.
 
@@ -478,16 +322,6 @@ def context_spec(turbo: ContextModel, config: TurboConfig | None = None) -> Cont
         codec=esm.codec(config),
         model=turbo.name,
     )
-
-
-def _files(partition: Path) -> Iterator[os.DirEntry[str]]:
-    with os.scandir(partition) as folders:
-        for folder in folders:
-            if folder.is_dir() and not folder.name.startswith("."):
-                with os.scandir(folder) as entries:
-                    yield from (
-                        e for e in entries if e.name.endswith(_SUFFIX) and not (e.name.startswith(".") or e.is_dir())
-                    )
 
 
 def _may_precede_header(name: str) -> bool:

@@ -12,12 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from esm_turbo.store.claims import Claims
-from esm_turbo.store.files import Partition, Staging
+from esm_turbo.store.files import StoreFiles
 from esm_turbo.store.flat import ContextSpec, FlatBatch, FlatContext
 from esm_turbo.store.lookup import Lookup
+from esm_turbo.store.partitions import Partition, Staging
 from esm_turbo.store.requests import PrefillRequest
-from esm_turbo.store.writer import Writer
 
 _POLL_SECONDS = 0.1
 # Contexts that are hashed and written at a time while a GPU waits; on a CPU the forward takes many times as long.
@@ -74,8 +73,7 @@ class Filling:
     """Computes the contexts of batches and puts them into a store, together with other processes.
 
     Args:
-        writer: of the store.
-        claims: likewise.
+        files: of the store.
         lookup: likewise.
         mutex: held while a batch is begun, and while it is finished.
         spec: kind of the contexts.
@@ -83,8 +81,7 @@ class Filling:
         prefill: computes contexts; those that it leaves out have failed.
     """
 
-    writer: Writer
-    claims: Claims
+    files: StoreFiles
     lookup: Lookup
     mutex: threading.RLock
     spec: ContextSpec
@@ -100,7 +97,7 @@ class Filling:
         """Computes and writes the contexts of batches that are not in the store.
 
         A GPU computes a batch while the one before is written; a CPU has nothing to spare for that. A batch of which
-        another process has claimed some is left to that process, until nothing has come on for the writer's timeout.
+        another process has claimed some is left to that process, until nothing has come on for the store's timeout.
 
         Args:
             batches: taken at most one ahead of the results.
@@ -112,7 +109,7 @@ class Filling:
 
         Raises:
             ValueError: the store belongs to another model.
-            FolderBusyError: (a ValueError) another process was writing for all of the writer's timeout.
+            FolderBusyError: (a ValueError) another process was writing for all of the store's timeout.
             OSError: writing failed, for example because the disk is full. The store remains intact.
         """
         coming, ahead = iter(batches), 1 if _writers(self.device) > 1 else 0
@@ -130,7 +127,7 @@ class Filling:
                         batch = claimed.popleft()
                         tried += 1
                 if batch is not None:
-                    one = self._begin(batch, waits=time.monotonic() - since < self.writer.timeout)
+                    one = self._begin(batch, waits=time.monotonic() - since < self.files.timeout)
                     if one is None:
                         claimed.append(batch)
                         continue
@@ -160,14 +157,14 @@ class Filling:
             The batch, for `_finish`; None if some of it is left to another process.
         """
         with self.mutex, contextlib.ExitStack() as claim:
-            with self.writer.partition(self.spec) as partition:
+            with self.files.writing(self.spec) as partition:
                 found = self.lookup.read_all(partition, [one.key for one in requests], self.device)
                 missing = [one for one in requests if one.key not in found]
                 keys = [one.key for one in missing]
                 if keys:
-                    if waits and not self.claims.of_others().isdisjoint(keys):
+                    if waits and not self.files.claimed_by_others().isdisjoint(keys):
                         return None
-                    claim.enter_context(self.claims.claim(keys))
+                    claim.enter_context(self.files.claim(keys))
             if not missing:
                 return _PendingBatch(requests, partition, found, (), [], None, lambda: None, claim.pop_all())
             staging = claim.enter_context(partition.staging())
@@ -183,12 +180,12 @@ class Filling:
             filled, computed, partition = pending.found, _by_key(pending.computed), pending.partition
             if pending.staging is None:
                 return StoredBatch(pending.requests, filled, 0)
-            with self.writer.locked():
-                self.writer.files.discard_unfinished()
+            with self.files.locked():
+                self.files.discard_unfinished()
                 # Where claims do not work, another process may have computed the same.
                 filled |= self.lookup.read_all(partition, pending.missing, self.device)
                 own = [key for key in computed if key not in filled]
-                with self.writer.files.batch(partition, own):
+                with self.files.batch(partition, own):
                     for key in own:
                         pending.staging.publish(key)
                 for key in own:

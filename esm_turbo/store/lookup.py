@@ -10,8 +10,8 @@ import torch
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.model.memory import NotEnoughMemoryError
-from esm_turbo.store.files import Partition
 from esm_turbo.store.flat import FlatContext
+from esm_turbo.store.partitions import Partition
 from esm_turbo.store.pool import ContextPool, PoolHold
 from esm_turbo.store.tiers import Tier
 from esm_turbo.store.usage import Usage
