@@ -136,7 +136,7 @@ def attention_plan(
         "max_parts": max_parts,
         "has_tiles": int(named is not None),
         "HEAD_DIM": head_dim,
-        "QUERIES": queries,
+        "BLOCK_M": queries,
         "PRECISION": precision,
         "OVERLAP": overlap,
     }
@@ -163,7 +163,7 @@ def attention_plan(
         SLOTS=num_slots(slots[0]),
         ROTATED=rotated,
         PREFETCH_TILES=tuning.prefetch_tiles if queries < operand_rows else 0,
-        T=tuning.tile,
+        BLOCK_N=tuning.tile,
         TILES_PER_BLOCK=KEY_BLOCK // tuning.tile,
         DTYPE=tl.float16 if half else tl.float32,
         ASM=not interpreted(),

@@ -224,8 +224,8 @@ def attend_shared(
         has_tiles=int(tiles is not None),
         HEAD_DIM=head_dim,
         SIZE=max(16, next_power_of_two(head_dim)),
-        QUERIES=_QUERIES,
-        T=_TOKENS[large],
+        BLOCK_M=_QUERIES,
+        BLOCK_N=_TOKENS[large],
     )
     return output
 
@@ -287,7 +287,7 @@ def attend_new(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
         has_mask=int(shown is not None),
         HEAD_DIM=head_dim,
         SIZE=max(16, next_power_of_two(head_dim)),
-        T=_TILE,
+        BLOCK_N=_TILE,
         PRECISION="tf32x3" if query.dtype == torch.float32 and not interpreted() else "ieee",
     )
     return output

@@ -37,34 +37,35 @@ def attend_new(
     has_mask,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
-    T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Continues an online softmax (Milakov and Gimelshein 2018) over the past with the new tokens of a row.
 
     With o_p and lse_p of the past, o = (exp(lse_p) o_p + sum_j exp(q k_j) v_j) / (exp(lse_p) + sum_j exp(q k_j)).
-    Tensors are [B, H, n, D], the mask uint8 [B, n], read if `has_mask`, lse float32 [B, H, n]. Grid: (n / T, H, B).
+    Tensors are [B, H, n, D], the mask uint8 [B, n], read if `has_mask`, lse float32 [B, H, n].
+    Grid: (n / BLOCK_N, H, B).
     """
     head = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * T + tl.arange(0, T)
+    i = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, SIZE)
     in_head = d < HEAD_DIM
     in_rows = i < num_tokens
     block = in_rows[:, None] & in_head[None, :]
     query = tl.load(
         query_ptr + row * stride_qb + head * stride_qh + i[:, None] * stride_qn + d[None, :], mask=block, other=0.0
-    )  # [T, SIZE]
+    )  # [BLOCK_N, SIZE]
     past = tl.load(
         past_ptr + row * stride_pb + head * stride_ph + i[:, None] * stride_pn + d[None, :], mask=block, other=0.0
     )
     lse = tl.load(lse_ptr + row * lse_stride_b + head * lse_stride_h + i, mask=in_rows, other=0.0)
     seen = lse > _LOWEST
-    highest = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [T], in units of log 2
-    total = tl.where(seen, 1.0, 0.0)
-    acc = tl.where(seen[:, None], past.to(tl.float32), 0.0)  # [T, SIZE]
-    for start in range(0, num_tokens, T):
-        j = start + tl.arange(0, T)
+    m_i = tl.where(seen, lse * _LOG2_E, _LOWEST)  # [BLOCK_N], in units of log 2
+    l_i = tl.where(seen, 1.0, 0.0)
+    acc = tl.where(seen[:, None], past.to(tl.float32), 0.0)  # [BLOCK_N, SIZE]
+    for start in range(0, num_tokens, BLOCK_N):
+        j = start + tl.arange(0, BLOCK_N)
         shown = j < num_tokens
         tile = shown[:, None] & in_head[None, :]
         key = tl.load(
@@ -75,15 +76,15 @@ def attend_new(
         )
         mask = tl.load(mask_ptr + row * num_tokens + j, mask=shown & (has_mask != 0), other=1)
         shown = shown & (mask != 0)
-        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _LOG2_E  # [T, T]
+        scores = tl.dot(query, tl.trans(key), input_precision=PRECISION) * _LOG2_E  # [BLOCK_N, BLOCK_N]
         scores = tl.where(shown[None, :], scores, float("-inf"))
-        new_highest = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        rescale = tl.exp2(highest - new_highest)
-        total = total * rescale + tl.sum(weights, axis=1)
+        m_new = tl.maximum(m_i, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - m_new[:, None])
+        rescale = tl.exp2(m_i - m_new)
+        l_i = l_i * rescale + tl.sum(weights, axis=1)
         acc = acc * rescale[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
-        highest = new_highest
-    output = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+        m_i = m_new
+    output = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     # The output is [B, n, H, D] in memory.
     out_ptr = output_ptr + ((row * num_tokens + i[:, None]) * num_heads + head) * HEAD_DIM + d[None, :]
     tl.store(out_ptr, output.to(output_ptr.dtype.element_ty), mask=block)

@@ -84,7 +84,7 @@ def _attend_dense(
     protected_by_row,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Attention of queries to the new tokens of their rows and to the protected tokens of their context.
@@ -93,14 +93,14 @@ def _attend_dense(
     given, in the model's coordinates, for each context, of which the queries `read` one, or for each row.
 
     Returns:
-        Maxima and totals of the running softmax, [QUERIES], and the weighted sums of values, [QUERIES, SIZE].
+        Maxima and totals of the running softmax, [BLOCK_M], and the weighted sums of values, [BLOCK_M, SIZE].
     """
-    tokens: tl.constexpr = _FEW_TOKENS if QUERIES == 1 else MMA_ROWS
-    query = tl.minimum(first_query + tl.arange(0, QUERIES), end_query - 1)
-    query_batch, query_token = row_and_token(query, num_tokens, QUERIES)
+    tokens: tl.constexpr = _FEW_TOKENS if BLOCK_M == 1 else MMA_ROWS
+    query = tl.minimum(first_query + tl.arange(0, BLOCK_M), end_query - 1)
+    query_batch, query_token = row_and_token(query, num_tokens, BLOCK_M)
     # The new tokens of all rows of which there are queries.
-    first_row, _ = row_and_token(first_query, num_tokens, QUERIES)
-    last_row, _ = row_and_token(end_query - 1, num_tokens, QUERIES)
+    first_row, _ = row_and_token(first_query, num_tokens, BLOCK_M)
+    last_row, _ = row_and_token(end_query - 1, num_tokens, BLOCK_M)
     first_new = first_row * num_tokens
     num_new = (last_row + 1) * num_tokens - first_new
     query_batch += first_batch
@@ -108,15 +108,15 @@ def _attend_dense(
     i = tl.arange(0, tokens)
     in_head = (d < HEAD_DIM)[None, :]
     query_row = query_batch.to(tl.int64) * stride_qb + query_token * stride_qn
-    x = _load_rows(query_ptr + head * stride_qh, query_row, d, in_head)  # [QUERIES, SIZE]
-    query_max = tl.full((QUERIES,), LOWEST, tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, SIZE), tl.float32)
+    x = _load_rows(query_ptr + head * stride_qh, query_row, d, in_head)  # [BLOCK_M, SIZE]
+    query_max = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, SIZE), tl.float32)
     stored = tl.where(protected_by_row != 0, first_row, read)
     slot_head = (stored * num_heads + head).to(tl.int64) * num_slots
     for first in tl.range(0, num_new + num_slots, tokens, num_stages=1):
         is_new = first + i < num_new
-        batch, token = row_and_token(first_new + first + i, num_tokens, QUERIES)
+        batch, token = row_and_token(first_new + first + i, num_tokens, BLOCK_M)
         batch += first_batch
         inside = is_new[:, None] & in_head
         key_row = batch.to(tl.int64) * stride_kb + token * stride_kn
@@ -136,15 +136,15 @@ def _attend_dense(
         slot_mask = tl.load(mask_ptrs, mask=is_slot[None, :] & (has_protected_mask != 0), other=1)
         visible = is_seen[None, :] & (query_batch[:, None] == batch[None, :])
         visible = visible | (is_slot[None, :] & (slot_mask != 0))
-        scores = _product(x, tl.trans(keys), tl.zeros((QUERIES, tokens), tl.float32), PRECISION) * LOG2E
+        scores = _product(x, tl.trans(keys), tl.zeros((BLOCK_M, tokens), tl.float32), PRECISION) * LOG2E
         scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(query_max, tl.max(scores, 1))
         rescale = tl.exp2(query_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
-        total = total * rescale + tl.sum(weights, 1)
+        l_i = l_i * rescale + tl.sum(weights, 1)
         acc = _product(weights.to(x.dtype), values, acc * rescale[:, None], PRECISION)
         query_max = new_max
-    return query_max, total, acc
+    return query_max, l_i, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=["new_mask_ptr", "protected_mask_ptr", "tile_ptr", "part_total_ptr"])
@@ -191,7 +191,7 @@ def merge(
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
     CROWDED: tl.constexpr,
@@ -204,7 +204,7 @@ def merge(
         total  = 2^(m - max) t + sum_p 2^(m_p - max) t_p
         output = (2^(m - max) a + sum_p 2^(m_p - max) (T^-1 a_p + t_p (mean + residual))) / total
 
-    Grid: (items,). An item is a tile of QUERIES rows of one head of one context, as in `attend_context`, which
+    Grid: (items,). An item is a tile of BLOCK_M rows of one head of one context, as in `attend_context`, which
     describes the arguments. Accumulators of the parts are `stride_part` apart, the sum of the operands' sizes, up to
     VALUE_SIZE. `num_slots` protected keys and values of a context, in the model's coordinates, are given per context,
     or, where this is `protected_by_row`, per row of the extension. Masks are read if there are any. With OVERLAP,
@@ -220,8 +220,8 @@ def merge(
     row_tile = item % num_row_tiles
     head = context_head % num_heads
     context = context_head // num_heads
-    read, first_query, end_query = read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, QUERIES)
-    end_query = tl.minimum(end_query, first_query + QUERIES)
+    read, first_query, end_query = read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, BLOCK_M)
+    end_query = tl.minimum(end_query, first_query + BLOCK_M)
     # A tile without queries writes nothing.
     if first_query < end_query:
         d = tl.arange(0, SIZE)
@@ -235,10 +235,10 @@ def merge(
         map_scale = tl.load(value_scale_ptr + head)
         middle = tl.load(value_middle_ptr + component)
         # Several parts at a time, in copies of the queries.
-        copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (QUERIES * VALUE_SIZE))
-        rows: tl.constexpr = copies * QUERIES
+        copies: tl.constexpr = max(1, (_CROWDED_LOADED if CROWDED else _LOADED) // (BLOCK_M * VALUE_SIZE))
+        rows: tl.constexpr = copies * BLOCK_M
         # Copies of a single query that fill one operand of a tensor core are mapped before they are added up.
-        fills_operand: tl.constexpr = QUERIES == 1 and rows == MMA_ROWS and not CROWDED
+        fills_operand: tl.constexpr = BLOCK_M == 1 and rows == MMA_ROWS and not CROWDED
         # Elsewhere the map takes too many registers to be loaded before it is needed; programs of other contexts then
         # find it in the L2 cache.
         if OVERLAP and not fills_operand and context == 0:
@@ -248,20 +248,20 @@ def merge(
             first_query, end_query, context, read, head, num_heads, num_tokens, query_ptr, key_ptr, value_ptr,
             new_mask_ptr, protected_key_ptr, protected_value_ptr, protected_mask_ptr, stride_qb, stride_qh, stride_qn,
             stride_kb, stride_kh, stride_kn, stride_vb, stride_vh, stride_vn, num_slots, has_new_mask,
-            has_protected_mask, protected_by_row, HEAD_DIM, SIZE, QUERIES, PRECISION,
+            has_protected_mask, protected_by_row, HEAD_DIM, SIZE, BLOCK_M, PRECISION,
         )  # fmt: skip
         i = tl.arange(0, rows)
-        query = first_query + i % QUERIES
+        query = first_query + i % BLOCK_M
         first_row = context_head.to(tl.int64) * max_parts * num_rows + query
         row_max = tl.full((rows,), LOWEST, tl.float32)
-        total = tl.zeros((rows,), tl.float32)
+        l_i = tl.zeros((rows,), tl.float32)
         acc = tl.zeros((rows, VALUE_SIZE), tl.float32)
         if fills_operand:
             value_map = _load_map(map_ptr, component, d, stride_part, HEAD_DIM)
         if OVERLAP:
             tl.extra.cuda.gdc_wait()
         for first in tl.range(0, num_parts, copies, num_stages=1):
-            part = first + i // QUERIES
+            part = first + i // BLOCK_M
             is_part = (query < end_query) & (part < num_parts)
             part_row = first_row + part * num_rows
             part_max = tl.load(part_max_ptr + part_row, mask=is_part, other=LOWEST)
@@ -271,29 +271,29 @@ def merge(
             new_max = tl.maximum(row_max, part_max)
             rescale = tl.exp2(row_max - new_max)
             weight = tl.exp2(part_max - new_max)
-            total = total * rescale + part_total * weight
+            l_i = l_i * rescale + part_total * weight
             acc = acc * rescale[:, None] + part_acc * weight[:, None]
             row_max = new_max
 
-        max_by_copy = tl.reshape(row_max, (copies, QUERIES))
-        highest = tl.maximum(tl.max(max_by_copy, 0), dense_max)  # [QUERIES]
-        weight = tl.exp2(max_by_copy - highest[None, :])
-        rescale = tl.exp2(dense_max - highest)
+        max_by_copy = tl.reshape(row_max, (copies, BLOCK_M))
+        m_i = tl.maximum(tl.max(max_by_copy, 0), dense_max)  # [BLOCK_M]
+        weight = tl.exp2(max_by_copy - m_i[None, :])
+        rescale = tl.exp2(dense_max - m_i)
         if fills_operand:
-            acc = (acc - total[:, None] * middle[None, :]) * (tl.reshape(weight, (rows,)) * map_scale)[:, None]
+            acc = (acc - l_i[:, None] * middle[None, :]) * (tl.reshape(weight, (rows,)) * map_scale)[:, None]
             mapped = dot(acc, value_map.to(tl.float32), tl.zeros((rows, SIZE), tl.float32), PRECISION)
-            total = tl.sum(total[:, None] * weight, 0)
-            output = tl.sum(mapped, 0)[None, :] + total[:, None] * mean[None, :]
+            l_i = tl.sum(l_i[:, None] * weight, 0)
+            output = tl.sum(mapped, 0)[None, :] + l_i[:, None] * mean[None, :]
         else:
-            total = tl.sum(tl.reshape(total, (copies, QUERIES)) * weight, 0)
-            acc = tl.sum(tl.reshape(acc, (copies, QUERIES, VALUE_SIZE)) * weight[:, :, None], 0)
+            l_i = tl.sum(tl.reshape(l_i, (copies, BLOCK_M)) * weight, 0)
+            acc = tl.sum(tl.reshape(acc, (copies, BLOCK_M, VALUE_SIZE)) * weight[:, :, None], 0)
             value_map = _load_map(map_ptr, component, d, stride_part, HEAD_DIM).to(tl.float32)
-            acc = (acc - total[:, None] * middle[None, :]) * map_scale
-            output = _product(acc, value_map, total[:, None] * mean[None, :], PRECISION)
+            acc = (acc - l_i[:, None] * middle[None, :]) * map_scale
+            output = _product(acc, value_map, l_i[:, None] * mean[None, :], PRECISION)
         output += dense_acc * rescale[:, None]
-        output /= tl.maximum(total + dense_total * rescale, _MIN_TOTAL)[:, None]
+        output /= tl.maximum(l_i + dense_total * rescale, _MIN_TOTAL)[:, None]
         # [B, n, H, D]: the queries of a context follow each other.
-        query = first_query + tl.arange(0, QUERIES)
+        query = first_query + tl.arange(0, BLOCK_M)
         output_row = ((context.to(tl.int64) * num_tokens + query) * num_heads + head) * HEAD_DIM
         inside = (query < end_query)[:, None] & in_head[None, :]
         tl.store(output_ptr + output_row[:, None] + d[None, :], output.to(output_ptr.dtype.element_ty), mask=inside)

@@ -151,22 +151,22 @@ def _stack(parts):
 
 
 @triton.jit
-def _pad_columns(x, T: tl.constexpr, n: tl.constexpr, size: tl.constexpr):
-    """x [T, n] followed by zeros, [T, size]; size is n or 2 n."""
+def _pad_columns(x, BLOCK_N: tl.constexpr, n: tl.constexpr, size: tl.constexpr):
+    """x [BLOCK_N, n] followed by zeros, [BLOCK_N, size]; size is n or 2 n."""
     if size == n:
         return x
     else:
-        return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), (T, size))
+        return tl.reshape(tl.permute(tl.join(x, tl.zeros_like(x)), (0, 2, 1)), (BLOCK_N, size))
 
 
 @triton.jit
-def tile_start(tile, num_columns, T: tl.constexpr):
-    """The first column loaded for a tile of T columns.
+def tile_start(tile, num_columns, BLOCK_N: tl.constexpr):
+    """The first column loaded for a tile of BLOCK_N columns.
 
-    The last tile is loaded from the context's last T columns, so that no load needs a mask. A context shorter than one
-    tile is loaded from column 0: there is room for a whole tile in memory.
+    The last tile is loaded from the context's last BLOCK_N columns, so that no load needs a mask. A context shorter
+    than one tile is loaded from column 0: there is room for a whole tile in memory.
     """
-    return tl.maximum(tl.minimum(tile * T, num_columns - T), 0)
+    return tl.maximum(tl.minimum(tile * BLOCK_N, num_columns - BLOCK_N), 0)
 
 
 @triton.jit
@@ -210,7 +210,7 @@ def is_spread(slabs, index, rows):
 
 @triton.jit
 def _load_words(slab_ptr, row, first, token, SLAB: tl.constexpr):
-    """The words of some tokens of a tile, [T, words]."""
+    """The words of some tokens of a tile, [BLOCK_N, words]."""
     word = tl.arange(0, SLAB.words)[None, :]
     mask = None
     if SLAB.stored < SLAB.words:
@@ -219,26 +219,26 @@ def _load_words(slab_ptr, row, first, token, SLAB: tl.constexpr):
 
 
 @triton.jit
-def _spread_keys(x, T: tl.constexpr, SLAB: tl.constexpr):
-    """Words [T, words] as elements, see `_load_key_lanes`."""
+def _spread_keys(x, BLOCK_N: tl.constexpr, SLAB: tl.constexpr):
+    """Words [BLOCK_N, words] as elements, see `_load_key_lanes`."""
     words: tl.constexpr = SLAB.words
-    x = tl.permute(tl.reshape(x, (T // 8, 8, words)), (2, 1, 0))
-    x = tl.broadcast_to(x[:, None, :, :], (words, SLAB.elements // words, 8, T // 8))
-    return tl.permute(tl.reshape(x, (4, SLAB.elements // 4, 8, T // 8)), (0, 2, 3, 1))
+    x = tl.permute(tl.reshape(x, (BLOCK_N // 8, 8, words)), (2, 1, 0))
+    x = tl.broadcast_to(x[:, None, :, :], (words, SLAB.elements // words, 8, BLOCK_N // 8))
+    return tl.permute(tl.reshape(x, (4, SLAB.elements // 4, 8, BLOCK_N // 8)), (0, 2, 3, 1))
 
 
 @triton.jit
-def load_key_slab(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr, SPREAD: tl.constexpr):
-    """The words of T keys, [T, words], if they are to be spread; otherwise their elements, see `_load_key_lanes`."""
+def load_key_slab(slab_ptr, row, first, opaque_one, BLOCK_N: tl.constexpr, SLAB: tl.constexpr, SPREAD: tl.constexpr):
+    """The words of keys, [BLOCK_N, words], if they are to be spread; else their elements, see `_load_key_lanes`."""
     if SPREAD:
-        return _load_words(slab_ptr, row, first, tl.arange(0, T), SLAB)
+        return _load_words(slab_ptr, row, first, tl.arange(0, BLOCK_N), SLAB)
     else:
-        return _load_key_lanes(slab_ptr, row, first, opaque_one, T, SLAB)
+        return _load_key_lanes(slab_ptr, row, first, opaque_one, BLOCK_N, SLAB)
 
 
 @triton.jit
-def _load_key_lanes(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.constexpr):
-    """The elements of T keys, [4, 8, T / 8, elements / 4]: four lanes share a key and hold neighbouring elements.
+def _load_key_lanes(slab_ptr, row, first, opaque_one, BLOCK_N: tl.constexpr, SLAB: tl.constexpr):
+    """The elements of keys, [4, 8, BLOCK_N / 8, elements / 4]: four lanes share a key and hold neighbouring elements.
 
     The shape follows the lanes and registers of the operand, so that no loaded data moves between lanes.
     """
@@ -246,7 +246,7 @@ def _load_key_lanes(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.
     token = tl.arange(0, 8)[None, :, None, None]
     element = tl.arange(0, 4)[:, None, None, None] * per_lane
     word = element if SLAB.words == SLAB.elements else element // (SLAB.elements // SLAB.words)
-    eighth = (tl.arange(0, T // 8) * 8)[None, None, :, None]
+    eighth = (tl.arange(0, BLOCK_N // 8) * 8)[None, None, :, None]
     next_word = tl.arange(0, per_lane)[None, None, None, :]
     mask = None
     if SLAB.stored < SLAB.words:
@@ -259,11 +259,13 @@ def _load_key_lanes(slab_ptr, row, first, opaque_one, T: tl.constexpr, SLAB: tl.
 
 
 @triton.jit
-def load_keys(slab_ptrs, row, first, opaque_one, T: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr):
+def load_keys(slab_ptrs, row, first, opaque_one, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, SLABS: tl.constexpr):
     """The elements of a tile of every key slab, see `load_key_slab`."""
     words = ()
     for i in tl.static_range(len(SLABS)):
-        slab = load_key_slab(slab_ptrs[i], row, first, opaque_one, T, slab_of(SLABS, i), is_spread(SLABS, i, ROWS))
+        slab = load_key_slab(
+            slab_ptrs[i], row, first, opaque_one, BLOCK_N, slab_of(SLABS, i), is_spread(SLABS, i, ROWS)
+        )
         words = words + (slab,)
     return words
 
@@ -279,20 +281,20 @@ def key_operand(
     x,
     table_ptr,
     table,
-    T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     ROWS: tl.constexpr,
     SLAB: tl.constexpr,
     SPREAD: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T keys, [size, T], from what `load_key_slab` loads. A lane holds four consecutive ones of a key."""
+    """Components of keys, [size, BLOCK_N], from `load_key_slab`. A lane holds four consecutive ones of a key."""
     bits: tl.constexpr = SLAB.bits
     element_bits: tl.constexpr = SLAB.element_bits
     count: tl.constexpr = element_bits // bits // 2
     upper: tl.constexpr = count if element_bits <= 8 else 0
     if SPREAD:
-        x = _spread_keys(x, T, SLAB)
+        x = _spread_keys(x, BLOCK_N, SLAB)
     x = x.to(tl.int32)
     shift = 0
     if element_bits < 32:
@@ -323,12 +325,12 @@ def key_operand(
     columns: tl.constexpr = 2 * count * SLAB.elements * (2 if empty else 1)
     # Built in the orientation in which it is multiplied: a transposition would move it between lanes.
     if ROWS < MMA_ROWS:
-        transposed = tl.reshape(tl.permute(stacked, (2, 1) + order), (T, columns))
-        return tl.trans(_pad_columns(transposed, T, columns, SLAB.size))
+        transposed = tl.reshape(tl.permute(stacked, (2, 1) + order), (BLOCK_N, columns))
+        return tl.trans(_pad_columns(transposed, BLOCK_N, columns, SLAB.size))
     else:
-        operand = tl.reshape(tl.permute(stacked, () + order + (2, 1)), (columns, T))
+        operand = tl.reshape(tl.permute(stacked, () + order + (2, 1)), (columns, BLOCK_N))
         if columns < SLAB.size:
-            operand = tl.reshape(tl.permute(tl.join(operand, tl.zeros_like(operand)), (2, 0, 1)), (SLAB.size, T))
+            operand = tl.reshape(tl.permute(tl.join(operand, tl.zeros_like(operand)), (2, 0, 1)), (SLAB.size, BLOCK_N))
         return operand
 
 
@@ -345,17 +347,17 @@ def token_at(row):
 
 
 @triton.jit
-def load_value_slab(slab_ptr, row, first, T: tl.constexpr, SLAB: tl.constexpr):
-    """The words of T values, [T, words]."""
-    return _load_words(slab_ptr, row, first, token_at(tl.arange(0, T)), SLAB)
+def load_value_slab(slab_ptr, row, first, BLOCK_N: tl.constexpr, SLAB: tl.constexpr):
+    """The words of values, [BLOCK_N, words]."""
+    return _load_words(slab_ptr, row, first, token_at(tl.arange(0, BLOCK_N)), SLAB)
 
 
 @triton.jit
-def load_values(slab_ptrs, row, first, T: tl.constexpr, SLABS: tl.constexpr):
+def load_values(slab_ptrs, row, first, BLOCK_N: tl.constexpr, SLABS: tl.constexpr):
     """The words of a tile of every value slab, see `load_value_slab`."""
     words = ()
     for i in tl.static_range(len(SLABS)):
-        words = words + (load_value_slab(slab_ptrs[i], row, first, T, slab_of(SLABS, i)),)
+        words = words + (load_value_slab(slab_ptrs[i], row, first, BLOCK_N, slab_of(SLABS, i)),)
     return words
 
 
@@ -370,12 +372,12 @@ def value_operand(
     x,
     table_ptr,
     table,
-    T: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     SLAB: tl.constexpr,
     DTYPE: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Components of T values, [T, size], from their words [T, words].
+    """Components of values, [BLOCK_N, size], from their words [BLOCK_N, words].
 
     Eight lanes share a value; two neighbouring tokens fill a register.
     """
@@ -384,7 +386,7 @@ def value_operand(
     element_bits: tl.constexpr = SLAB.element_bits
     count: tl.constexpr = element_bits // bits
     per_byte: tl.constexpr = 8 // bits if element_bits > 8 else count
-    even, odd = tl.split(tl.permute(tl.reshape(x, (T // 2, 2, SLAB.words)), (0, 2, 1)))
+    even, odd = tl.split(tl.permute(tl.reshape(x, (BLOCK_N // 2, 2, SLAB.words)), (0, 2, 1)))
     x = even.to(tl.int32)[:, :, None]
     y = odd.to(tl.int32)[:, :, None]
     bit = (tl.arange(0, elements // SLAB.words) * element_bits)[None, None, :]
@@ -395,7 +397,7 @@ def value_operand(
         pairs = _look_up(_permute_bytes(x, y, 0x5140, ASM), table, ASM)
         pairs = pairs + _look_up(_permute_bytes(x, y, 0x7362, ASM), table, ASM)
         for i in tl.static_range(count):
-            parts = parts + (tl.reshape(tl.join(pairs[i][0], pairs[i][1]), (T // 2, elements, 2)),)
+            parts = parts + (tl.reshape(tl.join(pairs[i][0], pairs[i][1]), (BLOCK_N // 2, elements, 2)),)
     else:
         for i in tl.static_range(count):
             if i % per_byte == 0:
@@ -403,8 +405,8 @@ def value_operand(
             even, odd = _unpack_pair(
                 pairs, table_ptr, shift, i % per_byte * bits, i % per_byte * bits, bits, SLAB.table, DTYPE
             )
-            parts = parts + (tl.reshape(tl.join(even, odd), (T // 2, elements, 2)),)
+            parts = parts + (tl.reshape(tl.join(even, odd), (BLOCK_N // 2, elements, 2)),)
     stacked = _stack(parts)
     operand = tl.permute(stacked, (0, 2) + _field_axes(stacked.shape) + (1,))
     columns: tl.constexpr = elements * count
-    return _pad_columns(tl.reshape(operand, (T, columns)), T, columns, SLAB.size)
+    return _pad_columns(tl.reshape(operand, (BLOCK_N, columns)), BLOCK_N, columns, SLAB.size)

@@ -14,22 +14,22 @@ from esm_turbo.ops.kernels.products import as_lhs, dot, pairs_to_quads, slab_zer
 
 
 @triton.jit
-def read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, QUERIES: tl.constexpr):
+def read_tile(tile_ptr, row_tile, context, num_rows, has_tiles, BLOCK_M: tl.constexpr):
     """The context that a tile of queries reads, its first query, and the query after its last one.
 
     Without a table nothing is loaded, and nothing waited for.
     """
     tile_ptr += row_tile * 3
     read = tl.load(tile_ptr, mask=has_tiles != 0, other=context)
-    first = tl.load(tile_ptr + 1, mask=has_tiles != 0, other=row_tile * QUERIES)
+    first = tl.load(tile_ptr + 1, mask=has_tiles != 0, other=row_tile * BLOCK_M)
     end = tl.load(tile_ptr + 2, mask=has_tiles != 0, other=num_rows)
     return read, first, end
 
 
 @triton.jit
-def row_and_token(query, num_tokens, QUERIES: tl.constexpr):
+def row_and_token(query, num_tokens, BLOCK_M: tl.constexpr):
     """The row of the extension that a query belongs to, and its number there; a single query is its row's only one."""
-    if QUERIES == 1:
+    if BLOCK_M == 1:
         return query, query * 0
     else:
         return query // num_tokens, query % num_tokens

@@ -9,30 +9,30 @@ from esm_turbo.ops.kernels.attention import LOG2E, LOWEST
 
 
 @triton.jit
-def _attend(query, keys, values, visible, highest, total, acc):
+def _attend(query, keys, values, visible, m_i, l_i, acc):
     """One step of an online softmax (Milakov and Gimelshein 2018) over tokens, of which a query sees the visible ones.
 
     Args:
-        query: [QUERIES, SIZE].
-        keys: [T, SIZE].
-        values: [T, SIZE].
-        visible: [QUERIES, T]; None for all.
-        highest: the largest score so far, to base 2, [QUERIES].
-        total: sum of exponentials, [QUERIES].
-        acc: sum of weighted values, [QUERIES, SIZE].
+        query: [BLOCK_M, SIZE].
+        keys: [BLOCK_N, SIZE].
+        values: [BLOCK_N, SIZE].
+        visible: [BLOCK_M, BLOCK_N]; None for all.
+        highest: the largest score so far, to base 2, [BLOCK_M].
+        total: sum of exponentials, [BLOCK_M].
+        acc: sum of weighted values, [BLOCK_M, SIZE].
 
     Returns:
         The last three with these tokens.
     """
-    scores = tl.dot(query, tl.trans(keys))  # [QUERIES, T]
+    scores = tl.dot(query, tl.trans(keys))  # [BLOCK_M, BLOCK_N]
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1) * LOG2E)
-    weights = tl.exp2(scores * LOG2E - new_highest[:, None])
-    rescale = tl.exp2(highest - new_highest)
-    total = total * rescale + tl.sum(weights, 1)
+    m_new = tl.maximum(m_i, tl.max(scores, 1) * LOG2E)
+    weights = tl.exp2(scores * LOG2E - m_new[:, None])
+    rescale = tl.exp2(m_i - m_new)
+    l_i = l_i * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(values.dtype), values, acc * rescale[:, None])
-    return new_highest, total, acc
+    return m_new, l_i, acc
 
 
 @triton.jit(do_not_specialize_on_alignment=["mask_ptr", "length_ptr", "visible_ptr", "tile_ptr"])
@@ -72,8 +72,8 @@ def attend_shared(
     has_tiles,
     HEAD_DIM: tl.constexpr,
     SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,
-    T: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
     """Attention of rows to contexts, and of each row to its own new tokens.
 
@@ -99,7 +99,7 @@ def attend_shared(
     length = tl.load(length_ptr + context).to(tl.int32)
     d = tl.arange(0, SIZE)
     in_head = (d < HEAD_DIM)[None, :]
-    i = first + tl.arange(0, QUERIES)
+    i = first + tl.arange(0, BLOCK_M)
     in_tile = i < end
     row = i // num_tokens
     query = tl.load(
@@ -109,23 +109,23 @@ def attend_shared(
         + d[None, :],
         mask=in_tile[:, None] & in_head,
         other=0.0,
-    )  # [QUERIES, SIZE]
-    highest = tl.full((QUERIES,), LOWEST, tl.float32)
-    total = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, SIZE), tl.float32)
+    )  # [BLOCK_M, SIZE]
+    m_i = tl.full((BLOCK_M,), LOWEST, tl.float32)
+    l_i = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, SIZE), tl.float32)
 
     # Whole tiles of which nothing is hidden need no mask.
-    t = tl.arange(0, T)
+    t = tl.arange(0, BLOCK_N)
     past_key_ptr += (context * past_key_b + head * past_key_h) * HEAD_DIM
     past_value_ptr += (context * past_value_b + head * past_value_h) * HEAD_DIM
     key_ptrs = past_key_ptr + (t * past_key_n * HEAD_DIM)[:, None] + d[None, :]
     value_ptrs = past_value_ptr + (t * past_value_n * HEAD_DIM)[:, None] + d[None, :]
-    end_whole = tl.where(has_visible != 0, 0, length // T * T)
-    for start in tl.range(0, end_whole, T):
+    end_whole = tl.where(has_visible != 0, 0, length // BLOCK_N * BLOCK_N)
+    for start in tl.range(0, end_whole, BLOCK_N):
         keys = tl.load(key_ptrs + start * past_key_n * HEAD_DIM, mask=in_head, other=0.0)
         values = tl.load(value_ptrs + start * past_value_n * HEAD_DIM, mask=in_head, other=0.0)
-        highest, total, acc = _attend(query, keys, values, None, highest, total, acc)
-    for start in tl.range(end_whole, length, T):
+        m_i, l_i, acc = _attend(query, keys, values, None, m_i, l_i, acc)
+    for start in tl.range(end_whole, length, BLOCK_N):
         inside = start + t < length
         block = inside[:, None] & in_head
         keys = tl.load(key_ptrs + start * past_key_n * HEAD_DIM, mask=block, other=0.0)
@@ -134,11 +134,11 @@ def attend_shared(
         if has_visible != 0:
             visible_ptrs = visible_ptr + (row.to(tl.int64) * visible_row)[:, None] + (start + t)[None, :]
             visible = visible & (tl.load(visible_ptrs, mask=visible, other=0) != 0)
-        highest, total, acc = _attend(query, keys, values, visible, highest, total, acc)
+        m_i, l_i, acc = _attend(query, keys, values, visible, m_i, l_i, acc)
 
     # New tokens of all rows that have a query here; a row sees its own.
     end_new = ((end - 1) // num_tokens + 1) * num_tokens
-    for start in tl.range(first // num_tokens * num_tokens, end_new, T):
+    for start in tl.range(first // num_tokens * num_tokens, end_new, BLOCK_N):
         j = start + t
         inside = j < end_new
         its_row = j // num_tokens
@@ -156,9 +156,9 @@ def attend_shared(
         )
         inside = inside & (tl.load(mask_ptr + j, mask=inside & (has_mask != 0), other=1) != 0)
         visible = inside[None, :] & (row[:, None] == its_row[None, :])
-        highest, total, acc = _attend(query, keys, values, visible, highest, total, acc)
+        m_i, l_i, acc = _attend(query, keys, values, visible, m_i, l_i, acc)
 
-    output = acc / tl.where(total > 0.0, total, 1.0)[:, None]
+    output = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
     # The output is [B, n, H, D] in memory.
     output_ptrs = output_ptr + ((i.to(tl.int64) * num_heads + head) * HEAD_DIM)[:, None] + d[None, :]
     tl.store(output_ptrs, output.to(output_ptr.dtype.element_ty), mask=in_tile[:, None] & in_head)
