@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 
 from benchmarks.accuracy import (
+    designs,
     generation,
     long_proteins,
     screening,
@@ -275,6 +276,11 @@ EXPERIMENTS: dict[str, Experiment] = {
             ("exact", "turbo3"),
             max_proteins=limit,
         ),
+    ),
+    "designs": Experiment(
+        "pseudo-perplexity of designs under the full model by how their contexts were kept, with the same seeds",
+        "designs",
+        lambda limit: designs.cases(max_proteins=limit),
     ),
     "screening": Experiment(
         "rankings of peptides on 92 targets by the cached arms against the full arm, by residues refreshed",

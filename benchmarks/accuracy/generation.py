@@ -31,7 +31,7 @@ _SET = "cath_val200"
 _STRIDE, _PROTEINS, _SHORTEST = 8, 12, 90
 _NEW = 24
 _LOOP = 12
-_ALL = 10_000
+ALL = 10_000
 # Logits are of the order of ten.
 _TOLERANCE = 1e-3
 
@@ -78,15 +78,15 @@ def _case(
     max_proteins: int | None,
 ) -> Case:
     def measure(repeats: int) -> Figures:
-        proteins = _proteins(max_proteins)
+        given = proteins(max_proteins)
         expected, whole_tokens = _whole(name, run, max_proteins)
-        found, tokens = run(_turbo(preset), proteins, refresh)
+        found, tokens = run(turbo_of(preset), given, refresh)
         full, given = (log_softmax(to_float64(torch.cat(x)), axis=-1) for x in (expected, found))
         kl = np.maximum(0.0, (np.exp(full) * (full - given)).sum(-1))
         return rounded(
             {
                 "proteins": f"{_SET}.fasta",
-                "tested": len(proteins),
+                "tested": len(given),
                 "generated": name,
                 "refresh": refresh.residues,
                 "refresh_every": refresh.every,
@@ -107,7 +107,7 @@ def _case(
         name=f"{name}, refresh {refresh.residues} every {refresh.every}, {preset}",
         model=EMBEDDED_MODEL.name,
         shape={"dtype": "float32", "max_proteins": max_proteins},
-        check=_check,
+        check=check,
         measure=measure,
     )
 
@@ -191,35 +191,35 @@ def _whole(
     """The same with everything recomputed at every step."""
     key = (name, max_proteins)
     if key not in _cached:
-        _cached[key] = run(_turbo("exact"), _proteins(max_proteins), Refresh(_ALL, 1))
+        _cached[key] = run(turbo_of("exact"), proteins(max_proteins), Refresh(ALL, 1))
     return _cached[key]
 
 
-def _proteins(max_proteins: int | None) -> list[list[int]]:
+def proteins(max_proteins: int | None) -> list[list[int]]:
     codes = embedded().codes
     long = [record for record in evaluation_set(_SET)[::_STRIDE] if len(record.sequence) >= _SHORTEST]
     return [codes.encode(record.sequence, record.id) for record in long[:_PROTEINS][:max_proteins]]
 
 
 @functools.cache
-def _turbo(preset: str) -> TurboEsm:
+def turbo_of(preset: str) -> TurboEsm:
     return TurboEsm.from_pretrained(preset=preset, device="cpu")
 
 
 @functools.cache
 @torch.no_grad()
-def _check() -> Check:
+def check() -> Check:
     """Compare the full run with a run of Hugging Face's model at every step."""
     model = plain_model()
-    turbo = _turbo("exact")
-    codes, ids = turbo.codes, _proteins(1)[0]
+    turbo = turbo_of("exact")
+    codes, ids = turbo.codes, proteins(1)[0]
     begin = len(ids) * 3 // 5
-    appended, _ = _append(turbo, [ids], Refresh(_ALL, 1))
+    appended, _ = _append(turbo, [ids], Refresh(ALL, 1))
     errors = []
     for step in (0, 1, _NEW - 1):
         plain = model(torch.tensor([[codes.cls, *ids[: begin + step], codes.mask]])).logits[0, -1]
         errors.append(float((appended[step][0] - plain).abs().max()))
-    filled, _ = _fill(turbo, [ids], Refresh(_ALL, 1), scattered=False)
+    filled, _ = _fill(turbo, [ids], Refresh(ALL, 1), scattered=False)
     columns = len(ids) // 2 + torch.arange(_LOOP)
     masked = torch.tensor([codes.cls, *ids, codes.eos])
     masked[columns] = codes.mask

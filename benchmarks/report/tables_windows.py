@@ -1,6 +1,9 @@
-"""Tables about long proteins window by window, and about generation, made from the stored records."""
+"""Tables about long proteins window by window, generation and designs, made from the stored records."""
 
 from __future__ import annotations
+
+from math import exp
+from statistics import fmean, stdev
 
 from benchmarks.harness import stored
 from benchmarks.harness.stored import Record
@@ -74,6 +77,23 @@ def generation() -> str:
     return table(head, rows) + source(next(reversed(found.values())), "generation")
 
 
+def designs() -> str:
+    """Pseudo-perplexity of designs by arm, with the same seeds."""
+    rows, last = [], None
+    for (name,), record in stored.newest("designs", lambda f: (f["designs"],)).items():
+        last, figures = record, record["figures"]
+        for arm, one in figures["arms"].items():
+            perplexity = exp(fmean(one["log_pseudo_perplexity"]))
+            error = stdev(one["minus_full"]) / len(one["minus_full"]) ** 0.5
+            difference = "" if arm == "full" else f"{fmean(one['minus_full']):+.3f} ± {error:.3f}"
+            rows.append([name, f"`{arm}`", f"{perplexity:.2f}", difference, f"{one['same_residue']:.2f}"])
+    assert last is not None
+    head = ["designed", "arm", "pseudo-perplexity", "its logarithm, minus that of `full`", "residues as `full` drew"]
+    shape = last["figures"]["shape"]
+    said = f"{shape['residues']} residues in {last['figures']['tested']} proteins, {shape['samples']} samples of each. "
+    return table(head, rows) + said + source(last, "designs")
+
+
 def _windows() -> dict[tuple[int, int, int, str], Record]:
     """Records by window, overlap, memory and preset."""
     found = stored.newest("windows", lambda f: (f["window"], f["overlap"], f["memory"], f["preset"]))
@@ -84,4 +104,5 @@ TABLES = {
     "windows": windows,
     "long_memory": long_memory,
     "generation": generation,
+    "designs": designs,
 }

@@ -15,7 +15,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "_NEW", 3)
     monkeypatch.setattr(generation, "_LOOP", 3)
     monkeypatch.setattr(generation, "_cached", {})
-    generation._check.cache_clear()
+    generation.check.cache_clear()
 
 
 def test_every_kind_setting_and_preset_has_a_row() -> None:
