@@ -157,7 +157,7 @@ def list_bad(source: Path, bad: Sequence[BadRecord]) -> None:
 def outcome(written: int, noun: str, out: Path | None, failed: Sequence[BadRecord]) -> list[str]:
     """Lines that say at the end of a run what it wrote, and how many records it could not use."""
     lines = [] if out is None or not written else [f"{counted(written, noun)} written to {out}"]
-    return [*lines, *([f"{counted(len(failed), 'record')} failed, see above"] if failed else [])]
+    return [*lines, *([f"{counted(sum(one.count for one in failed), 'record')} failed, see above"] if failed else [])]
 
 
 def load_model(options: ModelOptions, **more: Any) -> TurboEsm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Proteins, or targets, up to which each is shown by itself, and how many of its best.
 _FEW, _TOP = 3, 10
+_UNIT = "log-probability of the mutant minus that of the wild type, nats"
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -74,7 +75,7 @@ def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
             f"top {len(order)} by {result.reference}",
             ["variant", *(["measured"] * measured), *arms],
             rows,
-            caption="log-probability of the mutant minus that of the wild type, nats",
+            caption="; ".join(filter(None, [_UNIT, _exactness(arms, "--arm full")])),
         )
 
 
@@ -100,7 +101,7 @@ def _variants_summary(results: Sequence[ProteinVariants]) -> Table:
         columns,
         rows,
         left=(0, 2, 4),
-        caption=_rest(len(results)) or "score: log-probability of the mutant minus that of the wild type, nats",
+        caption=_rest(len(results)) or f"score: {_UNIT}",
     )
 
 
@@ -139,7 +140,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         # The width of a terminal does not hold both.
         shown_figure = specificity.cells(index) or [f"{likelihood:.2f}"]
         rows.append([*cells, *shown_figure, *again.get(index, [])])
-    rest = len(result.candidates) - len(shown)
+    rest, said = len(result.candidates) - len(shown), "" if again else _exactness(result.scores)
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
         [
@@ -152,7 +153,9 @@ def _target_table(result: TargetResult, top: int) -> Table:
         ],
         rows,
         left=(0, 1, 2),
-        caption=f"and {rest:,} more" if rest else None,
+        caption="; ".join(
+            filter(None, [f"and {rest:,} more" if rest else "", "" if again else _exactness(result.scores)])
+        ),
     )
 
 
@@ -195,17 +198,24 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         perplexities = [f"{scores.scores[best].pseudo_perplexity:.3f}" for scores in result.scores.values()]
         counts = [f"{len(result.target.sequence):,}", f"{len(result.candidates):,}"]
         candidate = result.candidates[best]
-        rows.append([result.target.id, *counts, candidate.id, _shortened(candidate.sequence), *perplexities])
+        specific = _SpecificityColumn.of(result.scores[result.reference]).cells(best)
+        rows.append([result.target.id, *counts, candidate.id, _shortened(candidate.sequence), *perplexities, *specific])
     return text_table(
         f"best candidates of {len(results):,} targets",
         [
             *("target", "residues", "candidates", "best candidate", "sequence"),
             *(f"pseudo-perplexity, {arm}" for arm in results[0].scores),
+            *_SpecificityColumn.of(results[0].scores[results[0].reference]).names,
         ],
         rows,
         left=(0, 3, 4),
         caption=_rest(len(results)),
     )
+
+
+def _exactness(arms: Iterable[Arm], option: str = "--rescore or --arm full") -> str:
+    """What to know before single values are read."""
+    return "" if "full" in arms else f"compare ranks; single values are approximate ({option} computes them exactly)"
 
 
 def _rest(count: int) -> str | None:

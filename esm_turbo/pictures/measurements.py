@@ -14,6 +14,7 @@ from esm_turbo.evaluate.results import Extend, FrozenExtend
 from esm_turbo.files.quality import Quality
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Array, Bars, Heatmap, Lines, Panel, Scatter, Sheet, Table
+from esm_turbo.tasks.calibration.records import NO_CLASS
 
 # What rounding of float32 leaves; what is closer is drawn there, since the axis is logarithmic.
 _FLOOR = 1e-7
@@ -107,7 +108,7 @@ def calibration_sheet(calibration: Calibration, preset: str = DEFAULT_PRESET) ->
     counted_by: list[Panel] = [
         Bars(list(found), np.array([one["residues"] for one in found.values()], dtype=np.float64), "residues", title)
         for title, found in (("by structural class", about.get("classes")), ("by length", about.get("lengths")))
-        if found
+        if found and list(found) != [NO_CLASS]
     ]
     caption = (
         f"model {about.get('model', 'unknown')}, {counted(calibration.geometry.num_layers, 'layer')} of"

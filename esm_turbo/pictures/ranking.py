@@ -8,10 +8,13 @@ import numpy as np
 
 from esm_turbo.files.tabular import counted
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Panel, Scatter, Sheet, Table
-from esm_turbo.tasks.scoring.records import TargetResult
+from esm_turbo.tasks.scoring.records import ScoringRun, TargetResult
 
 _BEST = 20
 _PERPLEXITY = "pseudo-perplexity (lower is better)"
+_LIKELIHOOD = "mean log p (nats per residue, higher is better)"
+# Candidates of a heat map, and rows: more could not be read.
+_COLUMNS, _ROWS = 80, 60
 
 
 def ranking_sheet(result: TargetResult, used: str) -> Sheet:
@@ -25,6 +28,7 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
     scores = result.scores[arm]
     names = [result.candidates[index].id for index in best]
     perplexities = np.array(scores.pseudo_perplexities)
+    likelihoods = np.array([one.mean_log_probability for one in scores.scores])
     layout: list[Sequence[Panel]] = [
         [
             Bars(names, perplexities[best], _PERPLEXITY, f"best {len(best)}, {arm}"),
@@ -32,11 +36,9 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
                       [scores.scores[index].candidate for index in best], names),
         ]
     ]  # fmt: skip
-    marks = {"best": float(perplexities.min()), "median": float(np.median(perplexities))}
+    marks = {"best": float(likelihoods.max()), "median": float(np.median(likelihoods))}
     # Of few candidates, the bars are the whole distribution.
-    below: list[Panel] = (
-        [Histogram(perplexities, _PERPLEXITY, marks, "candidates")] if len(perplexities) > _BEST else []
-    )
+    below: list[Panel] = [Histogram(likelihoods, _LIKELIHOOD, marks, "candidates")] if len(likelihoods) > _BEST else []
     below += _agreement(result)
     layout += [below] if below else []
     target = result.target
@@ -46,6 +48,32 @@ def ranking_sheet(result: TargetResult, used: str) -> Sheet:
         " was masked; brighter is more likely."
     )
     return Sheet(f"{target.id}: {size}", caption, layout, Table(result.columns(), list(result.rows())))
+
+
+def matrix_sheet(run: ScoringRun, used: str) -> Sheet | None:
+    """All targets against the candidates, by specificity where it is known; None of fewer than two of either."""
+    whole = run.matrix()
+    if min(whole.values.shape) < 2 or len(whole.targets) > _ROWS:
+        return None
+    shown = whole.clustered(_COLUMNS)
+    specific = whole.by == "specificity"
+    heat = Heatmap(
+        shown.values,
+        list(shown.targets),
+        list(shown.candidates),
+        "specificity (nats)" if specific else "mean log p (nats)",
+        "",
+        "target",
+        centred=specific,
+        names=[[f"{column} on {row}" for column in shown.candidates] for row in shown.targets],
+    )
+    caption = f"{used}. Similar targets, and similar candidates, lie beside each other."
+    if specific:
+        caption += " Blue is more likely on this target than on the background, red less."
+    if len(shown.candidates) < len(whole.candidates):
+        caption += f" The {len(shown.candidates)} candidates of the highest values on any target are shown."
+    title = f"{counted(len(whole.candidates), 'candidate')} on {counted(len(whole.targets), 'target')}"
+    return Sheet(title, caption, [[heat]], Table(whole.columns(), list(whole.rows())))
 
 
 def _residues(log_probs: Sequence[Sequence[float]], sequences: Sequence[str], names: Sequence[str]) -> Heatmap:

@@ -11,7 +11,7 @@ from esm_turbo.evaluate.evaluation import Evaluation
 from esm_turbo.pictures.logo import logo_sheet
 from esm_turbo.pictures.measurements import calibration_sheet, evaluation_sheet
 from esm_turbo.pictures.panels import Sheet
-from esm_turbo.pictures.ranking import ranking_sheet
+from esm_turbo.pictures.ranking import matrix_sheet, ranking_sheet
 from esm_turbo.pictures.variant_map import variant_sheet
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import Arm
@@ -69,6 +69,12 @@ def _ranking(result: TargetResult, run: RunInfo | None) -> Sheet:
     return ranking_sheet(result, _used(run, result.scores))
 
 
+def _screen(found: ScoringRun, run: RunInfo | None) -> list[Sheet]:
+    """All targets together, and each."""
+    together = matrix_sheet(found, _used(run, found.results[0].scores)) if found.results else None
+    return [*([] if together is None else [together]), *(_ranking(one, run) for one in found.results)]
+
+
 def _protein_of(scores: VariantScores) -> ProteinVariants:
     variants = tuple(MeasuredVariant(one.variant) for one in scores.scores)
     wild_type = ProteinRecord("protein", scores.wild_type)
@@ -107,7 +113,7 @@ _SHEETS: dict[type, Callable[[Any, RunInfo | None], list[Sheet]]] = {
     VariantsRun: lambda found, run: [_variants(one, run) for one in found.results],
     Scores: lambda scores, run: [_ranking(_target_of(scores), run)],
     TargetResult: lambda result, run: [_ranking(result, run)],
-    ScoringRun: lambda found, run: [_ranking(one, run) for one in found.results],
+    ScoringRun: _screen,
     GenerationOutput: _designs_of,
     list: lambda designs, run: design_sheets(designs, [], run),
     Evaluation: lambda result, run: [evaluation_sheet(result)],

@@ -17,7 +17,8 @@ from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator
+from matplotlib.transforms import Bbox
 
 from esm_turbo.files.safe_text import visible
 from esm_turbo.pictures.palettes import DIVERGING, INK, MISSING, MUTED, RESIDUE_COLOURS, SEQUENTIAL, SERIES
@@ -55,6 +56,8 @@ _CELL_LEAST, _CELL_MOST, _LETTER_MOST = 0.085, 0.3, 0.5
 _CHARACTER = 0.078
 # Of a page of short tracks alone; and of a character of a position, and the space around it.
 _NARROW, _DIGIT, _AROUND = 7.5, 0.075, 0.06
+# Columns of a heat map with upright names at most.
+_UPRIGHT = 80
 # Characters of a name beside a bar or a row, of the title, and of a line of the caption.
 _NAME, _TITLE, _CAPTION = 30, 80, 170
 
@@ -347,6 +350,8 @@ def _beside(panels: Sequence[Panel]) -> _Block:
         usable = min(usable, 6.5)
     widths = [usable * share / sum(shares) for share in shares]
     height = max(_panel_height(panel, width) for panel, width in zip(panels, widths, strict=True))
+    names = [name for panel in panels if isinstance(panel, Heatmap) for name in _column_names(panel)]
+    below = max([0, *(_DIGIT * (len(name) - 2) for name in names)])
     if len(panels) == 1 and isinstance(panels[0], Scatter):
         height = 5.0
 
@@ -368,7 +373,7 @@ def _beside(panels: Sequence[Panel]) -> _Block:
                 _colour_bar(page, axes.collections[0], panel, x + left + wide + 0.12, top + 0.3, own)
             x += left + width + right
 
-    return height + 0.3 + _GAP, draw
+    return height + 0.3 + _GAP + below, draw
 
 
 def _has_legend(panel: Panel) -> bool:
@@ -397,13 +402,20 @@ def _left(panel: Panel) -> float:
     )
 
 
+def _column_names(panel: Heatmap) -> list[str]:
+    """Names below the columns of a heat map, where these have no numbers and there is room."""
+    if len(panel.columns) > _UPRIGHT or all(isinstance(column, int) for column in panel.columns):
+        return []
+    return [_shortened(str(column), _NAME // 2) for column in panel.columns]
+
+
 def _heat_ticks(axes: Axes, panel: Heatmap) -> None:
     numbers = [column for column in panel.columns if isinstance(column, int)]
     ticks = _ticks(numbers, 0)
     if len(numbers) == len(panel.columns):
         axes.set_xticks(ticks.at, ticks.labels)
-    elif len(panel.columns) <= 40:
-        axes.set_xticks(range(len(panel.columns)), [str(column) for column in panel.columns])
+    elif len(panel.columns) <= _UPRIGHT:
+        axes.set_xticks(range(len(panel.columns)), _column_names(panel), rotation=90, fontsize=6.5)
     axes.tick_params(axis="x", length=0)
     axes.set_xlabel(panel.x_label)
     if panel.square and len(panel.rows) > 60:
@@ -421,7 +433,7 @@ def _lines(axes: Axes, panel: Lines) -> None:
     if panel.log_x:
         axes.set_xscale("log")
     if panel.log_y:
-        axes.set_yscale("log")
+        _log_ticks(axes)
     if not numeric:
         axes.set_xticks(range(len(panel.x)), [_shortened(str(one), 14) for one in panel.x])
     elif panel.markers and len(panel.x) <= 8:
@@ -445,18 +457,49 @@ def _scatter(axes: Axes, panel: Scatter) -> None:
             marker = "os^DvP"[index // len(SERIES) % 6]
             axes.scatter(panel.x[chosen], panel.y[chosen], color=SERIES[index % len(SERIES)], marker=marker,
                          label=_shortened(group, _NAME), **options)  # fmt: skip
-    for index, name in panel.labels.items():
-        axes.annotate(_shortened(name, _NAME), (panel.x[index], panel.y[index]), (4, 3),
-                      textcoords="offset points", fontsize=7.5)  # fmt: skip
     if panel.diagonal:
         _diagonal(axes, panel)
     if panel.square:
         axes.set_aspect("equal", adjustable="datalim")
     if panel.log_y:
-        axes.set_yscale("log")
+        _log_ticks(axes)
+    _point_labels(axes, panel)
     axes.set_title(panel.title, loc="left")
     axes.set(xlabel=panel.x_label, ylabel=panel.y_label)
     axes.grid(alpha=0.25)
+
+
+def _log_ticks(axes: Axes) -> None:
+    """A logarithmic axis with labels, also where it spans less than a decade."""
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    for steps in ((1,), (1, 2, 5), range(1, 10)):
+        at = [x for x in LogLocator(subs=steps, numticks=100).tick_values(low, high) if low <= x <= high]
+        if len(at) > 2:
+            break
+    else:
+        at = [x for x in MaxNLocator(4).tick_values(low, high) if low <= x <= high]
+    at = at[:: math.ceil(len(at) / 8)]
+    axes.set_yticks(at, [f"{x:.4g}" for x in at])
+    axes.minorticks_off()
+    axes.set_ylim(low, high)
+
+
+def _point_labels(axes: Axes, panel: Scatter) -> None:
+    """Names beside points, each where it covers no earlier one; one that would is left to the mouse."""
+    size, taken = 7.5, list[Bbox]()
+    for index, name in panel.labels.items():
+        shown = _shortened(name, _NAME)
+        # Points of the page, in which text is measured, too.
+        x, y = axes.transData.transform((panel.x[index], panel.y[index])) * 72 / axes.figure.dpi
+        width = 0.62 * size * len(shown)
+        for dx, dy in ((4, 3), (4, -9), (-4 - width, 3), (-4 - width, -9), (4, 12), (4, -18)):
+            box = Bbox.from_bounds(x + dx, y + dy, width, size)
+            if not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                axes.annotate(shown, (panel.x[index], panel.y[index]), (dx, dy), textcoords="offset points",
+                              fontsize=size)  # fmt: skip
+                break
 
 
 def _diagonal(axes: Axes, panel: Scatter) -> None:

@@ -97,10 +97,12 @@ class BadRecord:
     Attributes:
         record: Identifier; `#N` for the N-th record if it has none; empty if the problem is the whole file.
         reason: The problem, the residue (counted from 1 without whitespace), and the remedy.
+        count: How many records share it.
     """
 
     record: str
     reason: str
+    count: int = 1
 
 
 class FastaError(ValueError):

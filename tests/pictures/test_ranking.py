@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from esm_turbo.pictures.panels import Bars, Heatmap, Histogram, Scatter
-from esm_turbo.pictures.ranking import ranking_sheet
+from esm_turbo.pictures.ranking import matrix_sheet, ranking_sheet
+from esm_turbo.pictures.sheets import sheets_of
+from esm_turbo.proteins.fasta import ProteinRecord
+from esm_turbo.tasks.scoring.records import ScoringRun
 
 
 def test_the_best_are_in_order_with_their_residues(ranking) -> None:
@@ -24,7 +27,8 @@ def test_the_best_are_in_order_with_their_residues(ranking) -> None:
         assert heatmap.values[row, : len(one.candidate)].tolist() == list(one.log_probabilities)
         assert np.isnan(heatmap.values[row, len(one.candidate) :]).all()
     assert isinstance(histogram, Histogram) and len(histogram.values) == 25
-    assert histogram.marks["best"] == bars.values[0]
+    # Likelihoods, since a few perplexities of thousands would leave one bar of all others.
+    assert np.exp(-histogram.marks["best"]) == pytest.approx(bars.values[0])
     assert isinstance(scatter, Scatter) and scatter.diagonal and len(scatter.x) == 25
     assert "turbo against full" in scatter.title and "% of the best 10 shared" in scatter.title
     assert len(sheet.table.rows) == 50
@@ -38,6 +42,19 @@ def test_few_candidates_are_all_bars_and_need_no_histogram(ranking, count: int, 
     assert len(first[0].names) == 20 and [type(panel) for panel in second] == kinds
     alone = replace(few, scores={"full": scores["full"]}, agreement={})
     assert len(ranking_sheet(alone, "").layout) == (1 if count == 20 else 2)
+
+
+def test_all_targets_are_together_on_the_first_sheet(ranking) -> None:
+    other = replace(ranking, target=ProteinRecord("other", "MKT"))
+    sheet = matrix_sheet(ScoringRun([ranking, other]), "model x")
+    [[heat]] = sheet.layout
+    assert isinstance(heat, Heatmap) and heat.values.shape == (2, 8) and not heat.centred
+    assert sheet.title == "8 candidates on 2 targets" and len(sheet.table.rows) == 2
+    assert matrix_sheet(ScoringRun([ranking]), "") is None
+    assert sheets_of(ScoringRun([ranking, other]), None)[0].title == sheet.title
+    few = replace(ranking, candidates=ranking.candidates[:1])
+    few = replace(few, scores={"full": replace(ranking.scores["full"], scores=ranking.scores["full"].scores[:1])})
+    assert matrix_sheet(ScoringRun([few, replace(few, target=other.target)]), "") is None
 
 
 def test_one_arm_has_nothing_to_agree_with(ranking) -> None:

@@ -64,6 +64,7 @@ def score(
     top_k: int = DEFAULT_TOP_K,
     toks_per_batch: AutoBatchTokens = None,
     out: TableFile = None,
+    matrix: TableFile = None,
     json: JsonFile = None,
     plot: PictureFile = None,
     screen: ScreenOptions = ScreenOptions(),
@@ -92,6 +93,8 @@ def score(
             printed.
         top_k: Number of top candidates used to compare arms.
         out: CSV, TSV or Parquet file, by its suffix, to write all scores to, with all other columns of the candidates.
+        matrix: CSV, TSV or Parquet file to write a row per target and a column per candidate to: mean log-probability,
+            or specificity if that ranks.
     """
     check_minimum(0, refresh=refresh, top=top)
     check_minimum(1, top_k=top_k, toks_per_batch=toks_per_batch, rescore=screen.rescore)
@@ -100,9 +103,12 @@ def score(
     if screen.rescore is not None and (parallel.shard is not None or "full" in (arm or ())):
         reason = "--arm full scores all" if parallel.shard is None else "a shard has only some of each ranking"
         raise ValueError(f"--rescore scores the best again by the arm full, but {reason}; give one of the two")
+    if matrix is not None and parallel.shard is not None:
+        raise ValueError("--matrix cannot be merged from shards; leave --shard out")
     spread = Spread.of(parallel, model, backend=backend)
     background, contexts, files = read_background(screen.background, letters)
     sharding = Sharding("score", "table", parallel.shard, out, [targets, candidates, *files])
+    from esm_turbo.tasks.common.run_info import run_metadata
     from esm_turbo.tasks.scoring.records import read_candidates, read_pairs, score_records
     from esm_turbo.tasks.scoring.screens import compare, equal_targets, rescore, shared_candidates, sort
 
@@ -176,6 +182,8 @@ def score(
                 rescore(run, screen.rescore, partial(score_some, "rescore", None))
         if sharding.out is not None and run.results:
             save(partial(run.write, run=used, settings=settings | chosen), sharding.out)
+    if matrix is not None and run.results:
+        save(partial(run.matrix(screen.sort_by).write, metadata=run_metadata(used, settings | chosen)), matrix)
     sharding.finish(used, [*bad_targets, *bad_candidates, *run.failed], *run.places(good))
     if plot is not None:
         from esm_turbo.pictures.sheets import sheets_of

@@ -60,7 +60,7 @@ def parse_rows(
         if not good and not bad:
             raise CsvError(f"{os.fspath(path)}: no row names a usable {kind}, but {names}; there are {listed(known)}")
         lines = listed_lines([row.line for row, _ in unknown])
-        bad.append(BadRecord(lines, f"there is no usable {kind} {names}; there are {listed(known)}"))
+        bad.append(BadRecord(lines, f"there is no usable {kind} {names}; there are {listed(known)}", len(unknown)))
     return good, bad
 
 

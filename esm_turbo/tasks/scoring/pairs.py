@@ -13,11 +13,19 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.checks import check_choice
 from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import resolve_arm
-from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, UnknownResidues
+from esm_turbo.tasks.common.options import Arm, Background, CandidateFill, SortBy, UnknownResidues
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress, part_of
 from esm_turbo.tasks.common.scoring_task import ManyScores, ScoringTask, score_items
-from esm_turbo.tasks.scoring.score import Scores, TargetRows, encode_candidates, target_ids, warn_of_peptides
+from esm_turbo.tasks.scoring.matrix import ScoreMatrix
+from esm_turbo.tasks.scoring.score import (
+    Scores,
+    TargetRows,
+    check_known,
+    encode_candidates,
+    target_ids,
+    warn_of_peptides,
+)
 from esm_turbo.tasks.scoring.specificity import background_contexts, figures_in, figures_on_others
 
 if TYPE_CHECKING:
@@ -49,6 +57,10 @@ class PairScores(ManyScores[Scores]):
         """Names of the columns of `rows`."""
         scored = (one.columns() for one in self.scores if one is not None)
         return ["target", *next(scored, [])]
+
+    def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
+        """Likelihoods or specificities, see `ScoreMatrix.of`; targets are named by their index."""
+        return ScoreMatrix.of([(str(i), one) for i, one in enumerate(self.scores) if one is not None], by=by)
 
 
 @dataclass(frozen=True)
@@ -131,6 +143,8 @@ def score_pairs(
     """
     check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
     pairs = _checked_pairs(turbo, targets, candidates)
+    for candidates_of_one in dict.fromkeys(tuple(one.candidates) for one in pairs):
+        check_known(candidates_of_one, unknown_residues)
     arm, _ = resolve_arm(turbo, arm)
     task = ScoreTask((arm,), refresh, toks_per_batch, store, place)
     warn_of_pairs(turbo, pairs)

@@ -29,6 +29,7 @@ from esm_turbo.tasks.common.rankings import RankAgreement
 from esm_turbo.tasks.common.records import kept_columns, parse_rows
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo, run_metadata
 from esm_turbo.tasks.common.scoring_task import Scored, limit_of, score_items
+from esm_turbo.tasks.scoring.matrix import ScoreMatrix
 from esm_turbo.tasks.scoring.pairs import ScoreTask, TargetPairs, warn_of_pairs
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, Scores
 
@@ -201,6 +202,11 @@ class ScoringRun(Tabular):
                 known = result.candidates[index].columns or {}
                 for _ in result.scores:
                     yield *next(own), *(known.get(name, "") for name in others)
+
+    def matrix(self, by: SortBy | None = None) -> ScoreMatrix:
+        """The reference arm's likelihoods or specificities, see `ScoreMatrix.of`."""
+        names = {one.sequence: one.id for result in self.results for one in result.candidates}
+        return ScoreMatrix.of([(one.target.id, one.scores[one.reference]) for one in self.results], names, by)
 
     def places(self, targets: Sequence[ProteinRecord]) -> tuple[list[tuple[int, int]], dict[int, list[int]]]:
         """Where the rows belong among those of all shards: numbers of targets with their rows, and `partial` by them.

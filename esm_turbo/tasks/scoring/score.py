@@ -401,6 +401,7 @@ def score(
         NotEnoughMemoryError: the target needs more memory than is free; the message says how much.
     """
     residues = encode_candidates(turbo.codes, as_list(candidates, "candidate"))
+    check_known([turbo.codes.decode(ids) for ids in residues], unknown_residues)
     check_store(store)
     check_count("refresh", refresh, 0)
     check_choice("unknown_residues", unknown_residues, get_args(UnknownResidues))
@@ -436,6 +437,20 @@ def score(
 def scored_residues(candidate: str, unknown_residues: UnknownResidues) -> int:
     """Number of residues of a candidate that its figures are of."""
     return len(candidate) - (sum(map(candidate.count, UNKNOWN)) if unknown_residues == "omit" else 0)
+
+
+def check_known(candidates: Sequence[str], unknown_residues: UnknownResidues) -> None:
+    """Check that every candidate has a residue that its figures are of.
+
+    Raises:
+        ValueError: one has none.
+    """
+    for number, candidate in enumerate(candidates, start=1):
+        if not scored_residues(candidate.upper(), unknown_residues):
+            raise ValueError(
+                f"candidate {number}: {candidate!r} holds none but unknown residues (B, X, Z); leave it out, or count"
+                " them by `unknown_residues` 'score'"
+            )
 
 
 def target_ids(codes: TokenCodes, target: str | ProteinRecord) -> list[int]:

@@ -309,7 +309,7 @@ def read_variants(
     left_out = {one.line for name in summed_up for one in wrong[name]}
     good = [one for one in good if one.protein not in summed_up]
     bad = [BadRecord(one.record, reasons.get(one.record, one.reason)) for one in bad if one.record not in left_out]
-    bad += [BadRecord(name, reason) for name, reason in summed_up.items()]
+    bad += [BadRecord(name, reason, len(wrong[name])) for name, reason in summed_up.items()]
     return good, bad
 
 
