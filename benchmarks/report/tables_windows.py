@@ -82,7 +82,8 @@ def designs() -> str:
     rows, last = [], None
     for (name,), record in stored.newest("designs", lambda f: (f["designs"],)).items():
         last, figures = record, record["figures"]
-        for arm, one in figures["arms"].items():
+        for arm in ("full", "frozen", "turbo3", "turbo2", "turbo1"):
+            one = figures["arms"][arm]
             perplexity = exp(fmean(one["log_pseudo_perplexity"]))
             error = stdev(one["minus_full"]) / len(one["minus_full"]) ** 0.5
             difference = "" if arm == "full" else f"{fmean(one['minus_full']):+.3f} ± {error:.3f}"

@@ -153,9 +153,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         ],
         rows,
         left=(0, 1, 2),
-        caption="; ".join(
-            filter(None, [f"and {rest:,} more" if rest else "", "" if again else _exactness(result.scores)])
-        ),
+        caption="; ".join(filter(None, [f"and {rest:,} more" if rest else "", said])),
     )
 
 
