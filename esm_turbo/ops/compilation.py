@@ -54,8 +54,8 @@ def compile_together(variants: Iterable[Variant], processes: int | None = None) 
     try:
         # Where no process can be started or one dies, as for lack of memory, what it has left is compiled below.
         with contextlib.suppress(OSError):
-            for start in range(processes):
-                workers.append(_start(missing[start::processes]))
+            for share in _shares(missing, processes):
+                workers.append(_start(share))
         for worker in workers:
             worker.wait()
     finally:
@@ -68,6 +68,15 @@ def compile_together(variants: Iterable[Variant], processes: int | None = None) 
     return len(missing)
 
 
+def _shares(variants: Sequence[Variant], processes: int) -> list[list[Variant]]:
+    """The variants in turn, forth and back, so that whoever has the slowest gets the least besides."""
+    shares: list[list[Variant]] = [[] for _ in range(processes)]
+    for number, variant in enumerate(variants):
+        turn, place = divmod(number, processes)
+        shares[-1 - place if turn % 2 else place].append(variant)
+    return shares
+
+
 def _cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -78,7 +87,8 @@ def _start(variants: Sequence[Variant]) -> subprocess.Popen[bytes]:
         # -P, and the path as it is here: modules of the current folder count only where they do already.
         [sys.executable, "-P", "-m", "esm_turbo.ops.compilation"],
         stdin=subprocess.PIPE,
-        stdout=sys.stderr.fileno(),
+        # What libraries print is no output of this program.
+        stdout=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )
     assert worker.stdin is not None

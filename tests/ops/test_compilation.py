@@ -92,3 +92,9 @@ def test_processes_that_compile_load_no_torch() -> None:
     code = "import sys, esm_turbo.ops.compilation, esm_turbo.ops.kernels.merge; assert 'torch' not in sys.modules"
     worker = compilation.subprocess.run([compilation.sys.executable, "-c", code], capture_output=True, timeout=120)
     assert worker.returncode == 0, worker.stderr
+
+
+def test_the_slowest_kernels_share_a_process_with_the_fewest(variants: list[Variant]) -> None:
+    named = [variants[0]._replace(name=name) for name in "abcdefgh"]
+    shares = compilation._shares(named, 3)
+    assert ["".join(variant.name for variant in share) for share in shares] == ["afg", "beh", "cd"]
