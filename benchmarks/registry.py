@@ -30,6 +30,7 @@ from benchmarks.cuda import steps as cuda_steps
 from benchmarks.harness.measure import Case
 from benchmarks.harness.models import Architecture, EsmcArchitecture
 from benchmarks.speed import (
+    calibration,
     context_store,
     embedding,
     extension,
@@ -114,6 +115,12 @@ BENCHMARKS: dict[str, Benchmark] = {
     ),
     "embedding_output": Benchmark(
         "embeddings into files of each format, and with caches", partial(embedding.output_cases, proteins=12)
+    ),
+    "calibration": Benchmark(
+        "a calibration of the embedded model, phase by phase, and its presets fitted one by one",
+        # The share of 117 MiB in the 650M geometry: 48 of 660 heads.
+        partial(calibration.embedded_cases, proteins=64, mib=8.6),
+        most_repeats=3,
     ),
     "short_contexts": Benchmark(
         "12-mers after contexts of 20 to 500 residues: recomputed, and from a cache with its prefill",
@@ -212,6 +219,14 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         "embeddings of shipped proteins, compared with plain loops over Hugging Face's model, all layers of 650M",
         partial(embedding.random_cases, ESM2_650M, 64, "cuda", (torch.float32, torch.bfloat16)),
         most_repeats=9,
+    ),
+    "calibration_cuda": Benchmark(
+        "a calibration on the shipped proteins, phase by phase, in the 650M and 3B geometries",
+        lambda: chain(
+            calibration.random_cases(ESM2_650M, warm=15.0, first=30.0, mib=120.0),
+            calibration.random_cases(ESM2_3B, warm=30.0, first=60.0, mib=None),
+        ),
+        most_repeats=1,
     ),
     "scoring_12_on_500_cuda": Benchmark(
         "candidates of 12 residues per second on a target of 500, recomputed and cached, all layers of 650M",
