@@ -112,7 +112,7 @@ class KVCalibrator:
         self._encoder: CachedModel = family.load(family.model).from_esm(encoder).eval()
         config = self._encoder.config
         self.geometry = Geometry.of(config)
-        self._special_ids = torch.tensor(self._encoder.special_ids)
+        self._protected_ids = torch.tensor(self._encoder.protected_ids, dtype=torch.int64)
         self._output_gram = _output_gram(self._encoder, self.geometry)
         # R with R R^T the Gram matrix of every head.
         eigenvalues, vectors = np.linalg.eigh(self._output_gram)
@@ -139,7 +139,7 @@ class KVCalibrator:
         rows = [row[keep] for row, keep in zip(ids, mask, strict=True)]
         starts = [(_hash_tokens(row) % max(1, self.max_positions - len(row) + 1)) for row in rows]
         positions = torch.cat([start + torch.arange(len(row)) for start, row in zip(starts, rows, strict=True)])
-        special = torch.isin(torch.cat(rows), self._special_ids)
+        special = torch.isin(torch.cat(rows), self._protected_ids)
         numbers = chains = homologs = None
         if self._encoder.exact_contexts is not None:
             numbers = number_sequences(ids, self._encoder.special_ids[0])

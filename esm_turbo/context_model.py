@@ -286,13 +286,14 @@ class ContextModel:
         else:
             rows = self._queries_after(cache, sequences, index, limits)
         device, mask = self.model.device, rows.mask
-        seen = mask
+        # Attention without a mask is faster, of whole rows that are equally long.
+        seen = None if rows.first is None and bool(mask.all()) else mask
         if rows.first is not None:
             seen = torch.cat([(torch.arange(cache.get_seq_length()) < rows.first).long(), mask], dim=1)
         steps = torch.arange(mask.shape[1])
         states = self.model.base_model(
             to_device(rows.input_ids, device),
-            to_device(seen, device),
+            None if seen is None else to_device(seen, device),
             to_device(rows.positions, device),
             past_key_values=cache,
             context_index=None if index is None else index.contexts.tolist(),

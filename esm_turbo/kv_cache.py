@@ -173,7 +173,7 @@ class TurboKVCache(CacheStorage):
         input_ids: Tensor,
         keep: Tensor,
         position_ids: Tensor | None,
-        special_ids: Sequence[int],
+        protected_ids: Sequence[int],
         chains: Tensor | None = None,
     ) -> Append:
         """Starts an append: which tokens are stored, in which order, and which of them are protected.
@@ -182,7 +182,7 @@ class TurboKVCache(CacheStorage):
             input_ids: the new tokens, [batch, n].
             keep: which of them are stored, bool [batch, n].
             position_ids: their positions, [batch, n]; None for each row's next ones.
-            special_ids: tokens that are protected if the options say so.
+            protected_ids: tokens that are protected if the options say so; none for a model that has none.
             chains: number of each token's chain, integers [batch, n]; None for 0.
 
         Raises:
@@ -195,9 +195,10 @@ class TurboKVCache(CacheStorage):
         counts = keep.sum(1)
         stored = torch.arange(order.shape[1], device=order.device) < counts[:, None]
         protected = torch.zeros(len(input_ids), 0, dtype=torch.int64, device=order.device)
-        if self.config.protect_special_tokens:
+        protects = self.config.protect_special_tokens and len(protected_ids) > 0
+        if protects:
             # One comparison per token: a tensor of them would be copied from the host, which forces a sync.
-            special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in special_ids])
+            special = stored & functools.reduce(torch.logical_or, [token_ids == known for known in protected_ids])
             counted = self._on_cpu or chains is not None
             slots = int(special.sum(1).max()) if counted else min(_DEVICE_SLOTS, special.shape[1])
             found, where = torch.sort(special.to(torch.int32), dim=1, descending=True, stable=True)
@@ -212,7 +213,7 @@ class TurboKVCache(CacheStorage):
             chains = chains.gather(1, order).to(torch.int32)
             if self.chains is None and self._on_cpu and not bool((stored & (chains != 0)).any()):
                 chains = None
-        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains)
+        return Append(order, counts, token_ids.to(torch.uint8), positions, protected, chains, protects)
 
     def stage(self, append: Append, layer_idx: int, keys: Tensor, values: Tensor, backend: KVBackend) -> None:
         """Encodes one layer's keys and values of the new tokens.
@@ -237,7 +238,7 @@ class TurboKVCache(CacheStorage):
             start=self.lengths.to(device) if self.batch_size else None,
             columns=self.columns + keys.shape[2],
             counts=append.counts.to(device),
-            protected=append.protected.to(device) if self.config.protect_special_tokens else None,
+            protected=append.protected.to(device) if append.protects else None,
             summarize=self._has_empty_rows(),
             counters=None if append.counters is None else append.counters[layer_idx],
         )

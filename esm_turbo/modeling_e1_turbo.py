@@ -5,18 +5,18 @@ Every few layers are global, with positions over all sequences; the others atten
 layers read homologs, so that caches hold their keys and values alone, and a query after a cached context gives what the
 whole would.
 
-transformers does not have E1: the architecture stands here whole, with the names of published weights.
+transformers does not have E1: `model/e1_layers.py` has its architecture.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import silu
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import BaseModelOutputWithPast, MaskedLMOutput
 
@@ -24,133 +24,21 @@ from esm_turbo.files.families import FAMILIES
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cached_model import CachedModel
 from esm_turbo.model.checkpoints import CheckpointMixin
+from esm_turbo.model.e1_layers import (
+    GLOBAL,
+    E1Attention,
+    E1AttentionBlock,
+    E1GatedMLP,
+    E1Layer,
+    E1RotaryEmbedding,
+    TurboE1Config,
+    run_packed,
+)
 from esm_turbo.model.masked_lm import CachedMaskedLM, TurboMaskedLMOutput
-from esm_turbo.model.plan import ForwardPlan, LayerKind, Scope
-from esm_turbo.model.rotary import Float32Frequencies
+from esm_turbo.model.plan import ForwardPlan, LayerKind, PackedTokens
 from esm_turbo.model.sequences import number_sequences
 from esm_turbo.model.spread import to_weight_device
-from esm_turbo.ops.torch_ops import rotate
 from esm_turbo.proteins.homologs import ContextLimits
-
-_GLOBAL = LayerKind(Scope.PREFIX)
-_WITHIN = LayerKind(Scope.SEQUENCE, rotary=1, stored=False)
-
-
-class TurboE1Config(PreTrainedConfig):
-    """The fields of a published `config.json`; the defaults are those of E1 600M."""
-
-    model_type = "E1"
-    vocab_size: int = 34
-    hidden_size: int = 1280
-    intermediate_size: int = 3840
-    num_hidden_layers: int = 30
-    num_attention_heads: int = 20
-    num_key_value_heads: int | None = None
-    hidden_act: str = "silu"
-    gated_mlp: bool = True
-    clip_qkv: float | int = 8
-    rms_norm_eps: float = 1e-5
-    initializer_range: float = 0.02
-    global_attention_every_n_layers: int = 3
-    rope_theta_within_seq: float | int = 10000.0
-    rope_theta_global: float | int = 500000.0
-    max_num_sequences: int = 512
-    max_num_positions_within_seq: int = 8192
-    max_num_positions_global: int = 65536
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 1
-    eos_token_id: int | None = 2
-    mask_token_id: int = 5
-    tie_word_embeddings: bool = False
-
-    @property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        """The attention of each layer."""
-        every = self.global_attention_every_n_layers
-        return tuple(_WITHIN if (index + 1) % every else _GLOBAL for index in range(self.num_hidden_layers))
-
-    @property
-    def num_cached_layers(self) -> int:
-        """Number of layers whose keys and values caches store, see `Geometry`."""
-        return self.layer_kinds.count(_GLOBAL)
-
-
-class E1RotaryEmbedding(Float32Frequencies, nn.Module):
-    """Inverse frequencies of rotary positions, float32 [head_dim / 2]."""
-
-    def __init__(self, theta: float, head_dim: int) -> None:
-        super().__init__()
-        self.theta, self.head_dim = theta, head_dim
-        self.register_buffer("inv_freq", self.compute(), persistent=False)
-
-    def compute(self) -> Tensor:
-        """The frequencies, on the CPU."""
-        with torch.device("cpu"):
-            frequencies: Tensor = 1.0 / self.theta ** (torch.arange(0, self.head_dim, 2).float() / self.head_dim)
-        return frequencies
-
-
-class E1Attention(nn.Module):
-    """Self-attention whose projections are clamped before RoPE."""
-
-    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.layer_idx, self.clip = layer_idx, config.clip_qkv
-        self.head_dim = size // config.num_attention_heads
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(size, size, bias=False) for _ in range(4))
-
-    def forward(self, hidden: Tensor, plan: ForwardPlan) -> Tensor:
-        """Attention of hidden states [batch, n, hidden_size] to what the plan lets the layer see."""
-        query, keys, values = (
-            project(hidden).clamp(-self.clip, self.clip).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, keys = rotate(query, keys, *plan.rotary.at(self.layer_idx, hidden.device), self.head_dim**-0.5)
-        attended = plan.attend(self.layer_idx, query, keys, values)
-        output: Tensor = self.o_proj(attended.transpose(1, 2).flatten(2))
-        return output
-
-
-class E1AttentionBlock(nn.Module):
-    """Attention and its norms; the second is that of the MLP."""
-
-    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = E1Attention(config, layer_idx)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-
-
-class E1GatedMLP(nn.Module):
-    """w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, config: TurboE1Config) -> None:
-        super().__init__()
-        self.w1 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.w2 = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.w3 = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """The MLP of hidden states [..., hidden_size]."""
-        output: Tensor = self.w2(silu(self.w1(hidden)) * self.w3(hidden))
-        return output
-
-
-class E1Layer(nn.Module):
-    """A transformer layer with norms before attention and MLP."""
-
-    def __init__(self, config: TurboE1Config, layer_idx: int) -> None:
-        super().__init__()
-        self.norm_attn_norm = E1AttentionBlock(config, layer_idx)
-        self.ffn = nn.ModuleDict({"mlp": E1GatedMLP(config)})
-
-    def forward(self, hidden: Tensor, plan: ForwardPlan) -> Tensor:
-        """Hidden states after the layer, [batch, n, hidden_size]."""
-        block = self.norm_attn_norm
-        hidden = hidden + block.self_attn(block.input_layernorm(hidden), plan)
-        output: Tensor = hidden + self.ffn["mlp"](block.post_attention_layernorm(hidden))
-        return output
 
 
 class _E1Checkpoints(CheckpointMixin):
@@ -204,8 +92,10 @@ class _E1Checkpoints(CheckpointMixin):
 class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
     """The encoder of E1, see `CachedModel`."""
 
-    # Extensions are captured once their eager forward has been measured on a GPU.
+    # Rows and contexts are so long that a device is never waiting for the host.
     capturable = False
+    packs = True
+    packed_operations = frozenset({"add_rms_norm", "rotate_", "swiglu"})
     _no_split_modules = ("E1Layer",)
     plain_modules = frozenset(
         {nn.Embedding, E1RotaryEmbedding, E1Layer, E1AttentionBlock, E1Attention, E1GatedMLP, nn.RMSNorm, nn.Linear}
@@ -242,12 +132,17 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
     @property
     def rotary_frequencies(self) -> Tensor:
         """See `FamilyEncoder.rotary_frequencies`: those of the layers that are stored."""
-        return self.frequencies(_GLOBAL)
+        return self.frequencies(GLOBAL)
 
     @property
     def special_ids(self) -> tuple[int, int]:
         """See `FamilyEncoder.special_ids`."""
         return self.config.bos_token_id, self.config.eos_token_id
+
+    @property
+    def protected_ids(self) -> tuple[int, ...]:
+        """See `FamilyEncoder.protected_ids`: none, as every homolog of a context has its own."""
+        return ()
 
     @property
     def parts(self) -> Sequence[nn.Module]:
@@ -283,6 +178,10 @@ class TurboE1Model(_E1Checkpoints, CachedModel, PreTrainedModel):
         hidden = self.norm(hidden)
         wanted = plan.options.get("output_hidden_states") or self.config.output_hidden_states
         return self.output(hidden, (*states, hidden) if wanted else None)
+
+    def run_packed(self, tokens: PackedTokens, ops: ModuleType) -> tuple[Tensor, dict[int, Tensor]]:
+        """See `FamilyEncoder.run_packed`."""
+        return run_packed(self.layers, self.norm, tokens, ops)
 
     def forward(  # type: ignore[override]
         self,

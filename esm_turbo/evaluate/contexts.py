@@ -52,7 +52,7 @@ def prefill(
     prefills = []
     for config in dict.fromkeys(configs):
         cache = esm.kv.cache_within_call(config)
-        append = cache.plan_append(input_ids, attention_mask != 0, None, esm.special_ids)
+        append = cache.plan_append(input_ids, attention_mask != 0, None, esm.protected_ids)
         prefills.append(Prefill(cache, append, model.kv_backend))
     output = model(input_ids, attention_mask, kv_session=_PrefillEach(prefills), output_hidden_states=True)
     for one in prefills:

@@ -20,6 +20,7 @@ class Append:
         positions: of the tokens as ordered, int32 [batch, n], or None for each row's next ones.
         chains: of the tokens as ordered, int32 [batch, n], or None where all of a row are one chain.
         protected: per slot the ordered token that it protects, -1 for none, [batch, slots].
+        protects: whether tokens may be protected.
         layers: what is stored of them in each layer that has been encoded.
         counters: scratch of the backend, see `KVBackend.new_counters`; made when first needed.
     """
@@ -30,5 +31,6 @@ class Append:
     positions: Tensor | None
     protected: Tensor
     chains: Tensor | None = None
+    protects: bool = False
     layers: list[TurboCacheLayer] = field(default_factory=list)
     counters: Tensor | None = None

@@ -111,7 +111,7 @@ class Executor:
             stored_positions = positions_to_store(keep, mask, positions, computed.expand_as(ids))
         plan = self._new_plan(inputs)
         plan.attention_mask, plan.positions, plan.cache = attention_mask, positions, cache
-        plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, inputs.chains)
+        plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.protected_ids, inputs.chains)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         if inputs.token_counts is not None:
             plan.embeddings = self._embed(ids, mask, inputs.token_counts, inputs.chains)
@@ -127,9 +127,9 @@ class Executor:
         rows, width = (plan.input_ids if plan.embeddings is None else plan.embeddings).shape[:2]  # type: ignore[union-attr]
         if len(row_lengths) != rows or not all(0 < length <= width for length in row_lengths):
             raise ValueError(f"`row_lengths` must be {rows} numbers of 1 to {width}, got {list(row_lengths)}")
-        # Attention of packed rows knows no sequences within them.
-        whole = plan.chains is None or all(kind.scope is Scope.ROW for kind in plan.kinds)
-        if plan.positions is None and whole and self._can_pack(plan):
+        scoped = any(kind.scope is not Scope.ROW for kind in plan.kinds)
+        # Families of one scope leave positions and chains to masks that packed rows do not have.
+        if (scoped or plan.positions is None) and self._can_pack(plan):
             plan.packing = Packing.of(row_lengths, width, self.encoder.device)
 
     def _plan_extension(self, inputs: ForwardInputs, cache: TurboKVCache) -> ForwardPlan:
@@ -155,7 +155,7 @@ class Executor:
             keep = new_mask if inputs.append_mask is None else inputs.append_mask
             stored_positions = positions_to_store(keep, new_mask, inputs.position_ids, positions)
             plan.cache = cache
-            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.special_ids, chains)
+            plan.append = cache.plan_append(ids, keep, stored_positions, self.encoder.protected_ids, chains)
         seen = None if attention_mask is None else new_mask
         visible = None if attention_mask is None or attention_mask.shape[1] == n else past_mask
         positions = positions.expand(batch_size, n)
@@ -248,7 +248,12 @@ class Executor:
         wanted = range(self.encoder.config.num_hidden_layers) if wants_states else ()
 
         def positions(scope: Scope) -> Tensor:
-            return plan.positions_at(scope).flatten() if packing is None else packing.positions
+            if packing is None:
+                return plan.positions_at(scope).flatten()
+            if plan.positions is None and plan.chains is None:
+                return packing.positions
+            places = plan.positions_at(scope)
+            return packing.pack(places.expand(packing.batch_size, -1))
 
         rotary = Rotary(plan.kinds, plan.frequencies, positions)
         tokens = PackedTokens(embeddings, rotary, attend, wanted)
@@ -349,7 +354,7 @@ class Executor:
         mask = token_mask(inputs.ids, inputs.attention_mask)
         plan = self._new_plan(inputs)
         plan.cache, plan.packing = cache, packing
-        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.special_ids)
+        plan.append = cache.plan_append(inputs.ids, mask, None, self.encoder.protected_ids)
         plan.session = Prefill(cache, plan.append, self.kv.kv_backend)
         plan.embeddings = self._embed(inputs.ids, mask, inputs.token_counts, None)
         return self.run(plan)

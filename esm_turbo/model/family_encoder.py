@@ -67,7 +67,12 @@ class FamilyEncoder(CheckpointMixin, _LibraryModel):
     @property
     @abstractmethod
     def special_ids(self) -> tuple[int, int]:
-        """Ids of `<cls>` and `<eos>`, whose keys and values presets may protect."""
+        """Ids of `<cls>` and `<eos>`."""
+
+    @property
+    def protected_ids(self) -> tuple[int, ...]:
+        """Ids of the tokens whose keys and values presets may protect, at most one of each in a protein."""
+        return self.special_ids
 
     @property
     @abstractmethod

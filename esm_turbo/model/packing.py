@@ -10,8 +10,10 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from esm_turbo.codecs.transfers import to_device
+from esm_turbo.model.sequences import SequenceBounds
 from esm_turbo.model.sessions import KVSession
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -61,6 +63,17 @@ class Packing:
         index, slot = on_device[2:] if padded else (None, None)
         return cls(len(rows), width, int(rows.max()), on_device[0], on_device[1], index, slot)
 
+    def sequences(self, bounds: SequenceBounds) -> PackedSequences:
+        """Where the sequences lie whose bounds in every row are known."""
+        starts = np.cumsum([0, *(row[-1][1] for row in bounds.rows)])
+        spans = [
+            (int(start), int(start) + a, int(start) + b)
+            for start, row in zip(starts, bounds.rows, strict=False)
+            for a, b in row
+        ]
+        lengths = [end - begin for _, begin, end in spans]
+        return PackedSequences(Packing.of(lengths, max(lengths), self.offsets.device), spans)
+
     def on(self, device: torch.device) -> Packing:
         """The same packing on a device, copied there once."""
         if self.offsets.device == device:
@@ -83,6 +96,36 @@ class Packing:
         return flat.view(self.batch_size, self.width, *x.shape[1:])
 
 
+@dataclass(frozen=True)
+class PackedSequences:
+    """Sequences in packed rows.
+
+    Attributes:
+        packing: as if every sequence were a row.
+        spans: of each sequence the first token of its row, its own first token, and its end.
+    """
+
+    packing: Packing
+    spans: Sequence[tuple[int, int, int]]
+
+    def attend_earlier(self, qkv: Tensor) -> Tensor:
+        """Attention of every sequence's tokens to each other and to all sequences before theirs in the row.
+
+        Args:
+            qkv: after scaling and rotation, [T, 3, heads, head_dim].
+
+        Returns:
+            [T, heads, head_dim].
+        """
+        output = torch.empty_like(qkv[:, 0])
+        for first, begin, end in self.spans:
+            query, seen = qkv[begin:end, 0], qkv[first:end, 1:]
+            keys, values = (x.transpose(0, 1)[None] for x in seen.unbind(1))
+            attended = scaled_dot_product_attention(query.transpose(0, 1)[None], keys, values, scale=1.0)
+            output[begin:end] = attended[0].transpose(0, 1)
+        return output
+
+
 Attend = Callable[[int, Tensor], Tensor]
 """Attention of a layer: its index, and scaled queries, keys and values, after RoPE, [T, 3, heads, head_dim], give
 [T, heads * head_dim]."""
@@ -90,6 +133,13 @@ Attend = Callable[[int, Tensor], Tensor]
 
 class _LayerSessions(Protocol):
     """The part of a `ForwardPlan` that attention of packed tokens needs: see there."""
+
+    @property
+    def bounds(self) -> SequenceBounds | None: ...
+
+    def sees_whole_rows(self, layer_idx: int) -> bool: ...
+
+    def sees_earlier(self, layer_idx: int) -> bool: ...
 
     def session_at(self, layer_idx: int) -> KVSession | None: ...
 
@@ -99,20 +149,24 @@ class _LayerSessions(Protocol):
 
 
 def attention_of_rows(packing: Packing, ops: ModuleType, plan: _LayerSessions) -> Attend:
-    """Attention of every row's tokens to each other.
+    """Attention of every row's tokens to each other, as far as layers see.
 
     Args:
         packing: of the rows.
         ops: `triton_encoder`, or another module with its operations.
         plan: its session is shown the keys and values of every layer that is stored, as a padded batch.
     """
+    sequences = None if plan.bounds is None else packing.sequences(plan.bounds)
 
     def attend(layer_idx: int, qkv: Tensor) -> Tensor:
         session = plan.session_at(layer_idx)
         if session is not None:
             keys, values = (x.transpose(1, 2) for x in packing.unpack(qkv[:, 1:]).unbind(2))
             session.attend(plan.stored_index(layer_idx), keys, keys, values)
-        attended: Tensor = ops.attend(qkv, packing.on(qkv.device).offsets, packing.longest)
+        if sequences is not None and plan.sees_earlier(layer_idx):
+            return sequences.attend_earlier(qkv).flatten(1)
+        rows = packing if sequences is None or plan.sees_whole_rows(layer_idx) else sequences.packing
+        attended: Tensor = ops.attend(qkv, rows.on(qkv.device).offsets, rows.longest)
         return attended.flatten(1)
 
     return attend

@@ -200,6 +200,14 @@ class ForwardPlan:
         """The session of a layer; None for a layer that is not stored."""
         return self.session if self.kinds[layer_idx].stored else None
 
+    def sees_whole_rows(self, layer_idx: int) -> bool:
+        """True if a layer's tokens see all sequences of their row."""
+        return self.kinds[layer_idx].scope is Scope.ROW
+
+    def sees_earlier(self, layer_idx: int) -> bool:
+        """True if a layer's tokens see the sequences before their own, and none after it."""
+        return self.kinds[layer_idx].scope is Scope.PREFIX
+
     def stored_index(self, layer_idx: int) -> int:
         """The number of a layer among those that are stored, by which sessions and caches know it."""
         return self._stored_indices[layer_idx]
@@ -259,7 +267,6 @@ class ForwardPlan:
             output = attend_by(session, self.stored_index(layer_idx), query, keys, values)
             if output is not None:
                 return output
-        scope = self.kinds[layer_idx].scope
-        if self.bounds is not None and scope is not Scope.ROW:
-            return self.bounds.attend(query, keys, values, to_earlier=scope is Scope.PREFIX)
+        if self.bounds is not None and not self.sees_whole_rows(layer_idx):
+            return self.bounds.attend(query, keys, values, to_earlier=self.sees_earlier(layer_idx))
         return scaled_dot_product_attention(query, keys, values, attn_mask=self.mask, scale=1.0)

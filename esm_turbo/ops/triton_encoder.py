@@ -6,6 +6,7 @@ triton is imported when a kernel runs.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,17 @@ from torch.nn import functional
 from esm_turbo.ops.triton_launch import Options, PreparedLaunch, overlaps, placeholder
 from esm_turbo.ops.triton_layout import next_power_of_two
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "linear", "linear_parts", "norm_rotate_", "rotate_", "swiglu"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "attend",
+    "gelu_",
+    "linear",
+    "linear_parts",
+    "norm_rotate_",
+    "rotate_",
+    "swiglu",
+]
 
 # Elements per program of the activations.
 _BLOCK = 2048
@@ -46,15 +57,26 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     Returns:
         The sum, which is x itself without a delta, and its layer norm, both [T, hidden_size] in the dtype of x.
     """
+    return _add_norm(x, delta, weight, bias, eps)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """As `add_layer_norm`, with the root mean square norm (Zhang and Sennrich 2019), which has no mean and no bias."""
+    return _add_norm(x, delta, weight, None, eps)
+
+
+def _add_norm(
+    x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor]:
     normed = torch.empty_like(x)
     total = x if delta is None else torch.empty_like(x)
     num_parts = 0 if delta is None or delta.dim() == 2 else len(delta)
-    _add_layer_norm(x.shape, x.device, eps, delta is not None, num_parts)(
+    _add_layer_norm(x.shape, x.device, eps, delta is not None, num_parts, bias is not None)(
         x_ptr=x,
         delta_ptr=x if delta is None or num_parts else delta,
         parts_ptr=delta if num_parts else placeholder(torch.float32, x.device),
         weight_ptr=weight,
-        bias_ptr=bias,
+        bias_ptr=weight if bias is None else bias,
         sum_ptr=total,
         normed_ptr=normed,
     )
@@ -62,7 +84,9 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
 
 
 @_by_shape
-def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int) -> PreparedLaunch:
+def _add_layer_norm(
+    shape: torch.Size, device: torch.device, eps: float, adds: bool, num_parts: int, centres: bool
+) -> PreparedLaunch:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, size = shape
@@ -76,6 +100,7 @@ def _add_layer_norm(shape: torch.Size, device: torch.device, eps: float, adds: b
         eps=eps,
         adds=int(adds),
         num_parts=num_parts,
+        centres=int(centres),
         SIZE=size,
         BLOCK=block,
         MOST_PARTS=_MOST_PARTS,
@@ -183,34 +208,39 @@ def _linear(
     )
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float, clip: float = math.inf) -> None:
     """Scales queries, and rotates queries and keys (RoPE, Su et al. 2021), in place and in float32; one launch.
+
+    Before that, queries, keys and values are clamped to at most `clip` in magnitude.
 
     Args:
         qkv: [T, 3, heads, head_dim], contiguous.
         cos: of the angles of every token, float32 [T, head_dim / 2].
         sin: likewise.
         scale: of the queries.
+        clip: positive; infinity clamps nothing.
     """
-    _rotate_(qkv.shape, qkv.device, scale)(qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin)
+    _rotate_(qkv.shape, qkv.device, scale, clip)(qkv_ptr=qkv, cos_ptr=cos, sin_ptr=sin)
 
 
 @_by_shape
-def _rotate_(shape: torch.Size, device: torch.device, scale: float) -> PreparedLaunch:
+def _rotate_(shape: torch.Size, device: torch.device, scale: float, clip: float) -> PreparedLaunch:
     from esm_turbo.ops.kernels import encoder as kernels
 
     tokens, _, heads, head_dim = shape
-    overlap = overlaps(device)
+    overlap, clips = overlaps(device), clip < math.inf
     return PreparedLaunch(
         kernels.rotate_,
         (tokens, 1, 1),
         device,
         Options(num_warps=4, launch_pdl=overlap),
         scale=scale,
+        clip=clip if clips else 0.0,
         HEADS=heads,
         HEAD_DIM=head_dim,
-        HEADS_BLOCK=next_power_of_two(2 * heads),
+        HEADS_BLOCK=next_power_of_two((3 if clips else 2) * heads),
         HALF_BLOCK=next_power_of_two(head_dim // 2),
+        CLIPS=clips,
         OVERLAP=overlap,
     )
 

@@ -104,6 +104,7 @@ def encoder_variants(sizes: Sizes, dtype: torch.dtype, device: torch.device, cap
         qkv = _qkv(1, 16, sizes, dtype, device)[0]
         launches: dict[str, Callable[[], object]] = {
             "add_layer_norm": lambda: triton_encoder.add_layer_norm(x, x, x[0], x[0], 1e-5),
+            "add_rms_norm": lambda: triton_encoder.add_rms_norm(x, x, x[0], 1e-5),
             "norm_rotate_": lambda: triton_encoder.norm_rotate_(qkv, x[0], x[0], 1e-5, angles, angles, 1.0),
             "rotate_": lambda: triton_encoder.rotate_(qkv, angles, angles, 1.0),
             "swiglu": lambda: triton_encoder.swiglu(x),

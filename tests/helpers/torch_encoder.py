@@ -5,13 +5,24 @@ Tokens of all rows are packed along one dimension, T in all, without padding.
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["add_layer_norm", "attend", "gelu_", "linear", "linear_parts", "norm_rotate_", "rotate_", "swiglu"]
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "attend",
+    "gelu_",
+    "linear",
+    "linear_parts",
+    "norm_rotate_",
+    "rotate_",
+    "swiglu",
+]
 
 
 def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -19,6 +30,12 @@ def add_layer_norm(x: Tensor, delta: Tensor | None, weight: Tensor, bias: Tensor
     if delta is not None:
         x = x + delta if delta.dim() == 2 else (x.float() + delta.sum(0)).to(x.dtype)
     return x, functional.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
+
+
+def add_rms_norm(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `triton_encoder.add_rms_norm`."""
+    x = x if delta is None else x + delta
+    return x, functional.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor, activates: bool = False) -> Tensor:
@@ -34,8 +51,9 @@ def linear_parts(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float) -> None:
+def rotate_(qkv: Tensor, cos: Tensor, sin: Tensor, scale: float, clip: float = math.inf) -> None:
     """See `triton_encoder.rotate_`."""
+    qkv.clamp_(-clip, clip)
     cos, sin = (torch.stack([x * scale, x], dim=1)[:, :, None] for x in (cos, sin))
     low, high = qkv[:, :2].float().chunk(2, dim=-1)
     qkv[:, :2] = torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(qkv.dtype)

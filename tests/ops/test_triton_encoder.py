@@ -48,6 +48,19 @@ def test_add_layer_norm(device: str, dtype: str, size: int, adds: bool) -> None:
     assert_close(normed, expected)
 
 
+@on_devices(
+    "dtype, size", cpu=itertools.product(CPU_DTYPES, SIZES), gpu=itertools.product(DTYPES, (*SIZES, 1280, 5120))
+)
+@pytest.mark.parametrize("adds", [False, True])
+def test_add_rms_norm(device: str, dtype: str, size: int, adds: bool) -> None:
+    x, delta = (normal(7, size, device=device, dtype=DTYPES[dtype], seed=seed) + 1 for seed in (0, 1))
+    weight = normal(size, device=device, dtype=DTYPES[dtype], seed=2)
+    total, normed = triton_encoder.add_rms_norm(x, delta if adds else None, weight, 1e-5)
+    expected_total, expected = torch_encoder.add_rms_norm(x, delta if adds else None, weight, 1e-5)
+    assert torch.equal(total, expected_total)
+    assert_close(normed, expected)
+
+
 @on_devices("parts", cpu=(1, 4), gpu=(1, 4))
 def test_add_layer_norm_of_parts(device: str, parts: int) -> None:
     x = normal(3, 320, device=device, dtype=torch.float16) * 3 + 5
@@ -176,6 +189,18 @@ def test_rotation_in_place(device: str, dtype: str, head_dim: int) -> None:
     triton_encoder.rotate_(qkv, angle.cos(), angle.sin(), 0.3)
     assert_close(qkv, expected)
     assert torch.equal(qkv[:, 2], values)
+
+
+@on_devices("dtype, heads", cpu=itertools.product(CPU_DTYPES, (4, 5)), gpu=itertools.product(DTYPES, (4, 5, 20)))
+def test_rotation_clamps_before(device: str, dtype: str, heads: int) -> None:
+    """Values as well, which are not rotated."""
+    qkv = normal(9, 3, heads, 16, device=device, dtype=DTYPES[dtype])
+    angle = torch.rand(9, 8, generator=torch.Generator().manual_seed(1)).to(device) * 6
+    expected = qkv.clone()
+    torch_encoder.rotate_(expected, angle.cos(), angle.sin(), 0.3, 0.5)
+    triton_encoder.rotate_(qkv, angle.cos(), angle.sin(), 0.3, 0.5)
+    assert_close(qkv, expected)
+    assert torch.equal(qkv[:, 2], expected[:, 2]) and expected[:, 2].abs().max() == 0.5
 
 
 @on_devices(

@@ -23,6 +23,7 @@ def add_layer_norm(
     eps: tl.float32,
     adds,
     num_parts,
+    centres,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     MOST_PARTS: tl.constexpr,
@@ -31,8 +32,8 @@ def add_layer_norm(
     """sum = x + delta; normed = (sum - mean) / sqrt(var + eps) * weight + bias. Grid: (tokens,).
 
     The statistics are those of the sum as it is stored. If there are parts, [num_parts, tokens, SIZE], up to
-    MOST_PARTS, their sum is the delta. Unless it `adds`, x itself is normalised. With OVERLAP, the next kernel may
-    begin with what does not depend on this one.
+    MOST_PARTS, their sum is the delta. Unless it `adds`, x itself is normalised. Unless it `centres`, mean and bias are
+    zero. With OVERLAP, the next kernel may begin with what does not depend on this one.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -40,7 +41,7 @@ def add_layer_norm(
     column = tl.arange(0, BLOCK)
     inside = column < SIZE
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    bias = tl.load(bias_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + column, mask=inside & (centres != 0), other=0.0).to(tl.float32)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + row + column, mask=inside, other=0.0)  # [BLOCK]
@@ -58,7 +59,7 @@ def add_layer_norm(
     if adds != 0:
         tl.store(sum_ptr + row + column, x, mask=inside)
     x = x.to(tl.float32)
-    mean = tl.sum(x, axis=0) / SIZE
+    mean = tl.where(centres != 0, tl.sum(x, axis=0) / SIZE, 0.0)
     centred = tl.where(inside, x - mean, 0.0)
     scale = tl.rsqrt(tl.sum(centred * centred, axis=0) / SIZE + eps)
     normed = centred * scale * weight + bias
@@ -71,18 +72,20 @@ def rotate_(
     cos_ptr,
     sin_ptr,
     scale: tl.float32,
+    clip: tl.float32,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEADS_BLOCK: tl.constexpr,
     HALF_BLOCK: tl.constexpr,
+    CLIPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """RoPE of a token's queries and keys, in place: (a, b) -> (a cos - b sin, b cos + a sin). Grid: (tokens,).
 
-    Queries are also multiplied by `scale`. With OVERLAP, the next kernel may begin with what does not depend on this
-    one.
+    Queries are also multiplied by `scale`. If it CLIPS, queries, keys and values are clamped to -clip to clip before.
+    With OVERLAP, the next kernel may begin with what does not depend on this one.
 
-    qkv is [tokens, 3, HEADS, HEAD_DIM]; its first 2 HEADS rows of a token are queries and keys.
+    qkv is [tokens, 3, HEADS, HEAD_DIM]; its first 2 HEADS rows of a token are queries and keys, then values follow.
     """
     if OVERLAP:
         tl.extra.cuda.gdc_launch_dependents()
@@ -94,12 +97,17 @@ def rotate_(
     cos = tl.load(cos_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
     sin = tl.load(sin_ptr + token * half + d, mask=in_half, other=0.0)[None, :]
     head = tl.arange(0, HEADS_BLOCK)
-    inside = (head < 2 * HEADS)[:, None] & in_half[None, :]
+    inside = (head < (3 if CLIPS else 2) * HEADS)[:, None] & in_half[None, :]
     factor = tl.where(head < HEADS, scale, 1.0)[:, None]
     cos, sin = cos * factor, sin * factor  # [HEADS_BLOCK, HALF_BLOCK]
+    if CLIPS:
+        is_value = (head >= 2 * HEADS)[:, None]
+        cos, sin = tl.where(is_value, 1.0, cos), tl.where(is_value, 0.0, sin)
     low_ptr = qkv_ptr + token * (3 * HEADS * HEAD_DIM) + head[:, None] * HEAD_DIM + d[None, :]
     low = tl.load(low_ptr, mask=inside, other=0.0).to(tl.float32)  # [HEADS_BLOCK, HALF_BLOCK]
     high = tl.load(low_ptr + half, mask=inside, other=0.0).to(tl.float32)
+    if CLIPS:
+        low, high = tl.minimum(tl.maximum(low, -clip), clip), tl.minimum(tl.maximum(high, -clip), clip)
     dtype: tl.constexpr = qkv_ptr.dtype.element_ty
     tl.store(low_ptr, (low * cos - high * sin).to(dtype), mask=inside)
     tl.store(low_ptr + half, (high * cos + low * sin).to(dtype), mask=inside)
