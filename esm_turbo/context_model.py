@@ -118,8 +118,13 @@ class ContextModel:
         return named(self, self.name, geometry, f"preset {preset}", calibrated, dtype, self.model.device)
 
     def runner(self, devices: Any) -> Any:
-        """A `Runner` on other devices, see `TurboEsm`, which has them; None for this process."""
-        return None
+        """A `Runner` on other devices, see `TurboEsm`, which has them; None for this process.
+
+        Raises:
+            ValueError: devices are given.
+        """
+        if devices is not None:
+            raise ValueError(f"`devices` needs a model that is loaded by TurboEsm, got {devices!r}")
 
     @property
     def calibration(self) -> Calibration | None:

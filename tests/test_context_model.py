@@ -231,3 +231,10 @@ def test_a_prefill_after_an_unseen_change_is_of_the_new_weights(
     calibrated.model.esm.encoder.layer[0].attention.self.key.weight.data.mul_(2)
     with pytest.raises(ValueError, match="the weights are not this model's"):
         calibrated.prefill(SEQUENCES)
+
+
+def test_devices_need_a_loaded_model(exact: TurboEsm) -> None:
+    model = ContextModel(exact.model, exact.tokenizer)
+    assert model.runner(None) is None
+    with pytest.raises(ValueError, match=r"^`devices` needs a model that is loaded by TurboEsm, got 'all'"):
+        model.runner("all")
