@@ -207,7 +207,8 @@ def seen_before(model: Any) -> object:
 
 
 def _look(model: Any) -> _Seen:
-    before: _Seen | None = model.__dict__.get(_KEPT_AS)
+    # There before values are counted, so that the first call is not followed by a second look.
+    before: _Seen | None = model.__dict__.setdefault(_KEPT_AS, None)
     after = _Seen(model)
     if before is not None and before.described == after.described:
         # Tensors were moved, but not changed.

@@ -503,6 +503,9 @@ def test_hooks_and_autocast_run_eagerly(on_cuda: MakeModel) -> None:
         states(model, cache, *inputs)
     seen: list[int] = []
     handle = model.esm.encoder.layer[0].output.dense.register_forward_hook(lambda *_: seen.append(1))
+    model.esm.model_id = "with a hook that counts"
+    cache = contexts(model, [30])
+    seen.clear()
     states(model, cache, *inputs)
     assert seen == [1]
     handle.remove()

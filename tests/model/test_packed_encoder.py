@@ -234,6 +234,7 @@ def test_error_is_that_of_hugging_face_in_the_same_dtype(
     lengths: list[int],
 ) -> None:
     model = on_cuda(dtype)
+    model.esm.model_id = "with calls that are counted"
     ids, mask = (x.cuda() for x in random_ids(lengths, masks=1))
     reference = on_cuda(torch.float32)(ids, mask, output_hidden_states=True)
     plain = model(ids, mask, output_hidden_states=True)
