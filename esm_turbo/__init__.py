@@ -23,7 +23,7 @@ _PUBLIC = {
     "Workers": "parallel.workers",
     "read_fasta": "proteins.fasta",
     "read_homologs": "proteins.alignments",
-    "EmbeddingRequest": "tasks.embedding.embed",
+    "EmbeddingRequest": "tasks.embedding.request",
     "iter_embeddings": "tasks.embedding.embed",
     "embed_records": "tasks.embedding.records",
     "read_embedding": "tasks.embedding.files",
@@ -65,9 +65,10 @@ if TYPE_CHECKING:
     from esm_turbo.proteins.alignments import read_homologs
     from esm_turbo.proteins.fasta import read_fasta
     from esm_turbo.tasks.calibration.records import calibrate_records
-    from esm_turbo.tasks.embedding.embed import EmbeddingRequest, iter_embeddings
+    from esm_turbo.tasks.embedding.embed import iter_embeddings
     from esm_turbo.tasks.embedding.files import read_embedding
     from esm_turbo.tasks.embedding.records import embed_records
+    from esm_turbo.tasks.embedding.request import EmbeddingRequest
     from esm_turbo.turbo_esm import TurboEsm
 
 

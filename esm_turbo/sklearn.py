@@ -19,10 +19,10 @@ from sklearn.utils.validation import check_is_fitted
 
 from esm_turbo.files.identity import kept_digest
 from esm_turbo.proteins.fasta import ProteinRecord, normalize_sequence
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.reading import read_embeddings
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from esm_turbo.turbo_esm import TurboEsm
 
 Array = npt.NDArray[np.float32]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         UnmaskingOrder,
     )
     from esm_turbo.tasks.common.pieces import Runner
-    from esm_turbo.tasks.embedding.embed import ProteinEmbedding
+    from esm_turbo.tasks.embedding.request import ProteinEmbedding
     from esm_turbo.tasks.generation.generate import GenerationOutput
     from esm_turbo.tasks.generation.options import Allowed
 
@@ -280,8 +280,9 @@ class TurboEsm(ContextModel):
         if devices is None:
             return None
         from esm_turbo.parallel.calls import DeviceRunner
+        from esm_turbo.parallel.workers import Workers
 
-        return DeviceRunner(self, devices)
+        return devices if isinstance(devices, Workers) else DeviceRunner(self, devices)
 
 
 @functools.cache

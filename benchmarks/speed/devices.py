@@ -34,9 +34,9 @@ from esm_turbo.parallel.workers import Workers
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta
 from esm_turbo.tasks.common.pieces import Runner
 from esm_turbo.tasks.common.progress import Progress
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.reading import read_embeddings
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from esm_turbo.tasks.scoring.records import Candidate, score_records
 
 Results = Mapping[str, Tensor]

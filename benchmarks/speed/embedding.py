@@ -21,8 +21,8 @@ from esm_turbo import Calibration, TurboEsm
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.proteins.fasta import ProteinRecord, token_batches
 from esm_turbo.tasks.common.options import EmbeddingFormat
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
 TOKS_PER_BATCH = 4096
 DEFAULT_BATCH = 8

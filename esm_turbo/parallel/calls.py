@@ -22,7 +22,7 @@ ResultT = TypeVar("ResultT")
 
 
 class DeviceRunner:
-    """A `Runner` on devices: processes with copies of a model that live while pieces are run, or that run already.
+    """A `Runner` on devices: processes with copies of a model that live while pieces are run.
 
     Args:
         turbo: the model.
@@ -31,11 +31,10 @@ class DeviceRunner:
 
     shares_files = True
 
-    def __init__(self, turbo: ContextModel, devices: Devices) -> None:
+    def __init__(self, turbo: ContextModel, devices: str | Sequence[str]) -> None:
         self._turbo, self._given = turbo, devices
         # Of a string, only `all` is allowed.
-        names = ["cuda"] if isinstance(devices, str) else devices
-        self.devices = names.devices if isinstance(names, Workers) else " ".join(names)
+        self.devices = "cuda" if isinstance(devices, str) else " ".join(devices)
 
     def run(
         self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], **options: Any
@@ -45,14 +44,10 @@ class DeviceRunner:
         Raises:
             ValueError: no devices are named, or there are none.
         """
-        if isinstance(self._given, Workers):
-            yield from self._given.run(task, pieces, **options)
-            return
         with Workers.of(self._turbo, self._names()) as workers:
             yield from workers.run(task, pieces, **options)
 
     def _names(self) -> Sequence[str]:
-        assert not isinstance(self._given, Workers)
         if not isinstance(self._given, str):
             return self._given
         if self._given != "all":

@@ -77,9 +77,7 @@ def store_sequences(
     lengths = [len(rows[index]) for index in unique]
     batches = [[unique[i] for i in batch] for batch in remaining_batches(lengths, toks_per_batch)]
     if plan is not None:
-        names = [" ".join(sequences[index] for index in batch) for batch in batches]
-        costs = [sum(forward_cost(turbo, len(rows[i]), len(rows[i])) for i in batch) for batch in batches]
-        batches = [batches[number] for number in plan.choose(names, costs)]
+        batches = plan.choose(batches, sequences, [forward_cost(turbo, len(row), len(row)) for row in rows])
     if runner is None:
         own = [sequences[index] for index in sorted(index for batch in batches for index in batch)]
         if not own:

@@ -20,7 +20,7 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import INDEX_FILE
 from esm_turbo.proteins.fasta import STANDARD_RESIDUES, ProteinRecord
 from esm_turbo.tasks.embedding import files as embedding_files
-from esm_turbo.tasks.embedding import one_file
+from esm_turbo.tasks.embedding import index, one_file
 
 # Two or three proteins per batch, some of equal length, two of the same sequence.
 LENGTHS = (5, 12, 12, 17, 18, 19, 26, 33, 34)
@@ -82,9 +82,8 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(temporary))
             yield temporary
 
-    monkeypatch.setattr(embedding_files, "replacing", replacing)
-    monkeypatch.setattr(artifacts, "replacing", replacing)
-    monkeypatch.setattr(one_file, "replacing", replacing)
+    for module in (embedding_files, index, artifacts, one_file):
+        monkeypatch.setattr(module, "replacing", replacing)
 
 
 def _flip(path: Path) -> None:

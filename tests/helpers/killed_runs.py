@@ -22,9 +22,9 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.journal import Journal, journal_beside
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import pieces
-from esm_turbo.tasks.embedding import files as embedding_files
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+from esm_turbo.tasks.embedding import index
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants import records as variants
 
@@ -38,7 +38,7 @@ class DyingWrites:
         self.count = 0
 
     def install(self) -> None:
-        rename, append = os.replace, embedding_files._append
+        rename, append = os.replace, index._append
 
         def dying_rename(source: Any, target: Any) -> None:
             if self._is_it():
@@ -69,7 +69,7 @@ class DyingWrites:
             add(journal, key, value)
 
         artifacts.os.replace = dying_rename  # type: ignore[attr-defined]
-        embedding_files._append = dying_append
+        index._append = dying_append
         Journal.add = dying_add  # type: ignore[method-assign]
 
     def _is_it(self) -> bool:

@@ -24,7 +24,7 @@ from esm_turbo.tasks.common.pieces import Plan, Shard
 def manifest(folder: Path, number: int = 1, names: Sequence[str] = ("a", "b", "c"), **settings: object) -> Manifest:
     (folder / "in.fasta").write_text(">a\nMK\n")
     plan = Plan(Shard(number, 2))
-    plan.choose(names, range(len(names), 0, -1))
+    plan.choose([[index] for index in range(len(names))], names, range(len(names), 0, -1))
     return Manifest.of(Shard(number, 2), "score", "table", [folder / "in.fasta"]).with_results(
         plan, settings=settings, run={"device": "cpu"}, order=[(0, 2)], partial={0: [1, 0]}, failed=[("x", "y")]
     )
@@ -87,7 +87,7 @@ def test_inputs_of_one_name_in_two_folders_are_told_apart(tmp_path: Path) -> Non
     def made(number: int, first: Path) -> Manifest:
         plan = Plan(Shard(number, 2))
         # Equal names and lengths: the division of the input is the same.
-        plan.choose(["a", "b"], [1, 1])
+        plan.choose([[0], [1]], ["a", "b"], [1, 1])
         return Manifest.of(Shard(number, 2), "score", "table", [first, candidates]).with_results(plan)
 
     out = tmp_path / "x.csv"

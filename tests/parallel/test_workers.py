@@ -20,8 +20,8 @@ from esm_turbo.parallel import worker
 from esm_turbo.parallel.storing import store_sequences
 from esm_turbo.parallel.workers import NoWorkersError, Workers
 from esm_turbo.tasks.calibration.records import calibrate_records
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from esm_turbo.tasks.scoring import records as scoring
 from esm_turbo.tasks.variants.records import score_records as score_variants
 from tests.helpers.embedding_files import files, h5_content, proteins

@@ -115,8 +115,9 @@ def embed(
     good = readable(turbo, proteins, good, bad)
     from esm_turbo.tasks.common.forwards import protein_tokens
     from esm_turbo.tasks.common.run_info import context_arm
-    from esm_turbo.tasks.embedding.embed import EmbeddingRequest, embedding_settings
+    from esm_turbo.tasks.embedding.embed import embedding_settings
     from esm_turbo.tasks.embedding.records import embed_records
+    from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
     toks_per_batch = protein_tokens(toks_per_batch, turbo, spread.devices)
     cut = [record for record in good if truncation_seq_length and len(record.sequence) > truncation_seq_length]

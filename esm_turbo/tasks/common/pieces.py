@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 PieceT = TypeVar("PieceT")
+IndicesT = TypeVar("IndicesT", bound=Sequence[int])
 ResultT = TypeVar("ResultT")
 _Piece = TypeVar("_Piece", contravariant=True)
 _Result = TypeVar("_Result", covariant=True)
@@ -183,21 +184,23 @@ class Plan:
     chosen: list[int] = field(default_factory=list)
     digest: str = ""
 
-    def choose(self, names: Sequence[str], costs: Sequence[int]) -> list[int]:
-        """Decide which pieces are done here.
+    def choose(self, pieces: Sequence[IndicesT], names: Sequence[str], costs: Sequence[int]) -> list[IndicesT]:
+        """The pieces that are done here.
 
         Args:
-            names: what each piece is, by its records.
-            costs: how long each takes, in any unit.
+            pieces: indices of the records of each.
+            names: of the records.
+            costs: how long each record takes, in any unit.
         """
-        described = "\n".join(f"{cost} {name}" for name, cost in zip(names, costs, strict=True))
-        self.digest = hashlib.sha256(described.encode()).hexdigest()
-        self.total = len(costs)
+        sums = [sum(costs[index] for index in piece) for piece in pieces]
+        described = (f"{cost} {' '.join(names[i] for i in piece)}" for cost, piece in zip(sums, pieces, strict=True))
+        self.digest = hashlib.sha256("\n".join(described).encode()).hexdigest()
+        self.total = len(pieces)
         if self.shard is None:
-            self.chosen = list(range(len(costs)))
+            self.chosen = list(range(len(pieces)))
         else:
-            self.chosen = balanced(costs, self.shard.of)[self.shard.number - 1]
-        return self.chosen
+            self.chosen = balanced(sums, self.shard.of)[self.shard.number - 1]
+        return [pieces[number] for number in self.chosen]
 
 
 def balanced(costs: Sequence[int], parts: int) -> list[list[int]]:

@@ -224,11 +224,7 @@ def score_items(
     if plan is not None:
         named = ["" for _ in items] if names is None else names
         costs = [forward_cost(turbo, size, len(item.sequence)) for size, item in zip(tokens, items, strict=True)]
-        chosen = plan.choose(
-            [" ".join(named[index] for index in piece) for piece in pieces],
-            [sum(costs[index] for index in piece) for piece in pieces],
-        )
-        pieces = [pieces[number] for number in chosen]
+        pieces = plan.choose(pieces, named, costs)
     scored = run_resumable(
         turbo,
         task,

@@ -10,7 +10,6 @@ therefore leaves whole batches, and a run that resumes it computes the same batc
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import json
@@ -18,7 +17,7 @@ import os
 import re
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,20 +25,18 @@ import torch
 
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
-from esm_turbo.files.safe_text import cell, from_cell
 from esm_turbo.files.writing import file_errors, refuse_links, remove_temporaries, replacing
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat, FileNames
-from esm_turbo.tasks.embedding.embed import RESULT_NAMES, ProteinEmbedding
+from esm_turbo.tasks.embedding.index import EmbeddingIndex, SameSequence
+from esm_turbo.tasks.embedding.request import RESULT_NAMES, ProteinEmbedding
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 FORMAT_VERSION = 2
 CACHE_SUFFIX = ".cache.safetensors"
-_INDEX_HEADER = "id\tresidues\tembedding\tcache\tchecksum"
-_COLUMNS = 4
 # Short enough for a file name with the longest suffix and that of a temporary. Not what could be the hash of another
 # sequence, nor the name of a device on Windows.
 _SAFE_LABEL = re.compile(
@@ -48,9 +45,6 @@ _SAFE_LABEL = re.compile(
 )
 # Recorded with the settings; another device changes results by rounding only.
 _UNCOMPARED = {"device"}
-
-SameSequence = Sequence[ProteinRecord]
-"""Proteins with the same sequence, at least one; they share one embedding."""
 
 
 def sequence_hash(sequence: str) -> str:
@@ -373,116 +367,6 @@ def read_settings(folder: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(f"{path}: damaged ({error}); give another folder") from error
     return settings
-
-
-class EmbeddingIndex:
-    """`index.tsv`: the files of each identifier; rows are appended.
-
-    Attributes:
-        damaged: whether any line could not be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.damaged = False
-        self._rows: dict[str, str] = {}
-        self._staged: dict[str, str] = {}
-        self._files: set[str] = set()
-        self._identifiers: dict[str, set[str]] = {}
-        content = path.read_bytes() if path.exists() else b""
-        # Anything after the last line break was being written when the process died.
-        self._whole_bytes = content.rfind(b"\n") + 1
-        for number, line in enumerate(content[: self._whole_bytes].splitlines()):
-            try:
-                text = line.decode()
-            except UnicodeDecodeError:
-                text = ""
-            if text == _INDEX_HEADER:
-                continue
-            row = text.rpartition("\t")[0]
-            cells = row.split("\t")
-            if number == 0 or len(cells) != _COLUMNS or text != _with_checksum(row):
-                self.damaged = True
-                continue
-            self._rows[from_cell(cells[0])] = row
-            self._files |= set(cells[2:])
-        for identifier, row in self._rows.items():
-            for name in row.split("\t")[2:]:
-                self._identifiers.setdefault(name.lower(), set()).add(identifier)
-
-    @property
-    def rows(self) -> Iterator[list[str]]:
-        """Identifier, number of residues, and the files of the embedding and the cache."""
-        for row in self._rows.values():
-            identifier, *others = row.split("\t")
-            yield [from_cell(identifier), *others]
-
-    def identifiers(self, file: str) -> set[str]:
-        """Identifiers of this file when the index was read, and of files that only differ in case."""
-        return self._identifiers.get(file.lower(), set())
-
-    def holds(self, files: Sequence[str]) -> bool:
-        """Whether all these files are in the index."""
-        return self._files.issuperset(files)
-
-    def stage(self, proteins: SameSequence, files: Sequence[str]) -> None:
-        """Add rows to the next `commit`, except those that the index already has."""
-        for record in proteins:
-            self.add(record.id, len(record.sequence), files)
-
-    def add(self, identifier: str, residues: int, files: Sequence[str]) -> None:
-        """Add a row to the next `commit`, unless the index already has it."""
-        row = "\t".join([cell(identifier), str(residues), *files])
-        if self._rows.get(identifier) != row:
-            self._staged[identifier] = row
-
-    def commit(self) -> None:
-        """Append the staged rows to the file."""
-        if not self._staged:
-            return
-        rows = [*map(_with_checksum, self._staged.values())]
-        if not self._whole_bytes:
-            rows.insert(0, _INDEX_HEADER)
-        self._whole_bytes = _append(self.path, self._whole_bytes, ("\n".join(rows) + "\n").encode())
-        self._rows |= self._staged
-        self._files |= {name for row in self._staged.values() for name in row.split("\t")[2:]}
-        self._staged = {}
-
-    def sort(self, last: Sequence[str]) -> None:
-        """Sort the rows so that the file does not depend on interruptions.
-
-        Args:
-            last: identifiers whose rows come last, in this order.
-        """
-        moved = dict.fromkeys(name for name in last if name in self._rows)
-        rows = {name: row for name, row in self._rows.items() if name not in moved}
-        rows |= {name: self._rows[name] for name in moved}
-        text = "\n".join([_INDEX_HEADER, *map(_with_checksum, rows.values()), ""]).encode()
-        if rows and (not self.path.exists() or text != self.path.read_bytes()):
-            with replacing(self.path, inside=True) as temporary:
-                temporary.write_bytes(text)
-        self._rows, self._whole_bytes = rows, len(text)
-
-
-def _with_checksum(row: str) -> str:
-    """A row as in the file: the last cell is the first eight hexadecimal digits of the SHA-256 of the others."""
-    return f"{row}\t{hashlib.sha256(row.encode()).hexdigest()[:8]}"
-
-
-def _append(path: Path, size: int, content: bytes) -> int:
-    """Write after the first `size` bytes of a file, replacing the rest, and return the new size."""
-    refuse_links(path, path.parent)
-    with path.open("r+b" if path.exists() else "wb", buffering=0) as file:
-        file.truncate(size)
-        file.seek(size)
-        try:
-            if file.write(content) != len(content):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            # With only half of a batch's rows in the index, the rest would be batched differently.
-            file.truncate(size)
-            raise
-        return size + len(content)
 
 
 def read_pt(path: Path) -> dict[str, Any]:

@@ -20,9 +20,9 @@ import numpy as np
 
 from esm_turbo.files.artifacts import ArtifactError
 from esm_turbo.files.kinds import is_h5
-from esm_turbo.tasks.embedding.embed import RESULT_NAMES
 from esm_turbo.tasks.embedding.files import described
 from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile, Entry
+from esm_turbo.tasks.embedding.request import RESULT_NAMES
 
 
 class H5File(EmbeddingFile):

@@ -10,8 +10,9 @@ from typing import Any
 
 from esm_turbo.files.kinds import INDEX_FILE, SETTINGS_FILE
 from esm_turbo.files.writing import link_file, only_writer, replacing
-from esm_turbo.tasks.embedding.files import EmbeddingIndex, check_same_settings, read_settings
+from esm_turbo.tasks.embedding.files import check_same_settings, read_settings
 from esm_turbo.tasks.embedding.h5 import H5File, h5_output, h5py
+from esm_turbo.tasks.embedding.index import EmbeddingIndex
 from esm_turbo.tasks.embedding.parquet import MeansFile
 
 

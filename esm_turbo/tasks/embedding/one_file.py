@@ -21,11 +21,11 @@ from esm_turbo.files.writing import LOCK_FILE, remove_temporaries, replacing
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import (
     FolderWriter,
-    SameSequence,
     check_same_settings,
     read_embedding,
     sequence_hash,
 )
+from esm_turbo.tasks.embedding.index import SameSequence
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel

@@ -22,15 +22,13 @@ from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import ONE_FILE, EmbeddingFormat, FileNames
 from esm_turbo.tasks.common.pieces import InProcessRunner, Plan, Runner, forward_cost
 from esm_turbo.tasks.common.progress import Progress, silent
-from esm_turbo.tasks.embedding.embed import (
-    EmbeddingRequest,
-    EmbedTask,
-    embedding_batches,
-    embedding_settings,
-)
-from esm_turbo.tasks.embedding.files import FolderWriter, SameSequence, safe_labels
+from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
+from esm_turbo.tasks.embedding.embed import embedding_settings
+from esm_turbo.tasks.embedding.files import FolderWriter, safe_labels
+from esm_turbo.tasks.embedding.index import SameSequence
 from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
 from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -242,7 +240,7 @@ def _chosen(
 ) -> set[str]:
     """The sequences of the batches that a plan chooses; among themselves they form the same batches."""
     rows = encode_rows(turbo.codes, [group[0].sequence[:truncation_seq_length] for group in groups])
-    batches = embedding_batches(turbo, rows, request, toks_per_batch)
-    names = [" ".join(record.id for index in batch for record in groups[index]) for batch in batches]
-    costs = [sum(forward_cost(turbo, len(rows[index]), len(rows[index])) for index in batch) for batch in batches]
-    return {groups[index][0].sequence for number in plan.choose(names, costs) for index in batches[number]}
+    names = [" ".join(record.id for record in group) for group in groups]
+    costs = [forward_cost(turbo, len(row), len(row)) for row in rows]
+    batches = plan.choose(embedding_batches(turbo, rows, request, toks_per_batch), names, costs)
+    return {groups[index][0].sequence for batch in batches for index in batch}

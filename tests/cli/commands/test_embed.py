@@ -203,7 +203,7 @@ def test_a_protein_whose_sequence_changed_is_embedded_again(esm, tmp_path, tiny_
 
 
 def test_a_non_finite_embedding_is_a_failed_record(esm, fasta, tmp_path, tiny_folder, monkeypatch):
-    from esm_turbo.tasks.embedding.embed import ProteinEmbedding
+    from esm_turbo.tasks.embedding.request import ProteinEmbedding
 
     monkeypatch.setattr(ProteinEmbedding, "is_finite", lambda self: len(self.representations[2]) != len(SEQUENCES["b"]))
     result = esm("embed", fasta, tmp_path / "out", "--model", tiny_folder, "--include", "per_tok")

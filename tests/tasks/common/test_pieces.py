@@ -38,14 +38,14 @@ def test_a_shard_is_read() -> None:
 
 
 def test_a_plan_tells_runs_apart() -> None:
-    names, costs = ["a", "b", "c"], [5, 1, 4]
+    names, costs, single = ["a", "b", "c"], [5, 1, 4], [[0], [1], [2]]
     plans = [Plan(Shard(number, 2)) for number in (1, 2)]
-    assert [plan.choose(names, costs) for plan in plans] == [[0], [1, 2]]
+    assert [plan.choose(single, names, costs) for plan in plans] == [[[0]], [[1], [2]]]
     assert plans[0].digest == plans[1].digest and {plan.total for plan in plans} == {3}
     whole = Plan()
-    assert whole.choose(names, costs) == [0, 1, 2] == whole.chosen
+    assert whole.choose(single, names, costs) == single and whole.chosen == [0, 1, 2]
     for others in ((["a", "b", "d"], costs), (names, [5, 1, 3])):
-        (other := Plan()).choose(*others)
+        (other := Plan()).choose(single, *others)
         assert other.digest != whole.digest
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from esm_turbo import TurboEsm
-from esm_turbo.tasks.embedding import embed as embedding
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
+from esm_turbo.tasks.embedding import batches as embedding
 from esm_turbo.tasks.embedding.records import embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from tests.helpers.embedding_files import TOKS_PER_BATCH, proteins
 
 

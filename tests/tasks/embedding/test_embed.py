@@ -9,7 +9,8 @@ from transformers import EsmForMaskedLM
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.proteins.limits import TRAINED_RESIDUES, LongProteinWarning
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding, embed, iter_embeddings
+from esm_turbo.tasks.embedding.embed import embed, iter_embeddings
+from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
 
 SEQUENCES = [
     "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ",

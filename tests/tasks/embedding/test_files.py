@@ -14,7 +14,6 @@ from esm_turbo.files import artifacts
 from esm_turbo.files.kinds import is_embeddings
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import files as embedding_files
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest
 from esm_turbo.tasks.embedding.files import (
     INDEX_FILE,
     SETTINGS_FILE,
@@ -24,6 +23,7 @@ from esm_turbo.tasks.embedding.files import (
     sequence_hash,
 )
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records
+from esm_turbo.tasks.embedding.request import EmbeddingRequest
 from tests.helpers.embedding_files import DAMAGE, files, proteins
 
 

@@ -22,10 +22,10 @@ from esm_turbo.files.writing import LOCK_FILE, FolderBusyError
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common import forwards
 from esm_turbo.tasks.common.pieces import InProcessRunner
-from esm_turbo.tasks.embedding import embed as embedding
-from esm_turbo.tasks.embedding.embed import EmbeddingRequest, ProteinEmbedding
+from esm_turbo.tasks.embedding import batches as embedding
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.records import UnfinishedError, embed_records, embedding_writer
+from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
 from tests.helpers.embedding_files import (
     LENGTHS,
     TOKS_PER_BATCH,
