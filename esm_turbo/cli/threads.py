@@ -1,7 +1,8 @@
 """Threads of commands on a CPU: no more than there are cores to run them.
 
 Threads that share a core wait for each other in every operation, so that two of them can be slower than one. PyTorch
-counts the machine's cores; it knows neither the limits of a container nor how busy the machine is.
+counts the machine's cores; it knows neither the limits of a container nor how busy the machine is. The quota is read
+here since loky's `cpu_count` looks at the outermost control group only, and not at the process's own.
 """
 
 from __future__ import annotations

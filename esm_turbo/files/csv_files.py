@@ -1,4 +1,7 @@
-"""Read tables of named columns, separated by commas or tabs, and write them as CSV."""
+"""Read tables of named columns, separated by commas or tabs, and write them as CSV.
+
+By the standard library's `csv`: pandas, an extra, does not say in which line a row begins, which errors name.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 Devices, allocators and libraries report a lack of memory by errors of many types. `is_out_of_memory` knows them all,
 and everything that can continue with smaller or other work asks it.
+
+Free memory is read here since psutil knows that of the machine, but neither the limits of control groups nor `ulimit`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Contexts in memory up to a number of bytes, with the least recently used ones evicted first."""
+"""Contexts in memory up to a number of bytes, with the least recently used ones evicted first.
+
+By hand, as an `OrderedDict` does the most of it: `cachetools` would be one more dependency for a dozen lines.
+"""
 
 from __future__ import annotations
 
