@@ -19,7 +19,7 @@ from esm_turbo.tasks.common.context_sources import ReadableSource
 from esm_turbo.tasks.common.forwards import protein_tokens
 from esm_turbo.tasks.common.options import Arm, Background, SortBy
 from esm_turbo.tasks.common.progress import Progress, StageProgress
-from esm_turbo.tasks.generation.generate import GenerationOptions, generate
+from esm_turbo.tasks.generation.generate import GenerationOptions, generate_batch
 from esm_turbo.tasks.generation.notation import parse_template
 from esm_turbo.tasks.generation.sampling import row_seeds
 from esm_turbo.tasks.scoring.score import SPECIFICITY_COLUMNS, CandidateScore, score
@@ -175,7 +175,7 @@ def generate_binders(
     drawn: dict[str, tuple[float, int]] = {}
     for begin in range(0, num_return_sequences, size):
         own = seeds[begin : begin + size]
-        output = generate(turbo, [masked] * len(own), options, own)
+        output = generate_batch(turbo, [masked] * len(own), options, own)
         for peptide, mean, one in zip(output.sequences, output.mean_log_probs, own, strict=True):
             drawn.setdefault(peptide[-len(places) :], (mean, one))
         counter.advance(len(own))

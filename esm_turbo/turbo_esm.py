@@ -21,6 +21,7 @@ from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_li
 from esm_turbo.evaluate import run
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.tasks.generation import generate as generation
 from esm_turbo.tasks.scoring import pairs, score
 from esm_turbo.tasks.variants import many
 from esm_turbo.tasks.variants import score as variants
@@ -28,15 +29,9 @@ from esm_turbo.tasks.variants import score as variants
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
     from esm_turbo.context_store import ContextStore
-    from esm_turbo.kv_cache import TurboKVCache
     from esm_turbo.parallel.calls import Devices
-    from esm_turbo.tasks.common.options import (
-        UnmaskingOrder,
-    )
     from esm_turbo.tasks.common.pieces import Runner
     from esm_turbo.tasks.embedding.request import ProteinEmbedding
-    from esm_turbo.tasks.generation.generate import GenerationOutput
-    from esm_turbo.tasks.generation.options import Allowed
 
 _log = logging.getLogger(__name__)
 
@@ -60,6 +55,9 @@ class TurboEsm(ContextModel):
 
     generate_binders = binders.generate_binders
     """Generate peptides for a target by the recipe of PepMLM, see `binders.generate_binders`."""
+
+    generate = generation.generate
+    """Generate residues, see `tasks.generation.generate.generate`."""
 
     evaluate = run.evaluate
     """Measure the accuracy and memory of presets on proteins, see `evaluate.evaluate`."""
@@ -222,54 +220,6 @@ class TurboEsm(ContextModel):
             store,
             runner=self.runner(devices),
         )
-
-    def generate(
-        self,
-        sequences: Sequences | TurboKVCache,
-        *,
-        max_new_tokens: int | None = None,
-        positions: Sequence[int] | Sequence[Sequence[int]] | None = None,
-        order: UnmaskingOrder | None = None,
-        per_step: int = 1,
-        sweeps: int = 1,
-        num_return_sequences: int = 1,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float = 1.0,
-        allowed: Allowed = None,
-        banned: str = "",
-        refresh: int | None = None,
-        refresh_every: int | None = None,
-        return_cache: bool = False,
-        seed: int | Sequence[int] = 0,
-        store: ContextStore | None = None,
-    ) -> GenerationOutput:
-        """Generate residues after sequences (`max_new_tokens=`), or in place of their masks.
-
-        `sequences`, `seed` and `store` are those of `tasks.generation.generate.generate`; all other arguments are the
-        fields of `tasks.generation.options.GenerationOptions`.
-        """
-        from esm_turbo.kv_cache import TurboKVCache
-        from esm_turbo.tasks.generation.generate import GenerationOptions, generate
-
-        given = sequences if isinstance(sequences, TurboKVCache) else as_list(sequences)
-        options = GenerationOptions(
-            max_new_tokens=max_new_tokens,
-            positions=positions,
-            order=order,
-            per_step=per_step,
-            sweeps=sweeps,
-            num_return_sequences=num_return_sequences,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            allowed=allowed,
-            banned=banned,
-            refresh=refresh,
-            refresh_every=refresh_every,
-            return_cache=return_cache,
-        )
-        return generate(self, given, options, seed, store)
 
     def runner(self, devices: Devices | None) -> Runner | None:
         """Processes with copies of this model, which start when they have something to do; None for this process.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head, check_reads_on
@@ -16,16 +17,17 @@ from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.context_sources import ContextSource, check_store
 from esm_turbo.tasks.common.forwards import default_storage
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
+from esm_turbo.tasks.common.options import UnmaskingOrder
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
-from esm_turbo.tasks.generation.options import GenerationOptions
+from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
 from esm_turbo.tasks.generation.unmasking import MaskedBatch, unmask
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
-__all__ = ["GenerationOptions", "GenerationOutput", "generate", "generation_steps"]
+__all__ = ["GenerationOptions", "GenerationOutput", "generate", "generate_batch", "generation_steps"]
 
 # Defaults of `refresh_every`, chosen by measurement: see docs/generation.md.
 _APPEND_EVERY, _UNMASK_EVERY = 1, 8
@@ -74,12 +76,26 @@ class GenerationOutput(Tabular):
 
 def generate(
     turbo: ContextModel,
-    sequences: Sequence[str] | TurboKVCache,
-    options: GenerationOptions,
+    sequences: Sequences | TurboKVCache,
+    *,
+    max_new_tokens: int | None = None,
+    positions: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    order: UnmaskingOrder | None = None,
+    per_step: int = 1,
+    sweeps: int = 1,
+    num_return_sequences: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    allowed: Allowed = None,
+    banned: str = "",
+    refresh: int | None = None,
+    refresh_every: int | None = None,
+    return_cache: bool = False,
     seed: int | Sequence[int] = 0,
     store: ContextSource | None = None,
 ) -> GenerationOutput:
-    """Generate residues.
+    """Generate residues after sequences (`max_new_tokens=`), or in place of their masks.
 
     Special tokens are never generated, so the number of new residues is always the requested one. All sequences form
     one batch; no row depends on another. Without a calibration and a named preset, contexts are kept at full
@@ -88,16 +104,45 @@ def generate(
     Args:
         sequences: residues; `<mask>` may stand for one. With `max_new_tokens`, also a cache of such contexts, as
             `ContextModel.prefill` makes it; it is not changed.
-        options: see `GenerationOptions`.
         seed: one seed, from which those of the rows are derived, or one per row. The same seed gives the same
             residues with the same model on the same backend.
         store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added.
 
+    All other arguments are the fields of `GenerationOptions`.
+
     Raises:
         ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, `store` is no store,
-            or the preset needs a calibration and there is none.
+            an option is out of range, or the preset needs a calibration and there is none.
         NotEnoughMemoryError: all rows together need more memory than is free.
     """
+    options = GenerationOptions(
+        max_new_tokens=max_new_tokens,
+        positions=positions,
+        order=order,
+        per_step=per_step,
+        sweeps=sweeps,
+        num_return_sequences=num_return_sequences,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        allowed=allowed,
+        banned=banned,
+        refresh=refresh,
+        refresh_every=refresh_every,
+        return_cache=return_cache,
+    )
+    given = sequences if isinstance(sequences, TurboKVCache) else as_list(sequences)
+    return generate_batch(turbo, given, options, seed, store)
+
+
+def generate_batch(
+    turbo: ContextModel,
+    sequences: Sequence[str] | TurboKVCache,
+    options: GenerationOptions,
+    seed: int | Sequence[int] = 0,
+    store: ContextSource | None = None,
+) -> GenerationOutput:
+    """See `generate`, whose options have been checked."""
     steps = generation_steps(turbo, sequences, options, seed, store)
     while True:
         try:

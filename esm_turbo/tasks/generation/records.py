@@ -15,7 +15,7 @@ from esm_turbo.tasks.common.forwards import default_storage, protein_tokens
 from esm_turbo.tasks.common.memory import halve_until_it_fits, size_text, too_large
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 from esm_turbo.tasks.common.run_info import RUN_COLUMNS, RunInfo
-from esm_turbo.tasks.generation.generate import allowed_residues, generate
+from esm_turbo.tasks.generation.generate import allowed_residues, generate_batch
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.tasks.generation.sampling import row_seeds
@@ -119,7 +119,7 @@ def generate_records(
             sequences = [sequence.replace(mask_letter, "<mask>") for sequence in sequences]
         try:
             one = replace(options, num_return_sequences=1)
-            output = generate(turbo, sequences, one, [seeds[row] for row in rows], store)
+            output = generate_batch(turbo, sequences, one, [seeds[row] for row in rows], store)
         except ValueError as error:
             if len(own) > 1:
                 # A single record may be the cause, for example if it is too short for a position.
