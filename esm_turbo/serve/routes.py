@@ -98,6 +98,8 @@ def router(service: Service) -> APIRouter:
             rows = []
             for index, one in enumerate(scores.scores):
                 row = {name: getattr(one, name) for name in _CANDIDATE} | {"rank": ranks[index]}
+                if body.background != "none":
+                    row |= {"specificity": one.specificity, "specificity_z": one.specificity_z}
                 if body.log_probabilities:
                     row["log_probabilities"] = list(one.log_probabilities)
                 rows.append(row)

@@ -54,6 +54,9 @@ class ScoreRequest(_Request):
     candidates: _List[str] = Field(description="Residues of each candidate.", examples=[["GSGSWKDLAE", "PLLKRR"]])
     place: CandidateFill = Field("masked", description="What stands for the candidate while the context is computed.")
     refresh: int = Field(DEFAULT_REFRESH, ge=0, description="Residues before the candidate that run with it.")
+    background: Literal["none", "alone", "decoys"] = Field(
+        "none", description="Compare candidates with themselves after no target, or after shipped proteins."
+    )
     log_probabilities: bool = Field(False, description="Add the log-probability of each residue.")
     stream: bool = _STREAM
 
@@ -131,6 +134,8 @@ class CandidateAnswer(BaseModel):
     pseudo_perplexity: float
     pseudo_log_likelihood: float
     mean_log_probability: float
+    specificity: float | None = Field(None, description="With a background, nats per residue.")
+    specificity_z: float | None = Field(None, description="The same in standard deviations of five contexts or more.")
     log_probabilities: list[float] | None = None
 
 

@@ -19,7 +19,8 @@ from esm_turbo.serve.metrics import Metrics
 from esm_turbo.serve.schemas import EmbeddingsRequest, GenerateRequest, ScoreRequest, VariantsRequest
 from esm_turbo.tasks.common.run_info import context_arm
 from esm_turbo.tasks.generation.generate import GenerationOptions, allowed_residues
-from esm_turbo.tasks.scoring.score import TargetRows
+from esm_turbo.tasks.scoring.score import ComparedRows, TargetRows, scored_residues, target_ids
+from esm_turbo.tasks.scoring.specificity import background_contexts
 from esm_turbo.tasks.variants.score import ProteinRows
 
 if TYPE_CHECKING:
@@ -107,9 +108,17 @@ class Service:
             candidates.append(self._encode(sequence, self.limits.candidate_residues, *field))
             if self.turbo.codes.mask in candidates[-1]:
                 raise invalid("holds a <mask>, which has no likelihood; give residues only", *field)
+            if not scored_residues(self.turbo.codes.decode(candidates[-1]), "omit"):
+                raise invalid("holds none but unknown residues (B, X, Z)", *field)
         _check_at_most(request.refresh, self.limits.residues, "refresh")
-        ids = self.turbo.codes.encode(target, "the target")
-        rows = TargetRows(self.turbo, ids, candidates, self.arm, request.place, request.refresh)
+
+        def rows_on(target: str) -> TargetRows:
+            ids = target_ids(self.turbo.codes, target)
+            return TargetRows(self.turbo, ids, candidates, self.arm, request.place, request.refresh)
+
+        own = rows_on(target)
+        background, others = background_contexts(request.background)
+        rows = own if background is None else ComparedRows(own, [rows_on(one.sequence) for one in others], background)
         return self._small(ItemJob("score", rows, self.arm), "candidates")
 
     def variants_job(self, context: str, request: VariantsRequest) -> ItemJob:

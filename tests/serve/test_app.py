@@ -50,6 +50,20 @@ def test_a_context_is_named_by_a_hash(client, context):
     assert set(found.json["run"]) == RUN
 
 
+@pytest.mark.parametrize("background", ["alone", "decoys"])
+def test_specificity_is_that_of_the_library(client, context, turbo, background):
+    body = {"candidates": CANDIDATES, "background": background}
+    answer = client.post(f"/v1/contexts/{context}/score", body).json
+    expected = turbo.score(TARGET, CANDIDATES, background=background)
+    for own, theirs in zip(answer["candidates"], expected.scores, strict=True):
+        assert own["specificity"] == pytest.approx(theirs.specificity, abs=1e-4)
+        assert (own["specificity_z"] is None) == (theirs.specificity_z is None) == (background == "alone")
+    plain = client.post(f"/v1/contexts/{context}/score", {"candidates": CANDIDATES}).json
+    assert "specificity" not in plain["candidates"][0]
+    refused = client.post(f"/v1/contexts/{context}/score", {"candidates": ["A", "XB"]})
+    assert refused.status == 422 and "none but unknown residues" in refused.json["detail"][0]["msg"]
+
+
 @pytest.mark.parametrize("place", ["masked", "empty"])
 @pytest.mark.parametrize("refresh", [0, 8, 150])
 def test_scores_are_those_of_the_library(client, context, turbo, place, refresh):

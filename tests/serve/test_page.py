@@ -101,7 +101,7 @@ def test_a_protein_becomes_a_variant_map(page, turbo):
     row = RESIDUE_ORDER.index("A")
     canvas = page.find_element("id", "map")
     page.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
-    left, top = (22 + 12 * 2 + 6) - canvas.size["width"] / 2, (22 + 12 * row + 6) - canvas.size["height"] / 2
+    left, top = (22 + 12 * 2 + 6) - canvas.size["width"] / 2, (34 + 12 * row + 6) - canvas.size["height"] / 2
     ActionChains(page).move_to_element_with_offset(canvas, left, top).perform()
     name = f"{protein[2]}7A"
     [score] = [one.score for one in expected.scores if one.variant == name]
@@ -110,7 +110,7 @@ def test_a_protein_becomes_a_variant_map(page, turbo):
     assert float(tip[1]) == pytest.approx(score, abs=1e-3)
     lowest, highest = (find(expected.scores, key=lambda one: one.score) for find in (min, max))
     for one, likelier in ((lowest, False), (highest, True)):
-        place = 22 + 12 * (int(one.variant[1:-1]) - 5) + 3, 22 + 12 * RESIDUE_ORDER.index(one.variant[-1]) + 3
+        place = 22 + 12 * (int(one.variant[1:-1]) - 5) + 3, 34 + 12 * RESIDUE_ORDER.index(one.variant[-1]) + 3
         red, _, blue, _ = page.execute_script(PIXEL, canvas, *place)
         assert (blue > red) == likelier
     page.find_element("id", "csv-variants").click()

@@ -1,4 +1,4 @@
-// The page: a protein becomes a variant map, a target and peptides a ranking.
+// The page: proteins become variant maps, targets and peptides rankings; embeddings and designs are tables.
 
 import { post, stream, withToken } from "/static/api.js";
 import { PEPTIDES, PROTEIN } from "/static/examples.js";
@@ -7,10 +7,28 @@ import { HeatMap, colour } from "/static/heatmap.js";
 const $ = (id) => document.getElementById(id);
 const map = new HeatMap($("map"), $("tip"));
 const results = {};
+let model = "";
+let limits = { residues: 1022 };
 
-// Residues of text that may be FASTA.
-function residues(text) {
-  return text.split("\n").filter((line) => !line.startsWith(">")).join("").replace(/\s+/g, "").toUpperCase();
+// Names and residues of the records of FASTA; of other text, which has no headers, of one.
+function records(text) {
+  const found = [];
+  for (const line of text.split("\n")) {
+    if (line.startsWith(">")) found.push({ name: line.slice(1).trim().split(/\s/)[0] || `#${found.length + 1}`, sequence: "" });
+    else if (line.trim() && !found.length) found.push({ name: "protein", sequence: line });
+    else if (line.trim()) found.at(-1).sequence += line;
+  }
+  for (const one of found) one.sequence = one.sequence.replace(/\s+/g, "").toUpperCase();
+  if (!found.some((one) => one.sequence)) throw new Error("Paste a sequence first.");
+  const empty = found.find((one) => !one.sequence);
+  if (empty) throw new Error(`${empty.name} has no residues.`);
+  return found;
+}
+
+// A text of a table that a program of spreadsheets must not run, and whose commas do not divide it.
+function cell(value) {
+  const text = typeof value === "string" && /^[=+\-@]/.test(value) ? `'${value}` : String(value ?? "");
+  return /[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 }
 
 function download(name, blob) {
@@ -22,7 +40,7 @@ function download(name, blob) {
 }
 
 function csv(columns, rows) {
-  const lines = [columns, ...rows].map((row) => row.join(","));
+  const lines = [columns, ...rows].map((row) => row.map(cell).join(","));
   return new Blob([lines.join("\n") + "\n"], { type: "text/csv" });
 }
 
@@ -66,7 +84,7 @@ async function task(name, work) {
     const result = await work(abort.signal, (share) => { bar.value = share; });
     results[name] = result;
     $(`result-${name}`).hidden = false;
-    $(`result-${name}`).querySelector(".run").textContent = `Computed by ${describe(result.run)}.`;
+    $(`result-${name}`).querySelector(".run").textContent = `Computed by ${describe(result.run ?? result[0].run)}.`;
   } catch (error) {
     $(`error-${name}`).textContent = error.name === "AbortError" ? "Cancelled." : error.message;
   } finally {
@@ -75,10 +93,30 @@ async function task(name, work) {
   }
 }
 
-async function storedContext(text, signal) {
-  const sequence = residues(text);
-  if (!sequence) throw new Error("Paste a sequence first.");
-  return (await post("/v1/contexts", { sequence }, signal)).id;
+// Asks the same of the contexts of several proteins, one after the other; answers carry their names.
+async function each(proteins, endpoint, body, signal, report) {
+  const answers = [];
+  for (const [index, { name, sequence }] of proteins.entries()) {
+    try {
+      const { id } = await post("/v1/contexts", { sequence }, signal);
+      const done = (share) => report((index + share) / proteins.length);
+      answers.push({ name, ...(await stream(`/v1/contexts/${id}/${endpoint}`, body, signal, done)) });
+    } catch (error) {
+      if (proteins.length > 1 && error.name !== "AbortError") error.message = `${name}: ${error.message}`;
+      throw error;
+    }
+  }
+  return answers;
+}
+
+// Lets one of several answers be chosen, and shows the first.
+function choose(name, answers, show) {
+  const which = $(`which-${name}`);
+  which.replaceChildren(...answers.map((one, index) => new Option(one.name, index)));
+  $(`choice-${name}`).hidden = answers.length < 2;
+  which.onchange = () => show(answers[which.value]);
+  $(`result-${name}`).hidden = false;
+  show(answers[0]);
 }
 
 function showVariants(answer) {
@@ -87,7 +125,6 @@ function showVariants(answer) {
   for (const { variant, score } of answer.variants) {
     scores[Number(variant.slice(1, -1)) - first][variant.at(-1)] = score;
   }
-  $("result-variants").hidden = false;
   map.draw(answer.wild_type, first, scores);
   $("title-variants").textContent = `${answer.variants.length.toLocaleString("en")} substitutions of ${answer.wild_type.length} residues`;
   const limit = map.limit;
@@ -107,35 +144,119 @@ function showVariants(answer) {
   fillTable($("table-variants"), [["variant", "sequence"], ["score", "number"]], best.map((one) => [one.variant, one.score.toFixed(3)]));
 }
 
+// Candidates of an answer, best first by what the page sorts by; those without it come last.
+function ranked(answer) {
+  const by = answer.candidates.some((one) => one.specificity != null) ? $("sort").value : "mean_log_probability";
+  const value = (one) => one[by] ?? -Infinity;
+  return [...answer.candidates].sort((a, b) => (value(a) === value(b) ? a.rank - b.rank : value(b) - value(a)));
+}
+
+function fixed(value, digits) {
+  return value == null ? "" : value.toFixed(digits);
+}
+
 function showRanking(answer) {
-  const rows = [...answer.candidates].sort((a, b) => a.rank - b.rank);
-  const largest = Math.max(...rows.map((one) => one.mean_log_probability - rows.at(-1).mean_log_probability)) || 1;
-  const least = rows.at(-1).mean_log_probability;
-  const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"], ["pseudo-log-likelihood", "number"], ["", ""]];
-  fillTable($("table-ranking"), columns, rows.map((one) => {
+  const rows = ranked(answer);
+  const likelihoods = rows.map((one) => one.mean_log_probability);
+  const least = Math.min(...likelihoods);
+  const largest = Math.max(...likelihoods) - least || 1;
+  const specific = rows.some((one) => one.specificity != null);
+  const again = rows.some((one) => one.again != null);
+  const columns = [["rank", "number"], ["peptide", "sequence"], ["pseudo-perplexity", "number"], ["mean log p (nats per residue)", ""]];
+  if (specific) columns.push(["specificity (nats per residue)", "number"], ["specificity (s.d.)", "number"]);
+  if (again) columns.push(["pseudo-perplexity, target recomputed", "number"]);
+  fillTable($("table-ranking"), columns, rows.map((one, index) => {
     const bar = document.createElement("span");
+    const figure = document.createElement("span");
     bar.className = "bar";
     bar.style.width = `${Math.round(4 + 96 * (one.mean_log_probability - least) / largest)}px`;
-    return [one.rank, one.candidate, one.pseudo_perplexity.toFixed(3), one.pseudo_log_likelihood.toFixed(2), bar];
+    figure.append(bar, fixed(one.mean_log_probability, 3));
+    const values = [index + 1, one.candidate, fixed(one.pseudo_perplexity, 3), figure];
+    if (specific) values.push(fixed(one.specificity, 3), fixed(one.specificity_z, 2));
+    if (again) values.push(fixed(one.again, 3));
+    return values;
   }));
-  $("title-ranking").textContent = `${rows.length.toLocaleString("en")} peptides, most likely first`;
+  $("title-ranking").textContent = `${rows.length.toLocaleString("en")} peptides, best first`;
+}
+
+// Specificity of every peptide against the same peptide on all other targets.
+function compareTargets(answers) {
+  answers.forEach((answer, own) => answer.candidates.forEach((one, index) => {
+    const others = answers.filter((_, other) => other !== own).map((other) => other.candidates[index].mean_log_probability);
+    const mean = others.reduce((sum, value) => sum + value, 0) / others.length;
+    const squares = others.reduce((sum, value) => sum + (value - mean) ** 2, 0);
+    const spread = Math.sqrt(squares / Math.max(1, others.length - 1));
+    one.specificity = one.mean_log_probability - mean;
+    one.specificity_z = others.length >= 5 && spread > 1e-6 ? one.specificity / spread : null;
+  }));
+}
+
+function peptides() {
+  const text = $("peptides").value;
+  if (text.includes(">")) return records(text).map((one) => one.sequence);
+  const lines = text.split("\n").map((line) => line.trim()).filter(Boolean);
+  if (!lines.length) throw new Error("Paste peptides first, one per line.");
+  return lines;
 }
 
 $("run-variants").onclick = () => task("variants", async (signal, report) => {
   const first = Number($("first").value);
   if (!Number.isSafeInteger(first)) throw new Error("The first position must be a whole number.");
-  const id = await storedContext($("protein").value, signal);
-  const answer = await stream(`/v1/contexts/${id}/variants`, { first_position: first }, signal, report);
-  showVariants(answer);
-  return answer;
+  const answers = await each(records($("protein").value), "variants", { first_position: first }, signal, report);
+  choose("variants", answers, showVariants);
+  return answers;
 });
 
 $("run-ranking").onclick = () => task("ranking", async (signal, report) => {
-  const candidates = $("peptides").value.split("\n").map((line) => line.trim()).filter((line) => line && !line.startsWith(">"));
-  if (!candidates.length) throw new Error("Paste peptides first, one per line.");
-  const id = await storedContext($("target").value, signal);
-  const answer = await stream(`/v1/contexts/${id}/score`, { candidates }, signal, report);
-  showRanking(answer);
+  const candidates = peptides();
+  const targets = records($("target").value);
+  const background = $("background").value;
+  if (background === "targets" && targets.length < 2) throw new Error("Paste several targets as FASTA to compare them.");
+  const body = { candidates, background: background === "targets" ? "none" : background };
+  const answers = await each(targets, "score", body, signal, report);
+  if (background === "targets") compareTargets(answers);
+  if (background !== "none") $("sort").value = "specificity";
+  choose("ranking", answers, showRanking);
+  return answers;
+});
+
+$("sort").onchange = () => showRanking(results.ranking[$("which-ranking").value]);
+$("again").onclick = () => task("ranking", async (signal, report) => {
+  const answers = results.ranking;
+  const chosen = $("which-ranking").value;
+  const best = ranked(answers[chosen]).slice(0, 5);
+  const body = { candidates: best.map((one) => one.candidate), refresh: limits.residues };
+  const again = await stream(`/v1/contexts/${answers[chosen].context}/score`, body, signal, report);
+  again.candidates.forEach((one, index) => { best[index].again = one.pseudo_perplexity; });
+  showRanking(answers[chosen]);
+  return answers;
+});
+
+$("run-embedding").onclick = () => task("embedding", async (signal) => {
+  const proteins = records($("sequences").value);
+  const answer = await post("/v1/embeddings", { input: proteins.map((one) => one.sequence), model }, signal);
+  answer.names = proteins.map((one) => one.name);
+  const size = answer.data[0].embedding.length;
+  const rows = answer.data.map(({ embedding }, index) => [
+    answer.names[index], proteins[index].sequence.length, embedding.slice(0, 4).map((value) => value.toFixed(3)).join(", ") + ", …",
+  ]);
+  fillTable($("table-embedding"), [["protein", ""], ["residues", "number"], ["first values", "sequence"]], rows);
+  $("title-embedding").textContent = `${rows.length.toLocaleString("en")} embeddings of ${size} values`;
+  return answer;
+});
+
+$("run-design").onclick = () => task("design", async (signal) => {
+  const [{ name, sequence }, ...more] = records($("scaffold").value);
+  if (more.length) throw new Error("Design one protein at a time.");
+  const append = Number($("append").value);
+  const body = { num_return_sequences: Number($("samples").value), temperature: Number($("temperature").value), seed: Number($("seed").value) };
+  if (append) Object.assign(body, { sequence, max_new_tokens: append });
+  else Object.assign(body, { sequence: sequence.replaceAll("X", "<mask>") });
+  const answer = await post("/v1/generate", body, signal);
+  const columns = [["new residues", "sequence"], ["mean log p (nats per residue)", "number"], ["sequence", "sequence"]];
+  fillTable($("table-design"), columns, answer.sequences.map((one) => [one.new_residues, one.mean_log_prob.toFixed(3), one.sequence]));
+  $("title-design").textContent = `${answer.sequences.length} design${answer.sequences.length === 1 ? "" : "s"}`;
+  answer.name = name;
   return answer;
 });
 
@@ -144,15 +265,29 @@ $("example-ranking").onclick = () => {
   $("target").value = PROTEIN;
   $("peptides").value = PEPTIDES.join("\n");
 };
+$("example-embedding").onclick = () => { $("sequences").value = `>example\n${PROTEIN}\n>half\n${PROTEIN.slice(0, 40)}`; };
+$("example-design").onclick = () => { $("scaffold").value = `${PROTEIN.slice(0, 30)}XXXXXX${PROTEIN.slice(36)}`; };
 $("csv-variants").onclick = () => {
-  const rows = results.variants.variants.map((one) => [one.variant, one.score]);
-  download("variants.csv", csv(["mutant", "score"], rows));
+  const several = results.variants.length > 1;
+  const rows = results.variants.flatMap(({ name, variants }) => variants.map((one) => [...(several ? [name] : []), one.variant, one.score]));
+  download("variants.csv", csv([...(several ? ["protein"] : []), "mutant", "score"], rows));
 };
 $("png-variants").onclick = () => $("map").toBlob((blob) => download("variants.png", blob));
 $("csv-ranking").onclick = () => {
-  const names = ["rank", "candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"];
-  const rows = [...results.ranking.candidates].sort((a, b) => a.rank - b.rank);
-  download("ranking.csv", csv(names, rows.map((one) => names.map((name) => one[name]))));
+  const names = ["candidate", "pseudo_perplexity", "pseudo_log_likelihood", "mean_log_probability"];
+  if (results.ranking[0].candidates.some((one) => one.specificity != null)) names.push("specificity", "specificity_z");
+  const rows = results.ranking.flatMap((answer) => ranked(answer).map((one, index) => [answer.name, index + 1, ...names.map((name) => one[name])]));
+  download("ranking.csv", csv(["target", "rank", ...names], rows));
+};
+$("csv-embedding").onclick = () => {
+  const { names, data } = results.embedding;
+  const columns = ["protein", ...data[0].embedding.map((_, index) => `mean_${index}`)];
+  download("embeddings.csv", csv(columns, data.map(({ embedding }, index) => [names[index], ...embedding])));
+};
+$("fasta-design").onclick = () => {
+  const { name, sequences } = results.design;
+  const entries = sequences.map((one, index) => `>${name}_${index + 1} new=${one.new_residues} mean_log_prob=${one.mean_log_prob.toFixed(4)}\n${one.sequence}\n`);
+  download("designs.fasta", new Blob(entries, { type: "text/plain" }));
 };
 
 const tabs = [...document.querySelectorAll("[role=tab]")];
@@ -167,8 +302,9 @@ for (const tab of tabs) {
 
 fetch("/healthz", { headers: withToken() })
   .then((answer) => answer.json())
-  .then(({ model, version, limits }) => {
-    $("service").textContent = `model ${model}, version ${version}; proteins of up to ${limits.residues.toLocaleString("en")} residues`;
+  .then((about) => {
+    ({ model, limits } = about);
+    $("service").textContent = `model ${model}, version ${about.version}; proteins of up to ${limits.residues.toLocaleString("en")} residues`;
   })
   .catch(() => { $("service").textContent = "the service cannot be reached"; });
 

@@ -3,7 +3,7 @@
 export const ORDER = "RKHDEQNSTYWFAILMVGPC";
 const CELL = 12;
 const LEFT = 22;
-const TOP = 22;
+const TOP = 34;
 const STEP = 10;
 
 // A diverging scale, red over white to blue; the ends are those of ColorBrewer's RdBu.
@@ -51,7 +51,8 @@ export class HeatMap {
     [...wildType].forEach((own, column) => {
       const position = first + column;
       pen.fillStyle = "#333";
-      if (position % STEP === 0) pen.fillText(String(position), LEFT + CELL * (column + 0.5), TOP / 2);
+      if (position % STEP === 0) pen.fillText(String(position), LEFT + CELL * (column + 0.5), TOP / 4);
+      pen.fillText(own, LEFT + CELL * (column + 0.5), TOP - CELL / 2);
       [...ORDER].forEach((residue, row) => {
         const x = LEFT + CELL * column;
         const y = TOP + CELL * row;

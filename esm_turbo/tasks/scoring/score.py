@@ -361,6 +361,26 @@ class TargetRows(ItemRows[Scores]):
         return Scores(scores, self.arm, preset, self.place, self.refresh, self.turbo.name)
 
 
+class ComparedRows(ItemRows[Scores]):
+    """A target with candidates, and the same candidates in the contexts of a background.
+
+    Args:
+        target: the rows of the target.
+        others: those of each context of the background.
+        background: its name.
+    """
+
+    def __init__(self, target: TargetRows, others: Sequence[TargetRows], background: str) -> None:
+        self.items, self.background = [target, *others], background
+        self.groups = [group for item in self.items for group in item.groups]
+
+    def result(self, predicted: Sequence[Tensor]) -> Scores:
+        """Scores with their specificity."""
+        rest = iter(predicted)
+        found, *others = (item.result([next(rest) for _ in item.groups]) for item in self.items)
+        return found.with_background(figures_in(one.by_candidate() for one in others), self.background)
+
+
 def score(
     turbo: ContextModel,
     context: str | ProteinRecord | TurboKVCache,
