@@ -13,7 +13,10 @@ from esm_turbo.files.writing import link_file, only_writer, replacing
 from esm_turbo.tasks.embedding.files import check_same_settings, read_settings
 from esm_turbo.tasks.embedding.h5 import H5File, h5_output, h5py
 from esm_turbo.tasks.embedding.index import EmbeddingIndex
-from esm_turbo.tasks.embedding.parquet import MeansFile
+from esm_turbo.tasks.embedding.parquet import ROWS_PER_GROUP, MeansFile
+
+# Of all tables that are joined: some 300 MB of the largest checkpoints' means.
+_ROWS_HELD = 65_536
 
 
 def merge_embeddings(out: Path, folders: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
@@ -77,7 +80,7 @@ def merge_h5(out: Path, paths: Sequence[Path]) -> None:
 
 
 def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[int]]) -> None:
-    """Join tables of means, of which a group of rows is in memory at a time.
+    """Join tables of means, of which few rows are in memory at a time.
 
     Args:
         out: the file to write; if it exists, its rows of other proteins are kept, and come first.
@@ -90,7 +93,7 @@ def merge_parquet(out: Path, paths: Sequence[Path], orders: Sequence[Sequence[in
         ImportError: pyarrow is missing.
         OSError: the file cannot be written.
     """
-    sources = [MeansFile(path) for path in paths]
+    sources = [MeansFile(path, max(1, min(ROWS_PER_GROUP, _ROWS_HELD // len(paths)))) for path in paths]
     settings = sources[0].settings
     MeansFile.check(out, settings["include"])
     found: dict[int, tuple[str, str, MeansFile]] = {}

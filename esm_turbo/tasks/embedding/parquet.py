@@ -32,17 +32,22 @@ from esm_turbo.files.writing import file_errors
 from esm_turbo.tasks.embedding.one_file import EmbeddingFile, Entry
 
 ROWS_PER_GROUP = 1024
-"""Some 5 MB of the largest checkpoints' means, of every table that is joined."""
+"""Some 5 MB of the largest checkpoints' means."""
 
 Array = npt.NDArray[np.float32]
 
 
 class MeansFile(EmbeddingFile):
-    """Means in Parquet, see `EmbeddingFile`."""
+    """Means in Parquet, see `EmbeddingFile`.
+
+    Args:
+        path: of the file.
+        rows_held: number of rows of a group that are in memory at a time.
+    """
 
     in_order = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, rows_held: int = ROWS_PER_GROUP) -> None:
         with _damage(path):
             settings = parquet_settings(path).get("settings", {})
             self._metadata = pyarrow().parquet.read_metadata(path)
@@ -55,7 +60,7 @@ class MeansFile(EmbeddingFile):
         # By name, the first of a sequence's rows, and its residues.
         self._first_row: dict[str, tuple[int, int]] = {}
         # Rows are mostly asked for in their order.
-        self._group = lru_cache(maxsize=1)(self._read_group)
+        self._rows_held, self._held = rows_held, lru_cache(maxsize=1)(self._read_means)
 
     def names(self) -> dict[str, str]:
         # Reads the whole table, and so checks the checksums of its pages.
@@ -97,14 +102,16 @@ class MeansFile(EmbeddingFile):
     def _mean(self, row: int) -> Array:
         group = int(np.searchsorted(self._ends, row, side="right"))
         begin = int(self._ends[group - 1]) if group else 0
-        mean: Array = self._group(group)[row - begin]
+        part, place = divmod(row - begin, self._rows_held)
+        mean: Array = self._held(group, part)[place]
         return mean
 
-    def _read_group(self, group: int) -> Array:
-        """The means of a group of rows, [rows, hidden_size]."""
+    def _read_means(self, group: int, part: int) -> Array:
+        """The means of a part of a group of rows, [rows, hidden_size]."""
         with self._open() as file:
             column = file.read_row_group(group, ["mean"]).column("mean").combine_chunks()
-        return np.asarray(column.flatten()).reshape(len(column), -1)
+        means = np.asarray(column.flatten()).reshape(len(column), -1)
+        return means[self._rows_held * part :][: self._rows_held].copy()
 
     @staticmethod
     def check(out: Path, include: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import pandas
 import pytest
 
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding import parquet
+from esm_turbo.tasks.embedding import merging, parquet
 from esm_turbo.tasks.embedding.merging import merge_embeddings, merge_h5, merge_parquet
 from tests.helpers.embedding_files import h5_content, ids_of, proteins
 
@@ -42,9 +42,10 @@ def test_joined_files_keep_what_is_there(run, tmp_path):
         merge_h5(tmp_path / "out.h5", [tmp_path / "other.h5"])
 
 
-@pytest.mark.parametrize("rows_per_group", [1, 3, 4096])
-def test_joined_tables_are_in_the_order_of_the_input(run, tmp_path, monkeypatch, rows_per_group: int):
+@pytest.mark.parametrize(("rows_per_group", "rows_held"), [(1, 9), (3, 3), (4096, 6), (4096, 65_536)])
+def test_joined_tables_are_in_the_order_of_the_input(run, tmp_path, monkeypatch, rows_per_group: int, rows_held: int):
     monkeypatch.setattr(parquet, "ROWS_PER_GROUP", rows_per_group)
+    monkeypatch.setattr(merging, "_ROWS_HELD", rows_held)
     records = proteins()
     orders = {"a": [0, 3, 4, 8], "b": [1, 2, 7], "c": [5]}
     for name, order in orders.items():
