@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -17,10 +17,11 @@ import torch
 from esm_turbo import binders
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import Backend, TurboConfig
-from esm_turbo.context_model import ContextModel, ExtendOutput, Sequences, as_list
+from esm_turbo.context_model import ContextModel, ExtendOutput
 from esm_turbo.evaluate import run
 from esm_turbo.files.hub import ModelNotFoundError, full_name, local_files_only, not_found, without_loading_bar
 from esm_turbo.files.kinds import CALIBRATION_FILE
+from esm_turbo.tasks.embedding import embed as embedding
 from esm_turbo.tasks.generation import generate as generation
 from esm_turbo.tasks.scoring import pairs, score
 from esm_turbo.tasks.variants import many
@@ -28,10 +29,8 @@ from esm_turbo.tasks.variants import score as variants
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
-    from esm_turbo.context_store import ContextStore
     from esm_turbo.parallel.calls import Devices
     from esm_turbo.tasks.common.pieces import Runner
-    from esm_turbo.tasks.embedding.request import ProteinEmbedding
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +39,9 @@ __all__ = ["ExtendOutput", "ModelNotFoundError", "TurboEsm"]
 
 class TurboEsm(ContextModel):
     """ESM-2, ESM-C or E1 with a compressed key/value cache: a `ContextModel` with loading, and a method per task."""
+
+    embed = embedding.embed
+    """Embed proteins as `esm-extract` does, see `tasks.embedding.embed.embed`."""
 
     score = score.score
     """Score candidates as continuations of a target, see `tasks.scoring.score.score`."""
@@ -184,42 +186,6 @@ class TurboEsm(ContextModel):
         """Compile the GPU kernels that calls need, ahead of the first call; see `TurboEsmModel.warmup`."""
         count: int = self.model.base_model.warmup()
         return count
-
-    def embed(
-        self,
-        sequences: Sequences,
-        repr_layers: Sequence[int] = (-1,),
-        include: Sequence[str] = ("mean", "per_tok"),
-        toks_per_batch: int | None = None,
-        return_cache: bool = False,
-        *,
-        window: int | None = None,
-        overlap: int | None = None,
-        memory: int | None = None,
-        store: ContextStore | None = None,
-        devices: Devices | None = None,
-    ) -> list[ProteinEmbedding]:
-        """Embed proteins as `esm-extract` does.
-
-        The arguments are those of `tasks.embedding.embed.embed`, and `devices` as for `score_pairs`. If any of
-        `window`, `overlap` and `memory` is given, proteins longer than `window` run window by window, in memory that
-        does not grow with their length; see `tasks.embedding.windows.Windows.of`.
-        """
-        from esm_turbo.tasks.embedding.embed import embed
-        from esm_turbo.tasks.embedding.windows import Windows
-
-        windows = Windows.of(window, overlap, memory)
-        return embed(
-            self,
-            as_list(sequences),
-            repr_layers,
-            include,
-            toks_per_batch,
-            return_cache,
-            windows,
-            store,
-            runner=self.runner(devices),
-        )
 
     def runner(self, devices: Devices | None) -> Runner | None:
         """Processes with copies of this model, which start when they have something to do; None for this process.

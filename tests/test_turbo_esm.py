@@ -18,7 +18,6 @@ from esm_turbo import ContextStore, TurboConfig, TurboEsm, TurboEsmForMaskedLM
 from esm_turbo.assets import EMBEDDED_MODEL
 from esm_turbo.config import DEFAULT_PRESET, PRESETS
 from esm_turbo.proteins.fasta import ProteinRecord
-from esm_turbo.tasks.embedding.embed import embed
 from esm_turbo.tasks.generation.options import GenerationOptions
 from esm_turbo.turbo_esm import _mention_demonstration
 from tests.helpers.models import CLS, EOS
@@ -190,19 +189,10 @@ def test_an_object_that_is_not_a_calibration_is_refused(calibration: object) -> 
         TurboEsm.from_pretrained(calibration=calibration, device="cpu")  # type: ignore[arg-type]
 
 
-def test_methods_name_the_arguments_of_their_tasks() -> None:
+def test_generation_names_all_of_its_options() -> None:
     """With the same defaults, so that an editor and `help` show them; none hides behind `**options`."""
-
-    def defaults(function: Callable[..., object]) -> dict[str, object]:
-        return {name: p.default for name, p in inspect.signature(function).parameters.items()}
-
-    ours, theirs = defaults(TurboEsm.embed), defaults(embed)
-    theirs |= dict.fromkeys(("window", "overlap", "memory", "devices"))
-    assert ours.keys() - {"self"} == theirs.keys() - {"turbo", "windows", "runner"}
-    assert all(theirs[name] == default for name, default in ours.items() if name != "self")
-    assert {field.name: field.default for field in fields(GenerationOptions)}.items() <= defaults(
-        TurboEsm.generate
-    ).items()
+    given = {name: p.default for name, p in inspect.signature(TurboEsm.generate).parameters.items()}
+    assert {field.name: field.default for field in fields(GenerationOptions)}.items() <= given.items()
 
 
 def test_arguments_reach_their_tasks(turbo: TurboEsm, tmp_path: Path) -> None:

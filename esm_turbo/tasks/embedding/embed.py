@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.files.identity import lasting_identity
 from esm_turbo.files.tensor_digests import tensors_digest
 from esm_turbo.model.memory import NotEnoughMemoryError
@@ -24,16 +25,22 @@ if TYPE_CHECKING:
 
 def embed(
     turbo: ContextModel,
-    sequences: Sequence[str],
+    sequences: Sequences,
     repr_layers: Sequence[int] = (-1,),
-    include: Iterable[str] = ("mean", "per_tok"),
+    include: Sequence[str] = ("mean", "per_tok"),
     toks_per_batch: int | None = None,
     return_cache: bool = False,
-    windows: Windows | None = None,
+    *,
+    window: int | None = None,
+    overlap: int | None = None,
+    memory: int | None = None,
     store: ContextSource | None = None,
-    runner: Runner | None = None,
+    devices: str | Sequence[str] | Runner | None = None,
 ) -> list[ProteinEmbedding]:
-    """Embed proteins. `iter_embeddings` does the same without keeping all results.
+    """Embed proteins as `esm-extract` does. `iter_embeddings` does the same without keeping all results.
+
+    If any of `window`, `overlap` and `memory` is given, proteins longer than `window` run window by window, in memory
+    that does not grow with their length; see `Windows.of`.
 
     Args:
         sequences: residues; `<mask>` may stand for one.
@@ -42,9 +49,11 @@ def embed(
         toks_per_batch: padded tokens per batch; None is 16,384 on CUDA, and else 4,096. A longer protein forms a batch
             of its own.
         return_cache: same as `cache` in `include`.
-        windows: the split of long proteins into windows; None computes every protein whole.
+        window: residues per window.
+        overlap: residues that consecutive windows share.
+        memory: residues before a window that it sees through the compressed cache.
         store: with caches, a `ContextStore` whose contexts are used and to which missing ones are added.
-        runner: where batches are computed; None is this process.
+        devices: where copies of the model share the work, as for `score_pairs`; None is this process.
 
     Returns:
         One embedding per sequence, in the same order.
@@ -53,9 +62,10 @@ def embed(
         ValueError: a sequence is empty or has a letter that is not a residue, a layer does not exist, an item of
             `include` is unknown, caches are requested under a preset that needs a calibration and there is none, or
             contacts are requested of a model whose contact head was never trained.
-        RuntimeError: a runner could not embed a sequence.
+        RuntimeError: a sequence could not be embedded on `devices`.
     """
-    include = [include] if isinstance(include, str) else list(include)
+    sequences, include = as_list(sequences), [include] if isinstance(include, str) else list(include)
+    windows, runner = Windows.of(window, overlap, memory), turbo.runner(devices)
     request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows, store)
     if runner is not None and "cache" in request.include:
         # A cache lies on the device of one process.
