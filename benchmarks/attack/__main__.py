@@ -14,6 +14,8 @@ Kinds:
     processes, threads: several writers at once
     caches: random sequences of cache operations against a model in NumPy and float64
     weights, folders: weights change between calls, or between two runs into one folder
+    nonsense, leaving, stalling, starving, stopped: clients of a service that send what makes no sense, leave, stall or
+        take all that they can get, while another one asks; and SIGTERM while requests run
 
 Exit code: 0 nothing found, 1 something found. Needs Linux, and the extra `test`.
 """
@@ -37,7 +39,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attack import caches, damage, kills, limits, weights, writers
+from benchmarks.attack import caches, damage, kills, limits, service_trials, weights, writers
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.trial import Finding
 from benchmarks.harness import records
@@ -58,6 +60,11 @@ KINDS: dict[str, Trial] = {
     "caches": caches.sequences,
     "weights": weights.changed,
     "folders": weights.embedded,
+    "nonsense": service_trials.nonsense,
+    "leaving": service_trials.leaving,
+    "stalling": service_trials.stalling,
+    "starving": service_trials.starving,
+    "stopped": service_trials.stopped,
 }
 # Findings of one kind that a row quotes.
 _QUOTED = 20

@@ -21,6 +21,11 @@ _TRIED = {
     "caches": "random operations on a cache, compared with a model in float64",
     "weights": "weights changed between two calls",
     "folders": "weights changed between two runs into one folder",
+    "nonsense": "bodies without sense sent to a service, while another client asks",
+    "leaving": "clients that leave a service in the middle of large requests, likewise",
+    "stalling": "clients that stall or do not read, likewise",
+    "starving": "a client that takes all it can get, likewise",
+    "stopped": "SIGTERM to a service while requests run",
 }
 _HOUR = 3600
 

@@ -162,6 +162,7 @@ class _Uvicorn(uvicorn.Server):
         super().__init__(config)
         self._ready = ready
         self._engine, self._seconds = service.engine, service.limits.seconds
+        self._margin = min(_MARGIN, self._seconds / 4)
         self._end: float | None = None
 
     @property
@@ -177,14 +178,15 @@ class _Uvicorn(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         else:
-            self._end = time.monotonic() + self._seconds
+            # Python takes a moment to end, too.
+            self._end = time.monotonic() + self._seconds - self._margin / 4
         self.should_exit = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        margin = min(_MARGIN, self._seconds / 4)
-        # Half of it for those to take their answer that were told.
-        self.config.timeout_graceful_shutdown = max(0.0, self.seconds_left - margin / 2)  # type: ignore[assignment]
-        timer = asyncio.get_running_loop().call_later(self.seconds_left - margin, self._engine.give_up)
+        # A third of the margin for those to take their answer that were told.
+        left = max(0.0, self.seconds_left - self._margin / 3)
+        self.config.timeout_graceful_shutdown = left  # type: ignore[assignment]
+        timer = asyncio.get_running_loop().call_later(left - self._margin / 3, self._engine.give_up)
         try:
             await super().shutdown(sockets)
         finally:

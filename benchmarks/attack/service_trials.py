@@ -1,0 +1,300 @@
+"""A service whose clients send nonsense, leave, stall, take all they can get, or are there when it is told to stop.
+
+In every trial, another client asks meanwhile: it gets the same numbers as before, in time; nothing runs for those who
+left; and SIGTERM ends the service within its `--timeout`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from benchmarks.attack.commands import References, protein
+from benchmarks.attack.service import Watch, embedding, head, proteins
+from benchmarks.attack.trial import Finding, Running, faults, start_command
+from benchmarks.serve.process import Answer, Client
+
+# What an answer may take on a busy machine: a hundred times what it does. Without pieces and turns, it took minutes.
+_SECONDS = 30.0
+_START_SECONDS = 60.0
+_SCORE = {"candidates": ["ACDEFGHIK", "GSGS"]}
+_TOLERANCE = 1e-3
+_JSON = {"content-type": "application/json"}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A service in a fork.
+
+    Attributes:
+        running: its process.
+        port: of it.
+        timeout: its `--timeout`.
+        tokens: of a hostile client, and of another one.
+        key: of a context.
+    """
+
+    running: Running
+    port: int
+    timeout: float
+    tokens: tuple[str, str]
+    key: str = ""
+
+    def client(self, number: int) -> Client:
+        """The hostile client, or the other one."""
+        return Client(self.port, {"authorization": f"Bearer {self.tokens[number]}"}, _SECONDS)
+
+    def ask(self, stack: ExitStack, path: str, body: bytes, length: int | None = None) -> socket.socket:
+        """Send a request of the hostile client, whose connection stays open as long as the stack."""
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", self.port), _SECONDS))
+        fields = {"Authorization": f"Bearer {self.tokens[0]}"}
+        # It may be refused by its head.
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(head("POST", path, len(body) if length is None else length, **fields) + body)
+        return connection
+
+    def score(self) -> Answer:
+        """A small request of the other client."""
+        client = self.client(1)
+        try:
+            return client.post(f"/v1/contexts/{self.key}/score", _SCORE)
+        finally:
+            client.close()
+
+    def check_others(self, before: Answer) -> list[Finding]:
+        """What is wrong with the answers to the other client."""
+        found = []
+        for _ in range(3):
+            begin = time.monotonic()
+            try:
+                answer = self.score()
+            except (OSError, HTTPException) as error:
+                found.append(Finding("no answer", f"{type(error).__name__} after {time.monotonic() - begin:.0f} s"))
+                continue
+            if answer.status != 200:
+                found.append(Finding("refused", f"{answer.status}: {answer.body[:200]!r}"))
+            elif _differ(answer, before):
+                found.append(Finding("different", f"{answer.body[:200]!r}, {before.body[:200]!r} before"))
+        return found
+
+    def check_idle(self) -> list[Finding]:
+        """Whether it goes on to compute though nobody waits."""
+        end = time.monotonic() + _SECONDS
+        while True:
+            health = self.client(1).get("/healthz")
+            if health.status == 200 and health.json["queue"]["requests"] == health.json["queue"]["running"] == 0:
+                return []
+            if time.monotonic() > end:
+                return [Finding("computes for nobody", f"after {_SECONDS:.0f} s: {health.body[:300]!r}")]
+            time.sleep(0.1)
+
+    def end(self, slack: float = 15.0) -> list[Finding]:
+        """Stop it; what is wrong with how it ended."""
+        begin = time.monotonic()
+        os.kill(self.running.pid, signal.SIGTERM)
+        outcome = self.running.wait(begin - self.running.begin + self.timeout + _SECONDS)
+        seconds = time.monotonic() - begin
+        found = faults(outcome)
+        if outcome.code:
+            found.append(Finding("exit", f"exit code {outcome.code}: {outcome.err[-200:]}"))
+        if seconds > self.timeout + slack:
+            found.append(Finding("slow end", f"{seconds:.0f} s for --timeout {self.timeout:g}"))
+        return found
+
+
+Disturb = Callable[[random.Random, Served, ExitStack], list[Finding]]
+
+
+@contextlib.contextmanager
+def served(folder: Path, timeout: float) -> Iterator[Served]:
+    """A service on a free port, with a context; killed at the end if it still runs."""
+    folder.mkdir()
+    tokens = secrets.token_urlsafe(32), secrets.token_urlsafe(32)
+    (folder / "tokens.txt").write_text("\n".join(tokens))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    options = ("--port", port, "--store", "store", "--token-file", "tokens.txt", "--threads", 1, "--timeout", timeout)
+    service = Served(start_command(folder, ["serve", *map(str, options)]), port, timeout, tokens)
+    try:
+        end = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                service.client(1).get("/healthz")
+                break
+            except OSError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.05)
+        key = service.client(1).add(proteins(1, 60, 1)[0])
+        yield Served(service.running, port, timeout, tokens, key)
+    finally:
+        # A process that was waited for is gone, and its number may be another's.
+        with contextlib.suppress(ChildProcessError):
+            if os.waitpid(service.running.pid, os.WNOHANG) == (0, 0):
+                os.kill(service.running.pid, signal.SIGKILL)
+                service.running.wait()
+
+
+def _trial(disturb: Disturb) -> Callable[[random.Random, Path, References], list[Finding]]:
+    def run(rng: random.Random, folder: Path, references: References) -> list[Finding]:
+        with served(folder, 30.0) as service:
+            before = service.score()
+            with ExitStack() as stack:
+                found = disturb(rng, service, stack)
+                found += service.check_others(before)
+            return [*found, *service.check_idle(), *service.end()]
+
+    return run
+
+
+def _send_nonsense(rng: random.Random, service: Served, stack: ExitStack) -> list[Finding]:
+    found = []
+    with Watch(service.port) as watch:
+        for _ in range(15):
+            path, body = _nonsense(rng, service.key)
+            begin = time.monotonic()
+            try:
+                answer = service.client(0).send("POST", path, body, _JSON)
+            except (OSError, HTTPException) as error:
+                found.append(Finding("no answer", f"{path}, {body[:80]!r}: {type(error).__name__}"))
+                continue
+            if not (400 <= answer.status < 500 and _is_error(answer)):
+                found.append(Finding("answer", f"{path}, {body[:80]!r}: {answer.status}, {answer.body[:200]!r}"))
+            if time.monotonic() - begin > _SECONDS / 2:
+                found.append(Finding("slow", f"{path}, {body[:80]!r}: {time.monotonic() - begin:.0f} s"))
+    if watch.failed or watch.worst > _SECONDS / 2:
+        found.append(Finding("healthz", f"{watch.failed} failed, the slowest took {watch.worst:.0f} s"))
+    return found
+
+
+def _leave(rng: random.Random, service: Served, stack: ExitStack) -> list[Finding]:
+    for _ in range(rng.randrange(1, 5)):
+        with ExitStack() as left:
+            service.ask(left, *_large(rng, service.key))
+            time.sleep(rng.choice((0.0, 0.05, 0.5, 2.0)))
+    return []
+
+
+def _stall(rng: random.Random, service: Served, stack: ExitStack) -> list[Finding]:
+    for _ in range(rng.randrange(20, 200)):
+        path, body = _large(rng, service.key)
+        how = rng.choice(("connect", "head", "body", "unknown", "unread"))
+        if how in ("connect", "head"):
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), _SECONDS))
+            one.sendall(b"" if how == "connect" else head("POST", path, 10)[: rng.randrange(1, 60)])
+        elif how == "body":
+            service.ask(stack, path, body[: rng.randrange(len(body))], len(body))
+        elif how == "unknown":
+            service.ask(stack, "/nowhere", b" " * 100_000, 4 << 20)
+        else:
+            one = stack.enter_context(socket.create_connection(("127.0.0.1", service.port), _SECONDS))
+            one.sendall(b"GET /static/app.js HTTP/1.1\r\nHost: localhost\r\n\r\n" * 50)
+    return []
+
+
+def _take_all(rng: random.Random, service: Served, stack: ExitStack) -> list[Finding]:
+    for _ in range(rng.randrange(1, 40)):
+        service.ask(stack, *_large(rng, service.key))
+    time.sleep(rng.choice((0.0, 0.5)))
+    return []
+
+
+def stopped(rng: random.Random, folder: Path, references: References) -> list[Finding]:
+    """SIGTERM while requests wait and run: each is answered, and the service ends in time."""
+    found = []
+    with served(folder, 4.0) as service, ExitStack() as stack:
+        asked = [service.ask(stack, *_large(rng, service.key)) for _ in range(rng.randrange(1, 10))]
+        # Until all of them have been read.
+        time.sleep(rng.choice((1.0, 1.5, 3.0)))
+        found += service.end()
+        for one in asked:
+            try:
+                response = HTTPResponse(one)
+                response.begin()
+                answer = Answer(response.status, {}, response.read())
+            except (OSError, HTTPException) as error:
+                found.append(Finding("no answer", f"{type(error).__name__} for a request before SIGTERM"))
+                continue
+            # Too much to do (429), or more time than a request may take (504), is told before, too.
+            known = answer.status in (429, 503, 504) and _is_error(answer)
+            # One line, or several of a stream.
+            if not (known or (answer.status == 200 and [json.loads(line) for line in answer.body.splitlines()])):
+                found.append(Finding("answer", f"{answer.status}, {answer.body[:200]!r}"))
+    return found
+
+
+def _large(rng: random.Random, key: str) -> tuple[str, bytes]:
+    """A request that is allowed and takes long: its path and its body."""
+    kind = rng.choice(("embeddings", "generate", "variants", "score"))
+    if kind == "embeddings":
+        return "/v1/embeddings", embedding(
+            proteins(rng.randrange(20, 256), rng.randrange(100, 1022), rng.randrange(99))
+        )
+    if kind == "generate":
+        body: dict[str, Any] = {"sequence": protein(rng, 300, 600), "max_new_tokens": 50, "num_return_sequences": 8}
+        if rng.random() < 0.5:
+            body = {"sequence": protein(rng, 300, 600), "positions": list(range(1, 200)), "num_return_sequences": 2}
+        return "/v1/generate", json.dumps(body).encode()
+    if kind == "variants":
+        return f"/v1/contexts/{key}/variants", json.dumps({"stream": rng.random() < 0.5}).encode()
+    candidates = [protein(rng, 5, 30) for _ in range(1000)]
+    return f"/v1/contexts/{key}/score", json.dumps({"candidates": candidates}).encode()
+
+
+def _nonsense(rng: random.Random, key: str) -> tuple[str, bytes]:
+    """A request that cannot be answered: its path and its body, of up to 4 MiB."""
+    fields = {
+        f"/v1/contexts/{key}/score": "candidates",
+        f"/v1/contexts/{key}/variants": "variants",
+        "/v1/embeddings": "input",
+        "/v1/contexts": "sequence",
+        "/v1/generate": "positions",
+    }
+    path = rng.choice(list(fields))
+    field, size = fields[path].encode(), rng.choice((10, 1000, 30_000, 1_000_000))
+    items = rng.choice((b"1", b"null", b"[]", b"{}", b'"\\ud800"', b"1e999", b"true", b'"A-"'))
+    bodies = [
+        b'{"%b": [' % field + (items + b",") * (size // len(items)) + items + b"]}",
+        b"[" * size,
+        b'{"a":' * (size // 5),
+        b'{"%b": "' % field + b"!" * size + b'"}',
+        b'{"%b": ' % field + b"9" * size + b"}",
+        b'{"%b": NaN}' % field,
+        b'{"%b": ["A"], "%b": 7}' % (field, field),
+        json.dumps({secrets.token_hex(4): None for _ in range(size // 100)}).encode(),
+        rng.randbytes(size),
+        embedding(["ACD"] * (size // 10))[: -rng.randrange(1, 20)],
+        b"",
+    ]
+    return path, rng.choice(bodies)[: 4 << 20]
+
+
+def _is_error(answer: Answer) -> bool:
+    """Whether an answer has the documented shape of errors."""
+    try:
+        detail = answer.json["detail"]
+        shapes = [set(one) == {"loc", "msg", "type"} and isinstance(one["msg"], str) for one in detail]
+    except (ValueError, KeyError, TypeError):
+        return False
+    return 0 < len(shapes) <= 20 and all(shapes)
+
+
+def _differ(answer: Answer, before: Answer) -> bool:
+    """Whether scores are others than before, up to rounding."""
+    own, theirs = ([one["pseudo_log_likelihood"] for one in x.json["candidates"]] for x in (answer, before))
+    return len(own) != len(theirs) or any(abs(a - b) > _TOLERANCE for a, b in zip(own, theirs, strict=True))
+
+
+nonsense, leaving, stalling, starving = map(_trial, (_send_nonsense, _leave, _stall, _take_all))
