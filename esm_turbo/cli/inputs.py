@@ -282,7 +282,8 @@ def resumable(out: Path | None) -> Iterator[Journal | None]:
             yield journal
         if journal is not None:
             if journal.found:
-                say(f"{out}: continued a run that was stopped, {counted(journal.found, 'part')} of which was done")
+                done = "was" if journal.found == 1 else "were"
+                say(f"{out}: continued a run that was stopped, {counted(journal.found, 'part')} of which {done} done")
             journal.remove()
 
 

@@ -184,6 +184,13 @@ class ParallelOptions:
     ] = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class UnshardedOptions(ParallelOptions):
+    """Of a command whose output is one file, which tells whoever asks for shards."""
+
+    shard: Annotated[str | None, Parameter(show=False)] = None
+
+
 @Parameter(name="*", group=_MODEL)
 @dataclass(frozen=True, kw_only=True)
 class CalibratedModelOptions(ModelOptions):

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from esm_turbo.config import OPTIONAL_PRESETS, PRESETS, TurboConfig
+from esm_turbo.files.extras import install_hint
 from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
@@ -64,5 +65,5 @@ def resolve_presets(turbo: ContextModel, presets: Presets) -> tuple[dict[str, Tu
             if name in required:
                 raise
             missing = isinstance(error.__cause__, ImportError)
-            unavailable[name] = "not installed: pip install 'esm-turbo[compare]'" if missing else str(error)
+            unavailable[name] = f"not installed: {install_hint('compare')}" if missing else str(error)
     return {name: config for name, config in configs.items() if name not in unavailable}, unavailable

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from esm_turbo.files.extras import install_hint
+
 
 def pyarrow() -> Any:
     """The package pyarrow.
@@ -15,5 +17,5 @@ def pyarrow() -> Any:
         import pyarrow as arrow
         import pyarrow.parquet
     except ImportError as error:
-        raise ImportError("Parquet needs pyarrow: pip install 'esm-turbo[parquet]'") from error
+        raise ImportError(f"Parquet needs pyarrow: {install_hint('parquet')}") from error
     return arrow

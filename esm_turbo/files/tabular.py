@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from esm_turbo.files.extras import install_hint
+
 if TYPE_CHECKING:
     from pandas import DataFrame
 
@@ -38,7 +40,7 @@ class Tabular:
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise ImportError("`to_frame` needs pandas: pip install 'esm-turbo[frames]'") from error
+            raise ImportError(f"`to_frame` needs pandas: {install_hint('frames')}") from error
         return DataFrame(list(self.rows()), columns=list(self.columns()))
 
     def _repr_html_(self) -> str:

@@ -12,6 +12,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from esm_turbo.files.extras import install_hint
+
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 # Names of weights in the file of an adapter that was trained on a model with a head begin like this.
 _WITH_HEAD = "base_model.model.{prefix}."
@@ -56,7 +58,7 @@ def merge_adapter(model: Any, folder: str | os.PathLike[str]) -> None:
     try:
         from peft import PeftModel, get_peft_model_state_dict
     except ImportError as error:
-        raise ImportError("adapters need peft: pip install 'esm-turbo[adapters]'") from error
+        raise ImportError(f"adapters need peft: {install_hint('adapters')}") from error
     from safetensors import SafetensorError, safe_open
 
     try:

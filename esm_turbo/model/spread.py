@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.families import encoder_of, family_of
 from esm_turbo.files.model_contents import refuse_offloaded
 
@@ -52,7 +53,7 @@ def needs_accelerate() -> None:
         ImportError: it is not.
     """
     if importlib.util.find_spec("accelerate") is None:
-        raise ImportError("device_map needs accelerate: pip install 'esm-turbo[large]'")
+        raise ImportError(f"device_map needs accelerate: {install_hint('large')}")
 
 
 def plan(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from esm_turbo.codecs import KVCodec, Packed
 from esm_turbo.config import Backend
+from esm_turbo.files.extras import install_hint
 from esm_turbo.ops import reference, torch_ops, triton_attention, triton_encode, triton_layer, warmup
 
 # Not imported: triton is loaded only when a kernel runs.
@@ -99,7 +100,7 @@ class TritonBackend(KVBackend):
 
     def obstacle(self, device: torch.device) -> str | None:
         if not _TRITON_IS_INSTALLED:
-            return "triton is not installed (pip install 'esm-turbo[triton]')"
+            return f"triton is not installed ({install_hint('triton')})"
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
             return None
         if device.type != "cuda" or torch.version.hip is not None:

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.parallel.pool import Pool, ProcessDied, Slot
 from esm_turbo.parallel.worker import LoadModel, PieceWorker
 
@@ -30,7 +31,7 @@ def import_ray() -> Any:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("--engine ray needs Ray: pip install 'esm-turbo[ray]'") from error
+        raise ImportError(f"--engine ray needs Ray: {install_hint('ray')}") from error
     return ray
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.suffixes import PICTURES, SuffixError, one_of
 from esm_turbo.files.writing import replacing
 from esm_turbo.pictures.panels import Sheet
@@ -116,7 +117,7 @@ def check_libraries() -> None:
 
     missing = [name for name in ("matplotlib", "logomaker") if find_spec(name) is None]
     if missing:
-        raise ImportError(f"pictures need {', '.join(missing)}: pip install 'esm-turbo[plot]'")
+        raise ImportError(f"pictures need {', '.join(missing)}: {install_hint('plot')}")
 
 
 def draw(result: Any, run: RunInfo | None = None) -> Picture:

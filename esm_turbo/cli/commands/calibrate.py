@@ -15,9 +15,9 @@ from esm_turbo.cli.options import (
     InputFile,
     JsonFile,
     ModelOptions,
-    ParallelOptions,
     PictureFile,
     SequenceOptions,
+    UnshardedOptions,
     Writes,
 )
 from esm_turbo.cli.parallel import Spread
@@ -39,7 +39,7 @@ def calibrate(
     plot: PictureFile = None,
     letters: SequenceOptions = SequenceOptions(),
     model: ModelOptions = ModelOptions(),
-    parallel: ParallelOptions = ParallelOptions(),
+    parallel: UnshardedOptions = UnshardedOptions(),
 ) -> None:
     """Calibrate a model on proteins, so that it can write compressed caches.
 

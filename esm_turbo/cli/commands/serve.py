@@ -16,6 +16,7 @@ from esm_turbo.cli.console import say
 from esm_turbo.cli.inputs import announce, check_minimum, load_model
 from esm_turbo.cli.options import AutoBatchTokens, BackendOption, CacheOptions, OptionalInput, StoreFolder
 from esm_turbo.config import Backend
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.tabular import counted
 from esm_turbo.serve.limits import Limits
 
@@ -66,7 +67,7 @@ def serve(
         raise ValueError(f"--timeout must be above 0 seconds and below 1,000,000, got {timeout:g}")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise ImportError(f"serve needs {' and '.join(missing)}: pip install 'esm-turbo[serve]'")
+        raise ImportError(f"serve needs {' and '.join(missing)}: {install_hint('serve')}")
     from esm_turbo.serve.tokens import read_tokens
 
     tokens = read_tokens(token_file)

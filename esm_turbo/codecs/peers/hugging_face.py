@@ -21,6 +21,7 @@ from esm_turbo.codecs.packing import pack_codes, unpack_codes
 from esm_turbo.codecs.peers.data_free import DataFreeCodec
 from esm_turbo.codecs.peers.integer import in_groups
 from esm_turbo.config import Geometry, TurboConfig
+from esm_turbo.files.extras import install_hint
 
 _GROUP = 64
 
@@ -47,9 +48,7 @@ class QuantoCodec(DataFreeCodec):
         try:
             return getattr(cache_utils, cls.layer_class)(config.bits, cls.axis, cls.axis, group)
         except ImportError as error:
-            raise ValueError(
-                f"codec {config.codec!r} needs optional packages: pip install 'esm-turbo[compare]'"
-            ) from error
+            raise ValueError(f"codec {config.codec!r} needs optional packages: {install_hint('compare')}") from error
 
     @cached_property
     def _layer(self) -> Any:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from esm_turbo.files.artifacts import ArtifactError
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.kinds import is_h5
 from esm_turbo.tasks.embedding.files import described
 from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile, Entry
@@ -194,5 +195,5 @@ def h5py() -> Any:
     try:
         import h5py
     except ImportError as error:
-        raise ImportError("format h5 needs h5py: pip install 'esm-turbo[h5]'") from error
+        raise ImportError(f"format h5 needs h5py: {install_hint('h5')}") from error
     return h5py

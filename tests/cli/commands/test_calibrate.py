@@ -56,6 +56,7 @@ def test_workers_make_the_calibration_of_one_process(esm, fasta, tmp_path, tiny_
 def test_shards_of_a_calibration_are_refused(esm, fasta, tmp_path, tiny_folder):
     result = esm("calibrate", fasta, "--model", tiny_folder, "--out", tmp_path / "c.safetensors", "--shard", "1/2")
     assert result.code == 2 and "which shards cannot share: leave --shard out, or give --workers" in result.error
+    assert "--shard" not in esm("calibrate", "--help").out
     assert not list(tmp_path.glob("c.safetensors*"))
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from esm_turbo.codecs.peers.hugging_face import QuantoCodec
 from esm_turbo.config import COMPARISON_PRESETS, PRESETS
+from esm_turbo.files.extras import install_hint
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_all_presets(esm, write, tmp_path, tiny_folder, tiny_calibration, withou
     for name in COMPARISON_PRESETS:
         # Leave-one-out and extension; memory shows the name alone.
         assert result.out.count(f"{name} - frozen") == 2
-    assert "hqq2: not installed: pip install 'esm-turbo[compare]'" in result.out
+    assert f"hqq2: not installed: {install_hint('compare')}" in result.out
 
 
 def test_an_unknown_preset_is_refused(esm, fasta):

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.serve.server import Server
 
 
@@ -42,4 +43,4 @@ def test_missing_packages_are_named(esm, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "uvicorn" else original(name, *a))
     result = esm("serve")
     assert result.code == 2
-    assert result.error == "serve needs uvicorn: pip install 'esm-turbo[serve]'"
+    assert result.error == f"serve needs uvicorn: {install_hint('serve')}"
