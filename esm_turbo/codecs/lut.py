@@ -138,9 +138,10 @@ def _fit_levels(samples: Array, bits: int) -> Array:
 
 def _mean_absolute_residual(samples: Array, levels: Array) -> Array:
     """Mean |x - nearest level| per head, [layers, heads]."""
-    step = np.empty(levels.shape[:2])
-    for layer, head in np.ndindex(*step.shape):
-        x, grid = samples[layer, head], levels[layer, head]
-        nearest = grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]
-        step[layer, head] = np.abs(x - nearest).mean()
-    return step
+
+    def of_head(head: tuple[int, ...]) -> float:
+        x, grid = samples[head], levels[head]
+        return float(np.abs(x - grid[np.searchsorted((grid[1:] + grid[:-1]) / 2, x)]).mean())
+
+    shape = levels.shape[:2]
+    return np.reshape(run_threads(of_head, np.ndindex(*shape)), shape)

@@ -9,12 +9,11 @@ from itertools import accumulate
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments, TokenSample
+from esm_turbo.codecs.fitting.statistics import KEY_BLOCK, Moments, Sensitivity, TokenMoments
 from esm_turbo.model.padding import Padding, parts_together
 from esm_turbo.model.sessions import KVSession
 
@@ -348,59 +347,18 @@ class SampleCollector(Collector):
     def __init__(self, sampled: Tensor, sensitivity: SensitivityCollector) -> None:
         self.sampled = sampled
         self.sensitivity = sensitivity
+        self.device = sampled.device if sampled.device.type in _SUMS_ON else torch.device("cpu")
         self._layers: dict[str, list[Tensor]] = {"keys": [], "values": [], "key_weights": [], "value_weights": []}
 
     def observe(self, layer_idx: int, states: LayerStates) -> None:
         vectors, weights = (states.keys, states.values), self.sensitivity.weights[layer_idx]
         for kept, x in zip(self._layers.values(), (*vectors, *weights), strict=True):
             dtype = torch.bfloat16 if x.dim() == 3 else torch.float32
-            kept.append(x[:, self.sampled].transpose(0, 1).to(dtype))
+            kept.append(x[:, self.sampled].transpose(0, 1).to(self.device, dtype))
 
     def result(self) -> dict[str, Tensor]:
         """Keys (after RoPE) and values, bfloat16 [tokens, layers, heads, head_dim], and their weights, float32."""
-        return {name: torch.stack(layers, dim=1).cpu() for name, layers in self._layers.items()}
-
-
-class SampleBuffer:
-    """Bounded sample of tokens: those of lowest priority number among all seen."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.priorities = np.zeros(0, dtype=np.int64)
-        self.tokens: dict[str, Tensor] = {}
-
-    def candidates(self, priorities: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Indices of the tokens that would enter the sample."""
-        highest = self.priorities.max() if len(self.priorities) == self.size else 2**63 - 1
-        inside = np.flatnonzero(priorities < highest)
-        best: npt.NDArray[np.int64] = inside[np.argsort(priorities[inside], kind="stable")[: self.size]]
-        return best
-
-    def add(self, priorities: npt.NDArray[np.int64], **tokens: Tensor) -> None:
-        """Add tokens, given as tensors [tokens, ...] for every field of `sample`."""
-        priorities = np.concatenate([self.priorities, priorities])
-        best = np.argsort(priorities, kind="stable")[: self.size]
-        rows = torch.from_numpy(best)
-        self.priorities = priorities[best]
-        for name, new in tokens.items():
-            self.tokens[name] = torch.cat([self.tokens[name], new])[rows] if name in self.tokens else new[rows]
-
-    def sample(self) -> TokenSample:
-        """The sample so far."""
-
-        def stack(name: str) -> npt.NDArray[np.float32]:
-            """A field as [layers, heads, tokens, ...]."""
-            stacked: npt.NDArray[np.float32] = self.tokens[name].float().movedim(0, 2).contiguous().numpy()
-            return stacked
-
-        return TokenSample(
-            stack("keys"),
-            stack("values"),
-            self.tokens["is_special"].numpy(),
-            self.tokens["positions"].numpy(),
-            stack("key_weights"),
-            stack("value_weights"),
-        )
+        return {name: torch.stack(layers, dim=1) for name, layers in self._layers.items()}
 
 
 class _RotationToBlocks:
