@@ -105,6 +105,11 @@ class TokenCodes:
         """Ids of a whole protein, given those of its residues."""
         return [*self.before, *ids, *self.after]
 
+    @property
+    def around(self) -> int:
+        """Number of tokens around the residues of a whole protein."""
+        return len(self.before) + len(self.after)
+
     def check(self, config: PreTrainedConfig) -> None:
         """Check that a model takes the same tokens for special ones.
 

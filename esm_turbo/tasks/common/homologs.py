@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
+from esm_turbo.config import TurboConfig
 from esm_turbo.context_model import Contexts, as_list
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.proteins.alignments import HomologContext
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.homologs import encode_homologs
+from esm_turbo.proteins.tokens import TokenIds
+from esm_turbo.tasks.common.context_sources import ContextSource
+from esm_turbo.tasks.common.forwards import prefill_rows
 from esm_turbo.tasks.common.options import Arm
 
 if TYPE_CHECKING:
@@ -31,7 +36,7 @@ class QueryContext:
     cache: TurboKVCache | None = None
     name: str = "no context"
 
-    def check_query(self, turbo: ContextModel, ids: Sequence[int], name: str) -> None:
+    def check_query(self, turbo: ContextModel, ids: TokenIds, name: str) -> None:
         """Check that a model can read a query after this context.
 
         Args:
@@ -44,8 +49,17 @@ class QueryContext:
         """
         limits, codes = turbo.model.base_model.exact_contexts, turbo.codes
         if limits is not None:
-            limits.check_length(name, len(ids) - len(codes.whole(())))
+            limits.check_length(name, len(ids) - codes.around)
             limits.check(f"{name} and {self.name}", self.ids.count(codes.cls) + 1, len(self.ids) + len(ids))
+
+    @torch.no_grad()
+    def prefilled(self, turbo: ContextModel, config: TurboConfig, store: ContextSource | None = None) -> TurboKVCache:
+        """A cache of it alone: the given one, or one that is computed and stored under these options."""
+        if self.cache is not None:
+            return self.cache
+        if store is None:
+            return prefill_rows(turbo, [self.ids], config)
+        return store.get_or_compute(turbo, self.ids, config, lambda: prefill_rows(turbo, [self.ids], config))
 
 
 def query_ids(turbo: ContextModel, sequence: str | ProteinRecord, name: str) -> list[int]:
@@ -54,14 +68,22 @@ def query_ids(turbo: ContextModel, sequence: str | ProteinRecord, name: str) -> 
     Raises:
         ValueError: it is invalid, or has a residue that the model leaves out.
     """
-    codes = turbo.codes
-    residues = codes.encode(sequence, name)
-    if codes.unknown in residues:
-        raise ValueError(
-            f"{name} has X at position {residues.index(codes.unknown) + 1}, which {turbo.model.family.name} leaves"
-            " out; give the residue"
-        )
-    return codes.whole(residues)
+    residues = turbo.codes.encode(sequence, name)
+    check_known(turbo, residues, name)
+    return turbo.codes.whole(residues)
+
+
+def check_known(turbo: ContextModel, residues: list[int], name: str) -> None:
+    """Check that a query has no residue that the model leaves out.
+
+    Raises:
+        ValueError: it has.
+    """
+    unknown = turbo.codes.unknown
+    if unknown in residues:
+        position = residues.index(unknown) + 1
+        family = turbo.model.family.name
+        raise ValueError(f"{name} has X at position {position}, which {family} leaves out; give the residue")
 
 
 def query_contexts(turbo: ContextModel, context: Contexts | None, arm: Arm) -> list[QueryContext]:

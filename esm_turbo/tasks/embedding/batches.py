@@ -17,7 +17,7 @@ from esm_turbo.proteins.batches import TokenRow, encode_rows, remaining_batches
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.context_sources import ContextSource
-from esm_turbo.tasks.common.forwards import prefill_rows
+from esm_turbo.tasks.common.forwards import default_config, prefill_rows
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory, halve_until_it_fits, too_large
 from esm_turbo.tasks.common.progress import Progress
 from esm_turbo.tasks.embedding.request import BOS, MEAN, PER_TOK, EmbeddingRequest, ProteinEmbedding
@@ -41,11 +41,11 @@ def embedding_batches(
     A protein that is split into windows forms a batch of its own.
     """
     windows = request.windows
-    lengths = [len(row) for row in rows]
+    lengths, around = [len(row) for row in rows], turbo.codes.around
     if windows is not None:
-        lengths = [max(n, toks_per_batch + 1) if windows.splits(n - 2) else n for n in lengths]
+        lengths = [max(n, toks_per_batch + 1) if windows.splits(n - around) else n for n in lengths]
     reach = math.inf if windows is None else windows.reach
-    warn_if_long((int(min(len(row) - 2, reach)) for row in rows), turbo.model.family, stacklevel=4)
+    warn_if_long((int(min(len(row) - around, reach)) for row in rows), turbo.model.family, stacklevel=4)
     return remaining_batches(lengths, toks_per_batch, done)
 
 
@@ -86,9 +86,11 @@ class EmbedTask:
             turbo.model.refresh_fingerprint()
         # A GPU computes a batch while the caller writes the one before it; a CPU gains nothing from that.
         ahead = 1 if turbo.model.device.type == "cuda" else 0
+        given = self.request.context
+        context = None if given is None else given.prefilled(turbo, default_config(turbo))
         launched: deque[Callable[[], Embedded]] = deque()
         for piece in pieces:
-            launched.append(self._launch(turbo, piece))
+            launched.append(self._launch(turbo, piece, context))
             if len(launched) > ahead:
                 yield launched.popleft()()
         for collect in launched:
@@ -102,15 +104,20 @@ class EmbedTask:
         """See `Task.has_failed`."""
         return bool(result.failed)
 
-    def _launch(self, turbo: ContextModel, piece: Sequence[ProteinRecord]) -> Callable[[], Embedded]:
+    def _launch(
+        self, turbo: ContextModel, piece: Sequence[ProteinRecord], context: TurboKVCache | None
+    ) -> Callable[[], Embedded]:
         """Launch a batch, in halves if it does not fit into memory."""
         rows = encode_rows(turbo.codes, [record.sequence[: self.length] for record in piece])
         result = Embedded({})
 
         def fail(row: int, error: Exception) -> None:
-            result.failed[row] = too_large(len(rows[row]) - 2, turbo.model.device)
+            result.failed[row] = too_large(len(rows[row]) - turbo.codes.around, turbo.model.device)
 
-        halves = halve_until_it_fits(lambda part: _embed_batch(turbo, rows, part, self.request), range(len(rows)), fail)
+        def embed_part(part: Sequence[int]) -> Callable[[], list[tuple[int, ProteinEmbedding]]]:
+            return _embed_batch(turbo, rows, part, self.request, context)
+
+        halves = halve_until_it_fits(embed_part, range(len(rows)), fail)
 
         def collect() -> Embedded:
             for row, embedding in (pair for half in halves for pair in half()):
@@ -127,10 +134,15 @@ class EmbedTask:
 
 @torch.no_grad()
 def _embed_batch(
-    turbo: ContextModel, rows: Sequence[TokenRow], batch: Sequence[int], request: EmbeddingRequest
+    turbo: ContextModel,
+    rows: Sequence[TokenRow],
+    batch: Sequence[int],
+    request: EmbeddingRequest,
+    context: TurboKVCache | None,
 ) -> Callable[[], list[tuple[int, ProteinEmbedding]]]:
     """Launch a batch. The function returned waits for it and returns its embeddings."""
-    lengths = [len(rows[index]) - 2 for index in batch]
+    first = len(turbo.codes.before)
+    lengths = [len(rows[index]) - turbo.codes.around for index in batch]
     _check_memory(turbo, lengths, request)
     if request.windows is not None and request.windows.splits(lengths[0]):
         [index] = batch
@@ -144,8 +156,9 @@ def _embed_batch(
         caches = _caches(turbo, [rows[index] for index in batch], request.store)
     found: dict[str, dict[int, Tensor]] = {}
     if request.include & {"mean", "per_tok", "bos"}:
-        for layer, states in _hidden_states(turbo, input_ids, attention_mask, lengths, request.layers).items():
-            residues = [states[row, 1 : n + 1] for row, n in enumerate(lengths)]
+        tokens = [len(rows[index]) for index in batch]
+        for layer, states in _hidden_states(turbo, input_ids, attention_mask, tokens, request.layers, context).items():
+            residues = [states[row, first : first + n] for row, n in enumerate(lengths)]
             if "per_tok" in request.include:
                 # Without padding, and converted on the device, which is fastest.
                 found.setdefault(PER_TOK, {})[layer] = to_host(torch.cat(residues).float())
@@ -184,7 +197,7 @@ def _embed_batch(
 
 def _check_memory(turbo: ContextModel, lengths: Sequence[int], request: EmbeddingRequest) -> None:
     """Check that a batch of proteins, or one that is split into windows, fits into memory with its results."""
-    config, tokens = turbo.model.config, max(lengths) + 2
+    config, tokens = turbo.model.config, max(lengths) + turbo.codes.around
     split = request.windows is not None and request.windows.splits(lengths[0])
     more = 0
     if "per_tok" in request.include:
@@ -213,16 +226,21 @@ def _caches(turbo: ContextModel, rows: Sequence[TokenRow], store: ContextSource 
 
 
 def _hidden_states(
-    turbo: ContextModel, input_ids: Tensor, attention_mask: Tensor, lengths: Sequence[int], layers: Sequence[int]
+    turbo: ContextModel,
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    lengths: Sequence[int],
+    layers: Sequence[int],
+    context: TurboKVCache | None,
 ) -> dict[int, Tensor]:
-    """Hidden states [batch, n, hidden_size] of the given layers; `lengths` counts residues per row."""
+    """Hidden states [batch, n, hidden_size] of the given layers, after a context; `lengths` counts tokens per row."""
     last = turbo.model.config.num_hidden_layers
     # The states of all layers take many times the memory of the last one's.
     output = turbo.model.base_model(
         input_ids,
         attention_mask,
         output_hidden_states=set(layers) != {last},
-        row_lengths=[length + 2 for length in lengths],
+        **({"row_lengths": lengths} if context is None else {"past_key_values": context}),
     )
     if output.hidden_states is None:
         assert set(layers) == {last}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -13,14 +14,15 @@ from esm_turbo.model.memory import NotEnoughMemoryError
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.context_sources import ContextSource
-from esm_turbo.tasks.common.forwards import protein_tokens
+from esm_turbo.tasks.common.forwards import default_config, protein_tokens
+from esm_turbo.tasks.common.homologs import QueryContext
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.request import EmbeddingRequest, ProteinEmbedding
 from esm_turbo.tasks.embedding.windows import Windows
 
 if TYPE_CHECKING:
-    from esm_turbo.context_model import ContextModel
+    from esm_turbo.context_model import ContextModel, Contexts
 
 
 def embed(
@@ -36,6 +38,7 @@ def embed(
     memory: int | None = None,
     store: ContextSource | None = None,
     devices: str | Sequence[str] | Runner | None = None,
+    context: Contexts | None = None,
 ) -> list[ProteinEmbedding]:
     """Embed proteins as `esm-extract` does. `iter_embeddings` does the same without keeping all results.
 
@@ -54,6 +57,8 @@ def embed(
         memory: residues before a window that it sees through the compressed cache.
         store: with caches, a `ContextStore` whose contexts are used and to which missing ones are added.
         devices: where copies of the model share the work, as for `score_pairs`; None is this process.
+        context: of a family with exact contexts, such as E1, homologs that every protein is read after, separated by
+            commas, or a cache of one row of them. Results are those of the protein alone; X in it is read.
 
     Returns:
         One embedding per sequence, in the same order.
@@ -66,7 +71,10 @@ def embed(
     """
     sequences, include = as_list(sequences), [include] if isinstance(include, str) else list(include)
     windows, runner = Windows.of(window, overlap, memory), turbo.runner(devices)
-    request = EmbeddingRequest.of(turbo, repr_layers, [*include, *(["cache"] if return_cache else [])], windows, store)
+    include += ["cache"] if return_cache else []
+    request = EmbeddingRequest.of(turbo, repr_layers, include, windows, store, context)
+    if runner is not None and request.context is not None and request.context.cache is not None:
+        raise ValueError("`devices` reads no cache, which lies on the device of one process: give the homologs")
     if runner is not None and "cache" in request.include:
         # A cache lies on the device of one process.
         raise ValueError("`devices` computes embeddings, but no caches: fill a store, see `store_sequences`")
@@ -91,6 +99,9 @@ def embedding_settings(turbo: ContextModel, request: EmbeddingRequest) -> dict[s
     }
     if request.windows is not None:
         settings["windows"] = asdict(request.windows)
+    if request.context is not None:
+        ids, config = bytes(request.context.ids), default_config(turbo)
+        settings["context"] = {"ids": hashlib.sha256(ids).hexdigest(), "preset": config.to_dict()}
     if request.writes_contexts:
         codec = turbo.model.base_model.codec(turbo.model.base_model.turbo_config)
         settings |= {"cache": codec.config.to_dict(), "codec": tensors_digest(sorted(codec.state.items()))}
@@ -128,6 +139,8 @@ def iter_embeddings(
     """
     where = InProcessRunner(turbo) if runner is None else runner
     rows = encode_rows(turbo.codes, sequences)
+    for number, row in enumerate(rows, start=1):
+        (request.context or QueryContext(())).check_query(turbo, row, f"sequence {number}")
     batches = embedding_batches(turbo, rows, request, protein_tokens(toks_per_batch, turbo, where.devices), done)
     pieces = [[ProteinRecord("", sequences[index]) for index in batch] for batch in batches]
     units = [sum(len(record.sequence) for record in piece) for piece in pieces]

@@ -12,11 +12,12 @@ from torch import Tensor
 from esm_turbo.files.tabular import named
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.tasks.common.context_sources import ContextSource, check_store
+from esm_turbo.tasks.common.homologs import QueryContext, query_contexts
 from esm_turbo.tasks.common.options import Include
 from esm_turbo.tasks.embedding.windows import Windows
 
 if TYPE_CHECKING:
-    from esm_turbo.context_model import ContextModel
+    from esm_turbo.context_model import ContextModel, Contexts
     from esm_turbo.kv_cache import TurboKVCache
 
 RESULT_NAMES = {
@@ -75,12 +76,14 @@ class EmbeddingRequest:
         include: see `embed`.
         windows: the split of long proteins into windows; None computes every protein whole.
         store: a `ContextStore` that caches are taken from and added to; None computes them.
+        context: homologs that every protein is read after.
     """
 
     layers: tuple[int, ...]
     include: frozenset[str]
     windows: Windows | None = None
     store: ContextSource | None = None
+    context: QueryContext | None = None
 
     @property
     def writes_contexts(self) -> bool:
@@ -95,16 +98,16 @@ class EmbeddingRequest:
         include: Iterable[str],
         windows: Windows | None = None,
         store: ContextSource | None = None,
+        context: Contexts | None = None,
     ) -> EmbeddingRequest:
         """Check a request; the arguments are those of `embed`.
 
         Raises:
             ValueError: nothing is requested, a layer does not exist, an item of `include` is unknown, caches are
                 requested and the model cannot write them, contacts are requested and the model's contact head was
-                never trained, the results are not available in windows, or a store is given and no caches are
-                requested.
+                never trained, the results are not available in windows, a store is given and no caches are
+                requested, or the context is invalid, not a single one, or the family reads none.
         """
-        check_reads_on(turbo.model.base_model, "`embed`")
         items = frozenset([include] if isinstance(include, str) else include)
         allowed = get_args(Include)
         if not items or not items <= set(allowed):
@@ -116,10 +119,15 @@ class EmbeddingRequest:
             )
         if "contacts" in items:
             check_head(turbo.model, "contact_head")
+        if windows is not None or "cache" in items:
+            check_reads_on(turbo.model.base_model, "windows and caches of proteins")
+        contexts = query_contexts(turbo, context, "full")
+        if len(contexts) > 1:
+            raise ValueError(f"proteins are embedded after one context, got {len(contexts)}")
         check_store(store)
         if store is not None and "cache" not in items:
             raise ValueError(f"a store keeps caches: include 'cache', got {sorted(items)}")
-        request = cls(layers, items, windows, store)
+        request = cls(layers, items, windows, store, *contexts)
         if "cache" in items:
             turbo.model.new_cache()
         elif request.writes_contexts:

@@ -15,17 +15,19 @@ from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.heads import check_head, check_reads_on
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.context_sources import ContextSource, check_store
-from esm_turbo.tasks.common.forwards import default_storage
+from esm_turbo.tasks.common.forwards import default_config, default_storage
+from esm_turbo.tasks.common.homologs import QueryContext, check_known, query_contexts
 from esm_turbo.tasks.common.memory import cache_bytes, check_memory
 from esm_turbo.tasks.common.options import UnmaskingOrder
 from esm_turbo.tasks.generation.left_to_right import LeftToRight
 from esm_turbo.tasks.generation.notation import format_positions, residues_at
 from esm_turbo.tasks.generation.options import Allowed, GenerationOptions
+from esm_turbo.tasks.generation.queries import QueryBatch
 from esm_turbo.tasks.generation.sampling import AllowedResidues, ResidueSampler, row_seeds
 from esm_turbo.tasks.generation.unmasking import MaskedBatch, unmask
 
 if TYPE_CHECKING:
-    from esm_turbo.context_model import ContextModel
+    from esm_turbo.context_model import ContextModel, Contexts
 
 __all__ = ["GenerationOptions", "GenerationOutput", "generate", "generate_batch", "generation_steps"]
 
@@ -94,6 +96,7 @@ def generate(
     return_cache: bool = False,
     seed: int | Sequence[int] = 0,
     store: ContextSource | None = None,
+    context: Contexts | None = None,
 ) -> GenerationOutput:
     """Generate residues after sequences (`max_new_tokens=`), or in place of their masks.
 
@@ -106,13 +109,19 @@ def generate(
             `ContextModel.prefill` makes it; it is not changed.
         seed: one seed, from which those of the rows are derived, or one per row. The same seed gives the same
             residues with the same model on the same backend.
-        store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added.
+        store: with `max_new_tokens`, a `ContextStore`, whose contexts are used and to which missing ones are added; of
+            a family with exact contexts, one for `context`.
+        context: of a family with exact contexts, such as E1, homologs that every sequence is read after, as of
+            `tasks.variants.score.score_variants`; of several contexts, residues are drawn from the normalised mean of
+            log-probabilities. Such a family has no `max_new_tokens`; every step runs the sequences whole, whatever
+            `refresh` and `refresh_every` are.
 
     All other arguments are the fields of `GenerationOptions`.
 
     Raises:
         ValueError: a sequence is invalid, a position does not exist, no residue is allowed at one, `store` is no store,
-            an option is out of range, or the preset needs a calibration and there is none.
+            an option is out of range, the preset needs a calibration and there is none, the context is invalid, or the
+            family reads no homologs or appends nothing.
         NotEnoughMemoryError: all rows together need more memory than is free.
     """
     options = GenerationOptions(
@@ -132,7 +141,7 @@ def generate(
         return_cache=return_cache,
     )
     given = sequences if isinstance(sequences, TurboKVCache) else as_list(sequences)
-    return generate_batch(turbo, given, options, seed, store)
+    return generate_batch(turbo, given, options, seed, store, context)
 
 
 def generate_batch(
@@ -141,9 +150,10 @@ def generate_batch(
     options: GenerationOptions,
     seed: int | Sequence[int] = 0,
     store: ContextSource | None = None,
+    context: Contexts | None = None,
 ) -> GenerationOutput:
     """See `generate`, whose options have been checked."""
-    steps = generation_steps(turbo, sequences, options, seed, store)
+    steps = generation_steps(turbo, sequences, options, seed, store, context=context)
     while True:
         try:
             next(steps)
@@ -159,11 +169,12 @@ def generation_steps(
     seed: int | Sequence[int] = 0,
     store: ContextSource | None = None,
     tokens: int | None = None,
+    context: Contexts | None = None,
 ) -> Generator[int, None, GenerationOutput]:
     """As `generate`, step by step, for callers that do other work in between.
 
     Args:
-        sequences: as of `generate`, and so are `options`, `seed` and `store`.
+        sequences: as of `generate`, and so are `options`, `seed`, `store` and `context`.
         tokens: that the model may run from one yield to the next, about; None is all of those that are appended.
 
     Yields:
@@ -171,6 +182,10 @@ def generation_steps(
     """
     check_store(store)
     cache = sequences if isinstance(sequences, TurboKVCache) else None
+    exact = turbo.model.base_model.exact_contexts is not None
+    if exact and (cache is not None or options.max_new_tokens is not None):
+        check_reads_on(turbo.model.base_model, "appended residues")
+    contexts = query_contexts(turbo, context, "full")
     if isinstance(sequences, TurboKVCache):
         rows = _rows_of_cache(turbo, sequences)
     else:
@@ -195,25 +210,29 @@ def generation_steps(
             cache = cache.select([row for row in range(len(rows)) for _ in range(repeats)])
         decoder = LeftToRight(turbo, cache, refresh, options.refresh_every or _APPEND_EVERY, token_ids)
         return (yield from _append(turbo, decoder, sampler, options.max_new_tokens, options.return_cache, tokens))
-    if cache is not None or store is not None:
+    if cache is not None or (store is not None and not contexts):
         given = "a cache" if store is None else "contexts of a store"
         raise ValueError(f"{given} can only be appended to: give `max_new_tokens`")
     positions = _positions(turbo, rows, options.positions)
     _check_constrained_positions(sampler.allowed, positions)
     warn_if_long([len(row) for row in rows], turbo.model.family, stacklevel=3)
-    batch = MaskedBatch(
-        turbo,
-        [[turbo.codes.cls, *row, turbo.codes.eos] for row in rows for _ in range(repeats)],
-        # With <cls> in column 0, a residue's column is its position.
-        [columns for columns in positions for _ in range(repeats)],
-        refresh,
-        options.refresh_every or _UNMASK_EVERY,
-    )
+    # With <cls> in column 0, a residue's column is its position.
+    chosen = [columns for columns in positions for _ in range(repeats)]
+    if exact:
+        for one in contexts or [QueryContext(())]:
+            for number, row in enumerate(rows, start=1):
+                check_known(turbo, row, f"sequence {number}")
+                one.check_query(turbo, turbo.codes.whole(row), f"sequence {number}")
+        caches = [one.prefilled(turbo, default_config(turbo), store) for one in contexts]
+        batch: MaskedBatch = QueryBatch(turbo, [row for row in rows for _ in range(repeats)], chosen, caches)
+    else:
+        whole = [turbo.codes.whole(row) for row in rows for _ in range(repeats)]
+        batch = MaskedBatch(turbo, whole, chosen, refresh, options.refresh_every or _UNMASK_EVERY)
     log_probs = yield from unmask(
         batch, sampler, turbo.codes.mask, options.order or "random", options.per_step, options.sweeps
     )
     return GenerationOutput(
-        [turbo.codes.decode(row[1:-1]) for row in batch.rows],
+        [turbo.codes.decode(row[1 : len(row) - len(turbo.codes.after)]) for row in batch.rows],
         batch.chosen,
         [[row[column] for column in columns] for row, columns in zip(log_probs, batch.chosen, strict=True)],
     )
@@ -226,7 +245,6 @@ def allowed_residues(turbo: ContextModel, options: GenerationOptions) -> Allowed
         ValueError: a letter is not a residue, no residue is left, or the language model head was never trained.
     """
     check_head(turbo.model, "lm_head")
-    check_reads_on(turbo.model.base_model, "generation")
     return AllowedResidues(turbo.codes, turbo.model.config.vocab_size, options.allowed, options.banned)
 
 
@@ -310,8 +328,8 @@ def _positions(
         for number, own in enumerate(masked, start=1):
             if not own:
                 raise ValueError(
-                    f"sequence {number}: has no <mask>, so there is nothing to generate; add masks, or give `positions`"
-                    " or `max_new_tokens`"
+                    f"sequence {number}: has no {turbo.codes.mask_symbol}, so there is nothing to generate; add masks,"
+                    " or give `positions` or `max_new_tokens`"
                 )
         return masked
     listed: list[Any] = list(positions)

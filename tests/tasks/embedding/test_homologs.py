@@ -1,0 +1,82 @@
+"""Embeddings after homologs: the hidden states of context and protein together, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import chain
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esm_turbo import EmbeddingRequest, TurboEsm
+from esm_turbo.tasks.embedding.embed import embedding_settings
+from tests.test_modeling_e1_turbo import E1_MINI
+
+CONTEXT = "MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE"
+
+
+@pytest.fixture(scope="module")
+def e1() -> TurboEsm:
+    return TurboEsm.from_pretrained(E1_MINI, device="cpu", preset="exact")
+
+
+@torch.no_grad()
+def states_of(e1: TurboEsm, protein: str, context: str | None, layer: int) -> torch.Tensor:
+    """Hidden states of the protein's residues, computed as the end of one row."""
+    texts = [*([] if context is None else context.split(",")), protein]
+    ids = torch.tensor([[*chain(*(e1.codes.whole(e1.codes.encode(text, "it")) for text in texts))]])
+    states = e1.model(ids, output_hidden_states=True).hidden_states[layer][0]
+    return states[len(states) - len(protein) - 2 : len(states) - 2]
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    proteins=st.lists(st.text("ACDEFGHIKLMNPQRSTVWYX", min_size=1, max_size=30), min_size=1, max_size=4),
+    context=st.sampled_from([None, CONTEXT, "MKTAY"]),
+    toks_per_batch=st.sampled_from([1, 70, 4096]),
+)
+def test_embeddings_are_those_of_context_and_protein_together(
+    e1: TurboEsm, proteins: list[str], context: str | None, toks_per_batch: int
+) -> None:
+    given_as = [context] if context is None else [context, e1.prefill(context)]
+    for one in given_as:
+        found = e1.embed(proteins, (0, 3, -1), ("mean", "per_tok"), toks_per_batch, context=one)
+        for protein, embedding in zip(proteins, found, strict=True):
+            for layer, states in embedding.representations.items():
+                expected = states_of(e1, protein, context, layer)
+                torch.testing.assert_close(states, expected, rtol=0, atol=1e-4)
+                mean = embedding.mean_representations[layer]
+                torch.testing.assert_close(mean, expected.mean(dim=0), rtol=0, atol=1e-4)
+
+
+def test_results_belong_to_their_context(e1: TurboEsm) -> None:
+    settings_of = [
+        embedding_settings(e1, EmbeddingRequest.of(e1, (-1,), ["mean"], context=one))
+        for one in (None, CONTEXT, CONTEXT, "MKTAY")
+    ]
+    assert settings_of[1] == settings_of[2]
+    assert settings_of[0] != settings_of[1] != settings_of[3] != settings_of[0]
+
+
+def test_bad_contexts_are_refused(e1: TurboEsm, tmp_path: Path) -> None:
+    for context, message in (
+        (["MKT", "MKTA"], "proteins are embedded after one context, got 2"),
+        ("MKT,", "context 1, homolog 2: holds no residues"),
+        ("M?T", "context 1: position 2 is a mask"),
+        (",".join(["M"] * 512), "sequence 1 and context 1: 513 sequences are too many"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            e1.embed("MKTAY", context=context)
+    with pytest.raises(ValueError, match="sequence 2: 8,193 residues are too many"):
+        e1.embed(["MKTAY", "A" * 8193])
+    with pytest.raises(ValueError, match="`devices` reads no cache"):
+        e1.embed("MKTAY", context=e1.prefill("MKT"), devices=["cpu"])
+    with pytest.raises(ValueError, match="TurboE1Model has no contact head"):
+        e1.embed("MKTAY", include=["contacts"])
+    other = TurboEsm.from_pretrained(device="cpu")
+    with pytest.raises(ValueError, match="ESM-2 reads one protein at a time and no homologs"):
+        other.embed("MKTAY", context="MKT")
+    with pytest.raises(ValueError, match="for model type 'esm', the model is 'E1'"):
+        e1.embed("MKTAY", context=other.prefill("MKT"))
