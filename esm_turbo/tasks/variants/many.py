@@ -104,6 +104,14 @@ class VariantsTask(ScoringTask[WildType, VariantScores]):
             return times * len(item.sequence)
         return times * len({part[1:-1] for variant in item.variants for part in split_variant(variant)})
 
+    def parts(self, item: WildType, limit: int) -> list[WildType]:
+        """The protein; by pseudo-perplexity with as many variants in each part as have so many tokens, at least one."""
+        if self.method != "pseudo_perplexity":
+            return [item]
+        names = all_substitutions(item.sequence, item.first_position) if item.variants is None else item.variants
+        most = max(1, limit * len(names) // max(1, self.tokens(item)))
+        return [item._replace(variants=names[begin : begin + most]) for begin in range(0, len(names), most)]
+
     def options(self) -> list[Any]:
         """See `ScoringTask.options`."""
         return [self.method, self.refresh, self.toks_per_batch]

@@ -6,7 +6,8 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, TextIO
 
 from esm_turbo.config import DEFAULT_REFRESH
@@ -332,7 +333,8 @@ def score_records(
 ) -> VariantsRun:
     """Score variants of proteins. Proteins that do not fit into memory, or have no finite scores, are reported.
 
-    A piece is some proteins with their variants, up to `piece_limit` tokens to run, in batches filled across proteins.
+    A piece is some proteins with their variants, or by pseudo-perplexity one protein with some of many, up to
+    `piece_limit` tokens to run, in batches filled across proteins.
 
     Args:
         wild_types: the proteins.
@@ -364,28 +366,40 @@ def score_records(
     ]
     task = VariantsTask(tuple(arms), refresh, toks_per_batch, store, method)
     warn_if_long((len(record.sequence) for record in wanted), turbo.model.family)
+    limit = limit_of(turbo, sum(map(task.tokens, proteins)), runner)
+    # Shards are merged by whole proteins.
+    parts = [
+        (number, part)
+        for number, one in enumerate(proteins)
+        for part in ([one] if plan is not None else task.parts(one, limit))
+    ]
     scored = score_items(
         turbo,
         task,
-        proteins,
-        limit_of(turbo, sum(map(task.tokens, proteins)), runner),
-        names=[f"{record.id} {list(one.variants or ())}" for record, one in zip(wanted, proteins, strict=True)],
+        [part for _, part in parts],
+        limit,
+        names=[f"{wanted[number].id} {list(part.variants or ())}" for number, part in parts],
         progress=progress,
         runner=runner,
         plan=plan,
         journal=journal,
     )
-    for index, one in scored.items():
-        record, failed = wanted[index], one.failed
-        if failed is None and not all(math.isfinite(x) for scores in one.scores.values() for x in scores.values):
+    for number, found in groupby(sorted(scored), lambda index: parts[index][0]):
+        record, results = wanted[number], [scored[index] for index in found]
+        failed = next((one.failed for one in results if one.failed is not None), None)
+        joined: dict[Arm, VariantScores] = {}
+        for arm in arms if failed is None else ():
+            every = [one.scores[arm] for one in results]
+            joined[arm] = replace(every[0], scores=tuple(score for one in every for score in one.scores))
+        if failed is None and not all(math.isfinite(x) for scores in joined.values() for x in scores.values):
             failed = "its scores are not finite; try --dtype float32"
         if failed is not None:
             run.failed.append(BadRecord(record.id, failed))
             continue
         own = own_variants[record.id]
         if variants is None:
-            own = [MeasuredVariant(each.variant) for each in next(iter(one.scores.values())).scores]
-        run.results.append(ProteinVariants(record, proteins[index].first_position, tuple(own), one.scores))
+            own = [MeasuredVariant(each.variant) for each in next(iter(joined.values())).scores]
+        run.results.append(ProteinVariants(record, proteins[number].first_position, tuple(own), joined))
     return run
 
 

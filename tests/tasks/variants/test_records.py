@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from scipy.stats import spearmanr
@@ -23,6 +24,7 @@ from esm_turbo.tasks.variants import score
 from esm_turbo.tasks.variants.many import VariantsTask, WildType
 from esm_turbo.tasks.variants.records import MeasuredVariant, read_variants, score_records
 from esm_turbo.tasks.variants.score import ProteinRows, VariantScore, VariantScores
+from esm_turbo.tasks.variants.substitutions import all_substitutions
 from tests.helpers.scores import assert_variants_close
 
 WILD_TYPE = ProteinRecord("wt", "MKTAYIAK")
@@ -205,6 +207,26 @@ def test_every_protein_in_every_arm_and_its_correlations(turbo: TurboEsm) -> Non
     facts = first.to_dict()
     assert (facts["protein"], facts["variants"], set(facts["arms"])) == ("wt", 4, {"turbo", "full"})
     assert facts["arms"]["turbo"]["spearman_with_measured"] == first.against_measured("turbo")
+
+
+def test_parts_of_a_protein_are_joined(turbo: TurboEsm, monkeypatch: pytest.MonkeyPatch) -> None:
+    variants = [*VARIANTS, MeasuredVariant("p.Lys2del")]
+    options: dict[str, Any] = {"method": "pseudo_perplexity", "toks_per_batch": 100}
+    sizes = []
+    run_parts = VariantsTask.parts
+
+    def parts(task: VariantsTask, item: WildType, limit: int) -> list[WildType]:
+        found = run_parts(task, item, task.tokens(item) * 2 // len(item.variants or "?"))
+        sizes.extend(len(one.variants or ()) for one in found)
+        return found
+
+    monkeypatch.setattr(VariantsTask, "parts", parts)
+    [result] = score_records(turbo, [WILD_TYPE], variants, ["turbo"], **options).results
+    assert sizes == [2, 2, 1]
+    expected = turbo.score_variants(WILD_TYPE.sequence, [one.variant for one in variants], method="pseudo_perplexity")
+    assert_variants_close(result.scores["turbo"], expected)
+    [every] = score_records(turbo, [ProteinRecord("a", "MKT")], None, ["turbo"], **options).results
+    assert [one.variant for one in every.variants] == all_substitutions("MKT")
 
 
 def test_proteins_without_variants_are_left_out(turbo: TurboEsm) -> None:
