@@ -67,7 +67,9 @@ class Spread(Generic[_Options]):
         if parallel.devices is not None:
             if parallel.workers is not None:
                 raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
-            names = _cuda_devices() if parallel.devices == (ALL,) else parallel.devices
+            from esm_turbo.parallel.calls import cuda_devices
+
+            names = cuda_devices() if parallel.devices == (ALL,) else parallel.devices
             if not names:
                 raise ValueError("--devices all finds no CUDA device here; --workers N uses processes on the CPU")
         elif parallel.workers is not None:
@@ -137,9 +139,3 @@ def _anywhere(options: _Options) -> _Options:
     """Options that name the same files in a process that is in another folder, as Ray's are."""
     named = {name: value for name, value in asdict(options).items() if name in ("model", "calibration") and value}
     return replace(options, **{name: os.path.abspath(value) for name, value in named.items() if os.path.exists(value)})
-
-
-def _cuda_devices() -> tuple[str, ...]:
-    import torch
-
-    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from esm_turbo.files.paths import is_device
-from esm_turbo.files.writing import only_writer, refuse_links
+from esm_turbo.files.writing import locked_parts, refuse_links
 
 _FILE = "results.jsonl"
 _log = logging.getLogger("esm_turbo")
@@ -95,7 +95,5 @@ def journal_beside(out: Path | None) -> Iterator[Journal | None]:
     if out is None or is_device(out):
         yield None
         return
-    folder = out.parent / f".{out.name}.parts"
-    refuse_links(folder, out.parent)
-    with only_writer(folder):
+    with locked_parts(out) as folder:
         yield Journal(folder)

@@ -237,6 +237,20 @@ def only_writer(folder: str | os.PathLike[str], *, timeout: float = 0.0, keep: b
                 folder.rmdir()
 
 
+def parts_folder(out: Path) -> Path:
+    """Hidden folder of what is done of a file that is written at the end of its run."""
+    return out.parent / f".{out.name}.parts"
+
+
+@contextlib.contextmanager
+def locked_parts(out: Path) -> Iterator[Path]:
+    """The `parts_folder` of a file, locked; it goes when it is empty. Raises as `only_writer`, and refuses links."""
+    folder = parts_folder(out)
+    refuse_links(folder, out.parent)
+    with only_writer(folder):
+        yield folder
+
+
 @contextlib.contextmanager
 def file_errors(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn the errors that libraries raise when a file cannot be written into an OSError that names it.

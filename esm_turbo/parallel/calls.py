@@ -55,8 +55,13 @@ class DeviceRunner:
                 "`devices` must be 'all', a list of names such as ['cuda:0', 'cuda:1'], or Workers, got"
                 f" {self._given!r}"
             )
-        import torch
-
-        if not (count := torch.cuda.device_count()):
+        if not (names := cuda_devices()):
             raise ValueError("devices='all' finds no CUDA device here; on the CPU, name it once for every process")
-        return [f"cuda:{index}" for index in range(count)]
+        return names
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """Names of all CUDA devices of this machine."""
+    import torch
+
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.parallel.ray_actors import RayActors
 from tests.helpers.numbers_to_square import Load, Squares
 
@@ -49,7 +51,7 @@ def test_errors_and_nothing_to_do(actors: RayActors, tmp_path: Path) -> None:
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"--engine ray needs Ray: pip install 'esm-turbo\[ray\]'"):
+    with pytest.raises(ImportError, match=re.escape(f"--engine ray needs Ray: {install_hint('ray')}")):
         RayActors(Load(), 2)
 
 

@@ -102,6 +102,14 @@ def index_rows(folder: Path) -> list[list[str]]:
     return list(EmbeddingIndex(folder / INDEX_FILE).rows)
 
 
+def pt_tensors(content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Results of an embedding in the format of `torch.save`, by flat name such as `mean_representations.12`."""
+    flat = {name: result for name, result in content.items() if isinstance(result, torch.Tensor)}
+    for name, layers in content.items():
+        flat |= {f"{name}.{layer}": x for layer, x in layers.items()} if isinstance(layers, dict) else {}
+    return flat
+
+
 def pt_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Contents of one embedding in the format of `torch.save`.
 
@@ -111,12 +119,7 @@ def pt_info(path: str | os.PathLike[str]) -> dict[str, Any]:
     content = read_pt(Path(path))
     if "label" not in content:
         raise ArtifactError(f"{os.fspath(path)}: is not an embedding of esm_turbo")
-    tensors = {}
-    for name, result in content.items():
-        layers = result if isinstance(result, dict) else {None: result}
-        for layer, tensor in layers.items():
-            if isinstance(tensor, torch.Tensor):
-                tensors[name if layer is None else f"{name}.{layer}"] = list(tensor.shape)
+    tensors = {name: list(tensor.shape) for name, tensor in pt_tensors(content).items()}
     texts = {name: value for name, value in content.items() if isinstance(value, str)}
     return {"kind": "embedding", **texts, "tensors": tensors}
 
@@ -201,8 +204,7 @@ class FolderWriter:
     """A folder with one file per sequence, and one for its cache: what it holds, and what is added.
 
     Args:
-        folder: the folder, which no other process writes to.
-        parts: a temporary folder on the same disk, for the parts of this run.
+        parts: a temporary folder in the folder, which no other process writes to, for the parts of this run.
         file_format: format of the files.
         settings: see `records.embedding_writer`.
         turbo: the model, which existing caches must belong to.
@@ -222,7 +224,6 @@ class FolderWriter:
 
     def __init__(
         self,
-        folder: Path,
         parts: Path,
         file_format: EmbeddingFormat,
         settings: Mapping[str, Any],
@@ -232,6 +233,7 @@ class FolderWriter:
         devices: str | None = None,
     ) -> None:
         self.damaged: list[str] = []
+        folder = parts.parent
         for own in (INDEX_FILE, SETTINGS_FILE):
             refuse_links(folder / own, folder)
         self.folder = folder

@@ -34,11 +34,6 @@ Arrays = dict[str, npt.NDArray[np.float32]]
 """Results of a protein by flat name, such as `mean_representations.12`."""
 
 
-def parts_folder(out: Path) -> Path:
-    """Folder of the embeddings of an unfinished file."""
-    return out.parent / f".{out.name}.parts"
-
-
 @dataclass(frozen=True)
 class Entry:
     """The embedding of a sequence.
@@ -144,7 +139,7 @@ class OneFileWriter(FolderWriter):
         turbo: ContextModel,
         devices: str | None = None,
     ) -> None:
-        super().__init__(parts_folder(out), parts, "safetensors", settings, turbo, devices=devices)
+        super().__init__(parts, "safetensors", settings, turbo, devices=devices)
         self.out = out
         self._kind = kind
         self._old: EmbeddingFile | None = None

@@ -6,11 +6,10 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.common.options import EmbeddingFormat
-from esm_turbo.tasks.embedding.files import index_rows, read_embedding, read_pt
+from esm_turbo.tasks.embedding.files import index_rows, pt_tensors, read_embedding, read_pt
 from esm_turbo.tasks.embedding.h5 import H5File
 from esm_turbo.tasks.embedding.one_file import Arrays, EmbeddingFile
 from esm_turbo.tasks.embedding.parquet import MeansFile
@@ -44,18 +43,7 @@ def read_embeddings(
             name = names[record.id]
             if file_format in ONE_FILE_KINDS:
                 yield file.read(name).arrays
-            elif file_format == "safetensors":
-                yield {key: tensor.numpy() for key, tensor in read_embedding(Path(out) / name)[1].items()}
-            else:
-                yield _flat(read_pt(Path(out) / name))
-
-
-def _flat(content: dict[str, Any]) -> Arrays:
-    """Results of a file of torch.save, whose layers are dictionaries."""
-    flat: Arrays = {}
-    for name, value in content.items():
-        if isinstance(value, dict):
-            flat |= {f"{name}.{layer}": tensor.numpy() for layer, tensor in value.items()}
-        elif hasattr(value, "numpy"):
-            flat[name] = value.numpy()
-    return flat
+                continue
+            path = Path(out) / name
+            tensors = read_embedding(path)[1] if file_format == "safetensors" else pt_tensors(read_pt(path))
+            yield {key: tensor.numpy() for key, tensor in tensors.items()}

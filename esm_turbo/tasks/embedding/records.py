@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.files.kinds import INDEX_FILE, is_store
 from esm_turbo.files.paths import check_writable
 from esm_turbo.files.suffixes import embedding_format
-from esm_turbo.files.writing import locked_temporary, only_writer, refuse_links
+from esm_turbo.files.writing import locked_parts, locked_temporary, only_writer
 from esm_turbo.proteins.batches import encode_rows
 from esm_turbo.proteins.fasta import BadRecord, ProteinRecord
 from esm_turbo.tasks.common.forwards import protein_tokens
@@ -26,7 +26,7 @@ from esm_turbo.tasks.embedding.batches import EmbedTask, embedding_batches
 from esm_turbo.tasks.embedding.embed import embedding_settings
 from esm_turbo.tasks.embedding.files import FolderWriter, safe_labels
 from esm_turbo.tasks.embedding.index import SameSequence
-from esm_turbo.tasks.embedding.one_file import OneFileWriter, parts_folder
+from esm_turbo.tasks.embedding.one_file import OneFileWriter
 from esm_turbo.tasks.embedding.reading import ONE_FILE_KINDS
 from esm_turbo.tasks.embedding.request import EmbeddingRequest
 
@@ -194,15 +194,14 @@ def embedding_writer(
     if file_format not in ONE_FILE:
         check_writable(out / INDEX_FILE)
         with only_writer(out), locked_temporary(out, "parts") as parts:
-            yield FolderWriter(out, parts, file_format, settings, turbo, labels, names, devices)
+            yield FolderWriter(parts, file_format, settings, turbo, labels, names, devices)
         return
     check_writable(out)
     kind = ONE_FILE_KINDS[file_format]
     kind.check(out, settings["include"])
-    refuse_links(parts_folder(out), out.parent)
     with (
-        only_writer(parts_folder(out)),
-        locked_temporary(parts_folder(out), "parts") as parts,
+        locked_parts(out) as folder,
+        locked_temporary(folder, "parts") as parts,
         contextlib.closing(OneFileWriter(kind, out, parts, settings, turbo, devices)) as writer,
     ):
         yield writer

@@ -44,9 +44,9 @@ def computed(monkeypatch):
     batches = []
     original = embedding._embed_batch
 
-    def noting(turbo, rows, batch, request):
+    def noting(turbo, rows, batch, *options):
         batches.append([turbo.codes.decode(rows[index][1:-1]) for index in batch])
-        return original(turbo, rows, batch, request)
+        return original(turbo, rows, batch, *options)
 
     monkeypatch.setattr(embedding, "_embed_batch", noting)
     return batches

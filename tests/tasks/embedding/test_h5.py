@@ -2,6 +2,7 @@
 
 import gc
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -10,11 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from esm_turbo.files.writing import LOCK_FILE
+from esm_turbo.files.extras import install_hint
+from esm_turbo.files.writing import LOCK_FILE, parts_folder
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding.files import sequence_hash
 from esm_turbo.tasks.embedding.h5 import H5File, h5_info
-from esm_turbo.tasks.embedding.one_file import parts_folder
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, h5_content, proteins
 
@@ -151,7 +152,7 @@ def test_a_new_or_empty_file_can_be_written(tmp_path):
 
 def test_without_h5py_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(ImportError, match=r"format h5 needs h5py: pip install 'esm-turbo\[h5\]'"):
+    with pytest.raises(ImportError, match=re.escape(f"format h5 needs h5py: {install_hint('h5')}")):
         H5File.check(tmp_path / "e.h5", ["mean"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -13,11 +14,12 @@ import pyarrow.parquet
 import pytest
 import torch
 
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.parquet import parquet_info, write_parquet
+from esm_turbo.files.writing import parts_folder
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.embedding import parquet
 from esm_turbo.tasks.embedding.files import sequence_hash
-from esm_turbo.tasks.embedding.one_file import parts_folder
 from esm_turbo.tasks.embedding.parquet import MeansFile
 from esm_turbo.tasks.embedding.records import UnfinishedError
 from tests.helpers.embedding_files import DAMAGE, files, full_disk, proteins
@@ -155,5 +157,5 @@ def test_other_results_settings_and_files_are_refused(means, tmp_path) -> None:
 
 def test_without_pyarrow_the_error_names_the_extra(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"Parquet needs pyarrow: pip install 'esm-turbo\[parquet\]'"):
+    with pytest.raises(ImportError, match=re.escape(f"Parquet needs pyarrow: {install_hint('parquet')}")):
         MeansFile.check(tmp_path / "m.parquet", ["mean"])
