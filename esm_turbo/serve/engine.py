@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from esm_turbo.serve.contexts import Contexts
 from esm_turbo.serve.errors import busy, stopping
-from esm_turbo.serve.jobs import Job, Piece
+from esm_turbo.serve.jobs import Job
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 from esm_turbo.serve.turns import Turns
@@ -236,8 +236,8 @@ class Engine:
                 self._changed.wait(left)
             return job
 
-    def _collect(self, first: Job, before: dict[Job, int]) -> list[Piece]:
-        """The pieces of a batch: of the first job, and of others while there is room.
+    def _collect(self, first: Job, before: dict[Job, int]) -> list[tuple[Job, Any]]:
+        """The pieces of a batch, each with its job: of the first one, and of others while there is room.
 
         Args:
             first: the job whose turn it is.
@@ -245,32 +245,33 @@ class Engine:
         """
         speed = self.speeds.get(first.kind, _FIRST * self.toks_per_batch / _SECONDS)
         room = max(1, min(self.toks_per_batch, int(_SECONDS * speed)))
-        batch: list[Piece] = []
+        batch: list[tuple[Job, Any]] = []
         job: Job | None = first
         while job is not None:
             before.setdefault(job, job.ran)
             try:
-                batch.append(job.take(self.turbo, self.contexts, room))
-                room -= batch[-1].tokens
+                work, tokens = job.take(self.turbo, self.contexts, room)
+                batch.append((job, work))
+                room -= tokens
             except Exception as error:
                 job.fail(error)
             if room <= 0 or first.batch is None:
                 break
             job = self._fill(first, lambda one: one.batch == first.batch and one.least <= room)  # noqa: B023
-        return [piece for piece in batch if not piece.job.over]
+        return [(job, work) for job, work in batch if not job.over]
 
-    def _run(self, batch: Sequence[Piece]) -> None:
+    def _run(self, batch: Sequence[tuple[Job, Any]]) -> None:
         if not batch:
             return
         left = dict(enumerate(batch))
         try:
-            for index, found in batch[0].job.run(self.turbo, self.contexts, [piece.work for piece in batch]):
-                self._put(left.pop(index).job, found)
+            for index, found in batch[0][0].run(self.turbo, self.contexts, [work for _, work in batch]):
+                self._put(left.pop(index)[0], found)
             if left:
                 raise RuntimeError("a piece was not run")
         except Exception as error:
             if len(left) == 1:
-                next(iter(left.values())).job.fail(error)
+                next(iter(left.values()))[0].fail(error)
                 return
         # What is wrong with one of them must not reach the others. Not while the error is handled: it holds the frames
         # of the failed run, and these its tensors.

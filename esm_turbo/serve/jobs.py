@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -31,21 +31,6 @@ if TYPE_CHECKING:
     from esm_turbo.kv_cache import TurboKVCache
 
 NOT_FINITE = "the model's predictions are not finite; start the service with --dtype float32"
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A part of a job that runs without a break.
-
-    Attributes:
-        job: of which it is.
-        tokens: that it runs, about.
-        work: what `Job.run` takes.
-    """
-
-    job: Job
-    tokens: int
-    work: Any
 
 
 class Job(ABC):
@@ -84,8 +69,8 @@ class Job(ABC):
         """Tokens of the smallest piece that can be taken next, about."""
 
     @abstractmethod
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
-        """The next piece, of `tokens` tokens at most where it can be cut so small."""
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
+        """The next piece, of `tokens` tokens at most where it can be cut so small: what `run` takes, and its tokens."""
 
     @classmethod
     @abstractmethod
@@ -164,7 +149,7 @@ class ItemJob(Job):
         """Tokens of a row."""
         return self.item.groups[self._group].width
 
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
         """The next rows, and their contexts: these stay in memory while there is room, or are computed again."""
         works, size, before = list[_Rows](), 0, self.ran
         while self.left and (not works or size + self.least <= tokens):
@@ -184,7 +169,7 @@ class ItemJob(Job):
             if self._row == group.count:
                 self._group, self._row = number + 1, 0
                 self.left = self._group < len(self.item.groups)
-        return Piece(self, size, works)
+        return works, size
 
     @classmethod
     def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
@@ -222,83 +207,87 @@ class ItemJob(Job):
         return cache
 
 
-class ContextJob(Job):
-    """Storing the context of a sequence; the result is its key."""
+class SequencesJob(Job):
+    """Something of each of some sequences, in pieces of whole sequences."""
 
-    kind = batch = "contexts"
-
-    def __init__(self, sequence: str) -> None:
-        self.sequence, self._key = sequence, ""
-        super().__init__(len(sequence) + 1)
-
-    @property
-    def least(self) -> int:
-        """All of them."""
-        return self.tokens
-
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
-        """All of it."""
-        self.left = False
-        return Piece(self, self.tokens, self.sequence)
+    def __init__(self, sequences: Sequence[str], special: int) -> None:
+        self._waiting, self._found = list(sequences), list[Any]()
+        # Beside the residues.
+        self._special = special
+        super().__init__(sum(map(self._size, sequences)))
 
     @classmethod
-    def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """One call for the sequences of all jobs."""
-        yield from enumerate(contexts.add(works))
-
-    def put(self, found: Any) -> None:
-        """The key."""
-        self._key = found
-        self.advance(self.tokens)
-
-    def result(self) -> str:
-        """The key."""
-        return self._key
-
-
-class EmbedJob(Job):
-    """Mean embeddings of sequences; the result is float32 [sequences, hidden_size]."""
-
-    kind = batch = "embeddings"
-
-    def __init__(self, sequences: Sequence[str]) -> None:
-        self._waiting, self._means = list(sequences), list[Tensor]()
-        super().__init__(sum(len(sequence) + 2 for sequence in sequences))
+    @abstractmethod
+    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+        """What is asked of each sequence, all different."""
 
     @property
     def least(self) -> int:
         """Tokens of the next sequence."""
-        return len(self._waiting[0]) + 2
+        return self._size(self._waiting[0])
 
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
         """The next sequences, at least one."""
         taken, size = list[str](), 0
         while self._waiting and (not taken or size + self.least <= tokens):
             size += self.least
             taken.append(self._waiting.pop(0))
         self.left = bool(self._waiting)
-        return Piece(self, size, taken)
+        return taken, size
 
     @classmethod
     def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """One call for the sequences of all pieces, each once."""
         distinct = list(dict.fromkeys(sequence for work in works for sequence in work))
-        means: dict[str, Tensor] = {}
-        for sequence, embedding in zip(distinct, embed(turbo, distinct, include=["mean"]), strict=True):
-            [means[sequence]] = (embedding.mean_representations or {}).values()
-        for index, work in enumerate(works):
-            yield index, (torch.stack([means[one] for one in work]), sum(len(one) + 2 for one in work))
+        found = dict(zip(distinct, cls.call(turbo, contexts, distinct), strict=True))
+        yield from ((index, [(one, found[one]) for one in work]) for index, work in enumerate(works))
 
     def put(self, found: Any) -> None:
-        """Means of the next sequences, and how many tokens these have."""
-        means, tokens = found
-        _check_finite(means)
-        self._means.append(means)
-        self.advance(tokens)
+        """Keep what was asked of the next sequences."""
+        self._found += [one for _, one in found]
+        self.advance(sum(self._size(sequence) for sequence, _ in found))
 
-    def result(self) -> Tensor:
+    def _size(self, sequence: str) -> int:
+        return len(sequence) + self._special
+
+
+class ContextJob(SequencesJob):
+    """Storing the context of a sequence; the result is its key."""
+
+    kind = batch = "contexts"
+
+    def __init__(self, sequence: str) -> None:
+        super().__init__([sequence], special=1)
+
+    @classmethod
+    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+        """The keys."""
+        return contexts.add(sequences)
+
+    def result(self) -> Any:
+        """The key."""
+        return self._found[0]
+
+
+class EmbedJob(SequencesJob):
+    """Mean embeddings of sequences; the result is float32 [sequences, hidden_size]."""
+
+    kind = batch = "embeddings"
+
+    def __init__(self, sequences: Sequence[str]) -> None:
+        super().__init__(sequences, special=2)
+
+    @classmethod
+    def call(cls, turbo: ContextModel, contexts: Contexts, sequences: list[str]) -> Sequence[Any]:
+        """Of the last layer."""
+        embeddings = embed(turbo, sequences, include=["mean"])
+        return [mean for one in embeddings for mean in (one.mean_representations or {}).values()]
+
+    def result(self) -> Any:
         """All means."""
-        return torch.cat(self._means)
+        means = torch.stack(self._found)
+        _check_finite(means)
+        return means
 
 
 class GenerateJob(Job):
@@ -337,7 +326,7 @@ class GenerateJob(Job):
         """Tokens of a step of one sample."""
         return self._at_once
 
-    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> Piece:
+    def take(self, turbo: ContextModel, contexts: Contexts, tokens: int) -> tuple[Any, int]:
         """Steps of as many samples as run at once; samples do not depend on each other."""
         if self._steps is None:
             count = max(1, tokens // self._at_once)
@@ -345,7 +334,7 @@ class GenerateJob(Job):
             options = replace(self.options, num_return_sequences=len(seeds))
             store = contexts if self.stored else None
             self._steps = generation_steps(turbo, [self.sequence], options, seeds, store, tokens)
-        return Piece(self, tokens, (self._steps, tokens))
+        return (self._steps, tokens), tokens
 
     @classmethod
     def run(cls, turbo: ContextModel, contexts: Contexts, works: Sequence[Any]) -> Iterator[tuple[int, Any]]:

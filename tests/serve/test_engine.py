@@ -12,7 +12,7 @@ import torch
 
 from esm_turbo.serve.engine import Engine
 from esm_turbo.serve.errors import RequestError
-from esm_turbo.serve.jobs import Job, Piece
+from esm_turbo.serve.jobs import Job
 from esm_turbo.serve.limits import Limits
 from esm_turbo.serve.metrics import Metrics
 
@@ -33,7 +33,7 @@ class Rows(Job):
     def take(self, turbo, contexts, tokens):
         begin, self.taken = self.taken, min(self.rows, self.taken + max(1, tokens // WIDTH))
         self.left = self.taken < self.rows
-        return Piece(self, WIDTH * (self.taken - begin), (self.name, list(range(begin, self.taken))))
+        return (self.name, list(range(begin, self.taken))), WIDTH * (self.taken - begin)
 
     @classmethod
     def run(cls, turbo, contexts, works):

@@ -43,10 +43,10 @@ def variant_jobs(turbo):
 def run(jobs, turbo, contexts, tokens):
     """Run jobs in pieces of so many tokens that share batches; the number of these."""
     batches = 0
-    while taken := [job.take(turbo, contexts, tokens) for job in jobs if job.left]:
-        assert all(piece.tokens > 0 for piece in taken)
-        for index, found in jobs[0].run(turbo, contexts, [piece.work for piece in taken]):
-            taken[index].job.put(found)
+    while taken := [(job, *job.take(turbo, contexts, tokens)) for job in jobs if job.left]:
+        assert all(size > 0 for *_, size in taken)
+        for index, found in jobs[0].run(turbo, contexts, [work for _, work, _ in taken]):
+            taken[index][0].put(found)
         batches += 1
         assert batches < 1000
     return batches
@@ -83,14 +83,13 @@ def test_contexts_are_read_in_turn_where_graphs_are_replayed(turbo, contexts, mo
     monkeypatch.setattr(type(turbo.model.base_model), "replays", True)
     # There are no graphs on a CPU.
     monkeypatch.setattr(Executor, "addresses", lambda self: None)
-    taken = [job.take(turbo, contexts, 10_000) for job in jobs]
-    found = ItemJob.run(turbo, contexts, [piece.work for piece in taken])
+    found = ItemJob.run(turbo, contexts, [job.take(turbo, contexts, 10_000)[0] for job in jobs])
     # Each has its predictions before the next one runs; rows of requests on the same context share a forward still.
     index, first = next(found)
     assert index in (0, 2) and len(calls) < 4
-    taken[index].job.put(first)
+    jobs[index].put(first)
     for index, one in found:
-        taken[index].job.put(one)
+        jobs[index].put(one)
     assert jobs[1].result().pseudo_perplexities == pytest.approx(expected, rel=TOLERANCE)
 
 
@@ -159,4 +158,5 @@ def test_what_is_not_finite_is_an_error(turbo, contexts, make, monkeypatch):
         lambda *_, **__: [type("E", (), {"mean_representations": {0: mean}})() for mean in nan],
     )
     with pytest.raises(Exception, match="not finite"):
-        run(make(turbo), turbo, contexts, 10_000)
+        run(jobs := make(turbo), turbo, contexts, 10_000)
+        jobs[0].result()
