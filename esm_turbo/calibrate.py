@@ -32,12 +32,11 @@ from esm_turbo.model.collectors import (
     MomentsCollector,
     ProteinAttention,
     Proteins,
-    SampleCollector,
-    SensitivityCollector,
     on_host,
 )
 from esm_turbo.model.plan import ForwardInputs
 from esm_turbo.model.sample_buffer import SampleBuffer
+from esm_turbo.model.sensitivity import SampleCollector, SensitivityCollector
 from esm_turbo.model.sequences import number_sequences
 
 if TYPE_CHECKING:

@@ -12,7 +12,8 @@ from torch import Tensor
 from esm_turbo import KVCalibrator, TurboEsm
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
 from esm_turbo.model import collectors, padding
-from esm_turbo.model.collectors import LayerStates, Proteins, SensitivityCollector
+from esm_turbo.model.collectors import LayerStates, Proteins
+from esm_turbo.model.sensitivity import SensitivityCollector
 from tests.helpers.e1 import make_e1, random_row
 from tests.test_modeling_e1_turbo import E1_MINI
 

@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from esm_turbo import KVCalibrator
 from esm_turbo.calibrate import _hash_tokens
 from esm_turbo.codecs.fitting.statistics import KEY_BLOCK
-from esm_turbo.model import collectors, padding
+from esm_turbo.model import collectors, padding, sensitivity
 from tests.helpers.calibration_cases import (
     STATES,
     assert_close,
@@ -175,7 +175,7 @@ def test_sensitivities_follow_their_definition(tiny_esm, random_proteins, monkey
 
 def test_heads_one_at_a_time_give_the_same(model, proteins, monkeypatch):
     together = statistics_of(model, [proteins])
-    monkeypatch.setattr(collectors, "_MAX_PAIRS", 1)
+    monkeypatch.setattr(sensitivity, "_MAX_PAIRS", 1)
     apart = statistics_of(model, [proteins])
     assert_same_sensitivity(apart, together, rtol=1e-6)
     assert_same_sample(apart.sample, together.sample)
