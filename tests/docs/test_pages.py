@@ -39,6 +39,7 @@ NOT_RUN = {
         ("turbo =", "needs a checkpoint from the hub"),
         ("biotrainer train", "a command of biotrainer"),
     ],
+    "docs/e1.md": [("esm-turbo variants", "takes minutes")],
     "docs/notes/kernels.md": [
         ("TRITON_INTERPRET=1 python", "the first command is `make test-interpreter`, the second needs an NVIDIA GPU")
     ],
@@ -63,9 +64,11 @@ def runnable(page: str) -> list[Example]:
 
 @pytest.fixture
 def working_folder(tmp_path: Path) -> Path:
-    """A folder with a copy of `calibration_data/`."""
+    """A folder with a copy of `calibration_data/`, and what pages about E1 read."""
     copy = tmp_path / "calibration_data"
     shutil.copytree(ROOT / "calibration_data", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("models/e1-mini", "examples/e1"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     for name in LARGE_FILES:
         records = (copy / name).read_text().split(">")[1 : FIRST_PROTEINS + 1]
         (copy / name).write_text("".join(f">{record}" for record in records))
