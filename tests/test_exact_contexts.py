@@ -186,10 +186,9 @@ def test_a_context_of_another_model_is_refused(e1: TurboEsm) -> None:
         lambda e1: e1.generate("MKT", max_new_tokens=2),
         lambda e1: e1.embed("MKT", return_cache=True),
         lambda e1: e1.embed("MKT", window=16),
-        lambda e1: e1.evaluate(["MKT"]),
         lambda e1: Service(e1, ContextStore("unused")),
     ],
-    ids=["score", "score_pairs", "generate", "embed_caches", "embed_windows", "evaluate", "serve"],
+    ids=["score", "score_pairs", "generate", "embed_caches", "embed_windows", "serve"],
 )
 def test_tasks_that_read_on_are_refused(e1: TurboEsm, task: Callable[[TurboEsm], object]) -> None:
     with pytest.raises(ValueError, match=r"E1 does not support .*: its contexts are whole homologs"):

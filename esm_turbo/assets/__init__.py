@@ -22,6 +22,16 @@ def calibration_proteins() -> Path:
     return _data("proteins.fasta")
 
 
+def calibration_families() -> Path:
+    """FASTA file of the shipped families of homologs, for models with exact contexts."""
+    return _data("families.fasta")
+
+
+def evaluation_families() -> Path:
+    """FASTA file of the families for evaluation, which share no three 10-mers with those for calibration."""
+    return _data("evaluation/homolog_families.fasta")
+
+
 def evaluation_proteins() -> Path:
     """FASTA file of the shipped evaluation set: 200 CATH domains, disjoint from the calibration proteins."""
     return _data("evaluation/cath_val200.fasta")

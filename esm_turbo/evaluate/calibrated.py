@@ -8,12 +8,14 @@ from contextlib import contextmanager
 from itertools import islice, zip_longest
 from typing import TYPE_CHECKING
 
-from esm_turbo.assets import evaluation_proteins
+from esm_turbo.assets import evaluation_families, evaluation_proteins
 from esm_turbo.config import DEFAULT_REFRESH
+from esm_turbo.evaluate.families import after_homologs
 from esm_turbo.evaluate.metrics import Accuracy
 from esm_turbo.evaluate.protocols import Comparison, Protein, extend_at_end, leave_one_out
 from esm_turbo.files.quality import EXPECTED, Figures, Quality
 from esm_turbo.proteins.fasta import ProteinRecord, read_fasta_strict
+from esm_turbo.proteins.homologs import join_families
 from esm_turbo.tasks.common.forwards import FROZEN
 from esm_turbo.tasks.common.progress import Progress, StageProgress
 
@@ -49,7 +51,9 @@ def measure_calibration(
     Raises:
         ValueError: outputs of a preset contain NaN or infinity.
     """
-    proteins = _measured(beside_shipped(()) if held_out is None else held_out, records)
+    has_families = turbo.model.base_model.exact_contexts is not None
+    records = join_families(records) if has_families else records
+    proteins = _measured(beside_shipped((), has_families) if held_out is None else held_out, records)
     if not proteins:
         return None
     configs = {config.name: config for config in calibration.fitted if config.name in EXPECTED}
@@ -57,11 +61,16 @@ def measure_calibration(
     with _calibrated(turbo, calibration):
         turbo.model.base_model.kv.compile_ahead(*map(calibration.codec, [FROZEN, *configs.values()]))
         # A small part of the work, which is not counted, so that the time left can be told from what is.
-        ends = extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, lambda _: None)
+        ends = [] if has_families else extend_at_end(turbo, proteins, {}, [_NEW_RESIDUES], _REFRESHED, lambda _: None)
         counter.advance(0)
-        loo = leave_one_out(
-            turbo, proteins, configs, lambda count: counter.advance(sum(islice(lengths, count))), layers=False
-        )
+
+        def advance(count: int) -> None:
+            counter.advance(sum(islice(lengths, count)))
+
+        if has_families:
+            loo = after_homologs(turbo, proteins, configs, advance)
+        else:
+            loo = leave_one_out(turbo, proteins, configs, advance, layers=False)
     return Quality(
         proteins=len(proteins),
         residues=sum(map(len, proteins)),
@@ -74,9 +83,10 @@ def measure_calibration(
     )
 
 
-def beside_shipped(own: Sequence[ProteinRecord]) -> list[ProteinRecord]:
-    """A user's proteins and the shipped evaluation proteins, in turn."""
-    pairs = zip_longest(own, read_fasta_strict(evaluation_proteins()))
+def beside_shipped(own: Sequence[ProteinRecord], has_families: bool = False) -> list[ProteinRecord]:
+    """A user's proteins and the shipped evaluation proteins, or joined families, in turn."""
+    shipped = join_families(read_fasta_strict(evaluation_families())) if has_families else None
+    pairs = zip_longest(own, shipped or read_fasta_strict(evaluation_proteins()))
     return [record for pair in pairs for record in pair if record is not None]
 
 
@@ -88,10 +98,11 @@ def _measured(held_out: Sequence[ProteinRecord], records: Sequence[ProteinRecord
     for record in held_out:
         if record.sequence in known or any(one.sequence in record.sequence for one in records):
             continue
-        left -= len(record.sequence)
+        protein = Protein.of(record.id, record.sequence)
+        left -= len(protein)
         if chosen and left < 0:
             break
-        chosen.append(Protein(record.id, record.sequence))
+        chosen.append(protein)
     return chosen
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.metrics import Array, Outputs
 from esm_turbo.kv_cache import TurboKVCache
+from esm_turbo.model.sequences import number_sequences
 from esm_turbo.model.sessions import KVSession, Prefill
 
 if TYPE_CHECKING:
@@ -31,7 +32,11 @@ class _PrefillEach(KVSession):
 
 
 def prefill(
-    model: CachedMaskedLM, configs: Sequence[TurboConfig], input_ids: Tensor, attention_mask: Tensor
+    model: CachedMaskedLM,
+    configs: Sequence[TurboConfig],
+    input_ids: Tensor,
+    attention_mask: Tensor,
+    position_ids: Tensor | None = None,
 ) -> tuple[TurboMaskedLMOutput, dict[TurboConfig, TurboKVCache]]:
     """Run one exact forward pass and write a cache of each preset from it.
 
@@ -40,6 +45,7 @@ def prefill(
         configs: the presets.
         input_ids: [batch, n], on the CPU.
         attention_mask: [batch, n], padded on the right.
+        position_ids: [batch, n]; None for 0, 1, 2, ...
 
     Returns:
         The output, with all hidden states, and a cache for each of `configs`.
@@ -49,12 +55,16 @@ def prefill(
     """
     esm, device = model.base_model, model.device
     input_ids, attention_mask = input_ids.to(device), attention_mask.to(device)
+    places = None if position_ids is None else position_ids.to(device)
+    chains = None
+    if esm.exact_contexts is not None:
+        chains = number_sequences(input_ids, esm.special_ids[0])
     prefills = []
     for config in dict.fromkeys(configs):
         cache = esm.kv.cache_within_call(config)
-        append = cache.plan_append(input_ids, attention_mask != 0, None, esm.protected_ids)
+        append = cache.plan_append(input_ids, attention_mask != 0, places, esm.protected_ids, chains)
         prefills.append(Prefill(cache, append, model.kv_backend))
-    output = model(input_ids, attention_mask, kv_session=_PrefillEach(prefills), output_hidden_states=True)
+    output = model(input_ids, attention_mask, places, kv_session=_PrefillEach(prefills), output_hidden_states=True)
     for one in prefills:
         one.cache.commit(one.append)
     return output, {one.cache.config: one.cache for one in prefills}

@@ -143,9 +143,12 @@ def _memory(evaluation: Evaluation) -> Table:
 def _overview(evaluation: Evaluation) -> Table:
     """Bits and accuracy of every preset by arm; full precision is the frozen arm."""
     tokens = evaluation.presets[0].memory.tokens
+    how = "Leave-one-out: every position in turn is the new one"
+    # Exact contexts are compared by their predictions alone.
+    if not evaluation.presets[0].leave_one_out.by_layer:
+        how = "After homologs: every residue is masked once"
     table = _table(
-        "Leave-one-out: every position in turn is the new one; residues, and the cosine of <cls> and <eos>;"
-        f" bits per element of {tokens:,} tokens, overhead included",
+        f"{how}; residues, and the cosine of <cls> and <eos>; bits per element of {tokens:,} tokens, overhead included",
         *("arm", "bits", "x fp16", *_FIGURES, "<cls>, <eos>"),
     )
     exact = [preset.memory for preset in evaluation.presets if preset.options["codec"] == _EXACT]
@@ -197,7 +200,7 @@ def _groups(evaluation: Evaluation, kind: str) -> Table | None:
 def _layers(evaluation: Evaluation) -> Table | None:
     """Relative error of the hidden states by layer; of deep models, a selection of layers."""
     presets = _compressed(evaluation)
-    if not presets:
+    if not presets or not presets[0].leave_one_out.by_layer:
         return None
     count = len(presets[0].leave_one_out.by_layer)
     shown = sorted({round(step * (count - 1) / max(1, _LAYERS - 1)) for step in range(_LAYERS)})

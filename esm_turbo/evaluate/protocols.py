@@ -18,6 +18,7 @@ from esm_turbo.config import TurboConfig
 from esm_turbo.evaluate.contexts import as_outputs, prefill, to_float64
 from esm_turbo.evaluate.metrics import LayerErrors, Outputs, TokenErrors
 from esm_turbo.proteins.fasta import token_batches
+from esm_turbo.proteins.homologs import SEPARATOR
 from esm_turbo.tasks.common.forwards import FROZEN
 
 if TYPE_CHECKING:
@@ -41,11 +42,19 @@ class Protein:
         name: for messages.
         sequence: residues, upper case.
         structural_class: None if unknown.
+        homologs: that it is read after, separated by commas; only for exact contexts.
     """
 
     name: str
     sequence: str
     structural_class: str | None = None
+    homologs: str = ""
+
+    @classmethod
+    def of(cls, name: str, text: str, structural_class: str | None = None) -> Protein:
+        """The last of several sequences after the others."""
+        homologs, _, sequence = text.rpartition(SEPARATOR)
+        return cls(name, sequence, structural_class, homologs)
 
     def __len__(self) -> int:
         return len(self.sequence)

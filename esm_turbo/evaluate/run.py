@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +14,13 @@ from esm_turbo import __version__
 from esm_turbo.config import Geometry
 from esm_turbo.context_model import Sequences, as_list
 from esm_turbo.evaluate.evaluation import Evaluation
+from esm_turbo.evaluate.families import after_homologs
 from esm_turbo.evaluate.memory import measure_memory
 from esm_turbo.evaluate.presets import Presets, resolve_presets
 from esm_turbo.evaluate.protocols import ExtendArms, Protein, extend_at_end, leave_one_out
 from esm_turbo.evaluate.results import Provenance
 from esm_turbo.evaluate.summary import frozen_figures, preset_figures
 from esm_turbo.files.artifacts import package_versions
-from esm_turbo.model.heads import check_reads_on
 from esm_turbo.proteins.fasta import check_sequence
 from esm_turbo.proteins.limits import warn_if_long
 from esm_turbo.tasks.common.progress import Progress, StageProgress
@@ -46,7 +47,8 @@ def evaluate(
 
     Args:
         turbo: the model with its calibration; its own preset does not matter.
-        sequences: residues, or records, without masks.
+        sequences: residues, or records, without masks; for a family with exact contexts, such as E1, homologs and then
+            the protein, separated by commas.
         presets: presets to evaluate; a mapping gives them names of the caller's choice. "all" stands for all presets,
             of which those that cannot run here are reported; None for full precision and the model's own preset.
         max_proteins: evaluate only the first N proteins.
@@ -61,8 +63,8 @@ def evaluate(
             invalid, or outputs of a preset contain NaN or infinity.
     """
     _check_options(max_proteins, extend_ks, refresh_ws)
-    proteins = _proteins(sequences, names, classes)[:max_proteins]
-    check_reads_on(turbo.model.base_model, "evaluation")
+    has_families = turbo.model.base_model.exact_contexts is not None
+    proteins = _proteins(sequences, names, classes, has_families)[:max_proteins]
     configs, unavailable = resolve_presets(turbo, presets)
     warn_if_long(map(len, proteins), turbo.model.family)
 
@@ -72,9 +74,12 @@ def evaluate(
         return counter.advance
 
     memory = measure_memory(turbo, proteins, list(configs.values()))
-    loo = leave_one_out(turbo, proteins, configs, advance("leave-one-out", len(proteins)))
     extend: list[ExtendArms] = []
-    if extend_ks and refresh_ws:
+    if has_families:
+        loo = after_homologs(turbo, proteins, configs, advance("after homologs", len(proteins)))
+    else:
+        loo = leave_one_out(turbo, proteins, configs, advance("leave-one-out", len(proteins)))
+    if extend_ks and refresh_ws and not has_families:
         ks, ws = list(dict.fromkeys(extend_ks)), list(dict.fromkeys(refresh_ws))
         extend = extend_at_end(turbo, proteins, configs, ks, ws, advance("extend", len(proteins)))
     return Evaluation(
@@ -100,17 +105,24 @@ def _check_options(
             raise ValueError(f"`{name}` must be at least {least} each, got {list(numbers)}")
 
 
-def _proteins(sequences: Sequences, names: Sequence[str] | None, classes: Sequence[str | None] | None) -> list[Protein]:
+def _proteins(
+    sequences: Sequences, names: Sequence[str] | None, classes: Sequence[str | None] | None, has_families: bool
+) -> list[Protein]:
     sequences = as_list(sequences)
     for option, given in (("names", names), ("classes", classes)):
         if given is not None and len(given) != len(sequences):
             raise ValueError(f"`{option}` must be one per sequence, got {len(given)} for {len(sequences)} sequences")
     names = [f"sequence {number}" for number in range(1, len(sequences) + 1)] if names is None else names
     classes = [None] * len(sequences) if classes is None else classes
-    return [
-        Protein(name, check_sequence(sequence, name=name), structural_class)
-        for name, sequence, structural_class in zip(names, sequences, classes, strict=True)
+    proteins = [
+        Protein.of(*one) if has_families else Protein(*one) for one in zip(names, sequences, classes, strict=True)
     ]
+    for protein in proteins:
+        if has_families and not protein.homologs:
+            raise ValueError(
+                f"{protein.name}: exact contexts are evaluated on `HOMOLOG,HOMOLOG,QUERY`; no homolog is given"
+            )
+    return [replace(protein, sequence=check_sequence(protein.sequence, name=protein.name)) for protein in proteins]
 
 
 def _provenance(turbo: ContextModel, proteins: Sequence[Protein]) -> Provenance:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from esm_turbo.proteins.fasta import ProteinRecord
@@ -9,6 +11,8 @@ from esm_turbo.proteins.tokens import TokenCodes
 
 SEPARATOR = ","
 """Stands between the sequences of a context."""
+
+_FAMILY_IN_HEADER = re.compile(r"(?:^|\s)family=(\S+)")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,34 @@ class ContextLimits:
         """
         if residues > self.residues:
             raise ValueError(f"{name}: {residues:,} residues are too many; the model reads at most {self.residues:,}")
+
+
+def join_families(records: Iterable[ProteinRecord]) -> list[ProteinRecord]:
+    """Families of homologs as records of several sequences, separated by commas, in the order of their first members.
+
+    Args:
+        records: with `family=NAME` in their headers, or already joined; others are no family.
+
+    Raises:
+        ValueError: there is no family of several.
+    """
+    families: dict[str, list[ProteinRecord]] = {}
+    for record in records:
+        if SEPARATOR in record.sequence:
+            families[f" {record.id}"] = [record]
+        elif named := _FAMILY_IN_HEADER.search(record.description):
+            families.setdefault(named[1], []).append(record)
+    joined = [
+        ProteinRecord(family[0].id, SEPARATOR.join(one.sequence for one in family), family[0].description)
+        for family in families.values()
+    ]
+    joined = [record for record in joined if SEPARATOR in record.sequence]
+    if not joined:
+        raise ValueError(
+            "there are no families of homologs, which exact contexts are calibrated on: the headers of their sequences"
+            " must say `family=NAME`"
+        )
+    return joined
 
 
 def encode_homologs(codes: TokenCodes, context: str | ProteinRecord, name: str, limits: ContextLimits) -> list[int]:

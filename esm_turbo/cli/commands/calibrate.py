@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
-from esm_turbo.assets import calibration_proteins, named_proteins
+from esm_turbo.assets import calibration_families, calibration_proteins, named_proteins
 from esm_turbo.cli.console import progress_bar, show, working
 from esm_turbo.cli.inputs import announce
 from esm_turbo.cli.options import (
@@ -45,7 +45,8 @@ def calibrate(
 
     It ends by measuring what it made, on proteins outside of the calibration: every tenth of the file, which it holds
     out, and proteins shipped with the program; `esm-turbo info` shows the figures again. A file with any bad record is
-    refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`.
+    refused. Headers may state a class for the summary, as in `>ID class=mainly_alpha`; for E1 they name the family of
+    homologs, as in `>ID family=1`.
 
     Args:
         proteins: FASTA file, plain or gzip; shipped for the proteins that are shipped with the program.
@@ -55,7 +56,7 @@ def calibrate(
     proteins = named_proteins(proteins, calibration_proteins)
     if is_device(proteins):
         raise ValueError("a calibration records the checksum of its proteins; give a file, not standard input")
-    records = read_fasta_strict(proteins, **asdict(letters))
+    records, shipped = read_fasta_strict(proteins, **asdict(letters)), proteins == calibration_proteins()
     check_plot(plot)
     if parallel.shard is not None:
         raise ValueError("a calibration is one file, which shards cannot share: leave --shard out, or give --workers")
@@ -64,11 +65,16 @@ def calibrate(
     announce(turbo, devices=spread.devices)
     from esm_turbo.cli.report import calibration_report
     from esm_turbo.evaluate.calibrated import beside_shipped, measure_calibration
+    from esm_turbo.proteins.homologs import join_families
     from esm_turbo.tasks.calibration.records import calibrate_records, first_records, hold_out
 
+    has_families = turbo.model.base_model.exact_contexts is not None
+    if has_families:
+        proteins = calibration_families() if shipped else proteins
+        records = join_families(read_fasta_strict(proteins) if shipped else records)
     records = first_records(records, max_residues)
     # Shipped proteins for measuring are not among those for calibrating.
-    records, held_out = (records, []) if proteins == calibration_proteins() else hold_out(records)
+    records, held_out = (records, []) if shipped else hold_out(records)
     with progress_bar("residues") as progress:
         with spread.runner() as runner:
             calibration = calibrate_records(
@@ -76,7 +82,7 @@ def calibrate(
             )
         spread.move(turbo)
         calibration.quality = quality = measure_calibration(
-            turbo, calibration, records, beside_shipped(held_out), progress
+            turbo, calibration, records, beside_shipped(held_out, has_families), progress
         )
     with working("writing"):
         calibration.save(out)

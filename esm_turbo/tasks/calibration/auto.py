@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from safetensors import SafetensorError, safe_open
 
-from esm_turbo.assets import calibration_proteins
+from esm_turbo.assets import calibration_families, calibration_proteins
 from esm_turbo.calibration import READABLE_VERSIONS, Calibration
 from esm_turbo.config import Geometry
 from esm_turbo.files.fingerprint import model_fingerprint, same_model
@@ -55,7 +55,8 @@ def auto_calibration(
     Raises:
         ValueError: the model's weights are not finite.
     """
-    fasta = calibration_proteins()
+    has_families = turbo.model.base_model.exact_contexts is not None
+    fasta = calibration_families() if has_families else calibration_proteins()
     folder = calibration_folder()
     # A file's name begins with a digest of the oldest format still read, the proteins and the model's shape.
     prefix = _digest(f"{READABLE_VERSIONS[0]} {sha256_file(fasta)} {Geometry.of(turbo.model.config)}".encode())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from esm_turbo.calibrate import KVCalibrator, PartialStatistics
 from esm_turbo.config import DEFAULT_TOKS_PER_BATCH, PRODUCT_PRESETS, TurboConfig
 from esm_turbo.proteins.fasta import ProteinRecord, sha256_file, token_batches
+from esm_turbo.proteins.homologs import encode_homologs, join_families
 from esm_turbo.proteins.limits import length_bin, warn_if_long
 from esm_turbo.tasks.common.pieces import InProcessRunner, Runner
 from esm_turbo.tasks.common.progress import Progress
@@ -54,7 +55,7 @@ class _CalibrationTask:
         for piece in pieces:
             done, total = 0, _residues(piece)
             for batch in piece:
-                rows = [[codes.cls, *codes.encode(record.sequence, record.id), codes.eos] for record in batch]
+                rows = [_encoded(turbo, record) for record in batch]
                 calibrator.partial_fit(*codes.batch(rows))
                 done += _residues([batch])
                 progress(_STAGE, done, total)
@@ -65,6 +66,13 @@ class _CalibrationTask:
 
     def has_failed(self, result: PartialStatistics | _Failed) -> bool:
         return isinstance(result, _Failed)
+
+
+def _encoded(turbo: ContextModel, record: ProteinRecord) -> list[int]:
+    codes, limits = turbo.codes, turbo.model.base_model.exact_contexts
+    if limits is not None:
+        return encode_homologs(codes, record, record.id, limits)
+    return [codes.cls, *codes.encode(record.sequence, record.id), codes.eos]
 
 
 def _residues(piece: _Piece) -> int:
@@ -87,7 +95,8 @@ def calibrate_records(
     The result depends on the order of the proteins and on `toks_per_batch` by rounding only, and not on the runner.
 
     Args:
-        records: the proteins.
+        records: the proteins; for a family with exact contexts, such as E1, those of families of homologs, with
+            `family=NAME` in their headers.
         source: the FASTA file of the proteins, whose name and SHA-256 are recorded.
         presets: the presets whose codecs are fitted now; others are fitted on first use.
         toks_per_batch: padded tokens per batch.
@@ -99,14 +108,17 @@ def calibrate_records(
         The calibration. Its provenance has counts by class and by length.
 
     Raises:
-        ValueError: there are fewer residues than components per head, an option is not positive, or the model's
-            weights are not finite.
+        ValueError: there are fewer residues than components per head, or no families of homologs for exact contexts,
+            an option is not positive, or the model's weights are not finite.
         RuntimeError: no process survives some of the proteins.
     """
+    if turbo.model.base_model.exact_contexts is not None:
+        records = join_families(records)
     records = first_records(records, max_residues)
     lengths = [len(record.sequence) for record in records]
     batches = token_batches([length + 2 for length in lengths], toks_per_batch)
-    warn_if_long(lengths, turbo.model.family)
+    if turbo.model.base_model.exact_contexts is None:
+        warn_if_long(lengths, turbo.model.family)
     calibrator = KVCalibrator(turbo.model)
     # The longest first, so that a lack of memory shows at once.
     batched = [[records[i] for i in batch] for batch in reversed(batches)]
