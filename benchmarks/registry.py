@@ -32,6 +32,7 @@ from benchmarks.harness.models import Architecture, EsmcArchitecture
 from benchmarks.speed import (
     calibration,
     context_store,
+    e1,
     embedding,
     extension,
     scoring,
@@ -122,6 +123,11 @@ BENCHMARKS: dict[str, Benchmark] = {
         partial(calibration.embedded_cases, proteins=64, mib=8.6),
         most_repeats=3,
     ),
+    "e1": Benchmark(
+        "all masked positions of a protein after homologs, by the small model of E1 and by its reference code",
+        e1.small_cases,
+        most_repeats=3,
+    ),
     "short_contexts": Benchmark(
         "12-mers after contexts of 20 to 500 residues: recomputed, and from a cache with its prefill",
         partial(short_contexts.cases, (20, 50, 100, 200, 500), candidates=16, candidate_residues=12, refresh=8),
@@ -189,6 +195,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
             at_least=0.6,
         ),
         most_repeats=5,
+    ),
+    "e1_cuda": Benchmark(
+        "all masked positions of a protein after homologs in the geometry of E1 600M, and by its reference code",
+        e1.random_cases,
+        most_repeats=3,
     ),
     "extension_3b_cuda": Benchmark(
         "a whole extension in the 3B geometry",
