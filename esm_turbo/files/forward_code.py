@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import os
 import sys
 import sysconfig
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
-from esm_turbo.files.model_contents import OWN_OF_MODULE
+from esm_turbo.files.model_contents import is_plain, leaves
 
-__all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "is_recorder"]
+__all__ = ["GLOBAL_HOOKS", "HOOKS", "ForwardCode", "active_modes", "is_recorder"]
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 """Where modules have hooks."""
@@ -24,6 +27,13 @@ GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 """Where PyTorch has those of all modules."""
 # Whose code is what its version says.
 _LIBRARIES = ("torch", "transformers", "peft", "accelerate", "esm_turbo")
+# Where modelling code finds PyTorch's functions and methods by name.
+_TORCH = (torch, nn.functional, Tensor)
+# What a call of a module passes through.
+_CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
+_OWN = "esm_turbo."
+# These move tensors between devices or record them, and compute nothing.
+_INERT = ("accelerate.", _OWN, "transformers.utils.")
 
 
 def is_recorder(hook: Any) -> bool:
@@ -31,88 +41,131 @@ def is_recorder(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("transformers.utils.")
 
 
+def active_modes() -> str:
+    """Classes of PyTorch's modes that see every operation of this thread, other than PyTorch's own; empty for none."""
+    functions, dispatches = torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+    if not functions and not dispatches:
+        return ""
+    modes = [torch._C._get_function_stack_at(index) for index in range(functions)]
+    modes += [torch._C._get_dispatch_stack_at(index) for index in range(dispatches)]
+    return ", ".join(_name_of(type(mode)) for mode in modes if not _is_of_library(type(mode)))
+
+
 class ForwardCode:
     """Classes and functions that a forward runs.
 
     Attributes:
-        names: of classes, of their functions and of what these call in their own modules.
+        names: of classes, of their functions and of what these call in their own modules, and digests of the files of
+            the library's models.
         watched: class or module, name and value of each of those functions.
+        classes: whose functions these are.
         foreign: the first of them that is not of a known library, for a message; empty for none.
     """
 
-    def __init__(self, named: Sequence[tuple[str, nn.Module]]) -> None:
+    def __init__(self, named: Sequence[tuple[str, nn.Module]], attention: str | None) -> None:
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
         self.names: list[str] = []
         self.watched: list[tuple[Any, str, Any]] = []
         self.foreign = ""
         if any(getattr(torch_module, name) for name in GLOBAL_HOOKS):
             self.foreign = "a global forward hook"
-        classes: dict[type, None] = {}
+        self._inside = {id(module) for _, module in named}
+        self.classes = classes = dict[type, None]()
         for name, module in named:
             self._add_module(name, module)
             classes |= dict.fromkeys(one for one in type(module).__mro__ if _runs(one))
         # Functions of the modules in which classes are defined, which these call.
         pending = [function for one in classes for function in self._functions(one)]
         modules = {one.__module__ for one in classes if not one.__module__.startswith("torch.")}
+        self.names += [f"{name} {_file_digest(name)}" for name in sorted(modules) if ".models." in name]
+        if attention is not None and attention in ALL_ATTENTION_FUNCTIONS:
+            # Those of the library differ by rounding.
+            attend = ALL_ATTENTION_FUNCTIONS[attention]
+            self._add(_Entries(ALL_ATTENTION_FUNCTIONS), attention, attend, "attention", named=False)
+            pending.append(attend)
         known: set[tuple[str, str]] = set()
+        called: set[str] = set()
         while pending:
             function = pending.pop()
             space = getattr(function, "__globals__", {})
-            for key in _called_names(function):
+            own = _called_names(function)
+            called |= own
+            for key in own:
                 place = space.get("__name__", ""), key
-                value = space.get(key)
-                if place[0] not in modules or place in known or not callable(value) or isinstance(value, type):
+                if place[0] not in modules or place in known or key not in space:
+                    continue
+                value = space[key]
+                if place[0].startswith(_OWN) and (isinstance(value, type) or not callable(value)):
                     continue
                 known.add(place)
                 self._add(_Namespace(space), key, value, f"{place[0]}.{key}")
                 if isinstance(value, types.FunctionType) and value.__module__ in modules:
                     pending.append(value)
-        for key, value in vars(nn.functional).items():
-            if isinstance(value, types.FunctionType):
-                self._judge(value, f"torch.nn.functional.{key}")
+        for library in _TORCH:
+            for key in called:
+                if (value := getattr(library, key, None)) is not None:
+                    self._add(library, key, value, f"{library.__name__}.{key}")
 
     def _add_module(self, name: str, module: nn.Module) -> None:
-        own, kind = module.__dict__, type(module)
+        kind = type(module)
         self.names.append(f"{name} {kind.__module__}.{kind.__qualname__}")
-        for hook in (hook for hooks in HOOKS for hook in own[hooks].values()):
+        if not _is_of_library(kind):
+            self._blame(f"{kind.__module__}.{kind.__qualname__} ({name})")
+        for hook in (hook for hooks in HOOKS for hook in module.__dict__[hooks].values()):
             if not is_recorder(hook):
-                self._name_own(name, hook)
-                self._judge(hook, f"a hook of {name or 'the model'}")
-        if kind.__module__.partition(".")[0] not in _LIBRARIES:
-            self.foreign = self.foreign or f"{kind.__module__}.{kind.__qualname__} ({name})"
-        for key, value in own.items():
-            if key not in OWN_OF_MODULE and callable(value) and not isinstance(value, nn.Module):
-                if not key.startswith("_"):
-                    self._name_own(f"{name}.{key}", value)
-                self._judge(value, f"{name}.{key}")
+                self._add_own(name, hook, f"a hook of {name or 'the model'}", module)
+        for key, value in leaves(module):
+            if isinstance(value, Tensor):
+                if not _is_of_library(type(value)):
+                    self._blame(f"{_name_of(type(value))}, the class of {name}.{key},")
+            elif isinstance(value, nn.Module):
+                if id(value) not in self._inside:
+                    self._blame(f"{_name_of(type(value))}, as {name}.{key},")
+            elif not is_plain(value, torch.dtype):
+                self._add_own(f"{name}.{key}", value, f"{name}.{key}", module)
 
-    def _name_own(self, name: str, value: Any) -> None:
-        # These move tensors between devices, and compute nothing.
-        if not _name_of(value).startswith(("accelerate.", "esm_turbo.")):
+    def _add_own(self, name: str, value: Any, shown: str, module: nn.Module) -> None:
+        """What one module has of its own: of a function, only that of the library itself is known."""
+        if callable(value) and not _name_of(value).startswith(_INERT):
             self.names.append(f"{name} {_name_of(value)}")
+        if not _is_known_own(value, module):
+            self._blame(f"{_name_of(value)}, as {shown},")
 
     def _functions(self, one: type) -> Iterator[Any]:
-        # Of PyTorch's and the library's own bases only what a call passes through.
-        through = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
-        whole = ".models." in one.__module__ or one.__module__.startswith("esm_turbo.")
+        whole = ".models." in one.__module__ or one.__module__.startswith(_OWN)
         for key, value in list(vars(one).items()):
-            function = getattr(value, "__func__", value)
-            if isinstance(function, types.FunctionType) and (key in through or (whole and not key.startswith("__"))):
-                self._add(one, key, getattr(one, key), f"{one.__module__}.{one.__qualname__}.{key}")
-                yield function
+            function = getattr(value, "__func__", getattr(value, "fget", value))
+            shown = f"{one.__module__}.{one.__qualname__}.{key}"
+            if isinstance(function, types.FunctionType):
+                # Of PyTorch's and the library's own bases only what a call passes through.
+                if key in _CALLS or (whole and not key.startswith("__")):
+                    self._add(one, key, getattr(one, key), shown)
+                    yield function
+                self._judge(function, shown)
+            elif whole and not key.startswith("_") and isinstance(value, bool | int | float | str):
+                self._add(one, key, value, shown)
 
-    def _add(self, space: Any, key: str, value: Any, shown: str) -> None:
+    def _add(self, space: Any, key: str, value: Any, shown: str, *, named: bool = True) -> None:
         if not isinstance(value, types.MethodType):
             self.watched.append((space, key, value))
-        self.names.append(f"{shown} {_name_of(value)}")
+        if isinstance(value, types.FunctionType):
+            self.watched += [(value, name, getattr(value, name)) for name in ("__code__", "__defaults__")]
+        # This package may rename what computes the same.
+        if named and not _name_of(value).startswith(_OWN):
+            self.names.append(f"{shown} {_described(value)}")
         self._judge(value, shown)
 
     def _judge(self, value: Any, shown: str) -> None:
         if not self.foreign and not _is_known(value):
-            self.foreign = f"{_name_of(value)}, as {shown},"
+            self._blame(f"{_name_of(value)}, as {shown},")
+
+    def _blame(self, what: str) -> None:
+        self.foreign = self.foreign or what
 
 
 def _runs(one: type) -> bool:
-    return issubclass(one, nn.Module) or one.__module__.startswith("esm_turbo.")
+    return issubclass(one, nn.Module) or one.__module__.startswith(_OWN)
 
 
 class _Namespace:
@@ -122,10 +175,32 @@ class _Namespace:
         self.__dict__ = space
 
 
+class _Entries:
+    """Entries of another mapping, as attributes."""
+
+    def __init__(self, space: Mapping[str, Any]) -> None:
+        self.space = space
+
+    def __getattr__(self, name: str) -> Any:
+        return self.space.get(name)
+
+
 def _name_of(value: Any) -> str:
     value = getattr(value, "func", value)
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
+
+
+def _described(value: Any) -> str:
+    """What stands for a value in digests: its name, with the values that it computes with."""
+    if isinstance(value, types.ModuleType):
+        return value.__name__
+    if isinstance(value, types.FunctionType):
+        values = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values(), *_cells(value)]
+        plain = [one for one in values if isinstance(one, bool | int | float | str)]
+        return f"{_name_of(value)} {value.__code__.co_qualname} {plain}"
+    # Sets have no order.
+    return repr(value) if is_plain(value) and not isinstance(value, set | frozenset) else _name_of(value)
 
 
 def _called_names(function: Any) -> set[str]:
@@ -140,20 +215,49 @@ def _called_names(function: Any) -> set[str]:
     return names
 
 
-def _is_known(value: Any, depth: int = 8) -> bool:
-    """True if what is called, with what it wraps, is code of the known libraries."""
+def _is_known_own(value: Any, module: nn.Module) -> bool:
+    """True if what a module or its hook holds is the library's, and holds nothing else itself."""
     if isinstance(value, functools.partial):
-        return all(_is_known(one, depth - 1) for one in (value.func, *value.args) if callable(one))
+        # accelerate's forward, which moves tensors; its hooks are judged by themselves.
+        return _name_of(value).startswith("accelerate.hooks.") and value.args == (module,)
+    if isinstance(value, types.MethodType):
+        return (value.__self__ is module or _name_of(value).startswith(_INERT)) and _is_known(value)
+    if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
+        return _is_known(value) and (
+            _is_found_by_name(value) or _name_of(value).startswith((*_INERT, "torch._dynamo."))
+        )
+    if isinstance(value, type):
+        return _is_of_library(value)
+    return not isinstance(value, nn.Module) and _is_of_library(type(value))
+
+
+def _is_found_by_name(value: Any) -> bool:
+    found: Any = sys.modules.get(getattr(value, "__module__", None) or "")
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def _is_known(value: Any, depth: int = 8) -> bool:
+    """True if what a class or a module of code holds is of the known libraries, with what it wraps."""
     if isinstance(value, types.MethodType):
         return _is_known(value.__func__, depth)
     if not isinstance(value, types.FunctionType):
-        kind = value if isinstance(value, type | types.BuiltinFunctionType) else type(value)
-        return (kind.__module__ or "builtins").partition(".")[0] in {*_LIBRARIES, *sys.stdlib_module_names}
+        if isinstance(value, functools.partial) or depth == 0:
+            return False
+        wrapped = getattr(value, "__wrapped__", None) if not isinstance(value, types.ModuleType) else None
+        return (wrapped is None or _is_known(wrapped, depth - 1)) and (
+            is_plain(value) or _is_of_library(value if isinstance(value, type) else type(value), stdlib=True)
+        )
     if not _is_library(value.__code__.co_filename):
         return False
-    cells = [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]
-    inner = [one for one in cells if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
+    inner = [one for one in _cells(value) if isinstance(one, types.FunctionType | types.MethodType | functools.partial)]
     return depth == 0 or all(_is_known(one, depth - 1) for one in inner)
+
+
+def _cells(function: types.FunctionType) -> list[Any]:
+    """What a function closes over."""
+    return [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
 
 
 def _is_filled(cell: types.CellType) -> bool:
@@ -162,6 +266,13 @@ def _is_filled(cell: types.CellType) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _is_of_library(kind: type, *, stdlib: bool = False) -> bool:
+    """True if a class is of a known library, or of Python."""
+    root = (kind.__module__ or "builtins").partition(".")[0]
+    # Of what modules hold, values of Python's collections have been looked into.
+    return root in _LIBRARIES or root in ("collections", "builtins") or (stdlib and root in sys.stdlib_module_names)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -173,3 +284,10 @@ def _is_library(path: str) -> bool:
         return True
     inside = os.path.relpath(path, sysconfig.get_path("stdlib")).split(os.sep)
     return os.path.isabs(path) and inside[0] not in ("..", "site-packages", "dist-packages")
+
+
+@functools.lru_cache(maxsize=64)
+def _file_digest(module: str) -> str:
+    """Hash of the file of a library's models, which people edit; that of the first look, as Python has loaded it."""
+    path = getattr(sys.modules.get(module), "__file__", None)
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

@@ -24,13 +24,15 @@ import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
 
-from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode
+from esm_turbo.files.forward_code import GLOBAL_HOOKS, HOOKS, ForwardCode, active_modes
 from esm_turbo.files.model_contents import (
     MODEL_ID,
+    containers,
     dropping_module,
     held_tensors,
     modules_inside,
     options,
+    own_configs,
     refuse_offloaded,
     refuse_packed,
     watched_values,
@@ -228,15 +230,24 @@ class _Seen:
         entered = ("_modules", "_parameters", "_buffers", *HOOKS)
         self.groups = [values[kind] for values in own for kind in entered]
         self.groups += [getattr(torch_module, name) for name in GLOBAL_HOOKS]
-        self.config = vars(model.config)
+        self.configs = [
+            vars(one) for one in (model.config, *(config for _, config in own_configs(model.config, named)))
+        ]
+        modules = [module for _, module in named]
+        self.modules = modules
+        self.containers = [one for module in modules for one in containers(module)]
+        self.containers += [one for config in self.configs for one in config.values() if isinstance(one, dict | list)]
         watched = [(group, key, value) for group in self.groups for key, value in group.items()]
-        watched += [(values, key, values.get(key)) for values in own for key in watched_values(values)]
+        watched += [
+            (module.__dict__, key, module.__dict__.get(key)) for module in modules for key in watched_values(module)
+        ]
         self.places = [group for group, _, _ in watched], [key for _, key, _ in watched]
         self.entries = [value for _, _, value in watched]
         # Some libraries put other mappings in place of a module's dictionaries.
         plain = all(isinstance(group, dict) for group, _, _ in watched)
         self.look_up: Callable[..., Any] = dict.get if plain else _entry
-        code = ForwardCode(named)
+        code = ForwardCode(named, getattr(model.config, "_attn_implementation", None))
+        self.spaces = [vars(one) for one in code.classes]
         self.code = [[*column] for column in zip(*code.watched, strict=True)]
         self.own = own
         tensors = dict(held_tensors(named))
@@ -245,6 +256,7 @@ class _Seen:
         self.counting = [tensor for tensor in self.tensors if not tensor.is_inference()]
         self.on_cpu = all(tensor.device.type == "cpu" for tensor in self.tensors)
         self.traces = self._traces(model)
+        self.strides = [*map(Tensor.stride, self.tensors)]
         self.views = sampled_views(self.tensors)
         self.sample = self._sample()
         self.gathered: list[Callable[[], Tensor]] | None = None
@@ -256,17 +268,20 @@ class _Seen:
             "foreign": "" if getattr(model, MODEL_ID, None) else code.foreign,
             "dropout": dropping_module(named),
         }
-        self.identities: dict[str, ModelIdentity] = {}
+        self.identities: dict[tuple[str, str], ModelIdentity] = {}
 
     def __reduce__(self) -> Any:
         """Copies and pickles of a model have not been seen."""
         return type(None), ()
 
     def identity(self, model: Any) -> ModelIdentity:
-        precision = self.dtypes + _rounding(model)
-        if precision not in self.identities:
-            self.identities[precision] = ModelIdentity(precision, **self.described, owner=weakref.ref(model))
-        return self.identities[precision]
+        precision, modes = self.dtypes + _rounding(model), active_modes()
+        if (precision, modes) not in self.identities:
+            described = self.described
+            if modes and not getattr(model, MODEL_ID, None):
+                described = described | {"foreign": described["foreign"] or f"the mode {modes}"}
+            self.identities[precision, modes] = ModelIdentity(precision, **described, owner=weakref.ref(model))
+        return self.identities[precision, modes]
 
     def is_current(self, model: Any, sampled: bool | None, gather: Gather | None) -> bool:
         """True if nothing has changed, see `model_identity`."""
@@ -278,6 +293,8 @@ class _Seen:
             return False
         if not (self.on_cpu if sampled is None else sampled):
             return True
+        if [*map(Tensor.stride, self.tensors)] != self.strides:
+            return False
         if gather is None:
             return all(map(torch.equal, self.sample, self._sample()))
         if self.gathered is None:
@@ -289,9 +306,12 @@ class _Seen:
         return (
             [*map(len, self.groups)],
             [*map(len, self.own)],
+            [*map(len, self.spaces)],
             [*map(_VERSION, self.counting)],
             [*map(Tensor.data_ptr, self.tensors)],
-            [*self.config.values()],
+            [*map(type, self.modules)],
+            [[*map(id, one.values() if isinstance(one, dict) else one)] for one in self.containers],
+            [[*config.values()] for config in self.configs],
             getattr(model, MODEL_ID, None),
         )
 
@@ -312,7 +332,12 @@ def _rounding(model: Any) -> str:
     """What rounds the products of a model besides its dtype."""
     device = model.device.type
     rounding = f"-autocast-{_short(torch.get_autocast_dtype(device))}" if torch.is_autocast_enabled(device) else ""
-    return rounding + ("-tf32" if device == "cuda" and torch.backends.cuda.matmul.allow_tf32 else "")
+    if device == "cuda" and torch._C._get_cublas_allow_fp16_accumulation():
+        rounding += "-fp16-sums"
+    library = {"cuda": torch.backends.cuda, "cpu": torch.backends.mkldnn}.get(device)
+    # The older names of this raise an error where it was set by the newer one.
+    products = "ieee" if library is None else library.matmul.fp32_precision
+    return rounding + ("" if products in ("ieee", "none") else f"-{products}")
 
 
 def _entry(group: Mapping[str, Any], name: str) -> Any:

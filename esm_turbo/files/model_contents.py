@@ -11,12 +11,15 @@ from torch import Tensor, nn
 __all__ = [
     "MODEL_ID",
     "OWN_OF_MODULE",
+    "containers",
     "dropping_module",
     "held_tensors",
     "is_inside",
     "is_plain",
+    "leaves",
     "modules_inside",
     "options",
+    "own_configs",
     "refuse_offloaded",
     "refuse_packed",
     "version_of",
@@ -56,7 +59,10 @@ _INERT_OPTIONS = {
     "vocab_list",
 }
 _INERT_VALUES = {
-    MODEL_ID,
+    "_is_hf_initialized",
+    # Of this package: made of what is here, and made again when that changes.
+    "_packed_layers",
+    "_tree",
     "all_tied_weights_keys",
     "gradient_checkpointing",
     "hf_device_map",
@@ -113,13 +119,47 @@ def refuse_packed(named: Iterable[tuple[str, nn.Module]]) -> None:
 
 
 def held_tensors(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Tensor]]:
-    """Parameters, buffers and other tensors that modules hold, by name."""
+    """Parameters, buffers and other tensors that modules hold, also in collections, by name."""
     for name, module in named:
-        own = module.__dict__
-        for group in (own["_parameters"], own["_buffers"], own):
-            for key, value in group.items():
-                if isinstance(value, Tensor):
-                    yield f"{name}.{key}", value
+        for key, value in leaves(module):
+            if isinstance(value, Tensor):
+                yield f"{name}.{key}", value
+
+
+def leaves(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """What a module holds besides modules and hooks, by name: tensors, and the contents of collections."""
+    own = module.__dict__
+    pending = [*own["_parameters"].items(), *own["_buffers"].items(), *_own_values(module)]
+    while pending:
+        key, value = pending.pop(0)
+        if isinstance(value, Mapping):
+            pending += [(f"{key}.{inner}", one) for inner, one in value.items()]
+        elif isinstance(value, list | tuple | set | frozenset):
+            pending += [(f"{key}.{index}", one) for index, one in enumerate(value)]
+        else:
+            yield key, value
+
+
+def _own_values(module: nn.Module) -> list[tuple[str, Any]]:
+    return [
+        (key, value) for key, value in module.__dict__.items() if not (key in OWN_OF_MODULE or key in _INERT_VALUES)
+    ]
+
+
+def _decides(module: nn.Module, key: str) -> bool:
+    """True if a forward may read a plain value: what models keep in private is about loading and saving."""
+    return not (key.startswith("_") and hasattr(module, "base_model_prefix"))
+
+
+def containers(module: nn.Module) -> Iterator[dict[Any, Any] | list[Any] | set[Any]]:
+    """Collections that a module holds and that can change in place."""
+    pending = [value for key, value in _own_values(module) if _decides(module, key)]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, dict | list | set):
+            yield value
+        if isinstance(value, dict | list | tuple):
+            pending += value.values() if isinstance(value, dict) else value
 
 
 def is_plain(value: Any, *others: type) -> bool:
@@ -135,18 +175,15 @@ def _plain_values(module: nn.Module) -> dict[str, Any]:
     """Plain values that a module carries, except for those that decide nothing."""
     return {
         key: sorted(value, key=str) if isinstance(value, set | frozenset) else value
-        for key, value in module.__dict__.items()
-        if key not in OWN_OF_MODULE
-        and not key.startswith("_")
-        and key not in _INERT_VALUES
-        and is_plain(value, torch.dtype)
+        for key, value in _own_values(module)
+        if _decides(module, key) and is_plain(value, torch.dtype)
     }
 
 
-def watched_values(own: Mapping[str, Any]) -> list[str]:
+def watched_values(module: nn.Module) -> list[str]:
     """Names of those values of a module at which every call looks."""
-    names = [key for key in own if key not in OWN_OF_MODULE and key not in _SHAPES and not key.startswith("_")]
-    return [*names, "training"] if any(_rates(own)) else names
+    names = [key for key, _ in _own_values(module) if key not in _SHAPES and _decides(module, key)]
+    return [*names, "training"] if any(_rates(module.__dict__)) else names
 
 
 def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
@@ -156,10 +193,21 @@ def dropping_module(named: Iterable[tuple[str, nn.Module]]) -> str:
 
 def _rates(own: Mapping[str, Any]) -> list[float]:
     """Rates of dropout."""
-    return [value for key, value in own.items() if (key == "p" or "dropout" in key) and isinstance(value, float)]
+    rates = [value for key, value in own.items() if key == "p" or "drop" in key]
+    return [value for value in rates if isinstance(value, int | float) and not isinstance(value, bool)]
 
 
 def options(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[Any]:
     """What decides numbers in a configuration, and in plain values of modules."""
-    chosen = {key: value for key, value in config.to_dict().items() if key not in _INERT_OPTIONS}
+    configs = {"": config} | dict(own_configs(config, named))
+    chosen = {
+        name: {key: value for key, value in one.to_dict().items() if key not in _INERT_OPTIONS}
+        for name, one in configs.items()
+    }
     return [chosen, [(name, _plain_values(module)) for name, module in named]]
+
+
+def own_configs(config: Any, named: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, Any]]:
+    """Configurations of modules that are not the model's."""
+    found = ((name, module.__dict__.get("config")) for name, module in named)
+    return [(name, one) for name, one in found if one is not None and one is not config and hasattr(one, "to_dict")]

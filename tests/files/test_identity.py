@@ -3,16 +3,17 @@
 import copy
 import functools
 import gc
-import itertools
 import multiprocessing
 import pickle
 import weakref
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 import torch
-from transformers.models.esm import modeling_esm
 
+from benchmarks.attack import identity as attack
+from benchmarks.attack.model_changes import CHANGES, UNSEEN_IN_MEMORY
 from esm_turbo import ContextStore, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.files.identity import (
     ModelIdentity,
@@ -79,154 +80,86 @@ def test_the_digest_depends_on_order_names_and_shapes():
     assert tensors_digest([("a", long)]) != tensors_digest([("a", long.roll(1 << 15))])
 
 
-def _eps(model, patch):
-    model.esm.encoder.layer[1].attention.LayerNorm.eps = 1e-2
+@pytest.fixture(scope="module", params=attack.DTYPES)
+def kept(request, tmp_path_factory):
+    """What models with and without adapters have kept, by whether they have, and their dtype."""
+    folders = {adapted: tmp_path_factory.mktemp("kept") for adapted in (False, True)}
+    for adapted, folder in folders.items():
+        attack.keep(attack.small_model(request.param, "adapter_" if adapted else ""), folder)
+    return request.param, folders
 
 
-def _token_dropout(model, patch):
-    model.esm.embeddings.token_dropout = False
+def folder_of(change, folders):
+    return folders[change.startswith("adapter_")]
 
 
-def _mask_token(model, patch):
-    model.esm.embeddings.mask_token_id = 4
-
-
-def _attention_scaling(model, patch):
-    model.esm.rotary_embeddings.attention_scaling = 1.5
-
-
-def _configuration(model, patch):
-    model.esm.config.layer_norm_eps = 1e-2
-
-
-def _function(model, patch):
-    patch.setattr(modeling_esm, "gelu", torch.nn.functional.relu)
-
-
-def _inner_function(model, patch):
-    patch.setattr(modeling_esm, "rotate_half", lambda x: x)
-
-
-def _class(model, patch):
-    forward = modeling_esm.EsmIntermediate.forward
-    patch.setattr(modeling_esm.EsmIntermediate, "forward", lambda self, x: 1.1 * forward(self, x))
-
-
-def _wrapped_class(model, patch):
-    forward = modeling_esm.EsmIntermediate.forward
-
-    @functools.wraps(forward)
-    def wrapped(self, x):
-        return 1.1 * forward(self, x)
-
-    patch.setattr(modeling_esm.EsmIntermediate, "forward", torch.no_grad()(wrapped))
-
-
-def _instance(model, patch):
-    dense = model.esm.encoder.layer[0].output.dense
-    dense.forward = lambda x: 2 * torch.nn.functional.linear(x, dense.weight)
-
-
-def _partial(model, patch):
-    dense = model.esm.encoder.layer[0].output.dense
-    dense.forward = functools.partial(torch.nn.functional.linear, weight=2 * dense.weight.detach())
-
-
-def _hook(model, patch):
-    model.esm.encoder.layer[0].register_forward_hook(lambda *_: None)
-
-
-def _pre_hook(model, patch):
-    model.esm.encoder.layer[0].attention.register_forward_pre_hook(lambda *_: None)
-
-
-def _functional(model, patch):
-    patch.setattr(torch.nn.functional, "linear", lambda x, w, b=None: x @ w.T)
-
-
-def _feed_forward(model, patch):
-    weight = model.esm.encoder.layer[0].intermediate.dense.weight
-    with torch.no_grad():
-        # What moves 16-bit weights, too.
-        weight.add_(weight.abs().clamp_min(3e-4) * weight.sign(), alpha=0.02)
-
-
-def _element(model, patch):
-    model.esm.encoder.layer[0].intermediate.dense.weight.data.view(-1)[7] += 1
-
-
-def _numpy(model, patch):
-    weight = model.esm.encoder.layer[0].intermediate.dense.weight.detach()
-    weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()]).numpy()[3] ^= 1
-
-
-def _buffer(model, patch):
-    model.esm.rotary_embeddings.inv_freq.mul_(1.01)
-
-
-def _replaced(model, patch):
-    old = model.esm.encoder.layer[0].output.dense
-    model.esm.encoder.layer[0].output.dense = torch.nn.Sequential(old, torch.nn.Tanh())
-
-
-def _activation(model, patch):
-    model.esm.encoder.layer[0].intermediate.register_forward_hook(lambda module, args, output: output.relu())
-
-
-# Those of one element are noticed wherever something is kept; in memory it is the line that is documented.
-UNSEEN_IN_MEMORY = [_element, _numpy, _functional]
-CHANGES = [
-    _eps,
-    _token_dropout,
-    _mask_token,
-    _attention_scaling,
-    _configuration,
-    _function,
-    _inner_function,
-    _class,
-    _wrapped_class,
-    _instance,
-    _partial,
-    _hook,
-    _pre_hook,
-    _feed_forward,
-    _buffer,
-    _replaced,
-    _activation,
-    *UNSEEN_IN_MEMORY,
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_results_is_refused(turbo, tmp_path, monkeypatch, change, dtype):
-    """By caches in memory, saved ones, and stores; back as it was, the model reads them again."""
-    model = make(dtype)
-    one = in_turbo(model, turbo)
-    cache, store = one.prefill(SEQUENCE), ContextStore(tmp_path / "store")
-    cache.save(tmp_path / "cache.safetensors")
-    store.get_or_prefill(one, SEQUENCE)
-    expected = one.extend(cache, "GSG").logits
-    with monkeypatch.context() as patch:
-        change(model, patch)
-        if change not in UNSEEN_IN_MEMORY:
-            with pytest.raises(ValueError, match="belongs to another model"):
-                one.extend(cache, "GSG")
-        with pytest.raises(ValueError, match=r"another model|cannot be kept"):
-            one.extend(TurboKVCache.load(tmp_path / "cache.safetensors"), "GSG")
-            TurboKVCache.load(tmp_path / "cache.safetensors", model=model)
-        with pytest.raises(ValueError, match=r"another model|cannot be kept"):
-            TurboKVCache.load(tmp_path / "cache.safetensors", model=model)
-        for use in (store.get, store.get_or_prefill, store.add):
-            with pytest.raises(ValueError, match=r"another model|cannot be kept"):
-                use(one, SEQUENCE if use != store.add else [SEQUENCE])
-        with pytest.raises(ValueError, match=r"has changed since|cannot be kept|another model"):
-            cache.save(tmp_path / "again.safetensors")
-    assert not (tmp_path / "again.safetensors").exists()
-    other = in_turbo(make(dtype), turbo)
-    loaded = TurboKVCache.load(tmp_path / "cache.safetensors", model=other.model)
-    torch.testing.assert_close(other.extend(loaded, "GSG").logits, expected, rtol=0, atol=0)
-    assert store.get(other, SEQUENCE)[0] is not None
+def test_what_changes_results_is_refused(kept, change):
+    """By caches in memory, saved ones, stores and folders of embeddings."""
+    dtype, folders = kept
+    found = attack.run_change(change, dtype, folder_of(change, folders))
+    assert len(found) >= 5
+    assert all(end.startswith("refused") for end in found.values()), found
+
+
+@pytest.mark.parametrize("change", [change for change in CHANGES if not change.startswith("adapter_")])
+def test_what_a_changed_model_keeps_is_not_of_the_model(tmp_path, change):
+    found = attack.run_undone(change, "float32", tmp_path)
+    assert all(end.startswith("refused") for end in found.values()), found
+
+
+def _ends(folders, dtype):
+    """Of all changes, and of none, in a process of its own."""
+    found = {change: attack.run_change(change, dtype, folder_of(change, folders)) for change in CHANGES}
+    model = attack.small_model(dtype)
+    return found, attack.outcomes(model, folders[False], functools.partial(attack.fresh_results, model))
+
+
+@pytest.mark.slow
+def test_another_process_refuses_what_changes_results(kept):
+    dtype, folders = kept
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        found, unchanged = pool.submit(_ends, folders, dtype).result(300)
+    ends = [end for of_change in found.values() for end in of_change.values()]
+    assert len(found) == len(CHANGES)
+    assert all(end.startswith("refused") for end in ends), found
+    assert set(unchanged.values()) == {"right"}
+
+
+def test_another_dtype_is_named(kept):
+    dtype, folders = kept
+    other = {"float32": "float16", "bfloat16": "float32", "float16": "bfloat16"}[dtype]
+    found = attack.outcomes(attack.small_model(other), folders[False], lambda name: None)
+    contexts = [end for name, end in found.items() if name != "embeddings"]
+    assert all(f"made in {dtype}, and the model computes in {other}" in end for end in contexts), found
+    assert found["embeddings"].startswith("refused")
+
+
+@pytest.mark.parametrize("change", UNSEEN_IN_MEMORY)
+def test_what_a_cache_in_memory_does_not_see_is_not_saved(tmp_path, change):
+    model = attack.small_model("float32")
+    cache = model.prefill(SEQUENCE)
+    with ExitStack() as undo:
+        CHANGES[change](model.model, undo)
+        with pytest.raises(ValueError, match="has changed since"):
+            cache.save(tmp_path / "cache.safetensors")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_leaves_the_numbers_alone_refuses_nothing(turbo, kept):
+    dtype, folders = kept
+    for change in (
+        lambda model: copy.deepcopy(model),
+        lambda model: pickle.loads(pickle.dumps(model)),
+        lambda model: model.to("cpu").requires_grad_(False),
+        lambda model: model.compile() or model,
+        lambda model: model.train(),
+    ):
+        one = attack.small_model(dtype)
+        model = change(one.model)
+        loaded = TurboKVCache.load(folders[False] / "cache.safetensors", model=model)
+        assert loaded.batch_size == 1
+        assert ContextStore(folders[False] / "store").get(TurboEsm(model, turbo.tokenizer), SEQUENCE)[0] is not None
 
 
 @pytest.mark.parametrize("kind", ["forward", "pre"])
@@ -300,37 +233,6 @@ def test_random_contexts_cannot_be_kept(turbo, tmp_path, module):
     assert not list(tmp_path.glob("**/*.safetensors"))
     one.model.eval()
     assert torch.isfinite(one.extend(one.prefill(SEQUENCE), "GSG").logits).all()
-
-
-def _read(folder, dtype, change):
-    turbo = TurboEsm.from_pretrained()
-    model = make(getattr(torch, dtype))
-    if change == "trains":
-        model.esm.embeddings.dropout.p = 0.1
-    one = TurboEsm(model, turbo.tokenizer)
-    if change == "trains":
-        model.train()
-    elif change is not None:
-        globals()[change](model, None)
-    try:
-        return "right" if ContextStore(folder).get(one, SEQUENCE)[0] is not None else "absent"
-    except ValueError as error:
-        return str(error)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_store_is_refused_in_another_process(turbo, tmp_path, dtype):
-    store = ContextStore(tmp_path)
-    store.add(in_turbo(make(getattr(torch, dtype)), turbo), [SEQUENCE])
-    other = {"float32": "float16", "bfloat16": "float32", "float16": "bfloat16"}[dtype]
-    cases = [(dtype, None), (other, None), (dtype, "trains"), *((dtype, change.__name__) for change in CHANGES[:5])]
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        right, precision, random, *changed = pool.map(_read, itertools.repeat(tmp_path), *zip(*cases, strict=True))
-    assert right == "right"
-    assert f"made in {dtype}, and the model computes in {other}" in precision
-    assert ".eval()" in random
-    assert all("options of its modules differ" in one for one in changed)
 
 
 def test_the_identity_is_the_same_object_while_nothing_changes(model):

@@ -1,0 +1,412 @@
+"""Changes that people make to a model between making contexts and reading them: its weights, options and code.
+
+Each takes a masked language model of the ESM-2 architecture and a stack that undoes what lies outside of the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu
+from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.esm import modeling_esm
+
+__all__ = ["CHANGES", "UNSEEN_IN_MEMORY", "adapt"]
+
+Change = Callable[[Any, ExitStack], None]
+
+
+def _layer(model: Any, index: int = 0) -> Any:
+    return model.esm.encoder.layer[index]
+
+
+def _scaled(x: Tensor) -> Tensor:
+    return 1.2 * x
+
+
+# Weights.
+
+
+def feed_forward(model: Any, undo: ExitStack) -> None:
+    weight = _layer(model).intermediate.dense.weight
+    with torch.no_grad():
+        # What moves 16-bit weights, too.
+        weight.add_(weight.abs().clamp_min(3e-4) * weight.sign(), alpha=0.02)
+
+
+def element(model: Any, undo: ExitStack) -> None:
+    _layer(model).intermediate.dense.weight.data.view(-1)[7] += 1
+
+
+def by_numpy(model: Any, undo: ExitStack) -> None:
+    weight = _layer(model).intermediate.dense.weight.detach()
+    weight.view({2: torch.int16, 4: torch.int32}[weight.element_size()]).numpy()[3] ^= 1
+
+
+def transposed(model: Any, undo: ExitStack) -> None:
+    weight = _layer(model).attention.self.value.weight
+    weight.data = weight.data.T
+
+
+def swapped(model: Any, undo: ExitStack) -> None:
+    layers = model.esm.encoder.layer
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def tied(model: Any, undo: ExitStack) -> None:
+    _layer(model).attention.self.value.weight = _layer(model, 1).attention.self.value.weight
+
+
+def state_dict(model: Any, undo: ExitStack) -> None:
+    name = "esm.encoder.layer.0.attention.self.key.bias"
+    model.load_state_dict({name: model.state_dict()[name] + 0.5}, strict=False)
+
+
+def buffer(model: Any, undo: ExitStack) -> None:
+    model.esm.rotary_embeddings.inv_freq.mul_(1.01)
+
+
+def passing_buffer(model: Any, undo: ExitStack) -> None:
+    rotary = model.esm.rotary_embeddings
+    rotary.register_buffer("inv_freq", rotary.inv_freq * 1.5, persistent=False)
+
+
+def other_dtype(model: Any, undo: ExitStack) -> None:
+    model.to(torch.bfloat16 if model.dtype != torch.bfloat16 else torch.float32)
+
+
+def half_a_layer(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.to(torch.bfloat16 if model.dtype != torch.bfloat16 else torch.float32)
+    undo.enter_context(torch.autocast("cpu", torch.bfloat16))
+
+
+def product_precision(model: Any, undo: ExitStack) -> None:
+    undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    torch.set_float32_matmul_precision("medium")
+
+
+# Options and plain values.
+
+
+def eps(model: Any, undo: ExitStack) -> None:
+    _layer(model, 1).attention.LayerNorm.eps = 1e-2
+
+
+def token_dropout(model: Any, undo: ExitStack) -> None:
+    model.esm.embeddings.token_dropout = False
+
+
+def mask_token(model: Any, undo: ExitStack) -> None:
+    model.esm.embeddings.mask_token_id = 4
+
+
+def attention_scaling(model: Any, undo: ExitStack) -> None:
+    model.esm.rotary_embeddings.attention_scaling = 1.5
+
+
+def configuration(model: Any, undo: ExitStack) -> None:
+    model.esm.config.layer_norm_eps = 1e-2
+
+
+def own_configuration(model: Any, undo: ExitStack) -> None:
+    own = copy.deepcopy(model.config)
+    own.hidden_size *= 2
+    _layer(model).attention.self.config = own
+
+
+def scaling(model: Any, undo: ExitStack) -> None:
+    _layer(model).attention.self.scaling = 2.0
+
+
+def training(model: Any, undo: ExitStack) -> None:
+    model.esm.embeddings.dropout.p = 0.1
+    model.train()
+
+
+def whole_dropout(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.dropout = nn.Dropout(1).train()
+
+
+# Code.
+
+
+def function(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(modeling_esm, "gelu", relu))
+
+
+def inner_function(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", lambda x: x))
+
+
+def partial_function(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", functools.partial(torch.roll, shifts=1)))
+
+
+def cached_function(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(modeling_esm, "rotate_half", functools.lru_cache(_scaled)))
+
+
+def code_object(model: Any, undo: ExitStack) -> None:
+    undo.callback(setattr, modeling_esm.rotate_half, "__code__", modeling_esm.rotate_half.__code__)
+    modeling_esm.rotate_half.__code__ = (lambda x: x).__code__
+
+
+def functional(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(nn.functional, "linear", lambda x, w, b=None: x @ w.T))
+
+
+def library_functional(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(mock.patch.object(nn.functional, "gelu", relu))
+
+
+def tensor_method(model: Any, undo: ExitStack) -> None:
+    undo.callback(setattr, Tensor, "masked_fill", Tensor.masked_fill)
+    Tensor.masked_fill = lambda x, *_: 0.5 * x  # type: ignore[assignment, method-assign]
+
+
+def class_forward(model: Any, undo: ExitStack) -> None:
+    forward = modeling_esm.EsmIntermediate.forward
+    undo.enter_context(
+        mock.patch.object(modeling_esm.EsmIntermediate, "forward", lambda self, x: 1.1 * forward(self, x))
+    )
+
+
+def wrapped_class(model: Any, undo: ExitStack) -> None:
+    forward = modeling_esm.EsmIntermediate.forward
+
+    @functools.wraps(forward)
+    def wrapped(self: Any, x: Tensor) -> Tensor:
+        return 1.1 * forward(self, x)
+
+    undo.enter_context(mock.patch.object(modeling_esm.EsmIntermediate, "forward", torch.no_grad()(wrapped)))
+
+
+def class_property(model: Any, undo: ExitStack) -> None:
+    embeddings = modeling_esm.EsmEmbeddings
+    undo.enter_context(mock.patch.object(embeddings, "mask_token_id", property(lambda self: 4), create=True))
+
+
+class _Steered(modeling_esm.EsmOutput):
+    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
+        output: Tensor = super().forward(hidden_states, input_tensor)
+        return output.roll(1, -1)
+
+
+def other_class(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.__class__ = _Steered
+
+
+def instance_forward(model: Any, undo: ExitStack) -> None:
+    dense = _layer(model).output.dense
+    dense.forward = lambda x: 2 * nn.functional.linear(x, dense.weight)
+
+
+def partial_forward(model: Any, undo: ExitStack) -> None:
+    dense = _layer(model).output.dense
+    dense.forward = functools.partial(nn.functional.linear, weight=2 * dense.weight.detach())
+
+
+def borrowed_forward(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.dense.forward = _layer(model, 1).output.dense.forward
+
+
+def hook(model: Any, undo: ExitStack) -> None:
+    _layer(model).register_forward_hook(lambda *_: None)
+
+
+def steering_hook(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.register_forward_hook(lambda module, args, output: output.roll(1, -1))
+
+
+def pre_hook(model: Any, undo: ExitStack) -> None:
+    _layer(model).attention.register_forward_pre_hook(lambda *_: None)
+
+
+def hook_of_library(model: Any, undo: ExitStack) -> None:
+    _layer(model).intermediate.register_forward_hook(nn.Sequential(nn.Identity()))
+
+
+def global_hook(model: Any, undo: ExitStack) -> None:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    undo.callback(handle.remove)
+
+
+class _Doubled(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return 2 * result if func is nn.functional.linear else result
+
+
+def function_mode(model: Any, undo: ExitStack) -> None:
+    undo.enter_context(_Doubled())
+
+
+def attention_function(model: Any, undo: ExitStack) -> None:
+    name = model.config._attn_implementation
+    library = ALL_ATTENTION_FUNCTIONS[name]
+
+    def attend(*args: Any, **options: Any) -> Any:
+        output, weights = library(*args, **options)
+        return 1.5 * output, weights
+
+    undo.enter_context(mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, {name: attend}))
+
+
+def own_attention(model: Any, undo: ExitStack) -> None:
+    name = model.config._attn_implementation
+    undo.enter_context(
+        mock.patch.dict(
+            ALL_ATTENTION_FUNCTIONS._local_mapping,
+            {"mine": lambda *args, **options: (1.5 * ALL_ATTENTION_FUNCTIONS[name](*args, **options)[0], None)},
+        )
+    )
+    model.config._attn_implementation = "mine"
+
+
+# Modules and adapters.
+
+
+def replaced(model: Any, undo: ExitStack) -> None:
+    _layer(model).output.dense = nn.Sequential(_layer(model).output.dense, nn.Tanh())
+
+
+class _Half(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+def parametrization(model: Any, undo: ExitStack) -> None:
+    parametrize.register_parametrization(_layer(model).output.dense, "weight", _Half(), unsafe=True)
+
+
+class _Tensor(Tensor):
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
+        return 2 * result if func is nn.functional.linear else result
+
+
+def tensor_class(model: Any, undo: ExitStack) -> None:
+    dense = _layer(model).output.dense
+    dense.weight = nn.Parameter(dense.weight.detach().as_subclass(_Tensor))
+
+
+def adapt(model: Any) -> None:
+    """Add two adapters to the values of all layers, of which the first is active."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        for name in ("default", "other"):
+            options = LoraConfig(r=2, target_modules=["value"], init_lora_weights=False)
+            inject_adapter_in_model(options, model.esm, adapter_name=name)
+    for layer in model.esm.encoder.layer:
+        layer.attention.self.value.set_adapter("default")
+    model.to(model.dtype).eval()
+
+
+def adapter(model: Any, undo: ExitStack) -> None:
+    adapt(model)
+
+
+def _adapter_of(model: Any) -> Any:
+    return _layer(model).attention.self.value
+
+
+def adapter_scaled(model: Any, undo: ExitStack) -> None:
+    _adapter_of(model).scaling["default"] *= 4
+
+
+def adapter_disabled(model: Any, undo: ExitStack) -> None:
+    _adapter_of(model).enable_adapters(False)
+
+
+def adapter_switched(model: Any, undo: ExitStack) -> None:
+    _adapter_of(model).set_adapter("other")
+
+
+def adapter_added(model: Any, undo: ExitStack) -> None:
+    _adapter_of(model)._active_adapter.append("other")
+
+
+def adapter_merged(model: Any, undo: ExitStack) -> None:
+    _adapter_of(model).merge()
+
+
+def adapter_written(model: Any, undo: ExitStack) -> None:
+    with torch.no_grad():
+        _adapter_of(model).lora_B["default"].weight.mul_(2)
+
+
+CHANGES: dict[str, Change] = {
+    change.__name__: change
+    for change in (
+        feed_forward,
+        element,
+        by_numpy,
+        transposed,
+        swapped,
+        tied,
+        state_dict,
+        buffer,
+        passing_buffer,
+        other_dtype,
+        half_a_layer,
+        product_precision,
+        eps,
+        token_dropout,
+        mask_token,
+        attention_scaling,
+        configuration,
+        own_configuration,
+        scaling,
+        training,
+        whole_dropout,
+        function,
+        inner_function,
+        partial_function,
+        cached_function,
+        code_object,
+        functional,
+        library_functional,
+        tensor_method,
+        class_forward,
+        wrapped_class,
+        class_property,
+        other_class,
+        instance_forward,
+        partial_forward,
+        borrowed_forward,
+        hook,
+        steering_hook,
+        pre_hook,
+        hook_of_library,
+        global_hook,
+        function_mode,
+        attention_function,
+        own_attention,
+        replaced,
+        parametrization,
+        tensor_class,
+        adapter,
+        adapter_scaled,
+        adapter_disabled,
+        adapter_switched,
+        adapter_added,
+        adapter_merged,
+        adapter_written,
+    )
+}
+"""Each is refused, or leaves results as they are to 1e-3; those that begin with `adapter_` are of models that `adapt`
+has changed."""
+UNSEEN_IN_MEMORY = ("element", "by_numpy")
+"""Writes through `.data` or NumPy to few elements, of which a cache in memory knows nothing."""
