@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Proteins, or targets, up to which each is shown by itself, and how many of its best.
 _FEW, _TOP = 3, 10
 _UNIT = "log-probability of the mutant minus that of the wild type, nats"
+_APPROXIMATE = "compare ranks: single values are approximate"
 # Proteins that a summary of many shows.
 _ROWS = 20
 
@@ -40,6 +41,9 @@ def score_report(run: ScoringRun, top: int | None) -> list[object]:
         parts.append(_targets_summary(run.results))
     if any(result.agreement for result in run.results):
         parts.append(_agreement_table(run.results, few))
+    exact = any(one.rescored or "full" in one.scores for one in run.results)
+    if not exact and parts and run.results:
+        parts.append(f"{_APPROXIMATE}; --rescore, or --arm full, computes them exactly")
     return parts
 
 
@@ -53,7 +57,9 @@ def variants_report(run: VariantsRun, top: int | None) -> list[object]:
     if top is None and len(run.results) > _FEW:
         return [_variants_summary(run.results)]
     shown = _TOP if top is None else top
-    return [part for result in run.results for part in _variants_of(result, shown)]
+    parts = [part for result in run.results for part in _variants_of(result, shown)]
+    exact = any("full" in one.scores for one in run.results)
+    return parts if exact or not parts else [*parts, f"{_APPROXIMATE}; --arm full computes them exactly"]
 
 
 def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
@@ -75,7 +81,7 @@ def _variants_of(result: ProteinVariants, top: int) -> Iterator[object]:
             f"top {len(order)} by {result.reference}",
             ["variant", *(["measured"] * measured), *arms],
             rows,
-            caption="; ".join(filter(None, [_UNIT, _exactness(arms, "--arm full")])),
+            caption=_UNIT,
         )
 
 
@@ -140,7 +146,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         # The width of a terminal does not hold both.
         shown_figure = specificity.cells(index) or [f"{likelihood:.2f}"]
         rows.append([*cells, *shown_figure, *again.get(index, [])])
-    rest, said = len(result.candidates) - len(shown), "" if again else _exactness(result.scores)
+    rest = len(result.candidates) - len(shown)
     return text_table(
         f"{result.target.id}, {len(result.target.sequence):,} residues",
         [
@@ -153,7 +159,7 @@ def _target_table(result: TargetResult, top: int) -> Table:
         ],
         rows,
         left=(0, 1, 2),
-        caption="; ".join(filter(None, [f"and {rest:,} more" if rest else "", said])),
+        caption=f"and {rest:,} more" if rest else None,
     )
 
 
@@ -209,11 +215,6 @@ def _targets_summary(results: Sequence[TargetResult]) -> Table:
         left=(0, 3, 4),
         caption=_rest(len(results)),
     )
-
-
-def _exactness(arms: Iterable[Arm], option: str = "--rescore or --arm full") -> str:
-    """What to know before single values are read."""
-    return "" if "full" in arms else f"compare ranks; single values are approximate ({option} computes them exactly)"
 
 
 def _rest(count: int) -> str | None:

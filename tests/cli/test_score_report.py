@@ -88,7 +88,9 @@ def test_summaries_are_bounded(turbo: TurboEsm) -> None:
 def test_one_arm_has_no_agreement(turbo: TurboEsm, tmp_path) -> None:
     (tmp_path / "candidates.fasta").write_text(">a\nACDEF\n")
     candidates, _ = read_candidates(tmp_path / "candidates.fasta", TARGETS[:1])
-    [table] = score_report(score_records(turbo, TARGETS[:1], candidates, ("turbo",)), 10)
+    [table, said] = score_report(score_records(turbo, TARGETS[:1], candidates, ("turbo",)), 10)
+    assert said == "compare ranks: single values are approximate; --rescore, or --arm full, computes them exactly"
+    assert len(score_report(score_records(turbo, TARGETS[:1], candidates, ("full",)), 10)) == 1
     assert not any("more" in line or "agreement" in line for line in lines_of([table]))
 
 

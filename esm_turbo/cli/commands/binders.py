@@ -75,8 +75,8 @@ def binders(
     Args:
         targets: FASTA file, plain or gzip.
         length: Residues per peptide; not needed with --template.
-        template: Residues that peptides keep or may have, such as GX[KR]XXP: X is any, [KR] one of these, {P} any but
-            these. Kept residues are seen while the others are drawn.
+        template: Residues that peptides keep, such as GXXP, where X is any; brackets around letters allow one of these,
+            braces any but these. Kept residues are seen while the others are drawn.
         num_return_sequences: Peptides to draw per target; equal ones are listed once.
         top_k: Sample from the k most likely residues only.
         top_p: Sample from the most likely residues only, those whose probabilities add up to p.

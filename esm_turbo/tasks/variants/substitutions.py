@@ -149,8 +149,8 @@ def parse_without_cause(variant: str, wild_type: str, first_position: int) -> li
     for part, match in _matched(variant):
         if len(match[5]) > 1:
             raise ValueError(
-                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it with"
-                ' method="pseudo_perplexity"'
+                f"{variant!r}: {part} has no marginals, as no residue takes another's place; score it by"
+                " pseudo-perplexity (--method pseudo_perplexity, in Python method='pseudo_perplexity')"
             )
         residue, index = _residue_at(variant, match[1], match[2], wild_type, first_position)
         mutant = _checked_mutants(variant, match[5])
