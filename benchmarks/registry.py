@@ -12,6 +12,7 @@ import torch
 from benchmarks.accuracy import (
     designs,
     generation,
+    homologs,
     long_proteins,
     screening,
     sizes,
@@ -278,6 +279,11 @@ EXPERIMENTS: dict[str, Experiment] = {
         lambda limit: accuracy.preset_cases(
             PRODUCT_PRESETS, ("cath_val200", "long_human"), max_proteins=limit, model="esmc-mini"
         ),
+    ),
+    "homologs": Experiment(
+        "perplexity and accuracy of the package's presets after homologs, with the small model of E1",
+        "homologs",
+        lambda limit: homologs.cases(max_families=limit),
     ),
     "windows": Experiment(
         "long proteins in windows against the full run, by window, overlap, memory and preset",

@@ -25,7 +25,7 @@ SETS = ("cath_val200", "long_human", "paper_six")
 """Evaluation sets: CATH domains below 350 residues, human proteins of 600 to 1,022, the paper's six proteins."""
 
 _MODELS = Path(__file__).resolve().parents[2] / "models"
-SMALL_MODELS = {path.name: path for path in (EMBEDDED_MODEL, _MODELS / "esmc-mini")}
+SMALL_MODELS = {path.name: path for path in (EMBEDDED_MODEL, _MODELS / "esmc-mini", _MODELS / "e1-mini")}
 """A small trained model of every family: that of ESM-2 is in the package, the others are in models/."""
 
 # Hidden states after the last layer norm are of size one.
