@@ -510,8 +510,8 @@ def test_hooks_and_autocast_run_eagerly(on_cuda: MakeModel) -> None:
     assert seen == [1]
     handle.remove()
     uncaptured = on_cuda(dtype=torch.float32)
-    cache = contexts(uncaptured, [30])
     with torch.autocast("cuda", torch.bfloat16):
+        cache = contexts(uncaptured, [30])
         for _ in range(3):
             states(uncaptured, cache, *inputs_for(uncaptured, cache, [5]))
     assert len(uncaptured.esm.executor.graphs) == 0
