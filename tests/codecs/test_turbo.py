@@ -691,6 +691,19 @@ def test_scores_and_values_are_better_than_the_papers_at_fewer_bits(statistics, 
     assert errors["turbo3"] < 0.5 * errors["paper"]
 
 
+def test_threads_change_no_bit(statistics):
+    before, states = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            states.append(TurboCodec.fit_all(list(TURBO.values()), statistics[64]))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*states, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+
+
 def test_is_deterministic(statistics):
     results = []
     for threads in (1, 2):

@@ -203,6 +203,21 @@ def test_proteins_padded_together_give_the_same(tiny_esm, random_proteins, reque
     assert_same_sample(together.sample, alone.sample)
 
 
+@pytest.mark.gpu
+def test_a_cuda_device_gathers_what_a_processor_does(tiny_esm, random_proteins):
+    ids, mask = random_proteins([70, 21, 9, 300, 80, 81, 64], seed=11, eos=True)
+    rows = [row[keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    batches = [[*rows[:3], torch.tensor([CLS, EOS]), *rows[3:]], [rows[1], rows[0]]]
+    model = tiny_esm(head_dim=16, heads=2, layers=2)
+    expected = statistics_of(model, batches)
+    calibrator = fitted(model.to("cuda"), batches)
+    assert calibrator._residues.keys.mean.device.type == "cuda"
+    found = calibrator.finalize(presets=()).statistics
+    assert_same_moments(found, expected, rtol=1e-3)
+    assert_same_sensitivity(found, expected, rtol=1e-3)
+    assert_same_sample(found.sample, expected.sample)
+
+
 def test_statistics_of_a_device_travel_as_arrays(model, proteins, as_on_cuda):
     expected = statistics_of(model, [proteins[:4], proteins[4:]])
     there = fitted(model, [proteins[4:]])
