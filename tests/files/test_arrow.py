@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pyarrow
 import pytest
 
 from esm_turbo.files import arrow
+from esm_turbo.files.extras import install_hint
 
 
 def test_the_package_with_its_reader() -> None:
@@ -16,5 +18,5 @@ def test_the_package_with_its_reader() -> None:
 
 def test_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ImportError, match=r"Parquet needs pyarrow: pip install 'esm-turbo\[parquet\]'"):
+    with pytest.raises(ImportError, match=rf"Parquet needs pyarrow: {re.escape(install_hint('parquet'))}"):
         arrow.pyarrow()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import torch
 
 from esm_turbo import ContextStore, TurboEsm, TurboKVCache
 from esm_turbo.evaluate import Evaluation
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.tabular import Tabular, counted, named
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.scoring import records as scoring
@@ -54,7 +56,7 @@ def test_a_notebook_shows_the_first_rows() -> None:
 
 def test_without_pandas_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ImportError, match=r"^`to_frame` needs pandas: pip install 'esm-turbo\[frames\]'$"):
+    with pytest.raises(ImportError, match=rf"^`to_frame` needs pandas: {re.escape(install_hint('frames'))}$"):
         Numbers(1).to_frame()
     assert Numbers(1)._repr_html_()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import EsmForMaskedLM, EsmTokenizer
 
 from esm_turbo import TurboEsm
+from esm_turbo.files.extras import install_hint
 from esm_turbo.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from esm_turbo.proteins.fasta import ProteinRecord
 from esm_turbo.tasks.calibration.records import calibrate_records
@@ -143,5 +145,5 @@ def test_without_peft_the_error_names_the_extra(
     adapter: tuple[Path, EsmForMaskedLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ImportError, match=r"^adapters need peft: pip install 'esm-turbo\[adapters\]'$"):
+    with pytest.raises(ImportError, match=rf"^adapters need peft: {re.escape(install_hint('adapters'))}$"):
         TurboEsm.from_pretrained(adapter[0], preset="exact", device="cpu")

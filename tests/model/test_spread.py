@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from accelerate import cpu_offload, dispatch_model
 
 from esm_turbo import ContextStore, KVCalibrator, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.assets import EMBEDDED_MODEL
+from esm_turbo.files.extras import install_hint
 from esm_turbo.files.families import FAMILIES
 from esm_turbo.files.fingerprint import model_fingerprint
 from esm_turbo.model import spread
@@ -290,9 +292,9 @@ def test_maps_are_checked() -> None:
 
 def test_accelerate_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ImportError, match=r"device_map needs accelerate: pip install 'esm-turbo\[large\]'"):
+    with pytest.raises(ImportError, match=rf"device_map needs accelerate: {re.escape(install_hint('large'))}"):
         _plan("auto")
-    with pytest.raises(ImportError, match=r"pip install 'esm-turbo\[large\]'"):
+    with pytest.raises(ImportError, match=rf"{re.escape(install_hint('large'))}"):
         TurboEsm.from_pretrained(device_map={"esm": "cpu", "lm_head": "cpu"})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from esm_turbo import TurboEsmForMaskedLM, triton_kernels
 from esm_turbo.config import Backend
+from esm_turbo.files.extras import install_hint
 from esm_turbo.ops import backends, reference, torch_ops, triton_launch
 from esm_turbo.ops.backends import ReferenceBackend, TorchBackend, TritonBackend, resolve_backend
 from tests.helpers.models import random_ids
@@ -54,7 +56,7 @@ def test_triton_runs_on_cuda(backend, device, machine):
 
 
 CANNOT = {
-    "no triton": ({"installed": False}, r"triton is not installed \(pip install 'esm-turbo\[triton\]'\)"),
+    "no triton": ({"installed": False}, rf"triton is not installed \({re.escape(install_hint('triton'))}\)"),
     "not NVIDIA": ({"hip": "7.0"}, "needs an NVIDIA GPU, the model is on cuda:0"),
     "too old": ({"capability": (7, 5)}, r"compute capability 8.0 or newer, cuda:0 has 7.5"),
 }

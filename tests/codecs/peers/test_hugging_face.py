@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from transformers import cache_utils
 
 from esm_turbo.config import TurboConfig
+from esm_turbo.files.extras import install_hint
 from tests.helpers.peer_codecs import HEAD_DIMS, decoded, make_codec, normal, relative_mse
 
 
@@ -16,7 +19,7 @@ def test_optional_presets_name_the_missing_packages(monkeypatch: pytest.MonkeyPa
             raise ImportError("not here")
 
     monkeypatch.setattr(cache_utils, "QuantoQuantizedLayer", Missing)
-    with pytest.raises(ValueError, match=r"'quanto' needs optional packages: pip install 'esm-turbo\[compare\]'"):
+    with pytest.raises(ValueError, match=rf"'quanto' needs optional packages: {re.escape(install_hint('compare'))}"):
         make_codec("quanto4", 64)
 
 
