@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,22 +105,20 @@ class _Resident:
     def get_or_prefill(self, turbo: ContextModel, sequences: Sequence[str], /) -> TurboKVCache:
         raise NotImplementedError("no request reads a context of residues alone")
 
-    def find(self, turbo: ContextModel, token_ids: Sequence[int], config: TurboConfig, /) -> TurboKVCache | None:
-        context = self._contexts.get((config.name, bytes(token_ids)))
-        return None if context is None else context.clone().cache(context_spec(turbo, config))
+    def find(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig, /
+    ) -> list[TurboKVCache | None]:
+        found = [self._contexts.get((config.name, bytes(ids))) for ids in token_ids]
+        return [None if one is None else one.clone().cache(context_spec(turbo, config)) for one in found]
 
-    def get_or_compute(
-        self,
-        turbo: ContextModel,
-        token_ids: Sequence[int],
-        config: TurboConfig,
-        compute: Callable[[], TurboKVCache],
-        /,
-    ) -> TurboKVCache:
-        key = (config.name, bytes(token_ids))
-        if key not in self._contexts:
-            self._contexts[key] = FlatContext.of(compute())
-        return self._contexts[key].clone().cache(context_spec(turbo, config))
+    def keep(
+        self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], cache: TurboKVCache, config: TurboConfig, /
+    ) -> None:
+        for ids, one in zip(token_ids, cache.cut([len(ids) for ids in token_ids]), strict=True):
+            self._contexts[config.name, bytes(ids)] = FlatContext.of(one)
+
+    def get_or_compute(self, *_: object) -> TurboKVCache:
+        raise NotImplementedError("requests share a way to look contexts up")
 
 
 def answered(kind: str, answer: Any) -> list[float]:
