@@ -13,6 +13,7 @@ Kinds:
     memory: too little address space for a long protein
     processes, threads: several writers at once
     caches: random sequences of cache operations against a model in NumPy and float64
+    identity: options, code, hooks or adapters of a model change between making contexts and using them, or back
     weights, folders: weights change between calls, or between two runs into one folder
     nonsense, leaving, stalling, starving, stopped: clients of a service that send what makes no sense, leave, stall or
         take all that they can get, while another one asks; and SIGTERM while requests run
@@ -39,7 +40,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.attack import caches, damage, kills, limits, service_trials, weights, writers
+from benchmarks.attack import caches, damage, identity, kills, limits, service_trials, weights, writers
 from benchmarks.attack.commands import References, turbo
 from benchmarks.attack.trial import Finding
 from benchmarks.harness import records
@@ -58,6 +59,7 @@ KINDS: dict[str, Trial] = {
     "processes": writers.processes,
     "threads": writers.threads,
     "caches": caches.sequences,
+    "identity": identity.changed,
     "weights": weights.changed,
     "folders": weights.embedded,
     "nonsense": service_trials.nonsense,

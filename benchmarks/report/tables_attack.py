@@ -19,6 +19,7 @@ _TRIED = {
     "processes": "several processes that write to one place",
     "threads": "several threads that use one model and one store",
     "caches": "random operations on a cache, compared with a model in float64",
+    "identity": "options, code, hooks or adapters of a model changed between making contexts and using them, or back",
     "weights": "weights changed between two calls",
     "folders": "weights changed between two runs into one folder",
     "nonsense": "bodies without sense sent to a service, while another client asks",

@@ -33,7 +33,7 @@ _TORCH = (torch, nn.functional, Tensor)
 _CALLS = ("forward", "__call__", "_call_impl", "_wrapped_call_impl")
 _OWN = "esm_turbo."
 # These move tensors between devices or record them, and compute nothing.
-_INERT = ("accelerate.", _OWN, "transformers.utils.")
+_INERT = ("accelerate.", _OWN, "transformers.utils.", "torch._dynamo.")
 
 
 def is_recorder(hook: Any) -> bool:
@@ -223,9 +223,7 @@ def _is_known_own(value: Any, module: nn.Module) -> bool:
     if isinstance(value, types.MethodType):
         return (value.__self__ is module or _name_of(value).startswith(_INERT)) and _is_known(value)
     if isinstance(value, types.FunctionType | types.BuiltinFunctionType):
-        return _is_known(value) and (
-            _is_found_by_name(value) or _name_of(value).startswith((*_INERT, "torch._dynamo."))
-        )
+        return _is_known(value) and (_is_found_by_name(value) or _name_of(value).startswith(_INERT))
     if isinstance(value, type):
         return _is_of_library(value)
     return not isinstance(value, nn.Module) and _is_of_library(type(value))

@@ -48,6 +48,7 @@ __all__ = [
     "lasting_identity",
     "model_identity",
     "seen_before",
+    "seen_code",
 ]
 
 _KEPT_AS = "_seen_model"
@@ -208,6 +209,14 @@ def seen_before(model: Any) -> object:
     return model.__dict__.get(_KEPT_AS)
 
 
+def seen_code(model: Any) -> tuple[str, int]:
+    """Digest of the code that `model_identity` last saw, empty where some of it is unknown; and one of the options."""
+    seen: _Seen | None = model.__dict__.get(_KEPT_AS)
+    if seen is None:
+        return "", 0
+    return "" if seen.foreign or active_modes() else seen.names, int(seen.described["options"], 16)
+
+
 def _look(model: Any) -> _Seen:
     # There before values are counted, so that the first call is not followed by a second look.
     before: _Seen | None = model.__dict__.setdefault(_KEPT_AS, None)
@@ -261,10 +270,11 @@ class _Seen:
         self.sample = self._sample()
         self.gathered: list[Callable[[], Tensor]] | None = None
         self.dtypes = "+".join(sorted({_short(parameter.dtype) for parameter in model.parameters()}))
+        self.names, self.foreign = _digest(sorted(code.names)), code.foreign
         self.described = {
             "weights": tensors_digest(tensors.items()),
             "options": _digest(options(model.config, named)),
-            "forward": _digest([sorted(code.names), getattr(model, MODEL_ID, None)]),
+            "forward": _digest([self.names, getattr(model, MODEL_ID, None)]),
             "foreign": "" if getattr(model, MODEL_ID, None) else code.foreign,
             "dropout": dropping_module(named),
         }

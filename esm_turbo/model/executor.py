@@ -13,6 +13,7 @@ from torch import Tensor
 
 from esm_turbo.codecs.row_index import RowIndex, of_rows
 from esm_turbo.config import Backend
+from esm_turbo.files.identity import model_identity, seen_code
 from esm_turbo.kv_cache import TurboKVCache
 from esm_turbo.model.cache_engine import CacheEngine
 from esm_turbo.model.family_encoder import FamilyEncoder
@@ -59,6 +60,7 @@ class Executor:
         self.kv = kv
         self.captures = True
         self.graphs = GraphPool()
+        self._code = ""
 
     # Planning.
 
@@ -264,6 +266,9 @@ class Executor:
     def _can_pack(self, plan: ForwardPlan) -> bool:
         """Tell whether packed tokens give what the library's forward of a plan would."""
         encoder = self.encoder
+        if plan.cache is None and encoder.packs and encoder.device.type == "cuda":
+            # Of a forward with a cache, that was checked already.
+            model_identity(encoder, sampled=False)
         return (
             encoder.packs
             and encoder.device.type == "cuda"
@@ -273,6 +278,7 @@ class Executor:
             and not {name for name, value in plan.options.items() if value is not None} - _PACKED_OPTIONS
             and encoder.config._attn_implementation in ("sdpa", "flash_attention_2")
             and self.kv.kv_backend.name is Backend.TRITON
+            and self.runs_known_code()
             and all(is_plain(module, encoder.plain_modules) for module in encoder.parts)
         )
 
@@ -290,8 +296,20 @@ class Executor:
             and self.kv.kv_backend.name is Backend.TRITON
         )
 
+    def runs_known_code(self) -> bool:
+        """Tell whether the functions of the forward are known, and those that it had when it was first seen.
+
+        Fused kernels and captured graphs replace them. The model is seen by `model_identity`.
+        """
+        code, _ = seen_code(self.encoder)
+        self._code = self._code or code
+        return bool(code) and code == self._code
+
     def addresses(self) -> tuple[int, ...] | None:
-        """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None."""
+        """Addresses of all weights if a forward may be captured as a graph now, see `GraphPool`; else None.
+
+        The last number stands for the options of modules, which graphs contain.
+        """
         if (
             not self.replays
             or torch.is_grad_enabled()
@@ -300,7 +318,10 @@ class Executor:
             or torch.cuda.is_current_stream_capturing()
         ):
             return None
-        return self.plain_addresses()
+        if not self.runs_known_code():
+            return None
+        addresses = self.plain_addresses()
+        return None if addresses is None else (*addresses, seen_code(self.encoder)[1])
 
     def plain_addresses(self) -> tuple[int, ...] | None:
         """Addresses of all weights if every module is the library's or this package's own; else None."""

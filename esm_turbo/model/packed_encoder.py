@@ -73,9 +73,9 @@ class _Layer(NamedTuple):
 
 
 class _Layers(list[_Layer]):
-    """Parameters of all layers, at these addresses; copies of an encoder have their own."""
+    """Parameters of all layers, at these addresses and with these epsilons; copies of an encoder have their own."""
 
-    addresses: tuple[int, ...] = ()
+    addresses: tuple[tuple[int, ...], list[float | None]] = (), []
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -89,7 +89,7 @@ def _layers(encoder: Any) -> _Layers:
 
     To look them up in the tree of modules takes the host longer than to launch what uses them.
     """
-    addresses = tree_of(encoder).addresses()
+    addresses = tree_of(encoder).addresses(), tree_of(encoder).epsilons()
     # Held here, the storage stays alive, so that equal addresses mean the same weights.
     remembered: _Layers | None = encoder.__dict__.get("_packed_layers")
     if remembered is None or remembered.addresses != addresses:
@@ -107,7 +107,7 @@ def _layers(encoder: Any) -> _Layers:
             norms_of = (before, _norm(layer.LayerNorm), after)
             remembered.append(_Layer(*sizes, fused, dense, inner, outer, norms_of))
         # Fused parameters have moved.
-        remembered.addresses = tree_of(encoder).addresses()
+        remembered.addresses = tree_of(encoder).addresses(), addresses[1]
         encoder.__dict__["_packed_layers"] = remembered
     return remembered
 

@@ -82,6 +82,10 @@ class _Tree:
         held = chain.from_iterable([state[name].values() for state, name in self.holders])
         return tuple(map(Tensor.data_ptr, [x for x in held if x is not None]))
 
+    def epsilons(self) -> list[float | None]:
+        """What norms add to variances; None for other modules."""
+        return [state.get("eps") for state in self.states]
+
 
 def _is_replaced(hook: Any) -> bool:
     """Tell whether the packed encoder does what a hook does, or need not."""

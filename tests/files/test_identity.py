@@ -21,8 +21,10 @@ from esm_turbo.files.identity import (
     kept_digest,
     lasting_identity,
     model_identity,
+    seen_code,
 )
 from esm_turbo.files.tensor_digests import tensors_digest
+from esm_turbo.model import packed_encoder
 from esm_turbo.ops.copies import Gatherer
 from tests.helpers.models import make_esm
 
@@ -212,6 +214,29 @@ def test_models_are_loaded_under_a_name(tmp_path):
         with pytest.raises(ValueError, match="`model_id` must be a name or None"):
             turbo.model.model_id = name
     assert turbo.model.model_id == "steered"
+
+
+def test_kernels_and_graphs_run_only_what_they_replace():
+    """They would compute what the library's functions do, whatever stands in their place."""
+    model = attack.small_model("float32").model
+    executor = model.esm.executor
+    assert not executor.runs_known_code()
+    model_identity(model.esm)
+    assert executor.runs_known_code()
+    for change in ("function", "library_functional", "class_forward", "code_object", "function_mode"):
+        with ExitStack() as undo:
+            CHANGES[change](model, undo)
+            model_identity(model.esm)
+            assert not executor.runs_known_code()
+        model_identity(model.esm)
+        assert executor.runs_known_code()
+    _, options = seen_code(model.esm)
+    remembered = packed_encoder._layers(model.esm.encoder)
+    assert packed_encoder._layers(model.esm.encoder) is remembered
+    CHANGES["eps"](model, ExitStack())
+    model_identity(model.esm)
+    assert seen_code(model.esm)[1] != options
+    assert packed_encoder._layers(model.esm.encoder)[1].norms[0][2] == 1e-2
 
 
 @pytest.mark.parametrize("module", ["embeddings.dropout", "encoder.layer.0.attention.self"])
