@@ -24,6 +24,7 @@ from benchmarks.cuda import (
     calls,
     cold_start,
     decode_attention,
+    identity,
 )
 from benchmarks.cuda import memory as cuda_memory
 from benchmarks.cuda import screens as cuda_screens
@@ -180,6 +181,11 @@ GPU_BENCHMARKS: dict[str, Benchmark] = {
         partial(
             cuda_memory.extension_cases, ESM2_650M, 64, 4096, (1, 16), ("turbo4", "turbo3", "turbo2"), at_most=0.02
         ),
+    ),
+    "identity_cuda": Benchmark(
+        "cost of recognising a model: opening a store, looking for changes, captured calls with and without it",
+        partial(identity.identity_cases, ESM2_650M, 1024, 12, at_most=1.02),
+        most_repeats=15,
     ),
     "many_targets_cuda": Benchmark(
         "rows of 12-mers on 512 targets of a pool, in one batch, against as many rows on one target",
