@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esm_turbo import read_fasta, read_homologs
+from esm_turbo.proteins import alignments
 from esm_turbo.proteins.alignments import HomologFamily, UnrelatedHomologsWarning
 from esm_turbo.proteins.fasta import FastaError, ProteinRecord
 
@@ -160,6 +161,23 @@ def test_draws_keep_their_limits(family: HomologFamily, tokens: int, cap: float,
         "ids": list(found.ids), "seed": seed, "tokens": tokens, "max_similarity": cap, "min_similarity": 0.41,
         "max_homologs": most,
     }  # fmt: skip
+
+
+@given(
+    rows=st.lists(st.text("AC-", min_size=10, max_size=10), min_size=1, max_size=8),
+    block=st.integers(1, 9),
+)
+def test_neighbours_are_those_of_a_plain_loop(rows: list[str], block: int) -> None:
+    codes = np.array([list(row.encode()) for row in rows], dtype=np.uint8)
+    family = HomologFamily("it", ("",) * len(rows), ("",) * len(rows), codes, codes[0])
+    expected = []
+    for own in rows:
+        equal = [sum(a == b != "-" for a, b in zip(own, other, strict=True)) for other in rows]
+        sizes = [max(1, len(other.replace("-", ""))) for other in rows]
+        expected.append(max(1, sum(count / size >= 0.8 for count, size in zip(equal, sizes, strict=True))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(alignments, "_BLOCK", block)
+        assert family.neighbours.tolist() == expected
 
 
 def test_relatives_count_as_one(write: Write) -> None:
