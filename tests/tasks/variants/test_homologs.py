@@ -40,6 +40,18 @@ def test_scores_are_those_of_the_reference_scorer(e1: TurboEsm, method: str, num
     assert (found.contexts, found.refresh, found.arm) == (number, 0, arm)
 
 
+def test_compressed_homologs_change_scores_little() -> None:
+    """The error of the codec alone: by the default preset, of scores over several nats."""
+    calibrated = TurboEsm.from_pretrained(E1_MINI, device="cpu")
+    exact, found = (
+        calibrated.score_variants(WILD_TYPE, VARIANTS, arm=arm, context=CONTEXTS) for arm in ("frozen", None)
+    )
+    assert (found.arm, found.preset) == ("turbo", "turbo3")
+    assert 0 < np.abs(np.subtract(found.values, exact.values)).max() < 0.5
+    stored = calibrated.score_variants(WILD_TYPE, VARIANTS, context=calibrated.prefill(CONTEXTS))
+    assert_close(stored.values, found.values, 0.05)
+
+
 @pytest.mark.parametrize("method", ["masked", "wild_type"])
 def test_scores_of_the_protein_alone_are_those_of_the_reference_scorer(e1: TurboEsm, method: str) -> None:
     found = e1.score_variants(WILD_TYPE, VARIANTS, method=method)
