@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,52 @@ class _Group:
         return self.queries.longest * len(self.to_blocks) * self.seen.longest
 
 
+def _group(
+    residues: Tensor,
+    blocks: Tensor,
+    members: Sequence[tuple[slice, slice, slice, Tensor]],
+    rows: Sequence[slice],
+    pairs: Sequence[slice],
+    key_blocks: Sequence[Tensor],
+    device: torch.device,
+) -> _Group:
+    """A group of proteins.
+
+    Args:
+        residues: 1 for residues, float32 [tokens].
+        blocks: block of each token, [tokens].
+        members: tokens, context, tokens seen and queries of each protein.
+        rows: queries of each protein among those of all.
+        pairs: its (query, block) pairs among those of all.
+        key_blocks: blocks of its context.
+        device: of the group.
+    """
+    parts, contexts, seen, drawn = zip(*members, strict=True)
+    keys = Padding(contexts, device)
+    scale = torch.stack([residues[part].sum() / len(chosen) for part, chosen in zip(parts, drawn, strict=True)])
+    most = max(map(len, key_blocks))
+    to_blocks = torch.zeros(len(parts), keys.longest, most)
+    real = torch.zeros(len(parts), max(map(len, drawn)), most, dtype=torch.bool)
+    own = [torch.zeros(3, 0, dtype=torch.int64)]
+    for number, (part, context, chosen, columns) in enumerate(zip(parts, contexts, drawn, key_blocks, strict=True)):
+        shares = (blocks[context, None] == columns) * (residues[context] * scale[number])[:, None]
+        to_blocks[number, : len(shares), : len(columns)] = shares
+        real[number, : len(chosen), : len(columns)] = True
+        if context == part:
+            own.append(torch.stack((torch.full_like(chosen, number), torch.arange(len(chosen)), chosen)))
+    own_protein, own_row, own_column = torch.cat(own, dim=1).to(device)
+    return _Group(
+        Padding(rows, device),
+        Padding(seen, device),
+        keys,
+        scale[:, None].to(device),
+        (own_protein, own_row, own_column),
+        to_blocks.to(device),
+        slice(pairs[0].start, pairs[-1].stop),
+        None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device),
+    )
+
+
 class SensitivityCollector(Collector):
     """Estimate of `Sensitivity` from a sample of the residues' queries.
 
@@ -69,13 +115,8 @@ class SensitivityCollector(Collector):
         self.output_root = pad(output_root, (0, 2))
         residues = (~proteins.special).float()
         blocks = proteins.positions // KEY_BLOCK
-        members = [
-            (part, keys, seen, chosen)
-            for part, keys, seen, chosen in zip(
-                proteins.parts, proteins.contexts, proteins.seen, proteins.queries, strict=True
-            )
-            if len(chosen)
-        ]
+        every = zip(proteins.parts, proteins.contexts, proteins.seen, proteins.queries, strict=True)
+        members = [member for member in every if len(member[-1])]
         rows = list(slices([len(chosen) for *_, chosen in members]))
         key_blocks = [
             torch.arange(int(blocks[keys.start]), int(blocks[keys.stop - 1]) + 1) for _, keys, _, _ in members
@@ -87,35 +128,10 @@ class SensitivityCollector(Collector):
         ]
         pair_blocks = [columns.repeat(len(one)) for one, columns in zip(queries, key_blocks, strict=True)]
         pairs = list(slices(list(map(len, pair_queries))))
-        self.groups: list[_Group] = []
-        for group in parts_together([seen.stop - seen.start for _, _, seen, _ in members], device):
-            parts, contexts, seen, drawn = zip(*members[group], strict=True)
-            keys = Padding(contexts, device)
-            scale = torch.stack([residues[part].sum() / len(one) for part, one in zip(parts, drawn, strict=True)])
-            widths = [len(columns) for columns in key_blocks[group]]
-            to_blocks = torch.zeros(len(parts), keys.longest, max(widths))
-            real = torch.zeros(len(parts), max(map(len, drawn)), max(widths), dtype=torch.bool)
-            own = []
-            for number, (part, context, chosen) in enumerate(zip(parts, contexts, drawn, strict=True)):
-                columns = key_blocks[group][number]
-                shares = (blocks[context, None] == columns) * (residues[context] * scale[number])[:, None]
-                to_blocks[number, : len(shares), : len(columns)] = shares
-                real[number, : len(chosen), : len(columns)] = True
-                if context == part:
-                    own.append(torch.stack((torch.full_like(chosen, number), torch.arange(len(chosen)), chosen)))
-            self_pairs = torch.cat([torch.zeros(3, 0, dtype=torch.int64), *own], dim=1).to(device)
-            self.groups.append(
-                _Group(
-                    Padding(rows[group], device),
-                    Padding(seen, device),
-                    keys,
-                    scale[:, None].to(device),
-                    (self_pairs[0], self_pairs[1], self_pairs[2]),
-                    to_blocks.to(device),
-                    slice(pairs[group][0].start, pairs[group][-1].stop),
-                    None if bool(real.all()) else real.flatten().nonzero()[:, 0].to(device),
-                )
-            )
+        self.groups = [
+            _group(residues, blocks, members[some], rows[some], pairs[some], key_blocks[some], device)
+            for some in parts_together([seen.stop - seen.start for _, _, seen, _ in members], device)
+        ]
         residues *= proteins.stored
         self.count = int(residues.sum())
         self.residues = residues.to(device)
