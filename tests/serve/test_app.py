@@ -133,7 +133,10 @@ def test_lines_report_progress(client, context):
     assert answer.headers["content-type"] == "application/x-ndjson"
     *lines, last = [json.loads(line) for line in answer.body.splitlines()]
     assert lines and all(0 <= line["progress"]["done"] <= line["progress"]["total"] for line in lines)
-    assert last["result"] == client.post(f"/v1/contexts/{context}/variants", {}).json
+    result, plain = last["result"], client.post(f"/v1/contexts/{context}/variants", {}).json
+    # Pieces are cut by how fast the machine is, which moves last bits.
+    ours, theirs = ([one["score"] for one in each.pop("variants")] for each in (result, plain))
+    assert result == plain and ours == pytest.approx(theirs, abs=TOLERANCE)
 
 
 def test_many_clients_at_once_get_their_own_answers(client, turbo):
