@@ -11,12 +11,13 @@ then used within the call that computes them, unless the user names the model (`
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import operator
 import uuid
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,11 +48,13 @@ __all__ = [
     "kept_digest",
     "lasting_identity",
     "model_identity",
+    "owned",
     "seen_before",
     "seen_code",
 ]
 
 _KEPT_AS = "_seen_model"
+_OWNED = weakref.WeakSet[Any]()
 _VERSION = operator.attrgetter("_version")
 
 Gather = Callable[[Sequence[Tensor]], Callable[[], Tensor]]
@@ -184,7 +187,22 @@ def exact_identity(model: Any) -> ModelIdentity:
     Raises:
         ValueError: as of `model_identity`.
     """
-    return _look(model).identity(model)
+    return model_identity(model) if model in _OWNED else _look(model).identity(model)
+
+
+@contextlib.contextmanager
+def owned(model: Any) -> Iterator[None]:
+    """Within the block, nothing but the caller reaches the model: it is read once, and later looked at as by each call.
+
+    Args:
+        model: as of `exact_identity`.
+    """
+    exact_identity(model)
+    _OWNED.add(model)
+    try:
+        yield
+    finally:
+        _OWNED.discard(model)
 
 
 def lasting_identity(model: Any) -> ModelIdentity:

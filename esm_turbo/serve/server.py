@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import uvicorn
 
+from esm_turbo.files.identity import owned
 from esm_turbo.serve.app import make_app
 from esm_turbo.serve.connections import Connection
 from esm_turbo.serve.service import Service
@@ -142,7 +143,8 @@ class Server:
         All of that takes as long as a request may; requests that need longer get 503. The engine may be alive still if
         a single batch takes longer.
         """
-        with _short_turns:
+        # Otherwise each look into the store would read all weights.
+        with _short_turns, owned(self.service.turbo.model.base_model):
             self.service.engine.start()
             try:
                 self._server.run(sockets=[self.listener])

@@ -21,6 +21,7 @@ from esm_turbo.files.identity import (
     kept_digest,
     lasting_identity,
     model_identity,
+    owned,
     seen_code,
 )
 from esm_turbo.files.tensor_digests import tensors_digest
@@ -282,6 +283,19 @@ def test_large_writes_without_a_trace_are_noticed(model):
     data.view(-1)[data.numel() // 2 :][: -(-data.numel() // 16)].add_(0.5)
     assert model_identity(model, sampled=False) is before
     assert model_identity(model, sampled=True, gather=Gatherer).difference(before) == "the weights differ"
+
+
+def test_a_model_that_nobody_else_reaches_is_read_once(model):
+    with owned(model):
+        first = exact_identity(model)
+        assert exact_identity(model) is first
+        with torch.no_grad():
+            next(model.parameters()).mul_(1.5)
+        assert exact_identity(model).difference(first)
+        last = exact_identity(model)
+    # A single value, which leaves no trace.
+    next(model.parameters()).data.view(-1)[5] += 1
+    assert exact_identity(model).difference(last)
 
 
 def test_copies_and_freed_models(model):
