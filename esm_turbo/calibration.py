@@ -22,12 +22,14 @@ from esm_turbo.config import PRODUCT_PRESETS, Geometry, TurboConfig
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
 from esm_turbo.files.families import encoder_of
 from esm_turbo.files.fingerprint import (
+    HALF_RTOL,
     Fingerprint,
     attention_fingerprint,
     is_adapted,
     model_fingerprint,
     same_attention,
     same_model,
+    same_weights,
 )
 from esm_turbo.files.kinds import CALIBRATION_FILE
 from esm_turbo.files.quality import InaccuratePresetWarning, Quality
@@ -123,7 +125,8 @@ class Calibration:
     def check_model(self, model: PreTrainedModel) -> None:
         """Check that this calibration belongs to a model.
 
-        Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted.
+        Warns with an `OtherWeightsWarning` if it does, but was made before the model was fine-tuned or adapted, or if
+        only the rounding of float16 may tell the weights apart.
 
         Args:
             model: an encoder or a model with one, of the library's classes or of this package's.
@@ -142,6 +145,13 @@ class Calibration:
             warnings.warn(
                 "the calibration was made before the model was fine-tuned or adapted: caches are less accurate than"
                 " with a calibration of its own",
+                OtherWeightsWarning,
+                stacklevel=3,
+            )
+        elif self.weights is not None and not same_weights(self.weights, weights):
+            warnings.warn(
+                f"the calibration was made for weights of {self.provenance.get('model', 'a model')} that agree with the"
+                f" model's to {HALF_RTOL:g}, as after rounding to float16: calibrate again if it is another one",
                 OtherWeightsWarning,
                 stacklevel=3,
             )

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import warnings
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from transformers import EsmModel
 
 from esm_turbo import Calibration, KVCalibrator, TurboConfig, TurboEsmForMaskedLM, TurboEsmModel
 from esm_turbo.assets import EMBEDDED_MODEL
-from esm_turbo.calibration import FORMAT_VERSION, READABLE_VERSIONS
+from esm_turbo.calibration import FORMAT_VERSION, READABLE_VERSIONS, OtherWeightsWarning
 from esm_turbo.config import PRODUCT_PRESETS, Geometry
 from esm_turbo.files import artifacts
 from esm_turbo.files.artifacts import ArtifactError, read_artifact, write_artifact
@@ -481,3 +482,19 @@ def test_provenance_is_a_copy(calibration):
     mine = Calibration(calibration.statistics, calibration.fingerprint, given)
     given["model"] = "b"
     assert mine.provenance == {"model": "a"}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_that_only_agree_are_mentioned(model, calibration, tmp_path, dtype):
+    """A fine-tuned model may be as near as a rounding to float16: its calibration is another one, and is not silent."""
+    calibration.save(tmp_path / "calibration.safetensors")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Calibration.load(tmp_path / "calibration.safetensors", model=model)
+        Calibration.load(tmp_path / "calibration.safetensors", model=copy.deepcopy(model).bfloat16())
+    tuned = copy.deepcopy(model)
+    with torch.no_grad():
+        weight = tuned.esm.encoder.layer[0].intermediate.dense.weight
+        weight.add_(weight.abs().mean() * weight.sign(), alpha=5e-3)
+    with pytest.warns(OtherWeightsWarning, match=r"of tiny-esm2 that agree with the model's to 0\.02"):
+        Calibration.load(tmp_path / "calibration.safetensors", model=tuned.to(dtype))

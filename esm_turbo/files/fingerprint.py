@@ -30,7 +30,7 @@ RTOL = 1e-2
 CODEC_RTOL = 1e-4
 # Sums in another order, and roundings of float16, which are not those of bfloat16, relative to a tensor's norm.
 _MODEL_RTOL = 1e-4
-_HALF_RTOL = 2e-2
+HALF_RTOL = 2e-2
 _NUM_PROJECTIONS = 4
 _NUM_BLOCKS = 4
 # Below this root mean square, differences count absolutely: float16 has no relative precision there.
@@ -98,7 +98,12 @@ def same_model(a: Fingerprint, b: Fingerprint, *, rounded: bool = False) -> bool
         return not np.isnan(a).any()
     if a.shape != b.shape or a.ndim != 2 or not np.array_equal(a[0, 1:], b[0, 1:]):
         return False
-    return _close(a[1:], b[1:], _HALF_RTOL if rounded or a[0, 0] or b[0, 0] else _MODEL_RTOL)
+    return _close(a[1:], b[1:], HALF_RTOL if rounded or a[0, 0] or b[0, 0] else _MODEL_RTOL)
+
+
+def same_weights(a: Fingerprint, b: Fingerprint) -> bool:
+    """True if the fingerprints of `same_model` agree so far that only sums can have differed."""
+    return a.shape == b.shape and _close(a[1:], b[1:], _MODEL_RTOL)
 
 
 def same_attention(a: Fingerprint, b: Fingerprint) -> bool:
