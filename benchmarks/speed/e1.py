@@ -258,7 +258,7 @@ def _random_model(dtype: torch.dtype) -> TurboEsm:
     torch.manual_seed(0)
     with torch.device(cuda_timing.DEVICE):
         model = TurboE1ForMaskedLM(TurboE1Config()).eval()
-    return _calibrated(TurboEsm(model, E1Tokenizer()), dtype)
+    return _calibrated(TurboEsm(model, E1Tokenizer.from_pretrained(E1_MINI)), dtype)
 
 
 def _calibrated(turbo: TurboEsm, dtype: torch.dtype) -> TurboEsm:

@@ -8,10 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from esm_turbo import TurboEsm
+from esm_turbo import KVCalibrator, TurboEsm
+from esm_turbo.config import Backend
 from esm_turbo.model.executor import Executor
 from esm_turbo.ops import triton_encoder
+from esm_turbo.proteins.e1_tokenizer import E1Tokenizer
 from tests.helpers import torch_encoder
+from tests.helpers.e1 import make_e1, random_row
+from tests.helpers.triton_devices import on_devices, right_triton  # noqa: F401
 from tests.test_modeling_e1_turbo import E1_MINI
 
 CONTEXTS = ["MKTAYIAKQRQISFVKSHFSRQ,MKSAYLAKQRHISFIKAHFSRQLEE,MRTAFIAKQ", "MKXXTAYX,XGSW", "MKSAYLAKQRH"]
@@ -85,3 +89,29 @@ def test_hidden_states_of_rows_without_a_context(e1: TurboEsm, packs: Callable[[
 
     for layer in (0, 3, 12):
         both(packs, partial(call, layer), 1)
+
+
+@on_devices("preset", cpu=("exact",), gpu=("exact", "turbo3"))
+@torch.no_grad()
+def test_with_kernels(device: str, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Global and within layers, of contexts that kernels wrote, against plain attention to the same contexts."""
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    turbo = TurboEsm(make_e1(head_dim=16, layers=6), E1Tokenizer.from_pretrained(E1_MINI))
+    calibration = KVCalibrator(turbo.model).partial_fit(random_row([90, 80, 60])).finalize(["turbo3"])
+    turbo.model.to(device, dtype)
+    if device == "cpu":
+        # Flash attention runs on a GPU only.
+        monkeypatch.setattr(triton_encoder, "attend", torch_encoder.attend)
+        monkeypatch.setattr(Executor, "_can_pack", lambda self, plan: self.kv.kv_backend.name is Backend.TRITON)
+        monkeypatch.setattr("esm_turbo.model.cache_engine.CacheEngine.compile_ahead", lambda self, *codecs: None)
+    found: dict[str, list[torch.Tensor]] = {}
+    turbo.model.set_turbo(calibration=calibration, preset=preset, backend="triton")
+    caches = [turbo.prefill(CONTEXTS), turbo.prefill(CONTEXTS[0])]
+    for backend in ("triton", "torch"):
+        turbo.model.set_turbo(calibration=calibration, preset=preset, backend=backend)
+        outputs = [turbo.extend(cache, QUERIES) for cache in caches]
+        found[backend] = [torch.where(x.attention_mask[..., None] != 0, x.hidden_states, 0).float() for x in outputs]
+    for ours, theirs in zip(*found.values(), strict=True):
+        # States after the last norm are of size one; bfloat16 has eight bits.
+        assert (ours - theirs).abs().max() <= (1e-3 if device == "cpu" else 0.15)
+        assert (ours - theirs).norm() <= (1e-4 if device == "cpu" else 0.02) * theirs.norm()
