@@ -179,25 +179,27 @@ class ContextStore:
             FolderBusyError: (a ValueError) another process was writing for all of `lock_timeout`.
             OSError: writing failed, for example because the disk is full. The store remains intact.
         """
+        requests = context_requests(turbo, sequences, total_tokens, total_masks)
+        unique = deduplicate(requests)
+        spec = context_spec(turbo)
+        found: dict[str, FlatContext] = {}
         with self._mutex:
-            requests = context_requests(turbo, sequences, total_tokens, total_masks)
-            unique = deduplicate(requests)
-            spec = context_spec(turbo)
             partition = self._files.partition(spec)
-            found: dict[str, FlatContext] = {}
             for one in unique:
                 context = self._lookup.find(partition, one.key, turbo.model.device)
                 if context is not None:
                     found[one.key] = context
-            done = {index for index, one in enumerate(unique) if one.key in found}
-            for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+        done = {index for index, one in enumerate(unique) if one.key in found}
+        # Other threads read meanwhile.
+        for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+            with self._mutex:
                 self._usage.count("missed", len(filled.requests))
-                found |= filled.contexts
-            if len(requests) == 1:
-                return found[requests[0].key].clone().cache(spec)
-            caches = {key: context.cache(spec) for key, context in found.items()}
-            # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
-            return TurboKVCache.cat([caches[one.key] for one in requests])
+            found |= filled.contexts
+        if len(requests) == 1:
+            return found[requests[0].key].clone().cache(spec)
+        caches = {key: context.cache(spec) for key, context in found.items()}
+        # `cat` copies, so that changes of the result do not reach the contexts kept in memory.
+        return TurboKVCache.cat([caches[one.key] for one in requests])
 
     def hold(
         self,
@@ -220,14 +222,14 @@ class ContextStore:
             NotEnoughMemoryError: they do not fit beside contexts that others hold. None of them is held then.
             ValueError, FolderBusyError, OSError: as of `get_or_prefill`.
         """
-        with self._mutex:
-            requests = context_requests(turbo, sequences, total_tokens, total_masks)
-            unique = deduplicate(requests)
-            spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
-            partition = self._files.partition(spec)
-            done: set[int] = set()
-            entries: dict[str, tuple[str, str]] = {}
-            try:
+        requests = context_requests(turbo, sequences, total_tokens, total_masks)
+        unique = deduplicate(requests)
+        spec, device, hold = context_spec(turbo), turbo.model.device, self._lookup.pool.hold()
+        done: set[int] = set()
+        entries: dict[str, tuple[str, str]] = {}
+        try:
+            with self._mutex:
+                partition = self._files.partition(spec)
                 for index, one in enumerate(unique if partition is not None else ()):
                     assert partition is not None
                     entry = partition.name, one.key
@@ -239,7 +241,8 @@ class ContextStore:
                         continue
                     done.add(index)
                     entries[one.key] = entry
-                for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+            for filled in self._fill(turbo, spec, unique, done, toks_per_batch):
+                with self._mutex:
                     self._usage.count("missed", len(filled.requests))
                     partition = self._files.partition(spec)
                     # What is not stored is not found again: of contexts in memory, partitions tell the kinds apart.
@@ -247,10 +250,11 @@ class ContextStore:
                     for key, context in filled.contexts.items():
                         entries[key] = name, key
                         self._lookup.hold(hold, entries[key], context, device)
+            with self._mutex:
                 return hold.contexts([entries[one.key] for one in requests], spec)
-            except BaseException:
-                hold.release()
-                raise
+        except BaseException:
+            hold.release()
+            raise
 
     def find(
         self, turbo: ContextModel, token_ids: Sequence[Sequence[int]], config: TurboConfig
@@ -396,19 +400,19 @@ class ContextStore:
         """
         self._refuse_read_only()
         report = progress or silent
+        requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
+        spec = context_spec(turbo)
         with self._mutex:
-            requests = deduplicate(context_requests(turbo, sequences, total_tokens, total_masks))
-            spec = context_spec(turbo)
             done = self._done(spec, requests, report)
             self._files.sweep_once()
-            residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
-            report("prefill", 0, total)
-            computed = 0
-            for filled in self._fill(turbo, spec, requests, done, toks_per_batch, on_failure):
-                computed += filled.computed
-                residues += sum(one.tokens - 1 for one in filled.requests)
-                report("prefill", residues, total)
-            return computed
+        residues, total = 0, sum(one.tokens - 1 for index, one in enumerate(requests) if index not in done)
+        report("prefill", 0, total)
+        computed = 0
+        for filled in self._fill(turbo, spec, requests, done, toks_per_batch, on_failure):
+            computed += filled.computed
+            residues += sum(one.tokens - 1 for one in filled.requests)
+            report("prefill", residues, total)
+        return computed
 
     def add_batches(
         self,

@@ -24,7 +24,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from esm_turbo import ContextStore, TurboEsm, TurboKVCache
+from esm_turbo import ContextStore, TurboEsm, TurboKVCache, context_store
 from esm_turbo.cli import app as cli
 from esm_turbo.config import DEFAULT_PRESET, TurboConfig
 from esm_turbo.context_store import context_key, is_store, store_info
@@ -1026,6 +1026,32 @@ def test_threads_share_a_store(compressed, tmp_path):
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+@pytest.mark.parametrize("method", ["get_or_prefill", "hold", "add"])
+def test_readers_do_not_wait_for_what_is_computed(compressed, tmp_path, monkeypatch, method):
+    store = ContextStore(tmp_path)
+    store.add(compressed, "MKTAY")
+    began, go_on = threading.Event(), threading.Event()
+    prefill = context_store.prefill_wanted
+
+    def slow(*args):
+        began.set()
+        assert go_on.wait(60)
+        return prefill(*args)
+
+    monkeypatch.setattr(context_store, "prefill_wanted", slow)
+    with ThreadPoolExecutor(2) as pool:
+        computing = pool.submit(getattr(store, method), compressed, "GSGSG")
+        try:
+            assert began.wait(60)
+            for use in (store.get, store.get_or_prefill, store.hold):
+                assert pool.submit(use, compressed, "MKTAY").result(30) is not None
+            assert not computing.done()
+        finally:
+            go_on.set()
+        computing.result(60)
+    assert store.get(compressed, "GSGSG")[0] is not None
 
 
 def test_read_only(compressed, tmp_path, prefilled):

@@ -75,7 +75,7 @@ class Filling:
     Args:
         files: of the store.
         lookup: likewise.
-        mutex: held while a batch is begun, and while it is finished.
+        mutex: held while a batch is looked up, and while it is put among the others, but not while it is computed.
         spec: kind of the contexts.
         device: of the model.
         prefill: computes contexts; those that it leaves out have failed.
@@ -156,8 +156,8 @@ class Filling:
         Returns:
             The batch, for `_finish`; None if some of it is left to another process.
         """
-        with self.mutex, contextlib.ExitStack() as claim:
-            with self.files.writing(self.spec) as partition:
+        with contextlib.ExitStack() as claim:
+            with self.mutex, self.files.writing(self.spec) as partition:
                 found = self.lookup.read_all(partition, [one.key for one in requests], self.device)
                 missing = [one for one in requests if one.key not in found]
                 keys = [one.key for one in missing]
