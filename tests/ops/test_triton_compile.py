@@ -165,7 +165,9 @@ def test_packed_encoder(compile_for: Compile, dtype: torch.dtype) -> None:
     qkv = torch.randn(5, 3, 40, 64).to(dtype)
     kernels = compile_for(
         partial(triton_encoder.add_layer_norm, x, x, x[0], x[0], 1e-5),
+        partial(triton_encoder.add_rms_norm, x, x, x[0], 1e-5),
         partial(triton_encoder.rotate_, torch.randn(5, 3, 20, 16).to(dtype), angles, angles, 0.25),
+        partial(triton_encoder.rotate_, torch.randn(5, 3, 20, 16).to(dtype), angles, angles, 0.25, 8.0),
         partial(triton_encoder.gelu_, x),
         partial(triton_encoder.norm_rotate_, qkv, wide, wide, 1e-5, halves, halves, 0.125),
         partial(triton_encoder.swiglu, x),
