@@ -376,7 +376,9 @@ def read_pt(path: Path) -> dict[str, Any]:
 
     Raises:
         ArtifactError: the file is damaged or truncated.
+        MemoryError: an undamaged file does not fit into memory.
     """
+    bad: str | None = ""
     try:
         buffer = io.BytesIO(path.read_bytes())
         with zipfile.ZipFile(buffer) as file:
@@ -387,6 +389,8 @@ def read_pt(path: Path) -> dict[str, Any]:
         content = dict(torch.load(buffer, weights_only=True))
     # A damaged header can raise almost any exception.
     except Exception as error:
+        if isinstance(error, MemoryError) and not bad:
+            raise
         raise ArtifactError(f"{path}: damaged ({error})") from error
     if bad is not None:
         raise ArtifactError(f"{path}: damaged ({bad} was altered)")

@@ -81,6 +81,22 @@ def test_any_damaged_byte_of_a_pt_file_is_found_or_harmless(run, tmp_path):
     assert found > len(good) / 2
 
 
+def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch):
+    """A file that cannot be read now is neither reported nor computed again."""
+    out = tmp_path / "out"
+    run(out)
+    before = files(out)
+
+    def load(*args, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(MemoryError):
+        run(out)
+    assert files(out) == before
+
+
+
 @pytest.mark.parametrize(
     "content",
     [b"\xff\xfe" * 20, b"id\tresidues\n", b"id\tresidues\tembedding\tcache\n\x80\tx\n", b""],
