@@ -26,6 +26,12 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+@pytest.fixture
+def modes_only_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modes of PyTorch that a test enters change no result: contexts may be kept."""
+    monkeypatch.setattr("esm_turbo.files.identity.active_modes", lambda: "")
+
+
 @pytest.fixture(autouse=True)
 def as_signals_were() -> Iterator[None]:
     """Handlers of SIGINT and SIGTERM outlive no test: a command run in this process ignores both once it is done."""

@@ -24,6 +24,8 @@ from esm_turbo import KVCalibrator, TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.config import PRESETS
 from tests.helpers.models import CACHE_CONFIGS, make_calibration, make_esm, random_ids
 
+pytestmark = pytest.mark.usefixtures("modes_only_watch")
+
 MISSING_DTYPES = (torch.float64, torch.complex32, torch.complex64, torch.complex128)
 # Kernels for MPS exist, but not for these dtypes.
 MISSING_FOR_DTYPE = {"sort": (torch.bool,), "argsort": (torch.bool,), "topk": (torch.bool,)}

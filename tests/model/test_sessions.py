@@ -24,6 +24,8 @@ from esm_turbo.ops.backends import KVBackend
 from tests.helpers.frozen_esm2 import FrozenEsm2
 from tests.helpers.models import CLS, EOS, MASK, assert_same_states, random_ids, rounding
 
+pytestmark = pytest.mark.usefixtures("modes_only_watch")
+
 LENGTHS = (1, 17, 63, 70, 1000)
 ROUNDING = rounding(EsmConfig.from_pretrained(EMBEDDED_MODEL))
 

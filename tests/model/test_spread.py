@@ -35,7 +35,10 @@ PEPTIDES = ["ACDKL", "GHIK"]
 # One CPU computes both, in the same order.
 EXACTLY = {"rtol": 0, "atol": 0}
 
-pytestmark = pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning")
+pytestmark = [
+    pytest.mark.usefixtures("modes_only_watch"),
+    pytest.mark.filterwarnings("ignore::esm_turbo.proteins.limits.UntrainedInputWarning"),
+]
 
 
 @pytest.fixture(scope="module", params=INSTALLED)

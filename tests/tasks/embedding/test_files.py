@@ -96,7 +96,6 @@ def test_too_little_memory_is_no_damage(run, tmp_path, monkeypatch):
     assert files(out) == before
 
 
-
 @pytest.mark.parametrize(
     "content",
     [b"\xff\xfe" * 20, b"id\tresidues\n", b"id\tresidues\tembedding\tcache\n\x80\tx\n", b""],
