@@ -10,6 +10,7 @@ import torch
 
 from esm_turbo import TurboEsm, TurboEsmForMaskedLM, TurboKVCache
 from esm_turbo.context_model import ContextModel, as_list
+from esm_turbo.files.identity import seen_before
 from tests.helpers.models import CLS, assert_same_states
 
 MakeModel = Callable[..., TurboEsmForMaskedLM]
@@ -238,3 +239,13 @@ def test_devices_need_a_loaded_model(exact: TurboEsm) -> None:
     assert model.runner(None) is None
     with pytest.raises(ValueError, match=r"^`devices` needs a model that is loaded by TurboEsm, got 'all'"):
         model.runner("all")
+
+
+def test_calls_read_the_weights_of_an_unchanged_model_once(turbo: TurboEsm) -> None:
+    cache = turbo.prefill("MKTAYIAKQR")
+    seen = seen_before(turbo.model.base_model)
+    assert seen is not None
+    for _ in range(2):
+        turbo.extend(cache, "GSG")
+        turbo.prefill("MKT")
+    assert seen_before(turbo.model.base_model) is seen

@@ -257,7 +257,7 @@ def _random_model(dtype: torch.dtype) -> TurboEsm:
     """The published geometry of 600M, as initialised."""
     torch.manual_seed(0)
     with torch.device(cuda_timing.DEVICE):
-        model = TurboE1ForMaskedLM(TurboE1Config()).eval()
+        model = TurboE1ForMaskedLM(TurboE1Config()).eval().to(cuda_timing.DEVICE)
     return _calibrated(TurboEsm(model, E1Tokenizer.from_pretrained(E1_MINI)), dtype)
 
 

@@ -104,7 +104,9 @@ class ForwardCode:
                     pending.append(value)
         for library in _TORCH:
             for key in called:
-                if (value := getattr(library, key, None)) is not None:
+                value = getattr(library, key, None)
+                # What a class makes anew at each access, such as `Tensor.__call__`, cannot be replaced in the module.
+                if value is not None and value is getattr(library, key):
                     self._add(library, key, value, f"{library.__name__}.{key}")
 
     def _add_module(self, name: str, module: nn.Module) -> None:

@@ -145,6 +145,7 @@ OPERATIONS = {"encode_packed", "attend_packed", "rotate", "gelu"}
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("modes_only_watch")
 @pytest.mark.parametrize(("backend", "expected"), [("triton", OPERATIONS), ("torch", set()), ("reference", set())])
 def test_operations_are_those_of_the_backend(
     backend: str, expected: set[str], tiny_model: Callable[..., TurboEsmForMaskedLM]
@@ -154,11 +155,13 @@ def test_operations_are_those_of_the_backend(
 
 
 @pytest.mark.interpreter
+@pytest.mark.usefixtures("modes_only_watch")
 def test_codecs_without_kernels_run_in_pytorch(tiny_model: Callable[..., TurboEsmForMaskedLM]) -> None:
     assert use_a_cache(tiny_model(preset="exact", heads=2, backend="triton")) == {"rotate", "gelu"}
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("modes_only_watch")
 @pytest.mark.parametrize(("backend", "expected"), [("auto", OPERATIONS), ("triton", OPERATIONS), ("torch", set())])
 @pytest.mark.parametrize("preset", ["turbo3", "paper"])
 def test_operations_on_a_gpu_are_those_of_the_backend(
