@@ -114,7 +114,7 @@ def test_stored_contexts_are_those_that_generation_and_embedding_use(esm, fasta,
     [
         (
             ["generate", "--positions", "2"],
-            "--store holds contexts to append to; --positions computes the protein with",
+            "--store holds contexts to append to; in place, the protein is computed with masks instead",
         ),
         (["embed", "out"], "--store keeps compressed caches; give --include cache as well"),
     ],

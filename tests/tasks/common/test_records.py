@@ -60,7 +60,7 @@ def test_many_unknown_names_are_one_record() -> None:
     good, bad = parse_rows("a.csv", rows("b", "a", "c", "b"), "rows", name, find)
     assert good == ["a"]
     reason = "there is no usable target 'b', 'c'; there are 'a'"
-    assert bad == [BadRecord("lines 2, 4, 5", reason)]
+    assert bad == [BadRecord("lines 2, 4, 5", reason, count=3)]
 
 
 def test_a_column_of_unknown_names_is_one_error() -> None:
