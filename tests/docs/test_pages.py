@@ -40,9 +40,6 @@ NOT_RUN = {
         ("biotrainer train", "a command of biotrainer"),
     ],
     "docs/e1.md": [("esm-turbo variants", "takes minutes")],
-    "docs/notes/kernels.md": [
-        ("TRITON_INTERPRET=1 python", "the first command is `make test-interpreter`, the second needs an NVIDIA GPU")
-    ],
     "docs/performance.md": [("python -m", "needs an NVIDIA GPU")],
     "docs/serving.md": [
         ("pip install", "runs until it is stopped"),
