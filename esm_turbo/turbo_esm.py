@@ -29,7 +29,7 @@ from esm_turbo.tasks.variants import score as variants
 
 if TYPE_CHECKING:
     from esm_turbo.calibration import Calibration
-    from esm_turbo.parallel.calls import Devices
+    from esm_turbo.parallel.workers import Devices
     from esm_turbo.tasks.common.pieces import Runner
 
 _log = logging.getLogger(__name__)
@@ -195,8 +195,7 @@ class TurboEsm(ContextModel):
         """
         if devices is None:
             return None
-        from esm_turbo.parallel.calls import DeviceRunner
-        from esm_turbo.parallel.workers import Workers
+        from esm_turbo.parallel.workers import DeviceRunner, Workers
 
         return devices if isinstance(devices, Workers) else DeviceRunner(self, devices)
 

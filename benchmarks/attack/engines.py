@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from benchmarks.attack.commands import Files, differences, outputs, protein
 from benchmarks.attack.trial import Finding, Outcome, command, start_command
-from esm_turbo.tasks.common.pieces import PieceProgress
+from esm_turbo.tasks.common.progress import StageProgress
 
 _FASTA = "proteins.fasta"
 _BATCH = ("--toks-per-batch", "80")
@@ -96,7 +95,7 @@ class Killer:
 
     def install(self) -> None:
         """Wait for the run to begin, for the rest of the process."""
-        begun, finished = PieceProgress.__init__, PieceProgress.finish
+        advance = StageProgress.advance
         seen: set[bool] = set()
 
         def once(after_first: bool) -> None:
@@ -108,15 +107,11 @@ class Killer:
                         timer.daemon = True
                         timer.start()
 
-        def begin(progress: PieceProgress, *arguments: Any, **options: Any) -> None:
-            begun(progress, *arguments, **options)
-            once(False)
+        def advance_once(progress: StageProgress, units: int) -> None:
+            advance(progress, units)
+            once(units > 0)
 
-        def finish(progress: PieceProgress, index: int) -> None:
-            finished(progress, index)
-            once(True)
-
-        PieceProgress.__init__, PieceProgress.finish = begin, finish  # type: ignore[method-assign]
+        StageProgress.advance = advance_once  # type: ignore[method-assign]
 
     def _strike(self) -> None:
         children = local_workers(os.getpid())

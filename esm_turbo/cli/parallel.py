@@ -67,7 +67,7 @@ class Spread(Generic[_Options]):
         if parallel.devices is not None:
             if parallel.workers is not None:
                 raise ValueError("--workers are processes on a CPU, --devices one on each device; give one of them")
-            from esm_turbo.parallel.calls import cuda_devices
+            from esm_turbo.parallel.workers import cuda_devices
 
             names = cuda_devices() if parallel.devices == (ALL,) else parallel.devices
             if not names:

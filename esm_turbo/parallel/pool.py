@@ -7,14 +7,15 @@ import pickle
 import warnings
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from esm_turbo.parallel.worker import Answer
-from esm_turbo.tasks.common.pieces import PieceProgress, Task
-from esm_turbo.tasks.common.progress import Progress
+from esm_turbo.tasks.common.pieces import Task
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 PieceT = TypeVar("PieceT")
 ResultT = TypeVar("ResultT")
@@ -30,67 +31,53 @@ class NoWorkersError(RuntimeError):
     """No device is left on which pieces can run."""
 
 
-class ProcessDied(Exception):
-    """A process ended during a call; the message says of what."""
-
-
-class Slot(ABC):
-    """A device with a process that holds the model, which can be replaced.
-
-    Attributes:
-        device: name of the device.
-        call: that the process has not answered.
-        pieces: numbers of those that it runs.
-        started: whether there is a process.
-        deaths: how often it has died since it last finished a call.
-        given_up: whether the device is left to others.
-    """
-
-    def __init__(self, device: str) -> None:
-        self.device = device
-        self.call: Future[bytes] | None = None
-        self.pieces: list[int] = []
-        self.started = False
-        self.deaths = 0
-        self.given_up = False
+class WorkerProcess(ABC):
+    """A process with a `PieceWorker`."""
 
     @abstractmethod
-    def start(self) -> Future[bytes]:
-        """Start a process and let it load the model; returns a pickled `Answer`."""
+    def call(self, method: str, *arguments: Any) -> Future[bytes]:
+        """Call a method of the worker after those that were called before; returns its pickled `Answer`."""
 
     @abstractmethod
-    def submit(self, task: bytes, pieces: bytes) -> Future[bytes]:
-        """Let the process run pieces, see `PieceWorker.run`."""
+    def has_died_of(self, error: Exception) -> bool:
+        """True if a call raised an error because the process has ended."""
 
     @abstractmethod
-    def answer(self, call: Future[bytes]) -> bytes:
-        """The result of a finished call.
+    def kill(self, error: Exception | None = None) -> str:
+        """End the process; returns in words why it had ended, by the error of its last call."""
 
-        Raises:
-            ProcessDied: nothing, since its process has ended.
-        """
 
-    @abstractmethod
-    def kill(self) -> None:
-        """End the process, if there is one."""
+@dataclass(eq=False)
+class _Slot:
+    """A device, the process on it, the call that it has not answered, and how often it died since it last did."""
 
-    def end(self) -> None:
-        """End the process, and forget what it ran."""
-        self.kill()
-        self.call, self.pieces, self.started = None, [], False
+    device: str
+    process: WorkerProcess | None = None
+    call: Future[bytes] | None = None
+    pieces: list[int] = field(default_factory=list)
+    deaths: int = 0
+
+    def end(self, error: Exception | None = None) -> str:
+        """End the process, if there is one, and forget what it ran; returns why it had ended."""
+        reason = "" if self.process is None else self.process.kill(error)
+        self.process, self.call, self.pieces = None, None, []
+        return reason
 
 
 class Pool:
-    """Processes that share the pieces of runs, a `Runner`.
+    """Processes that share the pieces of runs, a `Runner`. They start when there is something to do.
 
     Args:
-        slots: of the processes, at least one.
-        process: name of one of them in messages, with its article.
+        devices: of the processes, at least one.
+        start: starts a process that will hold its model on a device.
+        load: what its method `load` is given.
+        noun: name of one of them in messages, with its article.
     """
 
-    def __init__(self, slots: Sequence[Slot], process: str) -> None:
-        self.devices = " ".join(dict.fromkeys(slot.device for slot in slots))
-        self._slots, self._process = slots, process
+    def __init__(self, devices: Sequence[str], start: Callable[[str], WorkerProcess], load: Any, noun: str) -> None:
+        self.devices = " ".join(dict.fromkeys(devices))
+        self._slots = [_Slot(device) for device in devices]
+        self._start, self._load, self._noun = start, load, noun
         self._told: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -123,47 +110,50 @@ class Pool:
             NoWorkersError: no device can be used, or is left.
             Exception: what a piece raised.
         """
-        counter = PieceProgress(stage, units, progress)
+        counter = StageProgress(progress, stage, sum(units))
+        counter.advance(0)
         waiting = deque(sorted(range(len(pieces)), key=lambda index: -units[index]))
         deaths: Counter[int] = Counter()
-        content, left = pickle.dumps(task), len(pieces)
+        content = pickle.dumps(task)
         try:
-            while left:
+            while waiting or any(slot.pieces for slot in self._slots):
                 self._hand_out(content, pieces, waiting, deaths)
-                calls = [slot.call for slot in self._slots if slot.call is not None]
-                if not calls:
+                called = {slot.call: slot for slot in self._slots if slot.call is not None}
+                if not called:
                     raise NoWorkersError(f"no device is left of {self.devices}; the lines above say why")
-                done = wait(calls, return_when=FIRST_COMPLETED).done
                 finished: list[tuple[int, ResultT]] = []
-                error = None
-                for slot in self._slots:
-                    if slot.call not in done:
-                        continue
+                failure = None
+                for call in wait(called, return_when=FIRST_COMPLETED).done:
+                    slot = called[call]
                     try:
-                        answer: Answer = pickle.loads(slot.answer(slot.call))
-                    except ProcessDied as death:
-                        failed = self._replace(slot, str(death), waiting, deaths)
-                        reason = f"its process died {_DEATHS} times ({death})"
-                        finished += [(number, task.failed(pieces[number], reason)) for number in failed]
+                        answer: Answer = pickle.loads(call.result())
+                    except Exception as error:
+                        assert slot.process is not None
+                        if not slot.process.has_died_of(error):
+                            raise
+                        lost, cause = self._replace(slot, error)
+                        deaths.update(lost)
+                        waiting.extendleft(number for number in reversed(lost) if deaths[number] < _DEATHS)
+                        reason = f"its process died {_DEATHS} times ({cause})"
+                        given_up = [number for number in lost if deaths[number] >= _DEATHS]
+                        finished += [(number, task.failed(pieces[number], reason)) for number in given_up]
                         continue
-                    self._tell(answer)
                     numbers, slot.call, slot.pieces, slot.deaths = slot.pieces, None, [], 0
                     finished += zip(numbers, answer.results, strict=False)
-                    error = error or answer.error
+                    failure = failure or answer.error
+                    self._tell(answer)
                     if answer.unusable is not None:
                         _log.warning("%s cannot be used: %s; the others go on without it", slot.device, answer.unusable)
                         waiting.extendleft(reversed(numbers[len(answer.results) :]))
-                        slot.given_up = True
-                        slot.end()
-                if error is None:
+                        self._give_up(slot)
+                if failure is None:
                     # Before the results are used, which takes time.
                     self._hand_out(content, pieces, waiting, deaths)
                 for number, result in finished:
                     yield number, result
-                    left -= 1
-                    counter.finish(number)
-                if error is not None:
-                    raise error
+                    counter.advance(units[number])
+                if failure is not None:
+                    raise failure
         except BaseException:
             # Processes still compute pieces that nobody waits for.
             self.close()
@@ -171,31 +161,35 @@ class Pool:
 
     def _hand_out(self, task: bytes, pieces: Sequence[Any], waiting: deque[int], deaths: Mapping[int, int]) -> None:
         """Start the processes that are missing, and give pieces to each that has none."""
-        usable = [slot for slot in self._slots if not slot.given_up]
-        for slot in usable:
+        for slot in self._slots:
             if not waiting or slot.call is not None:
                 continue
-            if not slot.started:
-                slot.started, slot.call = True, slot.start()
+            if slot.process is None:
+                slot.process = self._start(slot.device)
+                slot.call = slot.process.call("load", self._load)
                 continue
-            most = min(_MOST_PIECES, max(1, len(waiting) // (_CALLS * len(usable))))
+            most = min(_MOST_PIECES, max(1, len(waiting) // (_CALLS * len(self._slots))))
             slot.pieces.append(waiting.popleft())
             # A piece with which a process has died is alone the next time, so that no other is taken for the cause.
             while len(slot.pieces) < most and not any(number in deaths for number in (waiting[0], *slot.pieces)):
                 slot.pieces.append(waiting.popleft())
-            slot.call = slot.submit(task, pickle.dumps([pieces[number] for number in slot.pieces]))
+            slot.call = slot.process.call("run", task, pickle.dumps([pieces[number] for number in slot.pieces]))
 
-    def _replace(self, slot: Slot, cause: str, waiting: deque[int], deaths: Counter[int]) -> list[int]:
-        """Prepare a slot whose process has died for another; returns the pieces that are not run again."""
-        lost = slot.pieces
-        deaths.update(lost)
-        waiting.extendleft(number for number in reversed(lost) if deaths[number] < _DEATHS)
-        slot.end()
+    def _replace(self, slot: _Slot, error: Exception) -> tuple[list[int], str]:
+        """Prepare a slot whose process has died for another; returns the pieces that it ran, and the cause."""
+        lost, cause = slot.pieces, slot.end(error)
         slot.deaths += 1
-        slot.given_up = slot.deaths >= _DEATHS
-        what = "the others go on without it" if slot.given_up else "it is replaced"
-        _log.warning("%s on %s died (%s); %s", self._process, slot.device, cause, what)
-        return [number for number in lost if deaths[number] >= _DEATHS]
+        gives_up = slot.deaths >= _DEATHS
+        what = "the others go on without it" if gives_up else "it is replaced"
+        _log.warning("%s on %s died (%s); %s", self._noun, slot.device, cause, what)
+        if gives_up:
+            self._give_up(slot)
+        return lost, cause
+
+    def _give_up(self, slot: _Slot) -> None:
+        """Leave a device to others."""
+        slot.end()
+        self._slots.remove(slot)
 
     def _tell(self, answer: Answer) -> None:
         """Show the warnings of a process, each once."""

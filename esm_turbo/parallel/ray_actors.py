@@ -18,7 +18,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from esm_turbo.files.extras import install_hint
-from esm_turbo.parallel.pool import Pool, ProcessDied, Slot
+from esm_turbo.parallel.pool import Pool, WorkerProcess
 from esm_turbo.parallel.worker import LoadModel, PieceWorker
 
 
@@ -64,9 +64,9 @@ class RayActors(Pool):
             local = {"num_cpus": max(count * threads, 1) + 1, "include_dashboard": False} if address is None else {}
             self._initialized.enter_context(_initialized(ray, address=address, **local))
         on_gpu = device.startswith("cuda")
-        actor = ray.remote(PieceWorker).options(num_cpus=0 if on_gpu else threads, num_gpus=1 if on_gpu else 0)
-        content = ray.put(pickle.dumps(load))
-        super().__init__([_ActorSlot(ray, actor, device, content, threads) for _ in range(count)], "an actor")
+        make = ray.remote(PieceWorker).options(num_cpus=0 if on_gpu else threads, num_gpus=1 if on_gpu else 0).remote
+        start = lambda name: _Actor(ray, make(name, threads))  # noqa: E731 - of what only this process has
+        super().__init__([device] * count, start, ray.put(pickle.dumps(load)), "an actor")
 
     def close(self) -> None:
         """Leave the cluster; one that was started for the run is ended."""
@@ -74,45 +74,28 @@ class RayActors(Pool):
         self._initialized.close()
 
 
-class _ActorSlot(Slot):
-    """An actor, and another one when it has died.
+class _Actor(WorkerProcess):
+    """An actor of Ray that holds a `PieceWorker`.
 
     Args:
         ray: the package.
-        actor: makes one.
-        device: of the model.
-        load: reference to what loads it, pickled.
-        threads: of PyTorch on a CPU.
+        actor: its handle.
     """
 
-    def __init__(self, ray: Any, actor: Any, device: str, load: Any, threads: int) -> None:
-        super().__init__(device)
-        self._ray, self._make, self._load, self._threads = ray, actor, load, threads
-        self._actor: Any = None
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray, self._actor = ray, actor
 
-    def start(self) -> Future[bytes]:
-        self._actor = self._make.remote(self.device, self._threads)
-        return self._future(self._actor.load.remote(self._load))
-
-    def submit(self, task: bytes, pieces: bytes) -> Future[bytes]:
-        return self._future(self._actor.run.remote(task, pieces))
-
-    def answer(self, call: Future[bytes]) -> bytes:
-        try:
-            return call.result()
-        except self._ray.exceptions.RayTaskError:
-            raise
-        except self._ray.exceptions.RayError as error:
-            raise ProcessDied(type(error).__name__) from error
-
-    def kill(self) -> None:
-        if self._actor is not None:
-            self._ray.kill(self._actor)
-            self._actor = None
-
-    def _future(self, reference: Any) -> Future[bytes]:
-        future: Future[bytes] = reference.future()
+    def call(self, method: str, *arguments: Any) -> Future[bytes]:
+        future: Future[bytes] = getattr(self._actor, method).remote(*arguments).future()
         return future
+
+    def has_died_of(self, error: Exception) -> bool:
+        errors = self._ray.exceptions
+        return isinstance(error, errors.RayError) and not isinstance(error, errors.RayTaskError)
+
+    def kill(self, error: Exception | None = None) -> str:
+        self._ray.kill(self._actor)
+        return type(error).__name__
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from esm_turbo.tasks.common.pieces import Task
@@ -117,32 +116,21 @@ class PieceWorker:
 
 
 _worker: PieceWorker
-_connection: Connection
 
 
-def begin(connection: Connection, device: str, threads: int) -> None:
-    """Begin a process of a pool.
-
-    Args:
-        connection: sends a pickled `LoadModel`.
-        device: see `PieceWorker`, as are `threads`.
-    """
-    global _worker, _connection
+def begin(device: str, threads: int) -> None:
+    """Begin a process of a pool; the arguments are those of `PieceWorker`."""
+    global _worker
     # Ctrl-C reaches all processes of a terminal; the one that started this one ends it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _worker, _connection = PieceWorker(device, threads), connection
+    _worker = PieceWorker(device, threads)
 
 
-def load() -> bytes:
-    """Load the model in a process of a pool, see `PieceWorker.load`."""
-    with _connection:
-        return _worker.load(_connection.recv_bytes())
-
-
-def run(task: bytes, pieces: bytes) -> bytes:
-    """Run pieces in a process of a pool, see `PieceWorker.run`."""
-    return _worker.run(task, pieces)
+def call(method: str, *arguments: bytes) -> bytes:
+    """Call a method of the `PieceWorker` in a process of a pool."""
+    answer: bytes = getattr(_worker, method)(*arguments)
+    return answer
 
 
 def _end_with_parent() -> None:

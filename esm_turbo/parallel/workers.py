@@ -1,28 +1,32 @@
-"""Several processes with a model each, on devices of this machine, that share the pieces of a run."""
+"""Several processes with a model each, on devices of this machine, that share the pieces of a run.
+
+A piece is computed as in one process, so that whoever computes it, and how many do, results are the same.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import multiprocessing
 import pickle
 import signal
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
-from typing import TYPE_CHECKING, Any, Self
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from esm_turbo.parallel import worker
-from esm_turbo.parallel.pool import NoWorkersError, Pool, ProcessDied, Slot
+from esm_turbo.parallel.pool import NoWorkersError, Pool, WorkerProcess
 from esm_turbo.parallel.worker import LoadModel
+from esm_turbo.tasks.common.pieces import Task
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
 
 __all__ = ["NoWorkersError", "Workers"]
+
+PieceT = TypeVar("PieceT")
+ResultT = TypeVar("ResultT")
 
 
 class Workers(Pool):
@@ -46,8 +50,7 @@ class Workers(Pool):
         if not devices:
             raise ValueError("`devices` must name at least one device")
         self.threads = threads
-        content = pickle.dumps(load)
-        super().__init__([_ProcessSlot(name, content, threads) for name in devices], "a worker")
+        super().__init__(devices, partial(_PoolOfOne, threads=threads), pickle.dumps(load), "a worker")
 
     @classmethod
     def of(cls, turbo: ContextModel, devices: Sequence[str], *, threads: int = 1) -> Self:
@@ -64,7 +67,52 @@ class Workers(Pool):
             raise ValueError("the model lies on several devices: its copies would, too; load it on one, device='cpu'")
         buffer = io.BytesIO()
         _HostPickler(buffer).dump(turbo)
-        return cls(_Copies(buffer.getvalue()), devices, threads=threads)
+        return cls(partial(_copy, buffer.getvalue()), devices, threads=threads)
+
+
+Devices = str | Sequence[str] | Workers
+"""`all`, names of devices, or processes that run already."""
+
+
+class DeviceRunner:
+    """A `Runner` on devices: processes with copies of a model that live while pieces are run.
+
+    Args:
+        turbo: the model.
+        devices: where copies of it run.
+    """
+
+    shares_files = True
+
+    def __init__(self, turbo: ContextModel, devices: str | Sequence[str]) -> None:
+        self._turbo, self._given = turbo, devices
+        # Of a string, only `all` is allowed.
+        self.devices = "cuda" if isinstance(devices, str) else " ".join(devices)
+
+    def run(
+        self, task: Task[PieceT, ResultT], pieces: Sequence[PieceT], **options: Any
+    ) -> Iterator[tuple[int, ResultT]]:
+        """See `Runner.run`.
+
+        Raises:
+            ValueError: no devices are named, or there are none.
+        """
+        names = self._given
+        if names == "all" and not (names := cuda_devices()):
+            raise ValueError("devices='all' finds no CUDA device here; on the CPU, name it once for every process")
+        if isinstance(names, str):
+            raise ValueError(
+                f"`devices` must be 'all', a list of names such as ['cuda:0', 'cuda:1'], or Workers, got {names!r}"
+            )
+        with Workers.of(self._turbo, names) as workers:
+            yield from workers.run(task, pieces, **options)
+
+
+def cuda_devices() -> tuple[str, ...]:
+    """Names of all CUDA devices of this machine."""
+    import torch
+
+    return tuple(f"cuda:{index}" for index in range(torch.cuda.device_count()))
 
 
 class _HostPickler(pickle.Pickler):
@@ -80,84 +128,44 @@ class _HostPickler(pickle.Pickler):
         return obj.detach().cpu().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-class _Copies:
-    """Makes copies of a model on devices.
-
-    Args:
-        pickled: the model.
-    """
-
-    def __init__(self, pickled: bytes) -> None:
-        self.pickled = pickled
-
-    def __call__(self, device: str) -> ContextModel:
-        turbo: ContextModel = pickle.loads(self.pickled)
-        turbo.model.to(device)
-        return turbo
+def _copy(pickled: bytes, device: str) -> ContextModel:
+    """Make a copy of a model on a device."""
+    turbo: ContextModel = pickle.loads(pickled)
+    turbo.model.to(device)
+    return turbo
 
 
-class _ProcessSlot(Slot):
-    """A pool of one process, made again when it breaks.
+class _PoolOfOne(WorkerProcess):
+    """A process pool with one process.
 
     Args:
         device: of the model.
-        load: pickled; loads the model.
         threads: of PyTorch on a CPU.
     """
 
-    def __init__(self, device: str, load: bytes, threads: int) -> None:
-        super().__init__(device)
-        self._load, self._threads = load, threads
-        self._pool: ProcessPoolExecutor | None = None
-        self._process: BaseProcess | None = None
-
-    def start(self) -> Future[bytes]:
-        context = multiprocessing.get_context("spawn")
-        theirs, ours = context.Pipe(duplex=False)
-        self._pool = ProcessPoolExecutor(1, context, worker.begin, (theirs, self.device, self._threads))
-        call = self._pool.submit(worker.load)
+    def __init__(self, device: str, threads: int) -> None:
+        self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), worker.begin, (device, threads))
+        # A first call starts the process.
+        self._pool.submit(int)
         [self._process] = self._pool._processes.values()
         # Else a process that is killed while it sends a result would leave its reader waiting.
         self._pool._result_queue._writer.close()  # type: ignore[attr-defined]
-        # What loads the model may be large: as an argument it would be waited for by one device after the other, and
-        # for ever if its process dies first.
-        theirs.close()
-        threading.Thread(target=_send, args=(ours, self._load), daemon=True).start()
-        return call
 
-    def submit(self, task: bytes, pieces: bytes) -> Future[bytes]:
-        assert self._pool is not None
+    def call(self, method: str, *arguments: Any) -> Future[bytes]:
         try:
-            return self._pool.submit(worker.run, task, pieces)
+            return self._pool.submit(worker.call, method, *arguments)
         except BrokenProcessPool as error:
             # It died between two calls.
             broken: Future[bytes] = Future()
             broken.set_exception(error)
             return broken
 
-    def answer(self, call: Future[bytes]) -> bytes:
-        try:
-            return call.result()
-        except BrokenProcessPool as error:
-            assert self._pool is not None and self._process is not None
-            self._process.kill()
-            self._pool.shutdown()
-            raise ProcessDied(_cause(self._process.exitcode)) from error
+    def has_died_of(self, error: Exception) -> bool:
+        return isinstance(error, BrokenProcessPool)
 
-    def kill(self) -> None:
-        if self._pool is not None and self._process is not None:
-            # Not SIGTERM, which a process in a system call of a driver may not get.
-            self._process.kill()
-            self._pool.shutdown(cancel_futures=True)
-            self._pool = self._process = None
-
-
-def _send(connection: Connection, content: bytes) -> None:
-    with connection, contextlib.suppress(OSError):
-        connection.send_bytes(content)
-
-
-def _cause(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit code {code}"
+    def kill(self, error: Exception | None = None) -> str:
+        # Not SIGTERM, which a process in a system call of a driver may not get.
+        self._process.kill()
+        self._pool.shutdown(cancel_futures=True)
+        code = self._process.exitcode
+        return f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"

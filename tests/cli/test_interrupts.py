@@ -142,16 +142,17 @@ def test_a_run_says_that_it_continues_and_leaves_no_process(tmp_path, number, wo
 if __name__ == "__main__":
     import multiprocessing, signal, threading
     from esm_turbo.cli.app import main
-    from esm_turbo.tasks.common.pieces import PieceProgress
+    from esm_turbo.tasks.common.progress import StageProgress
 
-    finish = PieceProgress.finish
+    advance = StageProgress.advance
 
-    def finish_one(progress, index):
-        finish(progress, index)
-        print(*[child.pid for child in multiprocessing.active_children()], flush=True)
-        signal.raise_signal(signal.{number})
+    def advance_once(progress, units):
+        advance(progress, units)
+        if units:
+            print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+            signal.raise_signal(signal.{number})
 
-    PieceProgress.finish = finish_one
+    StageProgress.advance = advance_once
     signal.signal(signal.SIGINT, signal.default_int_handler)  # what starts the tests may ignore either
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     main(["embed", {str(fasta)!r}, {str(out)!r}, "--toks-per-batch", "20", "--include", "mean", *{workers!r}])

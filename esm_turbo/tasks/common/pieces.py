@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
-from esm_turbo.tasks.common.progress import Progress, silent
+from esm_turbo.tasks.common.progress import Progress, StageProgress
 
 if TYPE_CHECKING:
     from esm_turbo.context_model import ContextModel
@@ -103,42 +103,12 @@ class InProcessRunner:
         progress: Progress | None = None,
     ) -> Iterator[tuple[int, ResultT]]:
         """See `Runner.run`."""
-        counter = PieceProgress(stage, units, progress)
-        for index, result in enumerate(task.run(self.turbo, pieces, counter.inside)):
+        counter = StageProgress(progress, stage, sum(units))
+        counter.advance(0)
+        for index, result in enumerate(task.run(self.turbo, pieces, counter.within)):
             yield index, result
             # After the result was used: when it was written, for example.
-            counter.finish(index)
-
-
-class PieceProgress:
-    """Progress of a run in pieces.
-
-    Args:
-        stage: name of the run.
-        units: size of each piece.
-        progress: the run's callback; None reports to nobody.
-    """
-
-    def __init__(self, stage: str, units: Sequence[int], progress: Progress | None) -> None:
-        self.stage, self.units, self.total = stage, units, sum(units)
-        self.report = progress or silent
-        self.done = 0
-        self._last = -1
-        self._tell(0)
-
-    def inside(self, stage: str, done: int, total: int, /) -> None:
-        """A `Progress` for the piece that runs now."""
-        self._tell(self.done + done)
-
-    def finish(self, index: int) -> None:
-        """Report that a piece is done."""
-        self.done += self.units[index]
-        self._tell(self.done)
-
-    def _tell(self, done: int) -> None:
-        if done != self._last:
-            self._last = done
-            self.report(self.stage, done, self.total)
+            counter.advance(units[index])
 
 
 class Shard(NamedTuple):

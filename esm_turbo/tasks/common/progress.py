@@ -47,6 +47,10 @@ class StageProgress:
 
         return report
 
+    def within(self, stage: str, done: int, total: int, /) -> None:
+        """A `Progress` of units that are counted later, when what they belong to is finished."""
+        self.progress(self.stage, self.done + done, self.total)
+
     def advance(self, units: int) -> None:
         """Report that `units` more are done; 0 shows the stage before its first unit is."""
         self.done += units

@@ -15,7 +15,7 @@ import pytest
 from benchmarks.attack import engines
 from benchmarks.attack.engines import Killer, Moment, Trial, local_workers, run_trial
 from benchmarks.attack.trial import Outcome, call
-from esm_turbo.tasks.common.pieces import PieceProgress
+from esm_turbo.tasks.common.progress import StageProgress
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -65,11 +65,12 @@ def test_a_process_is_killed_in_its_run(tmp_path: Path, after_first: bool) -> No
     def run() -> int:
         Killer([Moment(after_first, 0.02)], None, log, "0").install()
         time.sleep(0.2)
-        progress = PieceProgress("", [1, 1], None)
+        progress = StageProgress(None, "", 2)
+        progress.advance(0)
         if after_first:
             time.sleep(0.2)
             (tmp_path / "first").touch()
-            progress.finish(0)
+            progress.advance(1)
         time.sleep(20)
         return 0
 

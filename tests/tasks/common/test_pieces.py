@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from esm_turbo.tasks.common.pieces import (
     TOKENS_PER_PIECE,
     InProcessRunner,
-    PieceProgress,
     Plan,
     Shard,
     balanced,
@@ -49,16 +48,6 @@ def test_a_plan_tells_runs_apart() -> None:
         assert other.digest != whole.digest
 
 
-def test_progress_inside_pieces_and_over_them() -> None:
-    calls: list[tuple[str, int, int]] = []
-    counter = PieceProgress("run", [3, 2], lambda *call: calls.append(call))
-    counter.inside("part", 1, 3)
-    counter.inside("part", 3, 3)
-    counter.finish(0)
-    counter.finish(1)
-    assert calls == [("run", done, 5) for done in (0, 1, 3, 5)]
-
-
 def test_pieces_in_this_process(turbo) -> None:
     class Lengths:
         def run(self, turbo, pieces, progress):
@@ -74,7 +63,7 @@ def test_pieces_in_this_process(turbo) -> None:
         )
     )
     assert found == {0: 2, 1: 1}
-    assert calls == [0, 1, 2, 3]
+    assert calls == [0, 1, 2, 3, 3]
     assert runner.shares_files and runner.devices is None
 
 
